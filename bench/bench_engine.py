@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from enginebench import claims, latency, noise, policies, processes, throughput
+from enginebench import claims, latency, noise, policies, processes, throughput, tokens
 from enginebench.sizes import QUICK, Sizes
 from figures import REPEATS, Figure, Report, machine, run
 
@@ -22,6 +22,7 @@ BENCHES: dict[str, Bench] = {
     "policies": policies.figures,
     "claim": claims.figures,
     "noise": noise.figures,
+    "tokens": tokens.figures,
 }
 
 

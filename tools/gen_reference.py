@@ -26,7 +26,7 @@ from postroom.message import Event, EventKind, State
 from postroom.runtime.endpoint import STATUS_OF
 from postroom.runtime.openapi import Route
 from postroom.runtime.routes import ROUTES, openapi
-from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, described
+from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, UpSettings, described
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -209,8 +209,11 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "deleted": "ended records were removed; the event names no message",
     "breaker_opened": "the circuit breaker of a service it needs opened",
     "breaker_closed": "the circuit breaker closed again",
-    "tokens_reserved": "part of a budget was reserved for it",
-    "tokens_returned": "reserved budget was returned",
+    "tokens_reserved": "tokens of a model were reserved for its attempt",
+    "tokens_returned": "its reservation ended: what was used, and what was returned",
+    "tokens_refused": "no model had its tokens",
+    "tokens_borrowed": "part of its tokens is of a lower tier",
+    "tokens_rebalanced": "a window of a model began with other pools: loans repaid, unused tokens moved",
     "alert": "an operator should look",
 }
 
@@ -351,7 +354,12 @@ def command_sections(command: click.Command, name: str, parent: click.Context | 
 
 
 def settings_page() -> str:
-    tables = [table("bus", BusSettings), table("queue", QueueSettings), table("audit", AuditSettings)]
+    tables = [
+        table("bus", BusSettings),
+        table("queue", QueueSettings),
+        table("audit", AuditSettings),
+        table("up", UpSettings),
+    ]
     return "\n".join([SETTINGS_HEAD, *tables])
 
 

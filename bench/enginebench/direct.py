@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from postroom import Engine, Policy
+from postroom.contracts.engine.breakers import service_called
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.messages import Prepared, Registry, stored
 from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES
 from postroom.core.fairness import Rotation
+from postroom.message import org_of
 from postroom.system.clock import Clock
 
 WORKER = "bench"
@@ -55,7 +57,7 @@ class Direct:
                 message_id=one.record.message_id,
                 lease=one.record.lease,
                 type=one.type,
-                service=self._services.get(one.type, ""),
+                service=service_called(org_of(one.record.queue), "", self._services.get(one.type, "")),
                 body=one.body,
                 usage=usage,
             )

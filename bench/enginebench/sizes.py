@@ -36,6 +36,8 @@ class Sizes:
     flood: int = 10_000
     singles: int = 20
 
+    decisions: int = 100_000
+
 
 QUICK = Sizes(
     rate=100.0,
@@ -58,4 +60,5 @@ QUICK = Sizes(
     idle=10,
     flood=100,
     singles=3,
+    decisions=50,
 )

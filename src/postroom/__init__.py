@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         ResultGone,
         SinceIdNotFound,
         StaleLease,
+        TokensExhausted,
         TopicError,
         Unavailable,
         UnknownTask,
@@ -99,6 +100,7 @@ __all__ = [
     "SinceIdNotFound",
     "StaleLease",
     "Tasks",
+    "TokensExhausted",
     "TopicError",
     "Unavailable",
     "UnknownTask",
@@ -156,6 +158,7 @@ _HOME = {
     "Rejected": "postroom.errors",
     "SinceIdNotFound": "postroom.errors",
     "TOPICS": "postroom.core.queuewire",
+    "TokensExhausted": "postroom.errors",
     "TopicError": "postroom.errors",
     "Unavailable": "postroom.errors",
 }

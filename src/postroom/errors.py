@@ -3,6 +3,13 @@
     PostroomError
     ├── Rejected                  the caller's fault: the same call will fail again
     │   ├── InvalidMessage        an argument or a field is missing, of the wrong kind or over its limit
+    │   │   ├── InvalidPriority   a priority that is not a whole number from 0 to 3
+    │   │   ├── InvalidExpiry     an expiry in the past, without a time zone, or before the end of the delay
+    │   │   ├── InvalidParent     a message that names itself as its parent
+    │   │   ├── UnknownType       no message type of this name is registered
+    │   │   ├── UnsupportedVersion  a version that is neither current nor of the previous major one
+    │   │   ├── ValidationError   the payload of a message does not fit: never retried
+    │   │   └── KeyReused         an idempotency key that came with another message
     │   ├── InvalidName           an agent, session or recipient name that is not allowed
     │   ├── InvalidSetting        a wrong value in the environment or in postroom.toml
     │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
@@ -10,15 +17,12 @@
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
     │   ├── UnknownAgent          no agent of this name is registered
     │   ├── AgentExists           an agent of this name is registered already
+    │   ├── UnknownToken          no token has this id
     │   ├── UnknownTask           no task has this id
     │   │   └── UnknownMessage    no event of the audit stream names this id
     │   ├── StaleLease            the lease ended, or was never this caller's: stop working on the task
     │   ├── WrongState            the task is not in a state that allows the call
-    │   ├── UnknownType           no message type of this name is registered
-    │   ├── UnsupportedVersion    a message of a version that is neither current nor of the previous major one
-    │   ├── KeyReused             an idempotency key that came with another message
     │   ├── ResultGone            the message of an idempotency key is no longer kept
-    │   ├── ValidationError       the payload of a message does not fit: never retried
     │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
     │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
     │   ├── UnknownGoal           no goal of this id was started
@@ -29,6 +33,7 @@
     │   ├── ContextChanged        the context of a goal has another version than the caller expects
     │   ├── RollbackRefused       a rollback would pass effects that cannot be undone; lists them
     │   ├── MessageFailed         a message ended without a result; has its errors
+    │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
     │   ├── NotHeld               a client was never given the task, and the call names no lease
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
@@ -66,7 +71,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+VALUE_CHARS_MAX = 200
 NAME_RULE = "1 to 128 ASCII letters, digits, '.', '_' or '-', starting with a letter or digit"
+
+
+def shown(value: object) -> str:
+    """A value as an error sentence names it: its `repr`, cut to `VALUE_CHARS_MAX` characters."""
+    if isinstance(value, str | bytes) and len(value) > VALUE_CHARS_MAX:
+        return f"{value[:VALUE_CHARS_MAX]!r}... ({len(value)} long)"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a very long number, or a class with a broken `__repr__`
+        return f"an object of type {type(value).__name__}"
+    return clipped(text)
+
+
+def clipped(reason: object) -> str:
+    """The text of another error, cut to `VALUE_CHARS_MAX` characters."""
+    text = str(reason)
+    return text if len(text) <= VALUE_CHARS_MAX else f"{text[:VALUE_CHARS_MAX]}..."
 
 
 class PostroomError(Exception):
@@ -89,13 +112,25 @@ class InvalidMessage(Rejected, ValueError):
     """A message that breaks a rule of its contract."""
 
 
+class InvalidPriority(InvalidMessage):
+    """A priority that is not a whole number from 0 to 3."""
+
+
+class InvalidExpiry(InvalidMessage):
+    """An expiry in the past, without a time zone, or before the end of the delay."""
+
+
+class InvalidParent(InvalidMessage):
+    """A message that names itself as its parent."""
+
+
 class InvalidName(Rejected, ValueError):
     """A name outside the allowed alphabet."""
 
     def __init__(self, kind: str, name: object) -> None:
         self.kind = kind
         self.name = name
-        super().__init__(f"{kind} {name!r} is not allowed: use {NAME_RULE}")
+        super().__init__(f"{kind} {shown(name)} is not allowed: use {NAME_RULE}")
 
 
 class InvalidSetting(Rejected, ValueError):
@@ -118,7 +153,7 @@ class SinceIdNotFound(Rejected, LookupError):
             if archive
             else "it is not in this bus"
         )
-        super().__init__(f"since id {since_id!r} not found in {path}: {where}")
+        super().__init__(f"since id {shown(since_id)} not found in {path}: {where}")
 
 
 class LockTimeout(Unavailable, TimeoutError):
@@ -169,7 +204,7 @@ class UnknownAgent(Rejected, LookupError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"there is no agent {name!r}")
+        super().__init__(f"there is no agent {shown(name)}")
 
 
 class AgentExists(Rejected):
@@ -177,7 +212,15 @@ class AgentExists(Rejected):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"there is an agent {name!r} already: remove it first")
+        super().__init__(f"there is an agent {shown(name)} already: remove it first")
+
+
+class UnknownToken(Rejected, LookupError):
+    """No token has this id. Nothing was changed."""
+
+    def __init__(self, token_id: str) -> None:
+        self.token_id = token_id
+        super().__init__(f"there is no token {token_id!r}")
 
 
 class UnknownTask(Rejected, LookupError):
@@ -185,7 +228,7 @@ class UnknownTask(Rejected, LookupError):
 
     def __init__(self, task_id: str, message: str = "") -> None:
         self.task_id = task_id
-        super().__init__(message or f"there is no task {task_id!r}")
+        super().__init__(message or f"there is no task {shown(task_id)}")
 
 
 class UnknownMessage(UnknownTask):
@@ -193,7 +236,7 @@ class UnknownMessage(UnknownTask):
 
     def __init__(self, message_id: str, folder: Path) -> None:
         self.folder = folder
-        super().__init__(message_id, f"no event in {folder} names {message_id!r}")
+        super().__init__(message_id, f"no event in {folder} names {shown(message_id)}")
 
 
 class StaleLease(Rejected):
@@ -203,7 +246,7 @@ class StaleLease(Rejected):
         self.task_id = task_id
         self.lease = lease
         super().__init__(
-            message or f"lease {lease} of task {task_id!r} is no longer valid: stop working on it"
+            message or f"lease {lease} of task {shown(task_id)} is no longer valid: stop working on it"
         )
 
 
@@ -228,7 +271,7 @@ class WrongState(Rejected):
         self.verb = verb
         self.state = state
         rule = f", and only {RETRIED} can be retried" if verb == "retry" else ""
-        super().__init__(message or f"cannot {verb} task {task_id!r}: it is {state}{rule}")
+        super().__init__(message or f"cannot {verb} task {shown(task_id)}: it is {state}{rule}")
 
 
 class NotHeld(Rejected):
@@ -236,7 +279,7 @@ class NotHeld(Rejected):
 
     def __init__(self, task_id: str) -> None:
         self.task_id = task_id
-        super().__init__(f"this client was not given task {task_id!r}: pass its lease")
+        super().__init__(f"this client was not given task {shown(task_id)}: pass its lease")
 
 
 class HarnessRefused(Rejected):
@@ -283,7 +326,7 @@ class QueueFull(Unavailable):
         self.max_depth = max_depth
         self.retry_after_s = retry_after_s
         super().__init__(
-            f"queue {queue!r} holds {depth} of at most {max_depth} waiting tasks: "
+            f"queue {shown(queue)} holds {depth} of at most {max_depth} waiting tasks: "
             f"try again in {retry_after_s:g} s"
         )
 
@@ -291,18 +334,21 @@ class QueueFull(Unavailable):
 class UnknownType(InvalidMessage):
     """No message type of this name is registered."""
 
-    def __init__(self, type_name: object, known: Iterable[str]) -> None:
+    def __init__(self, type_name: object, known: Iterable[str], message: str = "") -> None:
         self.type_name = type_name
-        super().__init__(f"there is no message type {type_name!r}: the types are {', '.join(sorted(known))}")
+        types = ", ".join(sorted(known))
+        super().__init__(message or f"there is no message type {shown(type_name)}: the types are {types}")
 
 
 class UnsupportedVersion(InvalidMessage):
     """A message version that is neither of the current major version nor of the previous one."""
 
-    def __init__(self, version: object, current: str) -> None:
+    def __init__(self, version: object, current: str, message: str = "") -> None:
         self.version = version
         super().__init__(
-            f"version {version!r} is not supported: use {current} or a version of the previous major version"
+            message
+            or f"version {shown(version)} is not supported: use {current} or a version of the previous "
+            "major version"
         )
 
 
@@ -317,7 +363,8 @@ class KeyReused(InvalidMessage):
         self.key = key
         self.message_id = message_id
         super().__init__(
-            message or f"idempotency key {key!r} belongs to message {message_id}, which has another content"
+            message
+            or f"idempotency key {shown(key)} belongs to message {message_id}, which has another content"
         )
 
 
@@ -327,7 +374,7 @@ class ResultGone(Rejected):
     def __init__(self, key: str, message_id: str, message: str = "") -> None:
         self.key = key
         self.message_id = message_id
-        gone = f"idempotency key {key!r} belongs to message {message_id}, whose result is no longer kept"
+        gone = f"idempotency key {shown(key)} belongs to message {message_id}, whose result is no longer kept"
         super().__init__(message or gone)
 
 
@@ -338,8 +385,8 @@ class EffectUnknown(Rejected):
         self.message_id = message_id
         self.key = key
         super().__init__(
-            f"effect {key!r} of message {message_id} was begun by an earlier attempt, and its outcome is "
-            'unknown: pass probe= or on_unknown="run"'
+            f"effect {shown(key)} of message {message_id} was begun by an earlier attempt, and its outcome "
+            'is unknown: pass probe= or on_unknown="run"'
         )
 
 
@@ -437,6 +484,23 @@ class MessageFailed(Rejected):
         super().__init__(f"message {message_id} ended as {state}{last}")
 
 
+class TokensExhausted(MessageFailed):
+    """No model had the tokens that a message asked for, or its handler used up its reservation."""
+
+    def __init__(
+        self, message_id: str, state: str, error_history: list[dict[str, Any]], message: str = ""
+    ) -> None:
+        super().__init__(message_id, state, error_history)
+        if message:
+            self.args = (message,)
+
+
+def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]]) -> MessageFailed:
+    """The error of a message that ended without a result."""
+    is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
+    return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
+
+
 class Overloaded(Unavailable):
     """Backpressure refuses a submit. Nothing was stored."""
 
@@ -460,7 +524,7 @@ class TooMany(Unavailable):
 
     def __init__(self, name: str, what: str, each_max: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
-        super().__init__(f"{name!r} may have at most {each_max} {what} at a time: try again later")
+        super().__init__(f"{shown(name)} may have at most {each_max} {what} at a time: try again later")
 
 
 class BusFull(Unavailable):

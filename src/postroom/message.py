@@ -62,7 +62,7 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
 
 
 ENGINE_PREFIX = "org:"
-"""The queue of an organization is named by its id behind this prefix. No agent has such a name."""
+"""The queue of an organization is named by this prefix and its id. No agent has such a name."""
 
 
 def org_of(queue: str) -> str:
@@ -117,6 +117,9 @@ EventKind = Literal[
     "breaker_closed",
     "tokens_reserved",
     "tokens_returned",
+    "tokens_refused",
+    "tokens_borrowed",
+    "tokens_rebalanced",
     "alert",
 ]
 """The kinds of events, for every contract."""
@@ -214,6 +217,26 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     detail: dict[str, Any] = {}
     prior: State | None = None
     """The previous state, for kinds that can follow several states: an end, a replay, a deferral."""
+
+
+class Noted(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """An event that changes no record, before it has a number."""
+
+    kind: EventKind
+    queue: str = ""
+    message_id: str = ""
+    state: State = "DONE"
+    attempt: int = 0
+    priority: int = 2
+    lease: int = 0
+    detail: dict[str, Any] = {}
+
+    def event(self, seq: int, ts_us: int) -> Event:
+        """The event with its number and time."""
+        return Event(
+            seq, ts_us, self.kind, self.queue, self.message_id, self.state, self.attempt, self.priority,
+            self.lease, detail=self.detail,
+        )  # fmt: skip
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

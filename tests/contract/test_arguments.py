@@ -67,7 +67,7 @@ def test_a_queue_refuses_arguments_of_the_wrong_kind(
 
 
 @pytest.mark.parametrize("topics", [1, 1.5, True, object()])
-def test_topics_that_are_no_topics_are_refused_in_one_sentence(tmp_path: Path, topics: Any) -> None:
+def test_invalid_topics_are_refused_in_one_sentence(tmp_path: Path, topics: Any) -> None:
     sentence = f"topics must be a topic or a list of topics, not {type(topics).__name__}"
     assert refusals(lambda value: Queue(tmp_path).poll("ada", value), [topics]) == [sentence]
 

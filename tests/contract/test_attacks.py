@@ -1,4 +1,4 @@
-"""What an attacker of the first release found, each as a test that failed then."""
+"""Attacks on the first release, each as a test that failed then."""
 
 import contextlib
 import enum
@@ -69,8 +69,8 @@ print(queue.check().ok, bus.verify().ok)
 """
 
 
-def test_an_exception_out_of_a_signal_handler_leaves_no_lock_behind(tmp_path: Path) -> None:
-    # In a process without coverage, which has locks of its own that an interrupt leaves behind.
+def test_an_exception_in_a_signal_handler_releases_the_lock(tmp_path: Path) -> None:
+    # In a process without coverage, whose own locks an interrupt could leave locked.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERRUPTED, tmp_path],
@@ -130,7 +130,7 @@ def test_bodies_of_one_poll_are_bounded_and_the_rest_comes_next(
     assert taken == [["0", "1"], ["2", "3"], ["4"], []]
 
 
-def test_limit_hands_out_the_first_and_keeps_the_rest(queue: Queue) -> None:
+def test_limit_returns_the_first_and_keeps_the_rest(queue: Queue) -> None:
     for number in range(5):
         queue.send("ask" if number % 2 else "status", str(number))
     assert [m["body"] for m in queue.poll("a", limit=2)] == ["0", "1"]
@@ -177,7 +177,7 @@ def test_an_archive_that_was_moved_away_does_not_stop_the_bus(bus: Bus, tmp_path
         bus.read("MSG-unknown")
 
 
-def test_handles_that_nobody_closed_keep_no_descriptor(tmp_path: Path) -> None:
+def test_garbage_collected_handles_close_their_descriptors(tmp_path: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -200,7 +200,7 @@ def test_a_changed_line_of_ours_is_not_taken_for_a_foreign_one(
     assert len(queue.check().unreadable) == 1
 
 
-def test_a_body_may_speak_of_checksums(queue: Queue) -> None:
+def test_a_body_may_contain_checksum_lines(queue: Queue) -> None:
     for body in ('"crc":', '","crc":"00000000"}', '\\"crc":', "crc"):
         queue.send("ask", body)
         assert [m["body"] for m in queue.poll("a")] == [body]
@@ -234,7 +234,7 @@ def test_a_follower_stops_in_the_middle_of_a_backlog(bus: Bus) -> None:
     assert 0 < sum(1 for _ in bus.follow(stop=lambda: True)) < 3000
 
 
-def test_a_follower_goes_on_in_a_file_that_an_editor_wrote_anew(bus: Bus) -> None:
+def test_a_follower_continues_in_a_file_rewritten_by_an_editor(bus: Bus) -> None:
     for body in ("one", "two", "three"):
         post(bus, body)
     seen: list[str] = []
@@ -260,7 +260,7 @@ def test_relative_paths_keep_their_meaning(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_wrong_values_are_one_sentence(bus: Bus, queue: Queue, tmp_path: Path) -> None:
+def test_invalid_values_raise_one_sentence(bus: Bus, queue: Queue, tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: queue.send("ask", "x", ttl_s=10**4400),
         lambda: queue.poll("a", wait_s=10**400),
@@ -282,7 +282,7 @@ def test_wrong_values_are_one_sentence(bus: Bus, queue: Queue, tmp_path: Path) -
         assert "\n" not in str(caught.value)
 
 
-def test_threads_and_an_evicted_session_share_no_harm(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_use_an_evicted_session(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postroom.contracts.queue.SESSIONS_OPEN_MAX", 2)
 
     def send(worker: int) -> None:

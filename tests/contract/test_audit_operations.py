@@ -29,7 +29,7 @@ class OperationCases:
         )
         self._seen = 0
 
-    def told(self) -> list[EventKind]:
+    def emitted(self) -> list[EventKind]:
         events = self.tasks.events(self._seen)
         self._seen = self.tasks.store.newest_event()
         return [event.kind for event in events]
@@ -120,7 +120,7 @@ SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
 }
 
 
-def test_every_operation_of_tasks_has_its_scene() -> None:
+def test_every_operation_of_tasks_is_tested() -> None:
     assert SCENES.keys() == OPERATIONS["tasks"].keys()
 
 
@@ -128,9 +128,9 @@ def test_every_operation_of_tasks_has_its_scene() -> None:
 def test_tasks_operations_emit_the_documented_events(operation: str) -> None:
     cases = OperationCases()
     act = SCENES[operation](cases)
-    cases.told()
+    cases.emitted()
     act()
-    assert set(cases.told()) == set(OPERATIONS["tasks"][operation])
+    assert set(cases.emitted()) == set(OPERATIONS["tasks"][operation])
 
 
 def test_file_operations_emit_the_documented_events(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_file_operations_emit_the_documented_events(tmp_path: Path) -> None:
     feeds.close()
     assert kinds["bus"] == ["created", "created"]
     table = OPERATIONS["queue"]
-    assert kinds["queue"] == [kind for told in table.values() for kind in told]
+    assert kinds["queue"] == [kind for emitted in table.values() for kind in emitted]
 
 
 def test_every_kind_is_emitted_by_some_operation() -> None:

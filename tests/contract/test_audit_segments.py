@@ -92,7 +92,7 @@ def _judge(folder: Path, acknowledged: int, retained: int, tally: Tally) -> int:
     return max(retained, first - 1)
 
 
-def test_kills_lose_and_double_nothing() -> None:
+def test_kills_lose_and_duplicate_nothing() -> None:
     seed = secrets.randbits(32)
     print(f"run({KILLS}, {seed})")
     tally = run(KILLS, seed)
@@ -101,7 +101,7 @@ def test_kills_lose_and_double_nothing() -> None:
     assert tally.ok, tally
 
 
-def test_a_sink_that_loses_what_it_acknowledged_is_caught() -> None:
+def test_a_sink_that_loses_acknowledged_events_is_caught() -> None:
     assert run(6, seed=1, sabotage=True).lost > 0
 
 
@@ -116,7 +116,7 @@ def update_named(name: str) -> Update:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kill_at_a_system_call_loses_and_doubles_nothing(name: str) -> None:
+def test_a_kill_at_a_system_call_loses_and_duplicates_nothing(name: str) -> None:
     tally = Tally()
     for call in CALLS[name]:
         variants = ",".join(f"?{variant}" for variant in syscalls.VARIANTS.get(call, (call,)))
@@ -129,7 +129,7 @@ def test_a_kill_at_a_system_call_loses_and_doubles_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_a_system_call_loses_and_doubles_nothing(name: str) -> None:
+def test_an_error_of_a_system_call_loses_and_duplicates_nothing(name: str) -> None:
     tally = Tally()
     call, error = ERRORS[name]
     for k in range(1, syscalls.POINTS_MAX):
@@ -152,11 +152,11 @@ def test_a_folder_is_clean_while_its_writer_seals_and_retention_runs(quick_path:
         crew.await_lines(writer, 1)
         for number in range(25):
             assert verify(quick_path / "audit") == []
-            told: list[str] = []
-            segments = Segments(quick_path / "audit", on_trouble=told.append)
+            troubles: list[str] = []
+            segments = Segments(quick_path / "audit", on_trouble=troubles.append)
             found = seqs(list(segments.events()))
             assert found == list(range(found[0], found[0] + len(found)))
-            assert told == []
+            assert troubles == []
             if number % 5 == 4:
                 retain(quick_path / "audit", _sealed_us(quick_path / "audit", -5))
             crew.await_lines(writer, 2)

@@ -48,7 +48,7 @@ def shipper(folder: Path, *feeds: Feed) -> Iterator[Shipper]:
         sink.close()
 
 
-def told(folder: Path) -> list[AuditEvent]:
+def shipped_events(folder: Path) -> list[AuditEvent]:
     return list(Segments(folder).events())
 
 
@@ -82,7 +82,7 @@ def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks,
         work(tasks)
         with shipper(tmp_path / "audit", feed_of(tasks)) as one:
             one.ship()
-    events = told(tmp_path / "audit")
+    events = shipped_events(tmp_path / "audit")
     assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
     source = f"tasks:{tasks.store.identity()}"
     assert {event.source for event in events} == {source}
@@ -94,7 +94,7 @@ def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks,
     assert {event.error for event in failed} == {"it broke"}
 
 
-def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_store_keeps_unshipped_events(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     feed = feed_of(tasks)
     with shipper(tmp_path / "audit", feed) as one:
@@ -134,7 +134,7 @@ class Careful(SegmentSink):
         super().write(events)
 
 
-def test_what_is_written_is_settled_and_what_comes_meanwhile_waits(tasks: Tasks, tmp_path: Path) -> None:
+def test_only_settled_events_are_shipped_and_later_ones_wait(tasks: Tasks, tmp_path: Path) -> None:
     tasks.enqueue(agent="ada", payload="first")
     with Careful(tmp_path / "audit") as sink:
         sink.feed = Busy(tasks)
@@ -143,7 +143,7 @@ def test_what_is_written_is_settled_and_what_comes_meanwhile_waits(tasks: Tasks,
         assert one.waiting() == 2
 
 
-def test_a_sink_that_knows_more_than_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_sink_ahead_of_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     feed = feed_of(tasks)
     sink = SegmentSink(tmp_path / "audit")
@@ -199,7 +199,7 @@ def test_a_store_has_one_stream(tmp_path: Path) -> None:
     assert ship_store(tmp_path / "second", database) == 4
 
 
-def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> None:
+def test_a_store_replaced_during_shipping_ends_the_shipper(tmp_path: Path) -> None:
     database = tmp_path / "queue.db"
     enqueue(database, "one")
     with opened(tmp_path / "audit", Sources(stores=(f"sqlite:///{database}",)), AuditSettings()) as shipping:
@@ -232,9 +232,9 @@ def test_events_removed_before_shipping_are_reported(
         one.ship()
         sink.close()
         assert "were removed before they were shipped" in caplog.text
-        assert [event.error_type for event in told(tmp_path / "audit") if event.kind == "alert"] == [
-            "EventsMissing"
-        ]
+        assert [
+            event.error_type for event in shipped_events(tmp_path / "audit") if event.kind == "alert"
+        ] == ["EventsMissing"]
 
 
 def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,15 +251,15 @@ def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture)
         assert caplog.text == ""
 
 
-def test_redaction_changes_no_other_fields_than_it_says() -> None:
+def test_redaction_changes_only_the_documented_fields() -> None:
     secret = "ada@example.com"  # noqa: S105 - an address
     facts: dict[str, Any] = {
         field.name: secret for field in msgspec.structs.fields(AuditEvent) if field.type is str
     }
     facts |= {"seq": 1, "ts_us": 1, "kind": "alert", "contract": "tasks", "schema": 1}
     event = AuditEvent(**facts, detail={"fact": secret})
-    told = redacted(Redactor("full"), event)
-    changed = {name for name in event.__struct_fields__ if getattr(told, name) != getattr(event, name)}
+    after = redacted(Redactor("full"), event)
+    changed = {name for name in event.__struct_fields__ if getattr(after, name) != getattr(event, name)}
     assert changed == REDACTED
 
 
@@ -297,7 +297,7 @@ class FullOnce:
         self._sink.write(events)
 
 
-def test_a_sink_that_fails_is_tried_again_and_counted(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_failing_sink_is_retried_and_counted(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     sink = SegmentSink(tmp_path / "audit")
     one = Shipper(FullOnce(sink, 2), lambda: [feed_of(tasks)], monotonic=iter(range(1000)).__next__)
@@ -311,7 +311,9 @@ def test_a_sink_that_fails_is_tried_again_and_counted(tasks: Tasks, tmp_path: Pa
     assert one.progress.failures == 2
     assert pauses[2:4] == [1.0, 2.0]  # longer each time
     assert one.progress.trouble == ""
-    assert [event.seq for event in told(tmp_path / "audit")] == list(range(1, tasks.store.newest_event() + 1))
+    assert [event.seq for event in shipped_events(tmp_path / "audit")] == list(
+        range(1, tasks.store.newest_event() + 1)
+    )
     sink.close()
 
 
@@ -373,7 +375,7 @@ def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
         assert Tasks(tasks.store).enqueue(agent="ada", payload="welcome again")
         one.ship()
         sink.close()
-        events = told(small_disk / "audit")
+        events = shipped_events(small_disk / "audit")
         assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
         assert sum(event.kind == "created" for event in events) == 42
         assert verify(small_disk / "audit") == []
@@ -389,7 +391,7 @@ def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = No
     Shipper(sink, feeds).ship()
     feeds.close()
     sink.close()
-    return told(folder)
+    return shipped_events(folder)
 
 
 def test_queue_operations_are_shipped(tmp_path: Path) -> None:
@@ -466,7 +468,7 @@ def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
     one.ship()
     feeds.close()
     sink.close()
-    bodies = [event.payload for event in told(tmp_path / "audit")]
+    bodies = [event.payload for event in shipped_events(tmp_path / "audit")]
     assert sorted(bodies) == sorted([*map(str, range(6)), "1 late", "3 late", "5 late"])
     assert verify(tmp_path / "audit") == []
 
@@ -492,7 +494,7 @@ def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: 
 
 
 @pytest.mark.parametrize("contract", ["bus", "queue"])
-def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path: Path) -> None:
+def test_a_file_restored_during_shipping_ends_the_shipper(contract: str, tmp_path: Path) -> None:
     path, say = speaker(contract, tmp_path)
     say("first")
     old = path.read_bytes()
@@ -507,7 +509,7 @@ def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path
             shipping.shipper.ship()
 
 
-def test_a_file_goes_on_when_what_the_stream_held_of_it_was_removed(tmp_path: Path) -> None:
+def test_a_file_is_continued_after_retention_removed_its_events(tmp_path: Path) -> None:
     path, say = speaker("bus", tmp_path)
     say("first")
     assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1
@@ -550,7 +552,7 @@ def test_unfinished_last_line_of_a_moved_file_becomes_an_alert(tmp_path: Path) -
         Queue(tmp_path / "queue").send("ask", "two", sender="ada")
         assert one.ship() == 1
     feeds.close()
-    assert [(event.seq, event.kind) for event in told(tmp_path / "audit")] == [
+    assert [(event.seq, event.kind) for event in shipped_events(tmp_path / "audit")] == [
         (1, "created"), (2, "alert"), (1, "created")
     ]  # fmt: skip
 

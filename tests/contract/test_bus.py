@@ -156,7 +156,9 @@ def test_the_file_is_laid_out_as_documented(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("durability", CLASSES)
-def test_what_was_appended_is_read_at_once_by_everybody(tmp_path: Path, durability: Durability) -> None:
+def test_an_appended_message_is_visible_to_all_readers_at_once(
+    tmp_path: Path, durability: Durability
+) -> None:
     bus = Bus(tmp_path / "new" / "folder" / "bus.yaml", durability=durability)
     for number in range(3):
         msg_id = post(bus, str(number))
@@ -394,7 +396,7 @@ def test_since_means_after_in_the_file(bus: Bus) -> None:
         assert bodies(bus.read(msg_id)) == [str(n) for n in range(position + 1, 5)]
 
 
-def test_since_is_a_position_and_no_comparison(bus: Bus) -> None:
+def test_since_is_a_position_and_not_a_comparison(bus: Bus) -> None:
     """The original makes ids before it takes the lock, so its files are not always in their order."""
     for msg_id in ("MSG-3", "MSG-1", "MSG-2"):
         with bus.path.open("a") as file:
@@ -550,7 +552,7 @@ def test_follow_yields_existing_and_then_new_messages(bus: Bus) -> None:
         assert next(follower).body == str(number)
 
 
-def test_follow_ends_when_stop_says_so(bus: Bus) -> None:
+def test_follow_ends_when_stop_returns_true(bus: Bus) -> None:
     post(bus, "0")
     asked = iter([False, False, True])
     assert bodies(list(bus.follow(stop=lambda: next(asked)))) == ["0"]
@@ -569,12 +571,12 @@ def test_a_follower_survives_rotations(bus: Bus) -> None:
             assert bodies(list(itertools.islice(follower, 7))) == new
 
 
-def test_a_follower_that_came_before_the_bus_misses_nothing_that_was_archived_since(bus: Bus) -> None:
+def test_a_follower_started_before_the_bus_reads_later_archives(bus: Bus) -> None:
     polls = iter(range(100))
 
     def stop() -> bool:
         match next(polls):
-            case 0:  # nothing was there; now comes a whole file, and goes again
+            case 0:  # there was nothing; now a whole file is written and archived
                 post(bus, "0")
                 bus.rotate()
                 post(bus, "1")
@@ -617,7 +619,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
         if path == bus.path and left[0]:
             left[0] -= 1
             bus.rotate()
-            if left[0] != 1:  # once the name is missing at that moment, else it is already the next file
+            if left[0] != 1:  # at first the name is missing, later it is the next file
                 post(bus, f"after {left[0]}")
         return real(path)
 
@@ -664,9 +666,7 @@ def test_rotation_renames_the_file_and_the_next_write_begins_a_new_one(bus: Bus)
     assert bodies(bus.read(archives=True)) == ["old", "new"]
 
 
-def test_archives_of_one_second_or_of_a_clock_that_stepped_back_stay_apart_and_in_order(
-    bus: Bus, clock: Clock
-) -> None:
+def test_archives_of_one_second_or_a_stepped_clock_have_ordered_names(bus: Bus, clock: Clock) -> None:
     """Defect 5 of the original: archives of the same second overwrote each other."""
     made = []
     for number, step in enumerate((0, 0, 0, -5, 0, 60, 0)):
@@ -748,7 +748,7 @@ def test_unknown_id_raises_between_rotation_and_next_file(bus: Bus) -> None:
     assert bus.read(known, archives=True) == []
 
 
-def test_a_reader_whose_archive_was_removed_goes_on_with_the_next(bus: Bus) -> None:
+def test_a_reader_whose_archive_was_removed_continues_with_the_next(bus: Bus) -> None:
     post(bus, "0")
     follower = bus.follow()
     assert next(follower).body == "0"
@@ -761,7 +761,7 @@ def test_a_reader_whose_archive_was_removed_goes_on_with_the_next(bus: Bus) -> N
     assert bodies(list(itertools.islice(follower, 2))) == ["1", "2"]
 
 
-def test_a_writer_follows_a_rotation_or_removal_by_somebody_else(bus: Bus) -> None:
+def test_a_writer_follows_a_rotation_or_removal_by_another_process(bus: Bus) -> None:
     post(bus, "0")
     Bus(bus.path, clock=lambda: NOON).rotate()
     post(bus, "1")
@@ -794,10 +794,10 @@ def test_the_lock_is_flock_on_the_bus_file_itself(bus: Bus, monkeypatch: pytest.
         post(bus)
     assert found == ["locked"]
     with open(bus.path) as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back afterwards
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released afterwards
 
 
-def test_a_lock_that_stays_taken_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_lock_timeout_raises_and_writes_nothing(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", lock_timeout_s=0.02)
     post(bus, "before")
     with open(bus.path) as holder:
@@ -928,7 +928,7 @@ def test_damage_is_skipped_reported_logged_once_and_left_in_place(
     assert bus.path.read_bytes() == damaged
 
 
-def test_a_torn_tail_is_no_damage_and_a_destroyed_last_record_is(bus: Bus) -> None:
+def test_a_torn_tail_is_not_damage_but_a_destroyed_last_record_is(bus: Bus) -> None:
     post(bus, "one")
     size = bus.path.stat().st_size
     post(bus, "two")
@@ -1030,7 +1030,7 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_a_file_that_is_no_bus_is_neither_written_nor_renamed(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_not_a_bus_is_neither_written_nor_renamed(tmp_path: Path, name: str) -> None:
     bus = Bus(tmp_path / "file")
     bus.path.write_bytes(OTHER_FILES[name])
     for change in (

@@ -110,7 +110,7 @@ def test_torn_tails_may_follow_each_other(bus: Bus) -> None:
     assert len(bus.verify().damaged) == len(range(1, len(record) - 1, 5))
 
 
-def test_a_reader_that_stands_before_a_torn_record_goes_on_behind_it(tmp_path: Path, bus: Bus) -> None:
+def test_a_reader_continues_after_a_torn_record(tmp_path: Path, bus: Bus) -> None:
     follower = Bus(bus.path, poll_interval_s=0.01).follow()
     for body in BODIES:
         assert next(follower).body == body
@@ -194,7 +194,7 @@ def test_bytes_between_records_are_damage_from_the_first_to_the_last(bus: Bus) -
     assert places(bus) == [JUNK + b"\n"]
 
 
-def test_bytes_behind_the_last_record_are_damage_to_the_end_of_the_file(bus: Bus) -> None:
+def test_bytes_after_the_last_record_are_damage_to_the_end_of_the_file(bus: Bus) -> None:
     whole = bus.path.read_bytes()
     for tail in (JUNK, JUNK[:-1], b"\n" + JUNK):
         bus.path.write_bytes(whole + tail)
@@ -227,7 +227,7 @@ def test_a_first_record_without_its_first_line_is_damage_up_to_its_body(bus: Bus
     assert places(bus) == [*lines[:-1], lines[-1] + b"---\n", body]
 
 
-def test_a_stretch_without_a_record_is_damage_up_to_where_one_may_begin(
+def test_a_stretch_without_a_record_is_damage_up_to_a_possible_start(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are reported in parts that cover all of them exactly once."""

@@ -159,13 +159,13 @@ def test_append_to_a_conductor_loop_file_continues_its_ids(sample: Bus) -> None:
     assert len(original_reads(sample.path.read_bytes())) == 9
 
 
-def test_a_file_of_the_original_reads_there_as_the_description_says(sample: Bus) -> None:
+def test_a_file_of_the_original_reads_as_documented(sample: Bus) -> None:
     """Check the reader in this file with the sample: eight messages with these ids."""
     theirs = original_reads(SAMPLE.read_bytes())
     assert [message.header["msg_id"] for message in theirs] == [message.msg_id for message in sample.read()]
 
 
-def test_a_reader_goes_on_when_the_original_appends(tmp_path: Path) -> None:
+def test_a_reader_continues_when_the_original_appends(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     follower = bus.follow()
     for number in range(10):
@@ -179,8 +179,8 @@ def test_a_reader_goes_on_when_the_original_appends(tmp_path: Path) -> None:
     assert len(original_reads(bus.path.read_bytes())) == 10
 
 
-def test_a_foreign_record_at_the_end_waits_until_its_writer_is_done(tmp_path: Path) -> None:
-    """It has no length: while its writer holds the lock, more of its body may follow."""
+def test_a_foreign_record_at_the_end_is_held_back_until_its_writer_is_done(tmp_path: Path) -> None:
+    """A foreign record has no length: while its writer holds the lock, more of its body may follow."""
     bus = Bus(tmp_path / "bus.yaml")
     original_appends(bus.path, "whole", "MSG-1")
     with bus.path.open("ab", buffering=0) as writer:
@@ -200,7 +200,7 @@ def test_a_foreign_record_that_outgrows_the_window_meanwhile_is_not_cut(
     bus = Bus(tmp_path / "bus.yaml")
     original_appends(bus.path, "line\n", "MSG-1")
     real = busfile._settled_size
-    more = ["\n" * 2 * busfile.WINDOW_BYTES + "end\n"]  # wherever the window ends, it ends in a newline
+    more = ["\n" * 2 * busfile.WINDOW_BYTES + "end\n"]  # the window always ends in a newline
 
     def settled_size(fd: int) -> int | None:
         with bus.path.open("a") as writer:
@@ -240,7 +240,7 @@ def test_legacy_lines_are_messages_with_a_position(tmp_path: Path) -> None:
     assert [damage.reason for damage in report.damaged] == ["text before the first record"]
 
 
-def test_a_follower_reads_on_behind_legacy_lines(tmp_path: Path) -> None:
+def test_a_follower_continues_after_legacy_lines(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     bus.path.write_text("[2026-02-05 14:30:52] FACT: one\n")
     follower = bus.follow()
@@ -291,7 +291,7 @@ def test_conductor_loop_reads_an_attachment(tmp_path: Path) -> None:
     assert original_reads(bus.path.read_bytes())[0].header["attachment_path"] == "out/a: b.md"
 
 
-def test_the_escape_key_stands_only_where_a_body_needs_it(tmp_path: Path) -> None:
+def test_the_escape_key_is_written_only_for_escaped_bodies(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     for body in ("----", " ---", "---x", "-- -", "--- x\n", "msg_id: x"):
         bus.append(type="t", project_id="p", body=body)

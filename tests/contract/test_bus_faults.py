@@ -1,7 +1,7 @@
-"""Writes and fsyncs that fail: an error, no half record, nothing acknowledged that is not there.
+"""Failing writes and fsyncs: an error, no half record, and nothing acknowledged that is not stored.
 
-The faults are the kernel's own where that is possible: a file size limit, a full disk, strace that makes
-fsync fail. Where only the moment matters, `os.fsync` is replaced by one that fails when it is told to.
+The faults are those of the kernel where possible: a file size limit, a full disk, strace that makes fsync
+fail. Where only the moment matters, `os.fsync` is replaced by a function that fails on request.
 """
 
 import itertools
@@ -129,10 +129,10 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, durability: D
     tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         pytest.skip(f"A FULL DISK WAS NOT TRIED: {tried.stderr.strip()}")
-    told = child(FULL_DISK, str(tmp_path), durability, prefix=("unshare", "--mount"))
-    if told.startswith("REFUSED"):
-        pytest.skip(f"A FULL DISK WAS NOT TRIED: no small tmpfs here: {told}")
-    assert int(told) > 20
+    printed = child(FULL_DISK, str(tmp_path), durability, prefix=("unshare", "--mount"))
+    if printed.startswith("REFUSED"):
+        pytest.skip(f"A FULL DISK WAS NOT TRIED: no small tmpfs here: {printed}")
+    assert int(printed) > 20
 
 
 # ---- fsyncs that fail, by the kernel ---------------------------------------------------------------
@@ -180,13 +180,13 @@ def test_after_a_failed_fsync_the_handle_is_dead_until_it_is_reopened(
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         pytest.skip(f"A FAILING FSYNC OF THE KERNEL WAS NOT TRIED: {tried.stderr.strip()}")
-    told = child(
+    printed = child(
         FAILED_FSYNC, str(tmp_path / "bus.yaml"), durability, many,
         prefix=(*prefix, "-e", "inject=fsync:error=EIO:when=5"),
     )  # fmt: skip
     trace = (tmp_path / "trace").read_text()
     assert len(re.findall(r"fsync.*EIO.*INJECTED", trace)) == 1
-    assert int(told) == (4 if many == "one" else 10)
+    assert int(printed) == (4 if many == "one" else 10)
 
 
 def test_os_durability_never_calls_fsync(tmp_path: Path, disk: FaultyDisk) -> None:
@@ -203,7 +203,7 @@ def test_os_durability_never_calls_fsync(tmp_path: Path, disk: FaultyDisk) -> No
 
 @pytest.mark.parametrize("durability", SYNCED)
 @pytest.mark.parametrize("write", [post, post_many])
-def test_a_failed_fsync_is_an_error_that_says_so(
+def test_a_failed_fsync_raises_write_failed(
     tmp_path: Path, disk: FaultyDisk, durability: Durability, write: Callable[[Bus, str], object]
 ) -> None:
     bus = Bus(tmp_path / "bus.yaml", durability=durability)

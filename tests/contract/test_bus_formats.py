@@ -60,7 +60,7 @@ def test_a_file_of_the_original_that_was_converted_to_crlf_reads_as_before(tmp_p
     assert discover(tmp_path) == [bus.path]
 
 
-def test_records_of_ours_that_were_converted_to_crlf_fit_their_checksum_or_are_damage(tmp_path: Path) -> None:
+def test_own_records_converted_to_crlf_match_their_checksum_or_are_damage(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     texts = ["one", "two\nlines\n", "", "a\n---\nmsg_id: x", "msg_id: y\nz"]
     for text in [*texts, "holds\r\na CRLF"]:
@@ -76,7 +76,7 @@ def test_records_of_ours_that_were_converted_to_crlf_fit_their_checksum_or_are_d
     assert shown(bus.read(expected[-1].msg_id)) == [(made, "next")]
 
 
-def test_a_follower_goes_on_behind_a_crlf_record(tmp_path: Path) -> None:
+def test_a_follower_continues_after_a_crlf_record(tmp_path: Path) -> None:
     bus = written(tmp_path, plain("one", FIRST), plain("two\nlines", SECOND), end="\r\n")
     follower = bus.follow()
     assert shown(list(itertools.islice(follower, 2))) == [(FIRST, "one"), (SECOND, "two\nlines")]
@@ -110,7 +110,7 @@ def test_a_record_whose_id_is_not_the_first_key_is_read(tmp_path: Path) -> None:
     assert discover(tmp_path) == [bus.path]
 
 
-def test_a_follower_goes_on_behind_a_record_with_another_order_of_keys(tmp_path: Path) -> None:
+def test_a_follower_continues_after_a_record_with_another_key_order(tmp_path: Path) -> None:
     bus = written(tmp_path, sorted_keys("one", FIRST))
     follower = bus.follow()
     assert next(follower).body == "one"
@@ -177,7 +177,7 @@ def test_a_header_that_cannot_be_read_is_reported_and_not_part_of_the_body_befor
     assert (damage.offset, damage.length) == (offset, len((bad + "\n").replace("\n", end)))
 
 
-def test_a_header_that_was_cut_short_is_reported_and_swallows_nothing(tmp_path: Path) -> None:
+def test_a_truncated_header_is_reported_without_losing_later_records(tmp_path: Path) -> None:
     torn = f"---\ntype: x\nmsg_id: A\nts: {TS}\n"
     for following in (plain("two", SECOND), sorted_keys("two", SECOND)):
         bus = written(tmp_path, plain("one", FIRST), torn, following)
@@ -377,7 +377,7 @@ def test_a_header_is_built_as_yaml_builds_it(fields: dict[str, Any]) -> None:
 # ---- what verify says ------------------------------------------------------------------------------------
 
 
-def test_a_record_that_is_there_twice_is_reported_and_an_unordered_one_is_not(tmp_path: Path) -> None:
+def test_a_duplicate_record_is_reported_and_an_unordered_one_is_not(tmp_path: Path) -> None:
     records = [
         plain("b", SECOND),
         plain("a", FIRST),
@@ -422,7 +422,7 @@ def test_a_header_of_any_depth_is_one_damaged_record(tmp_path: Path, depth: int,
 # ---- who may read ----------------------------------------------------------------------------------------
 
 
-def test_a_new_bus_can_be_read_by_others_unless_the_umask_says_no(tmp_path: Path) -> None:
+def test_a_new_bus_is_readable_by_others_unless_the_umask_forbids_it(tmp_path: Path) -> None:
     """As in conductor-loop. A user who can read the file can hold its lock, as the Bus page says."""
     for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(umask)

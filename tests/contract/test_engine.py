@@ -14,15 +14,17 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
-from postroom.contracts.engine.messages import InvalidExpiry, InvalidParent, InvalidPriority
 from postroom.contracts.engine.operations import Operations
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
+    InvalidExpiry,
     InvalidMessage,
     InvalidName,
+    InvalidParent,
+    InvalidPriority,
     InvalidSetting,
     KeyReused,
     MessageFailed,
@@ -510,7 +512,7 @@ def test_ordering_key_is_strict(world: EngineUnderTest) -> None:
     assert claimed_ids(world, 10) == [third.message_id]
 
 
-def test_dead_head_lets_its_key_go_on_unless_it_stops_it(world: EngineUnderTest) -> None:
+def test_dead_head_stops_its_key_only_when_asked_to(world: EngineUnderTest) -> None:
     failing(world, postroom.ValidationError("bad"))
     world.submit(ordering_key="go")
     following = world.submit(ordering_key="go", type="model_call")
@@ -548,7 +550,7 @@ def test_retry_keeps_its_place_in_the_line_of_its_key(world: EngineUnderTest) ->
 # ---- crashes ---------------------------------------------------------------------------------------
 
 
-def test_crashes_are_counted_apart_from_retries_and_end_in_quarantine(world: EngineUnderTest) -> None:
+def test_crashes_are_counted_separately_from_retries_and_end_in_quarantine(world: EngineUnderTest) -> None:
     handle = world.submit()
     for _ in range(4):
         assert world.claim()
@@ -568,7 +570,7 @@ def test_crashes_are_counted_apart_from_retries_and_end_in_quarantine(world: Eng
     assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
 
 
-def test_neighbours_of_a_killer_have_no_crash_against_them(world: EngineUnderTest) -> None:
+def test_messages_beside_a_killer_have_no_crash_counted(world: EngineUnderTest) -> None:
     world.submit_many(10)
     claimed = world.claim(10)
     world.clock.advance(16)
@@ -579,7 +581,7 @@ def test_neighbours_of_a_killer_have_no_crash_against_them(world: EngineUnderTes
     assert {info.state for info in infos} == {"COMPLETED"}
 
 
-def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -> None:
+def test_suspect_runs_alone_and_its_crash_affects_no_other_message(world: EngineUnderTest) -> None:
     @world.engine.handler("tool_call")
     async def run(message: Any, _ctx: Any) -> int:
         if message.payload.get("kills"):
@@ -1065,7 +1067,7 @@ def test_cancel_reaches_a_running_handler(url: str) -> None:
     soon(scenario())
 
 
-def test_stop_finishes_what_runs_and_releases_the_rest(url: str) -> None:
+def test_stop_finishes_running_handlers_and_releases_the_rest(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url) as engine:
             engine.drain_s = 0.3
@@ -1179,7 +1181,7 @@ def test_leases_are_renewed_while_a_handler_runs(url: str) -> None:
     soon(scenario())
 
 
-def test_heartbeats_go_on_after_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_after_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     renew, errors = Operations.heartbeat, [RuntimeError("unexpected")]
 
     def failing_once(operations: Operations, leases: Any) -> list[str]:
@@ -1270,7 +1272,7 @@ def test_testing_runs_children_that_a_handler_waits_for() -> None:
     engine.close()
 
 
-def test_testing_keeps_what_a_process_handler_writes() -> None:
+def test_testing_keeps_the_output_of_a_process_handler() -> None:
     engine = Engine.open("memory://")
     called = []
 
@@ -1327,7 +1329,7 @@ def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
     engine.close()
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     engine = Engine.open("memory://", clock=ManualClock())
     with pytest.raises(InvalidSetting):
         engine.handler("tool_call", colour="red")(print)

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,14 +17,25 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Engine, Policy
-from postroom.contracts.engine.cells import CIRCUITS
+from postroom.contracts.engine.breakers import Service
+from postroom.contracts.engine.cells import CIRCUITS, EFFECTS
 from postroom.contracts.engine.messages import FIELDS
 from postroom.contracts.engine.operations import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core.ids import message_uuid, store_tag
 from postroom.core.retry import Retry
-from postroom.errors import InvalidMessage, KeyReused, MessageFailed, PostroomError, ValidationError
+from postroom.errors import (
+    InvalidMessage,
+    InvalidSetting,
+    KeyReused,
+    MessageFailed,
+    PostroomError,
+    UnknownTask,
+    ValidationError,
+    WrongState,
+)
 from tests.engines import EngineUnderTest
+from tests.waiting import until
 
 WAIT_S = 20.0
 
@@ -57,7 +70,7 @@ def served(tmp_path: Path, scenario: Callable[[Engine], Awaitable[None]]) -> Non
 
 
 def outcome_of(tmp_path: Path, handler: Callable[..., Any], **options: Any) -> MessageFailed:
-    """How a message of a handler that fails ends."""
+    """How a message of a failing handler ends."""
     failures: list[MessageFailed] = []
 
     async def scenario(engine: Engine) -> None:
@@ -123,7 +136,7 @@ def test_stop_iteration_in_the_results_of_a_batch_fails_its_message(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e30, -5.0])
-def test_a_service_cannot_ask_for_a_retry_at_no_time(tmp_path: Path, seconds: float) -> None:
+def test_an_odd_retry_after_does_not_stop_the_worker(tmp_path: Path, seconds: float) -> None:
     async def scenario(engine: Engine) -> None:
         called = asyncio.Event()
 
@@ -135,7 +148,7 @@ def test_a_service_cannot_ask_for_a_retry_at_no_time(tmp_path: Path, seconds: fl
         handle = await engine.submit(type="tool_call", org_id="acme", payload={}, max_retries=1)
         await asyncio.wait_for(called.wait(), WAIT_S)
         other = await engine.submit(type="memory_save", org_id="other", payload={})
-        await other.result(timeout_s=WAIT_S)  # its outcome is committed behind that of the first
+        await other.result(timeout_s=WAIT_S)  # its outcome is committed after that of the first
         assert (await engine.get(handle.message_id)).attempt >= 1
 
     served(tmp_path, scenario)
@@ -185,7 +198,140 @@ def test_an_isolated_handler_that_closes_its_pipe_and_lives_on_is_killed(tmp_pat
             os.kill(int(pid), 0)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_handler_in_a_process_of_its_own_uses_its_context_on_a_store_in_memory(is_async: bool) -> None:
+    def plain(_message: Any, ctx: Any) -> Any:
+        ctx.progress(0.5, "half")
+        ctx.stream("chunk")
+        ctx.usage(tokens_in=3)
+        child = ctx.submit(type="memory_save", payload={"n": 1})
+        with pytest.raises(InvalidMessage, match="priority"):
+            ctx.submit(type="memory_save", payload={}, priority=9)
+        with pytest.raises(ZeroDivisionError):
+            ctx.effect("failing", lambda: 1 / 0)
+        return [ctx.effect("k", os.getpid) == os.getpid(), child.result(timeout_s=WAIT_S), ctx.attempt]
+
+    async def coroutine(_message: Any, ctx: Any) -> Any:
+        await ctx.progress(0.5, "half")
+        await ctx.stream("chunk")
+        child = await ctx.submit(type="memory_save", payload={"n": 1})
+        is_own = await ctx.effect("k", os.getpid) == os.getpid()
+        return [is_own, await child.result(timeout_s=WAIT_S), ctx.attempt]
+
+    async def run() -> None:
+        with Engine.open("memory://") as engine:
+            engine.handler("memory_save")(lambda message, _ctx: message.payload["n"])
+            engine.handler("tool_call", pool="process")(coroutine if is_async else plain)
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+            assert await handle.result(timeout_s=WAIT_S) == [True, 1, 1]
+            parts = [part async for part in handle]
+            assert [part.type for part in parts] == [
+                "acknowledgment", "progress", "stream_chunk", "stream_complete",
+            ]  # fmt: skip
+            effects = engine.store.read(EFFECTS.all)
+            assert [(key.rpartition("\x1f")[2], effect.is_done) for key, effect in effects] == [("k", True)]
+            await engine.stop()
+            await worker
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
+def test_daemon_of_an_isolated_handler_does_not_hold_its_message(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def run(_message: Any, _ctx: Any) -> str:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        pid.write_text(str(child))
+        return "done"
+
+    async def scenario(engine: Engine) -> None:
+        engine.handler("tool_call", pool="process")(run)
+        handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+        assert await handle.result(timeout_s=WAIT_S) == "done"
+
+    try:
+        served(tmp_path, scenario)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
+def test_timeout_of_an_isolated_handler_ends_the_programs_that_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def run(_message: Any, _ctx: Any) -> None:
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pid.write_text(str(program.pid))
+        program.wait()
+
+    failed = outcome_of(tmp_path, run, pool="process", timeout_s=1.0)
+    assert failed.error_history[-1]["error_type"] == "HandlerTimeout"
+    until(lambda: not is_running(int(pid.read_text())))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs. One that has ended and waits for its parent does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("outcome", ["x" * 100_000, object(), float("nan")], ids=["long", "object", "nan"])
+def test_outcome_of_an_effect_that_cannot_be_kept_is_not_run_again(tmp_path: Path, outcome: Any) -> None:
+    calls: list[int] = []
+
+    async def run(_message: Any, ctx: Any) -> None:
+        def effect() -> Any:
+            calls.append(1)
+            return outcome
+
+        await ctx.effect("invoice", effect)
+
+    failed = outcome_of(tmp_path, run)
+    assert failed.error_history[-1]["error_type"] == "ValidationError"
+    assert "the outcome of effect 'invoice'" in failed.error_history[-1]["error"]
+    assert calls == [1]
+
+
+def test_failed_attempt_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outcome_of(tmp_path, raiser(ValueError("first line\nsecond line " + "x" * 10_000)))
+    [warning] = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert warning.endswith("(tool_call) failed in attempt 1: ValueError: first line")
+
+
 # ---- operators -------------------------------------------------------------------------------------
+
+
+def test_only_messages_are_named_in_the_sentences_about_messages() -> None:
+    world = EngineUnderTest("memory://")
+    handle = world.submit()
+    world.complete(world.claim())
+    for call in (handle.cancel, world.engine.handle("none").result, world.engine.handle("\u00e4").result):
+        with pytest.raises((WrongState, UnknownTask), match="message") as refused:
+            world.wait(call())
+        assert "task" not in str(refused.value)
+    world.close()
+
+
+def test_quarantined_message_can_be_replayed_by_its_id_alone() -> None:
+    world = EngineUnderTest("memory://", Policy(poison_crashes=1, lease_s=1.0))
+    handle = world.submit()
+    for _ in range(2):
+        world.claim()
+        world.clock.advance(2)
+    assert world.claim() == []
+    [letter] = world.wait(world.engine.dlq.list())
+    assert (letter.state, letter.can_replay) == ("QUARANTINED", True)
+    assert world.wait(world.engine.dlq.replay(org_id="acme")) == []
+    assert world.wait(world.engine.dlq.replay([letter.message_id])) == [handle.message_id]
+    assert world.state(handle) == "QUEUED"
+    world.close()
 
 
 @pytest.mark.parametrize("options", [{"type": "model_call", "kill": True}, {"kill": "yes"}], ids=str)
@@ -256,10 +402,69 @@ def test_odd_options_of_a_handler_are_refused_with_a_sentence(option: str) -> No
                 engine.handler("tool_call", **{option: value})(print)
 
 
+def test_shape_of_a_payload_must_be_a_type() -> None:
+    with Engine.open("memory://") as engine:
+        with pytest.raises(InvalidSetting, match=r"payload must be a type, such as a .+, not 5"):
+            engine.handler("tool_call", payload=5)(lambda _message, _ctx: None)
+        with pytest.raises(InvalidSetting, match="payload must be a type"):
+            engine.register_type("tool_call", payload=5)
+        engine.blocking.submit(type="tool_call", org_id="acme", payload={})
+
+
+def test_second_handler_of_a_type_is_refused() -> None:
+    with Engine.open("memory://") as engine:
+        engine.handler("tool_call")(print)
+        with pytest.raises(InvalidSetting, match="type tool_call has a handler already: print"):
+            engine.handler("tool_call")(lambda _message, _ctx: None)
+        assert engine.core.handlers["tool_call"].run is print
+
+
+def test_stop_of_a_key_needs_a_key() -> None:
+    with Engine.open("memory://") as engine, pytest.raises(InvalidMessage, match="needs an ordering_key"):
+        engine.blocking.submit(type="tool_call", org_id="acme", payload={}, on_dead="stop")
+
+
+HUGE: list[Any] = ["x" * 1_000_000, "\x00" * 1_000_000, 10**5_000, ["y" * 1_000_000], {"z" * 1_000_000: 1}]
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS | {"unknown"}))
+def test_no_sentence_repeats_a_huge_value(field: str) -> None:
+    with Engine.open("memory://") as engine:
+        for value in HUGE:
+            name = field if field != "unknown" else "u" * 1_000_000
+            message = {"type": "tool_call", "org_id": "acme", "payload": {}, name: value}
+            try:
+                engine.blocking.submit(**message)
+            except PostroomError as error:
+                assert len(str(error)) < 1_000  # noqa: PT017 - some of them are accepted
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, value: engine.get(value),
+        lambda engine, value: engine.cancel(value),
+        lambda engine, value: engine.explain(value),
+        lambda engine, value: engine.handle(value).result(),
+        lambda engine, value: engine.pause(org_id=value),
+        lambda engine, value: engine.dlq.list(since=value),
+        lambda engine, value: engine.dlq.list(**{"x" * 1_000_000: value}),
+        lambda engine, value: engine.dlq.replay([value]),
+        lambda engine, value: engine.dlq.replay(value),
+    ],
+)
+def test_no_sentence_repeats_a_huge_argument(call: Any) -> None:
+    with Engine.open("memory://") as engine:
+        for value in HUGE:
+            with suppress(TimeoutError), pytest.raises(PostroomError) as refused:
+                engine.blocking.wait(call(engine, value))
+            assert len(str(refused.value)) < 1_000
+
+
 # ---- tenants ---------------------------------------------------------------------------------------
 
 
-def test_an_id_of_the_store_tells_nothing_about_other_organizations(tmp_path: Path) -> None:
+def test_an_id_of_the_store_reveals_nothing_about_other_organizations(tmp_path: Path) -> None:
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
         fields = {"type": "tool_call", "payload": {}}
         given = engine.blocking.submit(org_id="acme", **fields).message_id
@@ -301,11 +506,11 @@ def test_breakers_that_messages_named_are_forgotten() -> None:
             world.finish(
                 Outcome(
                     kind="failed", message_id=record.message_id, lease=record.lease, error="x", is_final=True,
-                    service=f"service-{count}", counts_for_breaker=True,
+                    service=Service("acme", f"service-{count}"), counts_for_breaker=True,
                 )
             )  # fmt: skip
     names = [name for name, _ in world.engine.store.read(CIRCUITS.all)]
-    assert names == ["service-1", "service-2"]
+    assert names == ["acme\x1fservice-1", "acme\x1fservice-2"]
     world.wait(world.engine.core.purge())
     assert [name for name, _ in world.engine.store.read(CIRCUITS.all)] == names
     world.clock.advance(7_200)

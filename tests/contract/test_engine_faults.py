@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Breaker, Guard, Organization, Policy
+from postroom.contracts.engine.breakers import Service
 from postroom.contracts.engine.cells import CIRCUITS, GOALS
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.operations import Outcome, Usage
@@ -54,11 +55,11 @@ def test_repeated_failure_counts_once_for_the_breaker(world: EngineUnderTest) ->
     [claimed] = world.claim()
     outcome = Outcome(
         kind="failed", message_id=claimed.record.message_id, lease=claimed.record.lease, error="x",
-        service="search", counts_for_breaker=True,
+        service=Service("acme", "search"), counts_for_breaker=True,
     )  # fmt: skip
     for _ in range(3):
         world.finish(outcome)
-    circuit = world.engine.store.read(lambda transaction: CIRCUITS.get(transaction, "search"))
+    circuit = world.engine.store.read(lambda transaction: CIRCUITS.get(transaction, "acme", "search"))
     assert circuit is not None
     assert circuit.state == "closed"
 
@@ -85,7 +86,7 @@ def test_late_deferral_does_not_delay_a_message_that_waits(world: EngineUnderTes
     assert world.state(handle) == "QUEUED"
 
 
-def test_delay_of_a_message_behind_its_key_may_end_early(world: EngineUnderTest) -> None:
+def test_delay_of_a_message_that_waits_for_its_key_may_end_early(world: EngineUnderTest) -> None:
     first = world.submit(ordering_key="k")
     delayed = world.submit(ordering_key="k", delay_s=1)
     [one] = world.claim(10)

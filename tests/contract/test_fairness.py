@@ -1,6 +1,6 @@
 """Waiting for a lock: a writer gets its turn although another one takes the lock again and again.
 
-Turns are counted, never timed: how often the other one had the lock while this one waited for it.
+Turns are counted, not timed: how often the other writer had the lock while this one waited for it.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from tests.waiting import until
 
 HOLD_S = lock.TURN_S + 0.002
 WRITES = 20
-TURNS_A_WRITE_MAX = 4  # one that is going on, one that was faster to the gate, and two for a busy machine
+TURNS_A_WRITE_MAX = 4  # the current turn, one that reached the gate first, and two for a busy machine
 
 
 def slow_clock() -> datetime:
@@ -30,7 +30,7 @@ def slow_clock() -> datetime:
 
 
 class Turns:
-    """How often the busy one had the lock."""
+    """How often the busy writer had the lock."""
 
     taken = 0
 

@@ -693,7 +693,7 @@ def test_the_adviser_classifies_effects_and_dead_letters(opened: Opened) -> None
 
 
 def test_ended_goals_and_decisions_are_kept_for_30_days(opened: Opened) -> None:
-    world = opened(Choosing(recovery="person"))
+    world = opened(Choosing(recovery="person"), keep_events_s=1e9)
 
     @world.engine.handler("tool_call")
     async def step(message: Any, ctx: Any) -> None:

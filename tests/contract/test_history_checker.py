@@ -184,7 +184,7 @@ class Work:
             self.tasks.settle(decision)
 
 
-def told(tasks: Tasks) -> Iterator[AuditEvent]:
+def shipped_events(tasks: Tasks) -> Iterator[AuditEvent]:
     found = tasks.store.events(0, 1_000_000)
     return (events.of_store(event, "tasks:s", "tasks") for event in found)
 
@@ -197,7 +197,7 @@ def test_real_store_has_no_violations(seed: int, quick_path: Path) -> None:
         work = Work(tasks, clock, seed)
         for _ in range(ROUNDS):
             work.go_on()
-        stream = list(told(tasks))
+        stream = list(shipped_events(tasks))
         verdict = judged(stream)
         assert verdict.violations == []
         counts = tasks.store.count()

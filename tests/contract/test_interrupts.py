@@ -1,4 +1,4 @@
-"""A signal handler that raises may do so anywhere: in the middle of a commit, and right behind it."""
+"""A signal handler may raise anywhere: in the middle of a commit, and right after it."""
 
 import random
 import signal
@@ -20,7 +20,7 @@ WITHIN_S = 0.002  # about as long as a round takes
 
 
 class Interrupted(BaseException):
-    """What the handler raises."""
+    """The exception of the signal handler."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def numbers(tasks: Tasks) -> list[int]:
     return [event.seq for event in tasks.events(limit=100_000)]
 
 
-def test_an_interrupt_right_after_the_commit_repeats_no_number(
+def test_an_interrupt_after_the_commit_reuses_no_number(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed = SqliteTransaction.committed
@@ -69,7 +69,7 @@ def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch:
 
 @contextmanager
 def interrupts(rng: random.Random) -> Iterator[None]:
-    """One signal at a random moment from now on, whose handler raises while the block lasts."""
+    """Send one signal at a random moment; its handler raises while the block lasts."""
     armed = [True]
 
     def raise_it(signum: int, frame: FrameType | None) -> None:
@@ -89,7 +89,7 @@ def interrupts(rng: random.Random) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-# It can also raise where Python itself cannot pass it on, in the callback of a weak reference.
+# The exception may also occur where Python cannot raise it: in the callback of a weak reference.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("others", [0, 2])
 def test_interrupts_anywhere_lose_no_task_and_block_no_thread(tasks: Tasks, others: int) -> None:

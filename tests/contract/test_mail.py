@@ -1,4 +1,4 @@
-"""What `Mail` promises: the mq9 design sentence by sentence, in every dialect, through the handler's seam."""
+"""The guarantees of `Mail`: the mq9 design sentence by sentence, in every dialect, through the handler."""
 
 import base64
 import errno
@@ -78,7 +78,7 @@ def test_a_private_id_is_a_random_uuid_made_by_the_server(harness: Harness) -> N
         assert (str(made), made.version, made.variant) == (mail_id, 4, uuid.RFC_4122)
 
 
-def test_a_public_mailbox_has_the_name_that_its_user_chose(harness: Harness) -> None:
+def test_a_public_mailbox_has_the_name_from_its_create(harness: Harness) -> None:
     assert harness.create(FakeLink(), ttl=60, public=True, name="task.queue") == "task.queue"
 
 
@@ -264,7 +264,7 @@ def test_a_client_that_waits_for_no_answer_sees_its_messages_in_order(harness: H
 
 
 def eighty_wait_for_one_fsync(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
-    """And a turn of the loop tells as few of them as it may."""
+    """One turn of the loop runs as few of the callbacks as allowed."""
     monkeypatch.setattr(mail_log, "TASKS_A_TURN_S", 0.0)
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
@@ -370,7 +370,7 @@ def test_a_mailbox_ends_with_its_time_and_its_messages_with_it(harness: Harness)
     assert harness.service.stats()["messages"] == 0
 
 
-def test_zero_is_for_ever_and_nothing_said_is_a_day(harness: Harness) -> None:
+def test_a_ttl_of_zero_is_unlimited_and_the_default_is_a_day(harness: Harness) -> None:
     link = FakeLink()
     ever, day = harness.create(link, ttl=0), harness.create(link)
     harness.tick(86_399)
@@ -444,7 +444,7 @@ def test_a_name_created_again_after_its_end_starts_empty_with_new_message_ids(ha
     assert harness.request(link, LIST + "q")["messages"] == []
     second = harness.send(link, "q", b"new", "critical")
     assert second > first
-    assert worker.payloads() == [b"old", b"new"]  # who listens to a name goes on listening
+    assert worker.payloads() == [b"old", b"new"]  # a subscriber to a name stays subscribed
     harness.reopen()
     assert [item["msg_id"] for item in harness.request(link, LIST + "q")["messages"]] == [second]
     assert harness.send(link, "q", b"after a restart") > second
@@ -481,7 +481,7 @@ def test_the_public_list_has_existing_mailboxes_then_created_and_expired_ones(ha
     assert link.got == []
 
 
-def test_nobody_can_write_to_the_public_list(harness: Harness) -> None:
+def test_no_client_can_write_to_the_public_list(harness: Harness) -> None:
     link = FakeLink()
     harness.service.subscribed(link, "7", PUBLIC, "")
     assert harness.request(link, PUBLIC, b'{"event":"created"}')["code"] == 403
@@ -520,7 +520,7 @@ def test_no_wildcard_and_no_foreign_subject_can_be_subscribed_to(harness: Harnes
 
 
 @pytest.mark.parametrize("mail_id", ["*", ">", "a.*", "nobody", ""])
-def test_a_send_to_nowhere_is_refused_and_stores_nothing(harness: Harness, mail_id: str) -> None:
+def test_a_send_to_an_unknown_mailbox_is_refused_and_stores_nothing(harness: Harness, mail_id: str) -> None:
     link = FakeLink()
     harness.publish(link, MSG + mail_id, b"x")
     assert link.answers == []
@@ -636,7 +636,7 @@ def test_a_member_is_a_connection_whatever_the_number_of_its_subscriptions(harne
     assert len(one.got) == 1
     harness.subscribe(two, f"{mail_id}.*", "w")
     harness.service.unsubscribed(one, one.got[0].sid)
-    assert two.got == []  # it still lives, and still holds it
+    assert two.got == []  # it still exists, and still holds the letter
     harness.close_link(one)
     assert two.payloads() == [b"x"]
 
@@ -644,7 +644,7 @@ def test_a_member_is_a_connection_whatever_the_number_of_its_subscriptions(harne
 # ---- delete and list ---------------------------------------------------------------------------
 
 
-def test_delete_says_whether_there_was_something(harness: Harness) -> None:
+def test_delete_reports_whether_the_message_existed(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     msg_id = harness.send(link, mail_id, b"x", "critical")
@@ -723,7 +723,7 @@ def test_a_client_without_headers_finds_the_id_in_the_reply_subject_which_delete
     assert harness.service.stats()["messages"] == 0
 
 
-def test_a_refusal_tells_the_events_which_client_it_was(harness: Harness) -> None:
+def test_the_event_of_a_refusal_names_the_client(harness: Harness) -> None:
     link = FakeLink(name="worker-7")
     harness.request(link, f"{MSG}nobody", b"x")
     harness.subscribe(link, "nobody.*")
@@ -735,7 +735,7 @@ def test_a_refusal_tells_the_events_which_client_it_was(harness: Harness) -> Non
     ("word", "seen"), [("critical", "high"), ("urgent", "high"), ("", "normal"), ("low", "low")]
 )
 @pytest.mark.parametrize("payload", [b"", b"\x80abc", b'{"msg_id": 1}'])
-def test_the_sdk_gets_an_envelope_in_its_own_words(
+def test_the_sdk_gets_an_envelope_with_its_own_priorities(
     harness: Harness, word: str, seen: str, payload: bytes
 ) -> None:
     link, sdk = FakeLink(), FakeLink(SDK)
@@ -745,7 +745,7 @@ def test_the_sdk_gets_an_envelope_in_its_own_words(
     envelope = json.loads(sdk.got[0].payload)
     assert sdk.got[0].subject == f"{MSG}{mail_id}.{seen}"
     assert (envelope["msg_id"], envelope["priority"]) == (str(msg_id), seen)
-    assert envelope["payload"]  # an empty one would be taken for none
+    assert envelope["payload"]  # an empty name would count as none
     assert base64.b64decode(envelope["payload"]) == payload
 
 
@@ -772,7 +772,7 @@ def test_send_fetch_ack_in_priority_order(harness: Harness) -> None:
     assert fetch(harness, link, "q", group_name="g") == [b"critical", b"urgent", b"normal"]
     assert ack(harness, link, "q", "g", ids[-1]) == {
         "error": ""
-    }  # the last of a batch is for the whole batch
+    }  # acknowledging the last of a batch covers the whole batch
     assert fetch(harness, link, "q", group_name="g") == []
     harness.request(link, f"{NEWEST}SEND.q", b"late", headed(priority="critical"))
     assert fetch(harness, link, "q", group_name="g") == [b"late"]
@@ -793,7 +793,7 @@ def test_an_acknowledgement_covers_fetched_letters_and_no_others(harness: Harnes
     ack(harness, link, "q", "g", normal[1])
     assert fetch_ids(harness, link, "q", group_name="g") == [critical, *normal[2:]]
     ack(harness, link, "q", "g", critical)
-    ack(harness, link, "q", "g", normal[0])  # late and again: nothing moves back
+    ack(harness, link, "q", "g", normal[0])  # late and repeated: the position does not move back
     assert fetch_ids(harness, link, "q", group_name="g") == normal[2:]
 
 
@@ -811,7 +811,7 @@ def test_an_acknowledgement_does_not_cover_later_letters_that_were_fetched_earli
     assert fetch_ids(harness, link, "q", group_name="g") == normal[1:]
 
 
-def test_two_connections_of_a_group_never_hold_the_same(harness: Harness) -> None:
+def test_two_connections_of_a_group_never_hold_the_same_message(harness: Harness) -> None:
     one, two = FakeLink(), FakeLink()
     harness.create(one, name="q", public=True)
     sent = [harness.send(one, "q", b"x") for _ in range(4)]
@@ -822,7 +822,7 @@ def test_two_connections_of_a_group_never_hold_the_same(harness: Harness) -> Non
     assert fetch_ids(harness, two, "q", group_name="g") == sent[1:]
 
 
-def test_a_groups_place_survives_a_restart(harness: Harness) -> None:
+def test_the_position_of_a_group_survives_a_restart(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     sent = [harness.send(link, "q", b"x", "urgent") for _ in range(4)]
@@ -835,7 +835,7 @@ def test_a_groups_place_survives_a_restart(harness: Harness) -> None:
     assert fetch_ids(harness, link, "q", group_name="late") == [sent[4]]
 
 
-def test_where_a_fetch_begins(harness: Harness) -> None:
+def test_the_start_position_of_a_fetch(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     first = harness.send(link, "q", b"1")
@@ -908,7 +908,7 @@ def test_a_messages_own_lifetime(harness: Harness) -> None:
     assert harness.kinds()[-1] == "expired"
 
 
-def test_query_looks_by_key_tags_and_time_and_takes_nothing(harness: Harness) -> None:
+def test_query_searches_by_key_tags_and_time_without_fetching(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     harness.request(link, f"{NEWEST}SEND.q", b"1", headed(key="k", tags="a,b"))
@@ -936,7 +936,7 @@ def test_the_newest_delete(harness: Harness) -> None:
 @pytest.mark.parametrize(
     "headers", [headed(priority="soon"), headed(delay="x"), headed(ttl="-1"), headed(key="k" * 2_000)]
 )
-def test_bad_wishes_are_refused(harness: Harness, headers: bytes) -> None:
+def test_invalid_send_options_are_refused(harness: Harness, headers: bytes) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True)
     assert harness.request(link, f"{NEWEST}SEND.q", b"x", headers)["code"] == 400
@@ -1072,7 +1072,7 @@ def test_after_enough_failed_deliveries_a_message_goes_to_the_dead_letters(tmp_p
     assert harness.service.stats()["mailboxes"] == 0
 
 
-def test_a_creator_can_give_a_mailbox_more_time_where_that_is_allowed(tmp_path: Path) -> None:
+def test_the_creator_can_extend_a_mailbox_with_the_option(tmp_path: Path) -> None:
     harness = Harness(tmp_path, extend=True)
     owner, other, nameless = FakeLink(user="anna"), FakeLink(user="otto"), FakeLink()
     mail_id = harness.create(owner, ttl=10)
@@ -1092,13 +1092,13 @@ def test_a_creator_can_give_a_mailbox_more_time_where_that_is_allowed(tmp_path: 
     assert harness.request(nameless, f"$mq9.AI.MAILBOX.EXTEND.{mine}", b'{"ttl":99}')["ttl"] == 99
 
 
-def test_extending_is_refused_unless_it_was_asked_for(harness: Harness) -> None:
+def test_extending_is_refused_without_the_option(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=10)
     assert harness.request(link, f"$mq9.AI.MAILBOX.EXTEND.{mail_id}", b'{"ttl":99}')["code"] == 403
 
 
-def test_deliveries_become_events_only_where_receipts_are_asked_for(tmp_path: Path) -> None:
+def test_deliveries_are_emitted_only_with_receipts(tmp_path: Path) -> None:
     for receipts in (False, True):
         harness = Harness(tmp_path / str(receipts), receipts=receipts)
         link = FakeLink(user="anna")
@@ -1143,7 +1143,7 @@ def test_a_torn_end_is_skipped_and_kept(harness: Harness, cut: int) -> None:
     assert harness.kinds()[-1] == "quarantined"
 
 
-def test_a_damaged_middle_costs_only_itself_and_is_kept_when_the_log_is_compacted(
+def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -1214,7 +1214,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_a_new_segment_is_saf
     assert harness.request(link, f"{MSG}{mail_id}.critical", b"2")["code"] == 503
     assert harness.request(link, CREATE)["code"] == 503
     assert "error" not in harness.request(link, f"{MSG}{mail_id}", b"in memory")
-    harness.tick()  # the new segment fails too
+    harness.tick()  # the new segment fails as well
     assert harness.service.trouble
     assert link.take() == [b"in memory"]
     disk.failing = False
@@ -1244,7 +1244,7 @@ def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(mail_log, "write_all", full)
-        harness.service.published(link, f"{MSG}{mail_id}.urgent", "", 0, [b"waits"])  # nobody can be told
+        harness.service.published(link, f"{MSG}{mail_id}.urgent", "", 0, [b"waits"])  # cannot be answered
         assert harness.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert harness.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
         harness.tick()
@@ -1254,7 +1254,7 @@ def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
     harness.send(link, mail_id, b"after", "urgent")
     harness.events.clear()
     harness.reopen()
-    assert harness.events == []  # the half record that the full disk had taken is gone
+    assert harness.events == []  # the half record that the full disk accepted is gone
     harness.subscribe(link, f"{mail_id}.*")
     assert link.payloads() == [b"before", b"waits", b"after"]
 
@@ -1311,7 +1311,7 @@ def test_each_message_of_a_batch_with_a_reply_is_answered(harness: Harness, prio
     assert [row["msg_id"] for row in listed] == [*answers[:2], answers[3]]
 
 
-def test_calls_of_a_batch_that_are_no_sends_are_carried_out_one_by_one(harness: Harness) -> None:
+def test_other_calls_of_a_batch_run_one_by_one(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     bodies = [b"{}", b"[", b'{"payload":false}']
@@ -1348,7 +1348,7 @@ def test_a_payload_cannot_pass_for_a_record(harness: Harness) -> None:
     assert harness.folder is not None
     frames = log_files(harness.folder)[0].read_bytes()
     harness.service = harness.opened()
-    forged = frames.replace(frames[:4], b"\0\0\0\0")  # its sender does not know the folder's secret
+    forged = frames.replace(frames[:4], b"\0\0\0\0")  # the sender does not know the folder's secret
     harness.send(link, mail_id, forged + b"BREAK", "critical")
     harness.service.close()
     path = log_files(harness.folder)[-1]
@@ -1424,7 +1424,7 @@ def test_a_mailbox_survives_records_of_an_earlier_one_left_by_a_crash_in_compact
     harness.tick(5)
     harness.service.close()
     assert harness.folder is not None
-    log_files(harness.folder)[0].unlink()  # the one with the creation; the one with the end is still there
+    log_files(harness.folder)[0].unlink()  # the segment with the creation, not that with the end
     harness.service = harness.opened()
     mail_id = harness.create(link, ttl=0)
     harness.reopen()

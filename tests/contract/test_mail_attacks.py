@@ -84,7 +84,7 @@ class BrokenLink(FakeLink):
 
 
 @pytest.mark.parametrize("storage", ["os", "group"])
-def test_a_callback_that_raises_does_not_end_the_turn_of_others(tmp_path: Path, storage: str) -> None:
+def test_a_callback_that_raises_does_not_stop_other_callbacks(tmp_path: Path, storage: str) -> None:
     harness = Harness(tmp_path, critical=storage)
     good, broken = FakeLink(), BrokenLink()
     mail_id = harness.create(good, ttl=60)
@@ -141,7 +141,7 @@ def test_a_client_that_is_refused_in_a_loop_writes_few_events(harness: Harness) 
     harness.publish(loop, f"{MSG}nobody", b"x")
     assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3
     harness.tick(1)
-    assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was left out this time
+    assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was suppressed this time
 
 
 def test_every_accepted_call_between_refusals_is_emitted(harness: Harness) -> None:
@@ -235,9 +235,7 @@ TWINS = ["\u0430lerts", "\uff41lerts", "alerts\u200b", "a\u034flerts", "\u03b1le
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_name_that_can_be_taken_for_another_is_refused_wherever_it_comes_in(
-    harness: Harness, twin: str
-) -> None:
+def test_a_look_alike_name_is_refused_in_every_call(harness: Harness, twin: str) -> None:
     link = FakeLink()
     body = json.dumps({"name": twin, "public": True, "ttl": 0}).encode()
     refused = harness.request(link, "$mq9.AI.MAILBOX.CREATE", body)
@@ -249,7 +247,7 @@ def test_a_name_that_can_be_taken_for_another_is_refused_wherever_it_comes_in(
         assert refused["error"].startswith("the agent's name ")
 
 
-def test_such_names_from_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_look_alike_names_stay_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness, link, twin = Harness(tmp_path), FakeLink(), TWINS[0]
     with monkeypatch.context() as earlier:
         earlier.setattr(mq9, "look_alike_fault", lambda _: "")
@@ -304,7 +302,7 @@ def test_a_card_cannot_name_the_mailbox_of_another_agent(harness: Harness) -> No
     assert agent(harness, holder, "REPORT", mailbox="inbox.holder") == {"error": ""}
 
 
-def test_agents_of_one_holder_may_share_a_mailbox_and_an_ended_one_gives_it_back(harness: Harness) -> None:
+def test_agents_of_one_holder_may_share_a_mailbox_until_they_end(harness: Harness) -> None:
     holder, other = FakeLink(), FakeLink(address="192.0.2.2")
     for name in ("one", "two"):
         assert agent(harness, holder, "REGISTER", name=name, mailbox="inbox.shared")["error"] == ""
@@ -314,7 +312,7 @@ def test_agents_of_one_holder_may_share_a_mailbox_and_an_ended_one_gives_it_back
     assert agent(harness, other, "REGISTER", name="three", mailbox="inbox.shared")["error"] == ""
 
 
-def test_the_secret_of_a_name_works_on_every_connection_and_stands_in_no_card(harness: Harness) -> None:
+def test_the_secret_of_a_name_works_on_every_connection_and_is_in_no_card(harness: Harness) -> None:
     holder, other = FakeLink(), FakeLink(address="192.0.2.2")
     secret = agent(harness, holder, "REGISTER", name="ada")["secret"]
     assert agent(harness, other, "REPORT", name="ada", secret=secret, report_info="x") == {"error": ""}
@@ -343,7 +341,7 @@ def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(ha
     second = FakeLink()
     assert agent(harness, second, "REGISTER", name="ada")["error"] == ""
     harness.tick(2 * agents.HOLD_S)
-    assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is there
+    assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is open
     harness.close_link(second)
     assert agent(harness, stranger, "REGISTER", name="ada")["error"] == ""
 
@@ -378,7 +376,7 @@ def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
     harness = Harness(harness.folder and harness.folder / "other", client_quota_agents=2)
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     assert [agent(harness, greedy, "REGISTER", name=name).get("code") for name in "abc"] == [None, None, 429]
-    assert agent(harness, FakeLink(), "REGISTER", name="c")["code"] == 429  # reconnecting helps nobody
+    assert agent(harness, FakeLink(), "REGISTER", name="c")["code"] == 429  # reconnecting does not help
     harness.reopen()
     assert agent(harness, greedy, "REGISTER", name="c")["code"] == 429
     assert agent(harness, other, "REGISTER", name="c")["error"] == ""
@@ -410,7 +408,7 @@ def test_empty_messages_cost_memory_too(tmp_path: Path) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)
-    harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)  # of these two fit
+    harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)  # two of these fit
     assert harness.service.stats()["messages"] == 10
 
 
@@ -424,7 +422,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     harness.service.published(greedy, subject, "", 0, [b"x"] * 4)
     harness.settle()
     numbers = [harness.send(greedy, mail_id, b"x", word)]
-    for link in (greedy, FakeLink()):  # reconnecting helps nobody
+    for link in (greedy, FakeLink()):  # reconnecting does not help
         assert harness.request(link, subject, b"x")["code"] == 429
         assert harness.request(link, "$mq9.AI.MAILBOX.CREATE")["code"] == 429
     assert harness.send(other, mail_id, b"x", word)
@@ -437,7 +435,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     assert all(account.empty for account in harness.service._mailboxes.quotas.accounts.values())
 
 
-def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> None:
+def test_mailboxes_of_one_client_are_bounded_and_released(tmp_path: Path) -> None:
     harness = Harness(tmp_path, client_quota_mailboxes=2)
     for _ in range(2):
         harness.create(FakeLink(), ttl=60)
@@ -534,7 +532,7 @@ def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     assert len(fetched(harness, owner, mail_id, "other", 40)["messages"]) == 40
     assert account.remembered == 50
     assert acknowledged(harness, workers[0], mail_id, numbers[39])["error"] == ""
-    assert account.remembered == 10  # those before it need not be remembered one by one
+    assert account.remembered == 10  # earlier ones are not remembered one by one
     harness.request(owner, f"{DELETE}{mail_id}.{numbers[45]}")
     assert account.remembered == 9
     harness.close_link(workers[1])
@@ -544,7 +542,7 @@ def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     assert account.remembered == account.groups == account.bytes == 0
 
 
-def test_everything_that_leaves_a_mailbox_is_given_back_exactly(harness: Harness) -> None:
+def test_usage_shrinks_exactly_when_messages_leave_a_mailbox(harness: Harness) -> None:
     link, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = harness.create(link, ttl=60)
     start = harness.service.stats()
@@ -559,7 +557,7 @@ def test_everything_that_leaves_a_mailbox_is_given_back_exactly(harness: Harness
         harness.settle()
     harness.tick(3)
     assert harness.service.stats()["messages"] == 2 + 4 + 6
-    harness.tick(3)  # the short ones are over
+    harness.tick(3)  # the lifetimes of the short ones are over
     box = harness.service._mailboxes.by_id[mail_id]
     assert box.bytes == sum(letter.cost for letter in box.letters.values())
     for number in list(box.letters):
@@ -616,9 +614,7 @@ def test_messages_deleted_before_a_restart_leave_the_disk_as_well(harness: Harne
     assert b"secret" not in on_disk(harness)
 
 
-def test_a_copy_that_gained_nothing_is_not_repeated(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_without_gain_is_not_repeated(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 10_000)
     monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 5_000)
     link = FakeLink()
@@ -628,14 +624,14 @@ def test_a_copy_that_gained_nothing_is_not_repeated(
         harness.send(link, mail_id, b"x" * 1_000, "critical")
     log = harness.service._mailboxes.journal.log
     assert log is not None
-    monkeypatch.setattr(harness.service._mailboxes.quotas, "log_bytes", 0)  # whatever it is estimated at
+    monkeypatch.setattr(harness.service._mailboxes.quotas, "log_bytes", 0)  # whatever the estimate is
     pass_time(harness, 120)
     sequence = log._sequence
     pass_time(harness, 600)
     assert log._sequence == sequence
 
 
-def test_copies_for_the_sake_of_garbage_keep_their_pace(
+def test_copies_because_of_removals_are_rate_limited(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -672,7 +668,7 @@ def test_a_copy_that_does_not_fit_on_the_disk_loses_nothing(
     assert log is not None
     pass_time(harness, 30)
     harness.clock.advance(5)
-    harness.service.tick()  # the copy is asked for
+    harness.service.tick()  # the copy is requested
 
     def full(fd: int, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -725,7 +721,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
 
     with monkeypatch.context() as patched:
         patched.setattr(mail_log, "write_all", full)
-        for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
+        for place, (subject, payload) in enumerate(calls.items()):  # one batch finds the disk full together
             given = headers if ".SEND." in subject else b""
             harness.service.published(link, subject, f"_INBOX.full.{place}", len(given), [given + payload])
         harness.service.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", 0, [b""])
@@ -737,7 +733,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     assert not harness.service.trouble
     assert harness.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}") == {"deleted": False}
     [again] = harness.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)["messages"]
-    assert again["msg_id"] == number  # a refused acknowledgement is none
+    assert again["msg_id"] == number  # a refused acknowledgement does not count
     stats = harness.service.stats()
     assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
     box = harness.service._mailboxes.by_id[mail_id]
@@ -771,7 +767,7 @@ def test_records_of_an_earlier_version_count_against_no_client(tmp_path: Path) -
     harness.subscribe(link, "box.*")
     assert link.payloads() == [b"single", b"first of a row", b"second"]
     assert harness.service._mailboxes.quotas.accounts[link.client].empty
-    assert agent(harness, link, "REGISTER", name="ada", text="new")["error"] == ""  # nobody holds it
+    assert agent(harness, link, "REGISTER", name="ada", text="new")["error"] == ""  # no member holds it
     assert harness.service.stats()["bytes"] == sum(
         [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
     )
@@ -791,7 +787,7 @@ def query(harness: Harness, link: FakeLink, inbox: str, mail_id: str, **body: An
     harness.service.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, 0, [json.dumps(body).encode()])
 
 
-def test_a_query_is_answered_when_all_was_looked_at(
+def test_a_query_is_answered_after_scanning_the_whole_mailbox(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
@@ -813,7 +809,7 @@ def test_a_query_is_answered_when_all_was_looked_at(
     assert len(harness.answer_of(link, "_INBOX.second")["messages"]) == 3
 
 
-def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
+def test_running_queries_of_a_connection_are_limited_and_end_with_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)

@@ -1,4 +1,4 @@
-"""Deliveries of `Mail`: how a queue group shares its messages, and what goes first to a slow subscriber."""
+"""Deliveries of `Mail`: sharing in a queue group, and the order for a slow subscriber."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.mailservice import FakeLink, Harness
 
 DELETE = "$mq9.AI.MAILBOX.DELETE."
 WINDOW = 32
-SLOW_BYTES_MAX = 1 << 20  # what a connection with a small receive buffer may have before a critical message
+SLOW_BYTES_MAX = 1 << 20  # bytes that a slow connection may get before a critical message
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_letters_of_a_lost_member_fill_the_windows_of_the_others(harness: Harnes
 def test_deleted_letters_are_not_redelivered_when_their_member_leaves(harness: Harness) -> None:
     _, mail_id = filled(harness, 3)
     lost, other = joined(harness, mail_id), joined(harness, mail_id)
-    delete(harness, other, mail_id, lost.got[1].msg_id)  # by whom does not matter
+    delete(harness, other, mail_id, lost.got[1].msg_id)  # by which client does not matter
     harness.close_link(lost)
     assert other.payloads() == [b"0", b"2"]
 
@@ -183,7 +183,7 @@ def test_an_ended_subscription_leaves_no_state(harness: Harness) -> None:
     full.pending_bytes = 0
     harness.service.drained(full)
     assert full.got == []
-    assert len(joined(harness, mail_id).got) == WINDOW  # nobody holds anything
+    assert len(joined(harness, mail_id).got) == WINDOW  # no member holds anything
 
 
 def test_a_group_that_never_deletes_is_not_held_up_for_good(harness: Harness) -> None:
@@ -336,14 +336,14 @@ def test_a_slow_connection_has_little_before_a_critical_message(tmp_path: Path) 
 
 
 class Window(FakeLink):
-    """A connection for which everything waits that it was given since it was last drained."""
+    """A connection that counts everything delivered since the last drain as waiting."""
 
     def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
         super().deliver(sid, subject, reply, messages)
         self.pending_bytes += sum(len(payload) for _, payload in messages)
 
     def drain(self, harness: Harness) -> list[tuple[str, str]]:
-        """What it was given; from here on it has room."""
+        """The deliveries so far; from here on the connection has room."""
         self.pending_bytes = 0
         said = [json.loads(payload) for payload in self.take()]
         harness.service.drained(self)
@@ -375,14 +375,14 @@ def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once
         harness.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, ttl=60)
     link, found = Window(), []
     harness.service.subscribed(link, "1", PUBLIC_LIST, "")
-    told = len(link.got)
-    assert 0 < told < 50
+    sent = len(link.got)
+    assert 0 < sent < 50
     harness.create(owner, public=True, name="late", ttl=60)
     harness.tick(30)  # the first fifty end
     while link.got:
         found += link.drain(harness)
-    first = [("created", f"box.{number}") for number in range(told)]
-    ended = [("expired", f"box.{number}") for number in range(told)]
+    first = [("created", f"box.{number}") for number in range(sent)]
+    ended = [("expired", f"box.{number}") for number in range(sent)]
     rest = [("created", f"box.{number}") for number in range(50, 100)]
     assert found == [*first, *ended, *rest, ("created", "late")]
     harness.create(owner, public=True, name="live", ttl=60)

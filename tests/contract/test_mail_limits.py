@@ -1,4 +1,4 @@
-"""The mail server where something ends: a subscriber that takes nothing, and a disk that is full."""
+"""The mail server at its limits: a subscriber that reads nothing, and a full disk."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ LARGE_MAILBOX = 50_000
 
 
 class Client:
-    """A connection on the server's own loop, that can be deaf."""
+    """A connection on the server's own loop that can stop reading."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -43,7 +43,7 @@ class Client:
         return await self._reader.readexactly(size)
 
     async def ask(self, subject: str, payload: bytes = b"") -> Any:
-        """A request and its answer."""
+        """Send a request and return its answer."""
         inbox = self.request(subject, payload)
         return await self.answer(inbox)
 
@@ -67,7 +67,7 @@ class Client:
         return (await self.read(int(size) + 2))[int(header_bytes) : -2]
 
     def leave(self) -> None:
-        """What was sent still goes out."""
+        """Everything sent so far is still written."""
         self._writer.close()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def serve(folder: Path, work: Work, **options: Any) -> None:
 
         async def connect(receive_bytes: int = 0) -> Client:
             made = socket.socket()
-            if receive_bytes:  # after connecting, the system would have made it larger already
+            if receive_bytes:  # set before connecting: afterwards the system may already have enlarged it
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
             made.connect(("127.0.0.1", server.port))
             streams = await asyncio.open_connection(sock=made, limit=receive_bytes or 1 << 20)
@@ -134,7 +134,7 @@ def test_letters_of_a_member_that_reads_nothing_are_redelivered(tmp_path: Path) 
 
 
 def test_a_slow_reader_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "TICK_S", HANG_GUARD_S)  # the test says what time it is
+    monkeypatch.setattr(natsserver, "TICK_S", HANG_GUARD_S)  # the test sets the time
 
     async def work(server: NatsServer, connect: Connect) -> None:
         sender = await connect()
@@ -188,13 +188,13 @@ def test_a_subscriber_that_reads_nothing_does_not_affect_others(tmp_path: Path) 
         for _ in range(MESSAGES):
             assert await well.message() == BODY
         await sending
-        assert len(server.connections) == 3  # what it does not take stays in its mailbox
+        assert len(server.connections) == 3  # messages that it does not read stay in the mailbox
         assert max(link.pending_bytes for link in server.connections) < LINK_FULL_BYTES + 2 * len(BODY)
 
     serve(tmp_path, work, pending_bytes_max=1 << 20)
 
 
-def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small_disk: Path) -> None:
+def test_a_full_disk_refuses_sends_and_recovers_without_loss(small_disk: Path) -> None:
     acknowledged: list[int] = []
     folder = small_disk / "mail"
 
@@ -207,7 +207,7 @@ def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small
         acknowledged.append((await client.ask(subject, b"before"))["msg_id"])
         filler = fill(small_disk)
         full = {"code": 503, "error": "the mail log cannot be written: No space left on device"}
-        assert await client.ask(subject, BODY) == full  # written half, and taken back
+        assert await client.ask(subject, BODY) == full  # half written, and truncated again
         assert in_trouble(server)
         assert await other.ask(subject, BODY) == full
         assert await other.ask("$mq9.AI.MAILBOX.CREATE") == full

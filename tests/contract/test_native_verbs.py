@@ -238,7 +238,7 @@ def test_claim_handles_ended_leases_delays_and_expired_records(both: Callable[..
     )
 
 
-def test_claim_of_what_was_released_or_failed(both: Callable[..., Seen]) -> None:
+def test_claim_of_released_and_failed_records(both: Callable[..., Seen]) -> None:
     both(
         inserting(*(new() for _ in range(4))),
         claiming(2),

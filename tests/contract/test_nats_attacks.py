@@ -1,4 +1,4 @@
-"""The NATS server under connections that do not log in, never finish what they say, or do not read."""
+"""The NATS server under connections that do not log in, send incomplete messages, or do not read."""
 
 import asyncio
 import socket
@@ -104,7 +104,7 @@ def test_one_login_has_at_most_its_share_of_the_connections(tmp_path: Path) -> N
 
 
 def eventually_admitted(server: Server, connect: bytes) -> Wire:
-    """A connection, as soon as the server has noticed that another one was closed."""
+    """A new connection, after the server has noticed that another one was closed."""
     while True:
         wire = Wire(server, b"")
         try:
@@ -218,7 +218,7 @@ def test_a_client_is_its_login_or_its_address(address: str, network: str) -> Non
 
 
 def growth_mb(server: Server, attack: Callable[[], object]) -> int:
-    """How much more memory the server has needed for an attack than before it."""
+    """How much memory of the server an attack has added."""
     before = peak_mb(server.process.pid)
     attack()
     return peak_mb(server.process.pid) - before
@@ -239,7 +239,7 @@ def test_one_message_to_many_own_subscriptions_is_not_multiplied_beyond_the_limi
 
 
 class Deaf:
-    """A subscriber that reads nothing, from an address of its choice."""
+    """A subscriber that reads nothing, from a given address."""
 
     def __init__(self, port: int, host: str) -> None:
         self.socket = socket.socket()

@@ -1,6 +1,6 @@
-"""The core NATS protocol: our server and the real nats-server answer the same tests.
+"""The core NATS protocol: our server and the real nats-server pass the same tests.
 
-`both` runs on each of them. What only ours promises (what a limit does, how it ends) asks for `ours`.
+`both` runs a test on each of them. Guarantees of our server alone (limits, shutdown) use `ours`.
 """
 
 import asyncio
@@ -96,10 +96,10 @@ def test_connect_is_optional_without_logins(both: Server) -> None:
         assert wire.ask(b"SUB a 1\r\nPUB a 1\r\nx\r\n") == b"+OK\r\n+OK\r\nMSG a 1 1\r\nx\r\n"
 
 
-@pytest.mark.parametrize("said", [b"CONNECT {x\r\n", b'CONNECT {"verbose":1}\r\n', b"CONNECT\r\n"])
-def test_a_connect_that_is_no_json_ends_the_connection(both: Server, said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"CONNECT {x\r\n", b'CONNECT {"verbose":1}\r\n', b"CONNECT\r\n"])
+def test_a_connect_that_is_not_json_ends_the_connection(both: Server, sent: bytes) -> None:
     with Wire(both, b"") as wire:
-        assert b"PONG" not in wire.rest(said + b"PING\r\n")
+        assert b"PONG" not in wire.rest(sent + b"PING\r\n")
 
 
 def test_no_responders_needs_headers(both: Server) -> None:
@@ -111,7 +111,7 @@ def test_no_responders_needs_headers(both: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("sent", "answer"),
     [
         (b"sub a 1\r\npub a 1\r\nx\r\n", b"MSG a 1 1\r\nx\r\n"),
         (b"SUB\ta   1 \r\nPUB a  1\r\nx\r\n", b"MSG a 1 1\r\nx\r\n"),
@@ -133,13 +133,13 @@ def test_no_responders_needs_headers(both: Server) -> None:
         (b"SUB a 1\r\nHPUB a 0 2\r\nhi\r\n", b"MSG a 1 2\r\nhi\r\n"),
     ],
 )
-def test_commands_and_their_answers(both: Server, said: bytes, answer: bytes) -> None:
+def test_commands_and_their_answers(both: Server, sent: bytes, answer: bytes) -> None:
     with Wire(both) as wire:
-        assert wire.ask(said) == answer
+        assert wire.ask(sent) == answer
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("sent", "error"),
     [
         (b"FOO\r\n", b"Unknown Protocol Operation"),
         (b"\r\n", b"Unknown Protocol Operation"),
@@ -159,21 +159,21 @@ def test_commands_and_their_answers(both: Server, said: bytes, answer: bytes) ->
         (b"UNSUB\r\n", b""),
     ],
 )
-def test_a_protocol_violation_ends_the_connection(both: Server, said: bytes, told: bytes) -> None:
+def test_a_protocol_violation_ends_the_connection(both: Server, sent: bytes, error: bytes) -> None:
     with Wire(both) as wire:
         wire.ask(b"SUB a 1\r\n")
-        answer = wire.rest(said)
+        answer = wire.rest(sent)
     assert b"MSG" not in answer
-    if told:
-        assert answer == b"-ERR '%b'\r\n" % told
+    if error:
+        assert answer == b"-ERR '%b'\r\n" % error
 
 
-def test_headers_from_a_client_that_has_none_end_the_connection(both: Server) -> None:
+def test_headers_from_a_client_without_header_support_end_the_connection(both: Server) -> None:
     with Wire(both, BARE) as wire:
         assert b"MSG" not in wire.rest(b"SUB a 1\r\nHPUB a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
 
 
-def test_a_client_without_headers_gets_the_rest(both: Server) -> None:
+def test_a_client_without_headers_gets_the_payload_alone(both: Server) -> None:
     with Wire(both) as sender, Wire(both, BARE) as receiver:
         receiver.ask(b"SUB plain 1\r\n")
         sender.ask(b"HPUB plain 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
@@ -189,16 +189,16 @@ def test_a_body_of_the_largest_size_passes(both: Server) -> None:
 
 
 def test_a_frame_may_come_in_any_pieces(both: Server) -> None:
-    said = b"SUB cut 1\r\nPUB cut 3\r\na\r\n\r\nHPUB cut 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
+    sent = b"SUB cut 1\r\nPUB cut 3\r\na\r\n\r\nHPUB cut 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
     answer = b"MSG cut 1 3\r\na\r\n\r\nHMSG cut 1 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
     with Wire(both) as wire:
-        for letter in said:
+        for letter in sent:
             wire.send(bytes([letter]))
         assert wire.ask() == answer
-    for at in range(1, len(said), 5):
+    for at in range(1, len(sent), 5):
         with Wire(both) as wire:
-            wire.send(said[:at])
-            assert wire.ask(said[at:]) == answer
+            wire.send(sent[:at])
+            assert wire.ask(sent[at:]) == answer
 
 
 def test_a_connection_cut_at_any_byte_of_a_frame_publishes_nothing_of_it(both: Server) -> None:
@@ -258,7 +258,7 @@ def test_every_matching_subscription_of_a_connection_gets_its_own(both: Server) 
     )
 
 
-def test_of_a_queue_group_one_member_gets_it_and_each_gets_some(both: Server) -> None:
+def test_a_queue_group_delivers_each_message_to_one_of_all_members(both: Server) -> None:
     count = 300
     with Wire(both) as one, Wire(both) as two, Wire(both) as other, Wire(both) as sender:
         for wire, group in ((one, b"g"), (two, b"g"), (other, b"h")):
@@ -282,7 +282,7 @@ def test_a_member_that_leaves_a_group_gets_nothing_more(both: Server) -> None:
 
 
 @pytest.mark.parametrize(("before", "gets"), [(0, 2), (1, 2), (3, 3)])
-def test_unsub_with_a_number_counts_from_the_beginning(both: Server, before: int, gets: int) -> None:
+def test_unsub_with_a_number_counts_from_the_subscription(both: Server, before: int, gets: int) -> None:
     publish = b"PUB n 1\r\nx\r\n"
     with Wire(both) as wire:
         answer = wire.ask(b"SUB n 1\r\n" + publish * before + b"UNSUB 1 2\r\n" + publish * 4)
@@ -297,7 +297,7 @@ def test_a_group_continues_when_a_member_has_reached_its_limit(both: Server) -> 
     assert answer.count(b"\r\nx\r\n") == 20
 
 
-def test_without_echo_one_does_not_hear_oneself(both: Server) -> None:
+def test_without_echo_a_client_does_not_get_its_own_messages(both: Server) -> None:
     with Wire(both, NO_ECHO) as silent, Wire(both) as other:
         silent.ask(b"SUB e 1\r\nSUB e g 2\r\n")
         other.ask(b"SUB e 7\r\n")
@@ -326,7 +326,7 @@ def test_only_clients_that_asked_for_it_get_no_responders(both: Server) -> None:
         assert wire.ask(b"SUB in.* 1\r\nPUB nobody.there 1\r\nx\r\n") == b""
 
 
-def test_a_reply_finds_its_way_to_another_connection(both: Server) -> None:
+def test_a_reply_reaches_another_connection(both: Server) -> None:
     with Wire(both) as asking, Wire(both) as serving:
         serving.ask(b"SUB svc g 1\r\n")
         asking.ask(b"SUB _INBOX.me.* 1\r\n")
@@ -336,7 +336,7 @@ def test_a_reply_finds_its_way_to_another_connection(both: Server) -> None:
         assert asking.ask() == b"MSG _INBOX.me.7 1 1\r\n!\r\n"
 
 
-def test_jetstream_is_not_there(both: Server) -> None:
+def test_jetstream_requests_have_no_responders(both: Server) -> None:
     with Wire(both) as wire:
         assert b"503" in wire.ask(b"SUB in 1\r\nPUB $JS.API.INFO in 0\r\n\r\n")
 
@@ -384,7 +384,7 @@ def test_nats_py_survives_a_refused_subject(both: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "welcome"),
+    ("sent", "welcome"),
     [
         (b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n', True),
         (b'CONNECT {"verbose":false,"user":"ann","pass":"wrong"}\r\n', False),
@@ -394,13 +394,13 @@ def test_nats_py_survives_a_refused_subject(both: Server) -> None:
         (b"", False),
     ],
 )
-def test_user_and_password(kind: str, tmp_path: Path, said: bytes, welcome: bool) -> None:
+def test_user_and_password(kind: str, tmp_path: Path, sent: bytes, welcome: bool) -> None:
     with running(kind, tmp_path, Wanted(users={"ann": "secret"})) as server, Wire(server, b"") as wire:
         assert json.loads(wire.info[5:])["auth_required"] is True
         if welcome:
-            assert wire.ask(said) == b""
+            assert wire.ask(sent) == b""
         else:
-            assert wire.rest(said + b"PING\r\n") == b"-ERR 'Authorization Violation'\r\n"
+            assert wire.rest(sent + b"PING\r\n") == b"-ERR 'Authorization Violation'\r\n"
 
 
 def test_a_token(kind: str, tmp_path: Path) -> None:
@@ -444,13 +444,13 @@ def test_tls(kind: str, tmp_path: Path, first: bool) -> None:
 def test_a_client_without_tls_gets_nothing_where_tls_is_required(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(certificate=made_certificate(tmp_path), connections_max=2)
     with running(kind, tmp_path, wanted) as server:
-        for _ in range(4):  # and takes nobody's place
+        for _ in range(4):  # and does not use up the place of another client
             with Wire(server, b"") as wire:
                 assert json.loads(wire.info[5:])["tls_required"] is True
                 assert b"PONG" not in wire.rest(CONNECT + b"PING\r\n")
 
 
-def test_old_tls_and_strangers_certificates_are_the_clients_to_refuse(kind: str, tmp_path: Path) -> None:
+def test_clients_that_refuse_the_certificate_do_not_affect_others(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(certificate=made_certificate(tmp_path), tls_first=True)
     with running(kind, tmp_path, wanted) as server:
         for _ in range(3):
@@ -484,7 +484,7 @@ def test_a_connection_above_the_limit_gets_an_error(kind: str, tmp_path: Path) -
     with (
         running(kind, tmp_path, wanted) as server,
         Wire(server) as one,
-        Wire(server, address="127.0.0.2") as two,  # ours leaves the second place to another client
+        Wire(server, address="127.0.0.2") as two,  # ours gives the second place to another client
     ):
         one.ask()
         two.ask()
@@ -501,7 +501,7 @@ def test_connections_leave_files_for_everything_else(tmp_path: Path) -> None:
         wires = [stack.enter_context(Wire(server, b"", address=address)) for address in addresses]
         for wire in wires[:allowed]:
             assert wire.ask() == b""
-        for wire in wires[allowed:]:  # each is closed when it has been told, and needs no file any more
+        for wire in wires[allowed:]:  # each is closed after its error, and then needs no file
             assert wire.rest() == b"-ERR 'maximum connections exceeded'\r\n"
 
 
@@ -562,29 +562,29 @@ def test_silent_clients_are_pinged_and_dead_ones_disconnected(kind: str, tmp_pat
 # ---- the end -----------------------------------------------------------------------------------------
 
 
-def test_a_lame_duck_tells_everyone_and_ends_well(tmp_path: Path) -> None:
+def test_a_lame_duck_shutdown_notifies_every_client(tmp_path: Path) -> None:
     with running("ours", tmp_path) as server, Wire(server) as wire:
         wire.ask(b"SUB a 1\r\n")
         server.process.send_signal(signal.SIGTERM)
         assert json.loads(wire.line()[5:])["ldm"] is True
-        assert wire.ask(b"PUB a 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"  # it is served to the end
+        assert wire.ask(b"PUB a 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"  # it is served until the end
         assert wire.rest() == b""
         assert server.process.wait(HANG_GUARD_S) == 0
         with pytest.raises(OSError, match="refused"):
             Wire(server)
 
 
-def test_nats_py_hears_of_a_lame_duck(tmp_path: Path) -> None:
+def test_nats_py_is_notified_of_a_lame_duck_shutdown(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        told = asyncio.Event()
+        notified = asyncio.Event()
 
         async def take_note() -> None:
-            told.set()
+            notified.set()
 
         client = await nats.connect(server.url, lame_duck_mode_cb=take_note, allow_reconnect=False)
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(HANG_GUARD_S):
-            await told.wait()
+            await notified.wait()
         await client.close()
 
     with running("ours", tmp_path) as server:
@@ -592,11 +592,11 @@ def test_nats_py_hears_of_a_lame_duck(tmp_path: Path) -> None:
         assert server.process.wait(HANG_GUARD_S) == 0
 
 
-def test_everything_that_the_end_waits_for_fits_into_two_seconds() -> None:
+def test_the_timeouts_of_a_shutdown_add_up_to_less_than_two_seconds() -> None:
     assert LAME_DUCK_S + 2 * CLOSE_TIMEOUT_S < 2.0
 
 
-def test_an_idle_server_ends_at_once_and_one_with_a_deaf_client_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_a_shutdown_does_not_wait_for_a_client_that_reads_nothing(tmp_path: Path) -> None:
     with running("ours", tmp_path) as server, Wire(server) as deaf:
         deaf.ask(b"SUB a 1\r\n")
         with Wire(server) as sender:

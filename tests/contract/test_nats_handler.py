@@ -1,4 +1,4 @@
-"""The seam between the NATS server and a handler, which gets everything on its own subjects."""
+"""The seam between the NATS server and a handler with subjects of its own."""
 
 import asyncio
 import ssl
@@ -17,18 +17,18 @@ LINK_FULL_BYTES = 1 << 20
 LONG_REPLAY = 3_000
 BURST = 400
 BODY = b"x" * 10_000
-READ_AHEAD_BYTES = 1 << 16  # a client that is not asked reads no further than twice this
+READ_AHEAD_BYTES = 1 << 16  # without a request, a client reads at most twice this
 LOOPS = {"uvloop": new_loop, "asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True, params=LOOPS)
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test on both loops: uvloop is an extra."""
+    """Each test runs on both event loops: uvloop is an extra."""
     monkeypatch.setitem(LOOPS, "this", LOOPS[request.param])
 
 
 class KeepingHandler:
-    """A small handler: keeps what is published under `$own.`, answers requests, replays on subscribe."""
+    """A small handler: records messages under `$own.`, answers requests, and replays on subscribe."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[str, bytes, bytes]] = []
@@ -167,12 +167,12 @@ def test_an_answer_reaches_the_caller_and_no_wildcard_of_others() -> None:
     serve(work)
 
 
-def test_an_inbox_on_another_connection_is_found_by_its_very_name() -> None:
+def test_an_inbox_on_another_connection_is_found_by_its_exact_name() -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         inbox, asking = await connect(b'CONNECT {"verbose":false}\r\n'), await connect()
         await inbox.ask(b"SUB _INBOX.exact 5\r\n")
         await asking.ask(b"PUB $own.a _INBOX.exact 0\r\n\r\n")
-        assert await inbox.ask() == b"MSG _INBOX.exact 5 1\r\n \r\n"  # without the headers it cannot read
+        assert await inbox.ask() == b"MSG _INBOX.exact 5 1\r\n \r\n"  # without headers, which it cannot read
 
     serve(work)
 
@@ -205,7 +205,7 @@ def test_a_replay_begins_with_subscribe_and_unsub_counts_it() -> None:
     serve(work)
 
 
-def test_the_handler_is_told_once_that_a_connection_closed() -> None:
+def test_closed_is_called_once_for_each_connection() -> None:
     async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         one, two = await connect(), await connect()
         await one.ask(b"SUB $own.a 1\r\n")
@@ -231,7 +231,7 @@ def test_a_batch_is_flushed_once_and_later_messages_afterwards() -> None:
         other = await connect()
         await other.ask(b"PUB $own.a 1\r\n2\r\n")
         client.send(b"PUB $own.a 1\r\n3\r\n")
-        await other.ask()  # the loop has looked at every socket once more
+        await other.ask()  # the loop has polled every socket once more
         assert [what for kind, what in handler.notes("published", "flush")] == [b"1"] * 3 + [None, b"2"]
         handler.behind = lambda: None
         disk.set_result(None)
@@ -283,7 +283,7 @@ def test_the_handler_gets_ticks() -> None:
 
 
 @pytest.mark.parametrize("subject", [b"$own.\xff", b"\xff\xfe"])
-def test_subjects_that_are_not_utf8_do_no_harm(subject: bytes) -> None:
+def test_subjects_that_are_not_utf8_are_handled(subject: bytes) -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         await client.ask(b"SUB %b %b\r\nPUB %b %b 1\r\nx\r\nUNSUB %b\r\n" % ((subject,) * 5))
@@ -328,7 +328,7 @@ def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
         assert len(handler.kept) < BURST
         assert (await busy.until(b"PONG\r\n")).count(b"+OK\r\n") == BURST
         assert [int(payload) for _, _, payload in handler.kept] == list(range(BURST))
-        await busy.ask(b"PUB $own.a 1\r\n1\r\n")  # and it is read on
+        await busy.ask(b"PUB $own.a 1\r\n1\r\n")  # and its input is read again
 
     serve(work)
 

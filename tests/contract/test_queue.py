@@ -1,4 +1,4 @@
-"""What `Queue` promises, sentence by sentence."""
+"""The guarantees of `Queue`, sentence by sentence."""
 
 import errno
 import json
@@ -136,20 +136,20 @@ def open_descriptors() -> int:
 # ---- names and exceptions --------------------------------------------------------------------------
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_public_names_exist() -> None:
     assert frozenset({"ask", "answer", "broadcast", "spawn-request", "status"}) == TOPICS
     assert DEFAULT_BODY_THRESHOLD == 3584
     assert postroom.Queue is Queue
 
 
-def test_the_exceptions_are_what_callers_may_catch_them_as() -> None:
+def test_the_exceptions_have_the_documented_base_classes() -> None:
     assert issubclass(TopicError, QueueError)
     assert issubclass(TopicError, ValueError)
     assert issubclass(QueueDisabledError, QueueError)
     assert issubclass(QueueDisabledError, RuntimeError)
 
 
-def test_the_attributes_are_there(root: Path) -> None:
+def test_the_attributes_exist(root: Path) -> None:
     queue = Queue(root)
     assert queue.root == root
     assert queue.body_threshold == DEFAULT_BODY_THRESHOLD
@@ -224,7 +224,7 @@ def test_an_unknown_topic_is_refused_and_nothing_is_stored(queue: Queue, topic: 
 
 
 @pytest.mark.parametrize("ttl_s", [-1, -0.5, math.nan, math.inf, 10**400, True, "600"])
-def test_a_ttl_below_zero_or_no_number_is_refused(queue: Queue, ttl_s: Any) -> None:
+def test_an_invalid_ttl_is_refused(queue: Queue, ttl_s: Any) -> None:
     with pytest.raises(ValueError, match="ttl_s"):
         queue.send("ask", "x", ttl_s=ttl_s)
     assert queue.tail(include_expired=True) == []
@@ -480,7 +480,7 @@ def test_none_all_and_broadcast_mean_every_consumer(queue: Queue, to: str | None
         assert message["to"] == to
 
 
-def test_an_agent_gets_what_is_addressed_to_it_alone(queue: Queue) -> None:
+def test_an_agent_gets_only_messages_addressed_to_it(queue: Queue) -> None:
     queue.send("ask", "for a", to="a")
     queue.send("ask", "for b", to="b")
     queue.send("ask", "for A", to="A")
@@ -566,7 +566,7 @@ def test_without_a_ttl_a_message_never_expires(queue: Queue, clock: Clock) -> No
 # ---- poll: the cursor is the acknowledgement --------------------------------------------------------
 
 
-def test_the_cursor_is_a_byte_offset_behind_the_last_complete_line(queue: Queue) -> None:
+def test_the_cursor_is_the_byte_offset_after_the_last_complete_line(queue: Queue) -> None:
     queue.send("ask", "x")
     queue.poll("a")
     assert (session_of(queue) / "cursors" / "a.cursor").read_text().strip().isdigit()
@@ -639,7 +639,7 @@ def test_a_torn_tail_is_never_consumed(queue: Queue) -> None:
     assert bodies(queue.poll("a")) == ["whole"]
 
 
-def test_a_send_behind_a_torn_tail_is_delivered_and_the_tail_stays(queue: Queue) -> None:
+def test_a_send_after_a_torn_tail_is_delivered_and_the_tail_stays(queue: Queue) -> None:
     raw(queue, b'{"msg_id":"half')
     queue.send("ask", "x")
     assert bodies(queue.poll("a")) == ["x"]
@@ -821,7 +821,7 @@ def test_many_sessions_need_few_descriptors(queue: Queue, monkeypatch: pytest.Mo
     assert all(bodies(queue.poll("a", session=f"s{number}"))[-2:] == ["0", "1"] for number in range(10))
 
 
-def test_a_stray_file_among_the_sessions_is_no_session(queue: Queue) -> None:
+def test_a_stray_file_among_the_sessions_is_not_a_session(queue: Queue) -> None:
     queue.send("ask", "x")
     (queue.root / "sessions" / ".hidden").mkdir()
     (queue.root / "sessions" / "notes").write_text("not ours")
@@ -1072,7 +1072,7 @@ def test_tail_leaves_out_torn_and_unreadable_lines(queue: Queue) -> None:
     assert bodies(queue.tail()) == ["x", "y"]
 
 
-def test_tail_looks_further_back_when_it_has_to(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_reads_further_back_when_needed(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "TAIL_FIRST_BYTES", 10)
     for number in range(50):
         queue.send("ask", str(number), ttl_s=0 if 5 <= number < 45 else None)
@@ -1321,7 +1321,7 @@ def test_plain_filter_skips_messages_kept_before(queue: Queue) -> None:
 # ---- beyond: waiting -------------------------------------------------------------------------------
 
 
-def test_a_waiting_poll_returns_at_once_what_is_there(queue: Queue) -> None:
+def test_a_waiting_poll_returns_existing_messages_at_once(queue: Queue) -> None:
     queue.send("ask", "x")
     assert bodies(queue.poll("a", wait_s=60)) == ["x"]
 
@@ -1364,8 +1364,8 @@ def answering(queue: Queue, **answer: Any) -> threading.Thread:
             (question,) = other.poll("helper", "ask", wait_s=60)
             other.send("status", "noise", to=question["from"])
             other.send("answer", "to another question", to=question["from"], reply_to="m-0")
-            told = {"to": question["from"], "reply_to": question["msg_id"], "body": "42", **answer}
-            other.send("answer", **told)
+            fields = {"to": question["from"], "reply_to": question["msg_id"], "body": "42", **answer}
+            other.send("answer", **fields)
 
     thread = threading.Thread(target=answer_one)
     thread.start()
@@ -1577,7 +1577,7 @@ def test_check_of_an_intact_session_is_ok(queue: Queue) -> None:
     assert not session_of(queue, "nowhere").exists()
 
 
-def test_check_names_everything_that_is_damaged(queue: Queue) -> None:
+def test_check_reports_all_damage(queue: Queue) -> None:
     raw(queue, b"no json\n")
     lost = queue.send("ask", "x" * 5000)
     queue.send("ask", "y" * 5000)
@@ -1640,7 +1640,7 @@ def test_repair_makes_no_session(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_folder, as_symlink])
-def test_a_cursor_that_is_no_file_can_be_set(queue: Queue, damage: Callable[[Path], None]) -> None:
+def test_a_cursor_that_is_not_a_file_can_be_set(queue: Queue, damage: Callable[[Path], None]) -> None:
     queue.send("ask", "x")
     queue.poll("a")
     damage(session_of(queue) / "cursors" / "a.cursor")
@@ -1652,7 +1652,7 @@ def test_a_cursor_that_is_no_file_can_be_set(queue: Queue, damage: Callable[[Pat
     assert bodies(queue.poll("a")) == ["x"]
 
 
-def test_a_lost_side_file_can_be_put_back_from_a_true_copy_only(queue: Queue) -> None:
+def test_a_lost_side_file_is_restored_only_from_a_matching_copy(queue: Queue) -> None:
     msg_id = queue.send("ask", "x" * 5000)
     path = session_of(queue) / "bodies" / f"{msg_id}.txt"
     path.write_bytes(b"damaged")
@@ -1703,7 +1703,7 @@ def test_reopening_waits_for_a_thread_at_work(queue: Queue) -> None:
     assert bodies(queue.poll("a")) == ["x"]
 
 
-def test_a_lock_that_stays_taken_is_a_timeout(queue: Queue, root: Path) -> None:
+def test_a_lock_that_stays_held_is_a_timeout(queue: Queue, root: Path) -> None:
     queue.send("ask", "x")
     with Queue(root, lock_timeout_s=0.01) as hurried, queue._session(None).locked():
         for call in (lambda: hurried.send("ask", "y"), lambda: hurried.poll("a"), hurried.expire):

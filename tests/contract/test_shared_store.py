@@ -88,7 +88,7 @@ CALLS: dict[str, Callable[[Tasks, str, int], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_message_is_no_task(both: Both, name: str) -> None:
+def test_a_message_is_not_a_task(both: Both, name: str) -> None:
     message_id = both.submit()
     [claimed] = both.test.claim()
     with pytest.raises(UnknownTask):
@@ -96,7 +96,7 @@ def test_a_message_is_no_task(both: Both, name: str) -> None:
     assert both.test.wait(both.engine.get(message_id)).state == "PROCESSING"
 
 
-def test_a_task_is_no_message(both: Both) -> None:
+def test_a_task_is_not_a_message(both: Both) -> None:
     task_id = both.tasks.enqueue(agent="triage", payload=1)
     for call in (both.engine.get, both.engine.explain, both.engine.cancel, both.engine.dlq.show):
         with pytest.raises(UnknownTask):
@@ -138,7 +138,7 @@ def test_a_message_nudges_no_agent(both: Both, tmp_path: Path) -> None:
     assert harness._nudger.sent == 0
 
 
-def test_a_sweep_of_tasks_puts_messages_back(both: Both) -> None:
+def test_a_sweep_of_tasks_requeues_messages(both: Both) -> None:
     message_id = both.submit()
     both.test.claim()
     both.test.clock.advance(3_600)

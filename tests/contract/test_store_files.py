@@ -1,4 +1,4 @@
-"""Forks, removed files and truncated bells beside an open handle."""
+"""Forks, removed files and truncated wake-up files beside an open handle."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ def wait_for(pid: int) -> None:
 
 @pytest.mark.usefixtures("no_child_left")
 def test_a_child_can_write_after_its_parent_closed_the_store(tmp_path: Path) -> None:
-    """Closing the last connection removes the WAL, so the parent must notice that the child has it open."""
+    """Closing the last connection removes the WAL, so the parent must know that the child has it open."""
     tasks = open_tasks(tmp_path)
     tasks.enqueue(agent="a", payload="parent")
     child_wrote, tell_parent = os.pipe()
@@ -103,7 +103,7 @@ def test_a_removed_file_is_not_written_to(tmp_path: Path, monkeypatch: pytest.Mo
     tasks.close()
 
 
-def test_a_truncated_bell_file_does_no_harm(tmp_path: Path) -> None:
+def test_a_truncated_wake_up_file_does_no_harm(tmp_path: Path) -> None:
     with open_tasks(tmp_path) as tasks:
         tasks.enqueue(agent="a", payload=1)
         heard = threading.Event()

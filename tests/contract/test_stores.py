@@ -219,7 +219,7 @@ def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: Sqlit
             answers[number] = error
 
     other = SqliteStore(path)
-    other._lock.acquire()  # nobody can commit, so all threads wait for the same commit
+    other._lock.acquire()  # no thread can commit, so all wait for the same commit
     threads = [in_background(partial(call, number)) for number in range(12)]
     while len(store._group.pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
         threads[0].join(0.01)
@@ -246,7 +246,7 @@ def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> Non
         thread.join(LONG_S)
     commits = sqlite3.connect(path).execute("SELECT count(*) FROM events").fetchone()[0]
     assert store.count() == {"q": {"QUEUED": 21}}
-    assert commits <= 4  # the first one, the one under way, and the shared one
+    assert commits <= 4  # the first commit, the current one, and the shared one
 
 
 def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteStore, path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_step_of_the_clock_changes_no_lease_and_no_order(path: Path, step_s: i
     store.close()
 
 
-def test_the_time_of_a_store_goes_on_after_a_reboot(path: Path) -> None:
+def test_the_clock_of_a_store_continues_after_a_reboot(path: Path) -> None:
     clock = ManualClock()
     store = SqliteStore(path, clock=clock)
     insert(store, b"1")
@@ -425,7 +425,7 @@ def test_a_file_of_a_newer_version_is_refused_and_left_alone(store: SqliteStore,
 
 
 @pytest.mark.parametrize("text", [b"root:x:0:0::/root:/bin/sh\n", b"these are notes of somebody" * 100])
-def test_a_file_that_is_no_database_is_refused_and_left_alone(
+def test_a_file_that_is_not_a_database_is_refused_and_left_alone(
     store: SqliteStore, path: Path, text: bytes
 ) -> None:
     path.write_bytes(text)
@@ -707,7 +707,7 @@ def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
 
 
 def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
-    """Poller and sender alternate, on a slow disk as well: a returning poller queues behind the sender."""
+    """Poller and sender alternate, also on a slow disk: a returning poller waits after the sender."""
     sender, poller = SqliteStore(path), Poller(SqliteStore(path))
     insert(sender, b"first")
     sender.close()
@@ -808,7 +808,7 @@ def test_every_caller_of_a_commit_gets_the_error_of_its_fsync(store: SqliteStore
     assert len(failures) == 6
 
 
-def test_an_interrupt_during_the_fsync_repeats_nobodys_work(
+def test_an_interrupt_during_the_fsync_repeats_no_call(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader is interrupted after the commit: the other callers must not repeat their work."""
@@ -873,7 +873,7 @@ def test_a_write_can_arrive_twice_or_late() -> None:
     assert clock.boot_ns() - before == 60 * NANOS_PER_S
 
 
-def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
+def test_a_lost_wake_up_loses_nothing() -> None:
     store = FaultyStore(MemoryStore(), ["lost_wakeup"])
     notified: list[set[str]] = []
     store.on_commit = lambda transaction: notified.append(transaction.ready) if transaction.ready else None
@@ -884,7 +884,7 @@ def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
     assert len(claim(store, 10)) == 2
 
 
-def test_tasks_take_every_fault_without_loss() -> None:
+def test_tasks_survive_every_fault_without_loss() -> None:
     faults: list[Any] = ["crash", "lost_answer", "duplicate", "none"] * 10
     tasks = Tasks(FaultyStore(MemoryStore(), faults))
     ids = {

@@ -1,4 +1,4 @@
-"""What `Tasks` promises, on every store."""
+"""The guarantees of `Tasks`, on every store."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from postroom.contracts import task_retention
 from postroom.contracts import tasks as module
 from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
 from postroom.contracts.task_operations import NewTask, TaskOperations
-from postroom.contracts.tasks import DECISIONS, Retention, Task, TaskInfo
+from postroom.contracts.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -26,7 +26,7 @@ from tests.faultydisk import FaultyDisk, in_background
 
 __all__ = ["no_child_left"]  # a fixture
 
-LONG_S = 60.0  # a hang, not a measurement
+LONG_S = 60.0  # a hang guard, not a measurement
 FOR_EVER_S = 10 * LONG_S
 DAY_S = 86_400
 
@@ -54,7 +54,7 @@ def on_disk(tmp_path: Path) -> Iterator[Tasks]:
         yield tasks
 
 
-def take(tasks: Tasks, **terms: Any) -> Task:
+def take(tasks: Tasks, **terms: Any) -> LeasedTask:
     [task] = tasks.claim(agent="a", **terms)
     return task
 
@@ -70,7 +70,7 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     task_id = tasks.enqueue(agent="a", payload={"issue": 7}, type="issue.triage", parent="p")
     clock.advance(2)
     task = take(tasks, worker="w-1")
-    assert task == Task(
+    assert task == LeasedTask(
         task_id, {"issue": 7}, task.lease, 1, "a", type="issue.triage", parent="p", lease_s=300.0
     )
     clock.advance(1)
@@ -101,7 +101,7 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     assert tasks.claim(agent="a") == []
 
 
-def test_a_refused_task_leaves_no_queue_behind(tasks: Tasks) -> None:
+def test_a_refused_task_creates_no_queue(tasks: Tasks) -> None:
     too_long = "x" * 2_000_000
     refused, kept = tasks.run_many(
         [
@@ -125,7 +125,7 @@ def nested(levels: int) -> Any:
 
 def test_a_payload_nested_too_deeply_is_refused(tasks: Tasks) -> None:
     tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX))
-    tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, and not deep
+    tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, but not deep
     with pytest.raises(InvalidMessage, match="the payload is nested more than 200 levels deep"):
         tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX + 1))
     [task] = tasks.claim(agent="a")
@@ -192,8 +192,8 @@ def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
     assert tasks.get(keyed).idempotency_key == "k"
 
 
-def test_a_repeated_last_call_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
-    words: list[Callable[[Task], object]] = [
+def test_a_repeated_last_call_is_not_an_error_and_changes_nothing(tasks: Tasks) -> None:
+    words: list[Callable[[LeasedTask], object]] = [
         lambda task: tasks.complete(task.task_id, task.lease, "first"),
         lambda task: tasks.release(task.task_id, task.lease),
         lambda task: tasks.fail(task.task_id, task.lease, "no", retry_in_s=0),
@@ -245,7 +245,7 @@ def test_a_lease_ends_after_300_s_without_a_heartbeat(tasks: Tasks, clock: Manua
     assert second.lease > zombie.lease
     refused(tasks, zombie.task_id, zombie.lease)
     tasks.complete(second.task_id, second.lease, "mine")
-    refused(tasks, zombie.task_id, zombie.lease)  # what is done is not moved back
+    refused(tasks, zombie.task_id, zombie.lease)  # a completed task is not moved back
     assert tasks.get(zombie.task_id).result == "mine"
     assert tasks.get(zombie.task_id).errors == ["the lease ran out"]
     assert tasks.status().agents["a"].lapses == 1
@@ -324,7 +324,7 @@ def test_four_attempts_then_a_dead_letter_with_all_errors_and_a_manual_retry(
         assert tasks.claim(agent="a") == []  # it waits for a while
         clock.advance(60)
     take(tasks)
-    clock.advance(300)  # the third one is not heard of again
+    clock.advance(300)  # the third one is never delivered again
     task = take(tasks)
     assert task.attempt == 4
     tasks.fail(task_id, task.lease, "error 3")
@@ -532,12 +532,12 @@ def test_an_invalid_call_changes_nothing(tasks: Tasks) -> None:
         assert (tasks.events(), tasks.status()) == before
 
 
-def test_an_error_that_is_no_text_is_refused(tasks: Tasks) -> None:
+def test_an_error_that_is_not_text_is_refused(tasks: Tasks) -> None:
     with pytest.raises(InvalidMessage, match="error must be text, not NoneType"):
         tasks.fail("t-1", 1, None)  # type: ignore[arg-type]
 
 
-def test_an_address_that_is_no_text_is_refused() -> None:
+def test_an_address_that_is_not_text_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="not None"):
         Tasks.open(None)  # type: ignore[arg-type]
 
@@ -553,7 +553,7 @@ def test_an_unknown_durability_is_refused(url: str) -> None:
         Tasks.open(url, durability="forever")  # type: ignore[arg-type]
 
 
-def test_a_full_queue_says_when_to_try_again(tasks: Tasks) -> None:
+def test_a_full_queue_reports_when_to_retry(tasks: Tasks) -> None:
     tasks.limit_queue("a", max_depth=2, max_payload_bytes=10)
     tasks.enqueue_many([{"agent": "a", "payload": 1}] * 2)
     with pytest.raises(QueueFull, match="try again in 1 s") as full:
@@ -602,7 +602,7 @@ def only_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
     tasks = Tasks.open(url)
-    got: list[Task] = []
+    got: list[LeasedTask] = []
     waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
     while not tasks.notifier._callbacks:
         waiting.join(0.001)
@@ -663,7 +663,7 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     assert info == tasks.get(task_id)
     assert info.ended
     assert info.result == ({"label": "bug"} if how == "complete" else None)
-    assert tasks.wait(task_id, 0) == info  # one that has ended is not waited for
+    assert tasks.wait(task_id, 0) == info  # an ended task is returned at once
     assert tasks.notifier._callbacks == {}
     tasks.close()
 
@@ -785,7 +785,7 @@ def test_a_wait_finds_due_tasks_without_a_wake_up(url: str) -> None:
 
 def test_a_result_becomes_a_decision_that_is_executed_once(tasks: Tasks) -> None:
     task_id = tasks.enqueue(agent="a", payload=1)
-    assert tasks.open_decision(task_id) is None  # nobody has finished it
+    assert tasks.open_decision(task_id) is None  # no worker has finished it
     task = take(tasks)
     tasks.complete(task_id, task.lease, {"label": "bug"})
     decision_id = tasks.open_decision(task_id)
@@ -795,9 +795,9 @@ def test_a_result_becomes_a_decision_that_is_executed_once(tasks: Tasks) -> None
     [decision] = tasks.claim(agent=DECISIONS)
     assert (decision.task_id, decision.payload, decision.parent) == (decision_id, {"label": "bug"}, task_id)
     tasks.settle(decision)
-    tasks.settle(decision)  # a lost answer is asked for again
+    tasks.settle(decision)  # the call is repeated after a lost answer
     assert tasks.get(task_id).status == "done"
-    tasks.complete(task_id, task.lease, "late")  # the word of the same lease, once more
+    tasks.complete(task_id, task.lease, "late")  # the same call under the same lease again
     assert (tasks.get(task_id).status, tasks.get(task_id).result) == ("done", {"label": "bug"})
     assert tasks.claim(agent=DECISIONS) == []
 
@@ -854,8 +854,8 @@ def test_several_calls_share_a_commit_and_each_gets_its_outcome(tasks: Tasks) ->
     assert tasks.get(held).result == "ok"
 
 
-def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
-    """Else it would be executed without its content where one cannot read what is not committed."""
+def test_a_result_of_the_same_commit_is_not_yet_a_decision(tasks: Tasks) -> None:
+    """Otherwise the decision would be executed without its content, where uncommitted data cannot be read."""
     held = tasks.enqueue(agent="a", payload=0)
     task = take(tasks)
     tasks.run_many(
@@ -957,7 +957,7 @@ def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: p
     tasks.close()
 
 
-def _ids(task: Task) -> tuple[str, int]:
+def _ids(task: LeasedTask) -> tuple[str, int]:
     return task.task_id, task.lease
 
 
@@ -1008,7 +1008,7 @@ def test_children_use_the_tasks_that_they_inherit(on_disk: Tasks, no_child_left:
 
 
 def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks) -> None:
-    """Dropped as a duplicate, the task would be lost without a word."""
+    """A task dropped as a duplicate would be lost silently."""
     tasks.enqueue(agent="a", payload=1, task_id="job")
     before = tasks.events()
     with pytest.raises(InvalidMessage, match="is taken by a task of another agent"):

@@ -1,8 +1,8 @@
 """Hostile input for the real commands of the audit stream.
 
-Every source is fed with good events and, between them, lines that somebody wrote to break a reader. The good
-ones have to be in the stream once, the others have to be reported, and no command may end with a traceback,
-hang or need much memory. Then the stream itself is attacked: it is forged, wiped, cut and begun anew.
+Every source gets valid events and, between them, lines that are made to break a reader. Every valid event has
+to be in the stream once, every other line has to be reported, and no command may end with a traceback, hang
+or need much memory. Then the stream itself is attacked: it is forged, wiped, truncated and replaced.
 """
 
 import json
@@ -23,11 +23,11 @@ from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb
 
 COMMAND = Path(sys.executable).parent / "postroom"
-EVENTS = 2_000  # good ones of each file
-MEMORY_MB_MAX = 400  # of one command; it reads a window of a file at a time
+EVENTS = 2_000  # valid events of each file
+MEMORY_MB_MAX = 400  # of one command, which reads a window of a file at a time
 KILLS = 5
 HANG_GUARD_S = 300.0
-LOOK_S = 0.005  # between two looks at a command's memory
+LOOK_S = 0.005  # between two measurements of a command's memory
 DEPTHS = (101, 500, 900, 990, 1_100, 20_000, 400_000)
 REFUSALS = (
     ("--bus", "missing.yaml"),
@@ -41,7 +41,7 @@ REFUSALS = (
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     out: bytes
@@ -49,7 +49,7 @@ class Done(NamedTuple):
 
 
 class Attack:
-    """One folder with sources and a stream, and what was found out about them."""
+    """One folder with sources and a stream, and the findings about them."""
 
     def __init__(self, folder: Path, seed: int, events: int) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class Attack:
     # ---- commands ----------------------------------------------------------------------------------
 
     def run(self, *arguments: str) -> Done:
-        """Run a command to its end. One that is our bug, or needs too much memory, breaks a rule."""
+        """Run a command to its end. A traceback or too much memory breaks a rule."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = self.start(*arguments, out=out.fileno(), errors=errors.fileno())
             code = self.wait(process, arguments)
@@ -142,7 +142,7 @@ class Attack:
 
     @staticmethod
     def _hostile_lines(path: Path) -> Iterator[bytes]:
-        """Each is one line that cannot be an event."""
+        """Lines that cannot be events."""
         start = (
             b'{"kind":"created","ts_us":1,"detail":{"x":' if path.name == "events.jsonl" else b'{"x":{"x":'
         )
@@ -160,12 +160,12 @@ class Attack:
     # ---- what is looked at ---------------------------------------------------------------------------
 
     def check_stream(self) -> None:
-        """Every good event is there once, every bad line is reported, and readers reach the end."""
+        """Every valid event is stored once, every invalid line is reported, and readers reach the end."""
         done = self.run("audit", "query", "audit")
         events = [json.loads(line) for line in done.out.splitlines()]
-        told = Counter(event.get("message_id", "") for event in events if event["kind"] == "created")
+        stored = Counter(event.get("message_id", "") for event in events if event["kind"] == "created")
         self.tally.acknowledged = len(self.good)
-        self.tally.lost = len(self.good - told.keys())
+        self.tally.lost = len(self.good - stored.keys())
         ids = Counter(event["event_id"] for event in events)
         self.tally.doubled = sum(count - 1 for count in ids.values())
         alerts = sum(event.get("error_type") == "UnreadableLine" for event in events)
@@ -177,7 +177,7 @@ class Attack:
                 self.tally.breaks(f"{' '.join(command)} failed on a stream that is whole")
 
     def forge_segments(self) -> None:
-        """Somebody writes into the growing segment: readers and the next shipper pass over it, and say so."""
+        """Foreign bytes in the open segment: readers and the next shipper skip and report them."""
         with Tasks.open(f"sqlite:///{self.folder}/run/queue.db") as tasks:
             self.good.add(tasks.enqueue(agent="ada", payload=1))
         forged = self.folder / "audit" / "_open"
@@ -193,7 +193,7 @@ class Attack:
             self.tally.breaks("a shipper does not go on behind forged lines")
 
     def kill_shippers(self, kills: int) -> None:
-        """A killed shipper leaves a stream that the next one goes on with."""
+        """The next shipper continues the stream of a killed one."""
         for _ in range(kills):
             with Tasks.open(f"sqlite:///{self.folder}/run/queue.db") as tasks:
                 self.good |= {tasks.enqueue(agent="ada", payload=number) for number in range(50)}
@@ -205,7 +205,7 @@ class Attack:
             self.tally.count("kills")
 
     def refuse(self) -> None:
-        """What cannot be shipped leaves nothing behind."""
+        """A refused shipper leaves no files."""
         for arguments in REFUSALS:
             done = self.run("audit", "ship", *arguments, "--to", "nothing", "--once")
             if done.code == EXIT_OK or len(done.errors.splitlines()) != 1:
@@ -214,7 +214,7 @@ class Attack:
                 self.tally.breaks(f"audit ship {' '.join(arguments)} left a folder")
 
     def spoil(self) -> None:
-        """A folder that lost its end is named by verify, and no shipper goes on with it."""
+        """`verify` reports a folder that lost its end, and no shipper continues it."""
         whole = self.folder / "whole"
         shutil.copytree(self.folder / "audit", whole)
         for attack in (self._wipe, self._cut, self._begin_anew):
@@ -251,7 +251,7 @@ class Attack:
 def run(
     count: int, seed: int, tick: Callable[[int], None], *, events: int = EVENTS, thorough: bool = True
 ) -> Tally:
-    """So many rounds, each in a folder of its own. A quick one leaves out what other tests do as well."""
+    """Rounds, each in its own folder. A quick run leaves out attacks that other tests cover."""
     tally = Tally()
     memory_mb = 0
     for number in range(count):

@@ -1,7 +1,7 @@
 """`attack-http`: hostile clients against a real `postroom tasks serve`, while an agent and an operator work.
 
-Each attack takes seconds and sends a bounded amount. Nothing of it may refuse or lose anything of the two who
-behave, and the server's memory stays below a bound.
+Each attack takes seconds and sends a bounded amount. No attack may cause a refusal or a loss for the
+well-behaved agent and operator, and the server's memory stays below a bound.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ PIECE = 0x10000
 HANG_GUARD_S = 60.0
 REFUSALS = frozenset({400, 401, 408, 413, 429, 431, 503, 507})
 SOFT_DESCRIPTORS = 1024
-HOLD_S = 2.0  # that an attack goes on once it is complete
+HOLD_S = 2.0  # for which an attack continues once it is complete
 
 
 class Scale(NamedTuple):
-    """How much is sent. The small one is for the normal tests."""
+    """The size of the attacks. The small one is for the normal tests."""
 
     endless_bytes: int = 48 * 1024 * 1024
     idle: int = 2_500
@@ -109,7 +109,7 @@ def _check_server(target: "_Target", tally: Tally) -> None:
 
 
 class _Target:
-    """A server with an operator, an agent that behaves and one that does not."""
+    """A server with an operator, a well-behaved agent and a hostile one."""
 
     def __init__(self, data: Path, process: "subprocess.Popen[bytes]", port: int) -> None:
         self.data = data
@@ -167,7 +167,7 @@ def _serving(data: Path) -> Iterator[_Target]:
 
 
 class _Good:
-    """An operator that enqueues on new connections, and an agent that works on one that stays open."""
+    """An operator that enqueues on new connections, and an agent that uses one open connection."""
 
     def __init__(self, target: _Target, tally: Tally) -> None:
         self._target = target
@@ -238,7 +238,7 @@ class _Good:
             raise AssertionError(f"{what} was answered with {status}: {answer}")
 
     def went_on(self, attack: str) -> None:
-        """Wait until both have done more, after an attack."""
+        """Wait until agent and operator have made progress after an attack."""
         before = len(self._enqueued), len(self._completed)
 
         def more() -> bool:
@@ -249,7 +249,7 @@ class _Good:
         until(more)
 
     def check(self) -> None:
-        """Everything that was acknowledged is there and done."""
+        """Everything acknowledged is stored and done."""
         self._tally.acknowledged += len(self._enqueued) + len(self._completed)
         missing = set(self._enqueued) - self._completed
         for task_id in self._enqueued:
@@ -262,7 +262,7 @@ class _Good:
 
 
 class _Mallory:
-    """What the attacks share."""
+    """The common parts of the attacks."""
 
     def __init__(self, target: _Target, scale: Scale, rng: Random, tally: Tally) -> None:
         self.target = target
@@ -279,7 +279,7 @@ class _Mallory:
 
     @contextlib.contextmanager
     def many(self, count: int, raw: bytes) -> Iterator[list[socket.socket]]:
-        """So many connections that have sent the same. A server may close some of them."""
+        """Connections that have all sent the same bytes. The server may close some of them."""
         with contextlib.ExitStack() as stack:
             opened = []
             for _ in range(count):
@@ -290,7 +290,7 @@ class _Mallory:
             yield opened
 
     def await_refusals(self, opened: list[socket.socket]) -> None:
-        """Wait until some of them have got an answer that refuses, and count those."""
+        """Wait until some connections were refused, and count them."""
         until(lambda: any(_status(connection) in REFUSALS for connection in opened))
         self.count_refusals(opened)
 
@@ -299,7 +299,7 @@ class _Mallory:
 
 
 def _status(connection: socket.socket) -> int:
-    """The status of what a connection was answered so far; 0 when there is nothing."""
+    """The status of the reply on a connection so far; 0 without one."""
     connection.settimeout(0.0)
     try:
         line = connection.recv(len("HTTP/1.1 200 "), socket.MSG_PEEK)
@@ -329,7 +329,7 @@ def endless_requests(mallory: _Mallory) -> None:
 
 
 def _sent(connection: socket.socket, piece: bytes, size: int) -> bool:
-    """Whether all of it was taken."""
+    """Whether the server accepted all of it."""
     try:
         for _ in range(size // len(piece)):
             connection.sendall(piece)
@@ -339,7 +339,7 @@ def _sent(connection: socket.socket, piece: bytes, size: int) -> bool:
 
 
 def idle_connections(mallory: _Mallory) -> None:
-    """Connections that never send anything, and some that send half a head."""
+    """Connections that send nothing, and some that send half a head."""
     with mallory.many(mallory.scale.idle, b"") as idle, mallory.many(50, b"GET / HTTP/1.1\r\nX: ") as slow:
         time.sleep(HOLD_S)
         mallory.count_refusals(idle + slow)
@@ -358,7 +358,7 @@ def unread_streams(mallory: _Mallory) -> None:
 
 
 def full_bus(mallory: _Mallory) -> None:
-    """Post until the bus is full; then read it on many connections that take nothing of the answer."""
+    """Post until the bus is full; then request it on many connections that do not read the reply."""
     message = {"type": "INFO", "project_id": "p", "body": "x" * 3_000_000}
     status = 201
     while status == http.HTTPStatus.CREATED:
@@ -375,7 +375,7 @@ def full_bus(mallory: _Mallory) -> None:
 
 
 def slow_bodies(mallory: _Mallory) -> None:
-    """Many long bodies whose last byte never comes."""
+    """Many long bodies whose last byte never arrives."""
     body = b" " * 3_900_000
     raw = mallory.head("POST", "/bus/flood/messages") + b"Content-Length: 4000000\r\n\r\n" + body
     with mallory.many(mallory.scale.slow_bodies, raw) as opened:
@@ -393,7 +393,7 @@ def nested_json(mallory: _Mallory) -> None:
 
 
 def pipelined_requests(mallory: _Mallory) -> None:
-    """Far more requests than answers are read."""
+    """Far more requests than replies that are read."""
     with mallory.target.connect() as connection:
         if _sent(
             connection, (mallory.head("GET", "/health", token=False) + b"\r\n") * 1_000, 16 * 1024 * 1024

@@ -1,7 +1,7 @@
-"""Hostile clients against a real `postroom mail serve`, beside one that behaves.
+"""Hostile clients against a real `postroom mail serve`, beside a well-behaved one.
 
-The good client has an address of its own. It sends durable messages and reads them for as long as the attacks
-last. Whatever it was acknowledged is read back from a new start of the server.
+The good client has its own address. It sends durable messages and reads them for as long as the attacks last.
+All its acknowledged messages are read back after a restart of the server.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from tests.smalldisk import NotPermitted, fill, mounted
 
 HOST, GOOD_HOST, BAD_HOST = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 STUCK_S = 30.0
-ATTACK_S = 3.0  # of each attack that goes on for a time
+ATTACK_S = 3.0  # of each attack with a duration
 MB = 1 << 20
 
 CLIENT_QUOTA_BYTES = 32 * MB
@@ -40,7 +40,7 @@ QUOTAS = (
     *("--client-quota-agents", str(CLIENT_QUOTA_AGENTS)),
 )
 MEMORY_MB_MAX = 300  # of a server whose hostile clients may store 32 MiB
-IDLE_WRITTEN_MB_MAX = 40  # while nobody sends anything: at most one copy of what is alive
+IDLE_WRITTEN_MB_MAX = 40  # without any send: at most one copy of the live messages
 DISK_MB_MAX = 300
 FLOOD_MESSAGES = 2_000  # between two answers
 GOOD_PAUSE_S = 0.001  # between two sends: the good client stays far below its own quota
@@ -61,7 +61,7 @@ Attack = Callable[["Server", Tally, Random], None]
 
 
 class Server:
-    """`postroom mail serve` in a process of its own."""
+    """`postroom mail serve` in its own process."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -79,11 +79,11 @@ class Server:
         self.port = int(json.loads(self._process.stdout.readline())["url"].rpartition(":")[2])
 
     def measure(self) -> None:
-        """Add up what the process has needed so far."""
+        """Add up the resources that the process has used so far."""
         self.memory_mb = max(self.memory_mb, peak_mb(self._process.pid))
 
     def written(self) -> int:
-        """Bytes that it has handed to the operating system."""
+        """Bytes that the process has written to the operating system."""
         said = Path(f"/proc/{self._process.pid}/io").read_text()
         return int(said.partition("wchar:")[2].split()[0])
 
@@ -114,7 +114,7 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
 
 
 class Client:
-    """A connection made of a socket, from an address of its choice."""
+    """A connection on a bare socket, from a given address."""
 
     def __init__(self, server: Server, host: str = BAD_HOST, **login: str) -> None:
         self.socket = socket.create_connection((HOST, server.port), STUCK_S, source_address=(host, 0))
@@ -161,7 +161,7 @@ class Client:
         return inbox
 
     def ask(self, subject: str, payload: bytes = b"") -> Any:
-        """A request, and its answer; what else comes meanwhile is dropped."""
+        """Send a request and return its answer; other messages are dropped meanwhile."""
         inbox = self.request(subject, payload)
         while True:
             found = self.until(wire.Messages)
@@ -207,7 +207,7 @@ class GoodClient(threading.Thread):
 
 
 def replayed(server: Server, box: str, count: int, **login: str) -> list[Delivery]:
-    """What a new subscriber gets: as many as were acknowledged, or what there is."""
+    """The messages of a new subscriber: as many as were acknowledged, or all that exist."""
     found: list[Delivery] = []
     with Client(server, GOOD_HOST, **login) as client:
         client.send(f"SUB {MSG}{box}.* 2\r\n".encode())
@@ -242,13 +242,13 @@ def nest(server: Server, tally: Tally, rng: Random) -> None:
         subjects += [f"$mq9.AI.MSG.{verb}.{box}" for verb in ("FETCH", "QUERY", "ACK")]
         subjects += [AGENT + verb for verb in ("REGISTER", "UNREGISTER", "REPORT", "DISCOVER")]
         for _ in range(50):
-            client.request(f"{MSG}{box}.critical", b"x")  # the calls behind it wait for the disk
+            client.request(f"{MSG}{box}.critical", b"x")  # the following calls wait for the disk
             body = rng.choice([b"%b", b'{"name":"a","x":%b}']) % NESTED
             _refused(client.ask(rng.choice(subjects), body), 400, "a nested body", tally)
 
 
 def report(server: Server, tally: Tally, rng: Random) -> None:
-    """Reports as large as a card may be, and larger, and then silence."""
+    """Reports as large as a card may be, larger ones, and then silence."""
     with Client(server) as client:
         client.ask(f"{AGENT}REGISTER", b'{"name":"reporter"}')
         ends = time.monotonic() + ATTACK_S
@@ -270,7 +270,7 @@ def _stay_quiet(server: Server, tally: Tally) -> None:
 
 
 def flood(server: Server, tally: Tally, rng: Random) -> None:
-    """Empty messages, mailboxes and agents, until the quota of the client is used up, on many connections."""
+    """Empty messages, mailboxes and agents on many connections, until the quota of the client is used up."""
     host = f"127.1.{rng.randrange(256)}.{rng.randrange(1, 255)}"  # an address whose quota is unused
     with Client(server, host) as client:
         box = client.ask(CREATE)["mail_id"]
@@ -298,7 +298,7 @@ def _crowd(client: Client, subject: str, body: Callable[[int], bytes], most: int
 
 
 def hijack(server: Server, tally: Tally, rng: Random) -> None:
-    """Take, change and remove the name of an agent that is there."""
+    """Take, change and remove the name of a connected agent."""
     name = f"held-{rng.randrange(1 << 32)}"
     with Client(server, GOOD_HOST) as holder, Client(server) as thief:
         holder.ask(f"{AGENT}REGISTER", json.dumps({"name": name, "text": name}).encode())
@@ -317,7 +317,7 @@ def multiply(server: Server, tally: Tally, _: Random) -> None:
         client.send(b"".join(b"SUB own %d\r\n" % sid for sid in range(2, OWN_SUBSCRIPTIONS)) + b"PING\r\n")
         client.until(wire.Pong)
         client.send(wire.publish(b"own", bytes(MB)))
-        with Client(server) as other:  # the server has gone on
+        with Client(server) as other:  # the server continues
             other.ask(CREATE)
         try:
             while True:
@@ -349,7 +349,7 @@ def linger(server: Server, tally: Tally, _: Random) -> None:
 
 
 def starve(server: Server, tally: Tally, _: Random) -> None:
-    """Fill the disk. A send that meets that is refused, and later ones are taken when there is room."""
+    """Fill the disk. A send on a full disk is refused, and later ones are accepted when there is room."""
     with Client(server, GOOD_HOST) as client:
         client.ask(CREATE, b'{"name":"full","public":true,"ttl":0}')
         filler = fill(server.folder)
@@ -367,7 +367,7 @@ def starve(server: Server, tally: Tally, _: Random) -> None:
 
 
 def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
-    """Every attack, so many times."""
+    """Every attack, `count` times."""
     tally, rng = Tally(), Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="postroom-attack-"))
     try:
@@ -411,7 +411,7 @@ def _launch(attack: Attack, server: Server, tally: Tally, rng: Random) -> None:
 def _launch_until_acknowledged(
     attack: Attack, good: GoodClient, server: Server, tally: Tally, rng: Random
 ) -> None:
-    """Attack, and again until the good client was acknowledged something while an attack went on.
+    """Attack again until the good client got an acknowledgement during an attack.
 
     Some attacks take less time than one fsync of a busy disk.
     """

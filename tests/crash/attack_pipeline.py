@@ -1,7 +1,7 @@
 """`attack-pipeline`: statements for `sql` that try to write, to read foreign files or to run code.
 
-Every statement goes through the real command, with one JVM for all of them. A trap shows what it did: files
-that must stay as they are, a secret that must not be printed, places that must stay empty, and a property of
+Every statement runs through the real command, with one JVM for all of them. A trap detects its effects: files
+that must stay unchanged, a secret that must not be printed, places that must stay empty, and a property of
 the JVM that must not be set.
 """
 
@@ -28,7 +28,7 @@ from tests.spark.commands import Commands, Done
 from tests.spark.quick import QUICK
 
 MESSAGES = 40
-VARIANTS = 120  # of statements in a round that are changed at random
+VARIANTS = 120  # of statements in a round that are randomly changed
 PROPERTY = "postroom.attacked"
 SECRET = "s3cret-of-another-user"  # noqa: S105 - it is the bait
 REFUSED = 2
@@ -194,7 +194,7 @@ def attacks(bait: Path, place: Path) -> list[str]:
 
 
 class Trap:
-    """What a statement must not touch, read or run."""
+    """Files, a secret and a property that a statement must not touch."""
 
     def __init__(self, folder: Path, tables: Path, spark: SparkSession) -> None:
         self.bait = folder / "bait.csv"
@@ -205,7 +205,7 @@ class Trap:
         self._before = self._state()
 
     def harm(self, done: Done) -> str:
-        """What a statement did, in a few words; empty if nothing."""
+        """The effects of a statement, in a few words; empty without any."""
         if self.place.exists():
             return "wrote a file"
         if self._state() != self._before:
@@ -219,8 +219,8 @@ class Trap:
     def _state(self) -> str:
         digest = hashlib.sha256()
         for path in sorted(self._tables.rglob("*")):
-            told = path.stat()
-            digest.update(f"{path} {told.st_size} {told.st_mtime_ns}\n".encode())
+            status = path.stat()
+            digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
 
@@ -229,7 +229,7 @@ def _jvm(spark: SparkSession) -> Any:
 
 
 def changed(statement: str, rng: random.Random) -> str:
-    """The same statement in other words: comments, other white space, other letters, within another query."""
+    """A variation of a statement: comments, other white space, other letters, within another query."""
     for _ in range(rng.randint(1, 3)):
         kind = rng.randrange(6)
         if kind == 0:
@@ -252,7 +252,7 @@ def changed(statement: str, rng: random.Random) -> str:
 
 
 def statements(count: int, rng: random.Random, bait: Path, place: Path) -> Iterator[str]:
-    """Every attack, and some of them in other words."""
+    """Every attack, and variations of some."""
     known = attacks(bait, place)
     yield from known
     for _ in range(count * VARIANTS):
@@ -260,7 +260,7 @@ def statements(count: int, rng: random.Random, bait: Path, place: Path) -> Itera
 
 
 def attack(commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally) -> None:
-    """Give each statement to the command, and look whether it did any harm."""
+    """Run each statement through the command, and check whether it did any harm."""
     for statement in each:
         done = commands("sql", "--tables", tables, "--", statement)
         harm = trap.harm(done)
@@ -320,6 +320,6 @@ def _session(folder: Path) -> Iterator[SparkSession]:
 
 
 def _peak_mb(spark: SparkSession) -> int:
-    """The most memory that the JVM has held."""
+    """The peak memory of the JVM."""
     pid = _jvm(spark).java.lang.ProcessHandle.current().pid()
     return peak_mb(pid)

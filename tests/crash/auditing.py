@@ -1,11 +1,10 @@
-"""The audit stream under kills, and the checker of histories under very many histories.
+"""The audit stream under kills, and the history checker on very many histories.
 
-`kills-audit`: the shipper and everybody whose events it ships are killed at random and started again.
-
-At the end the stream holds every committed event once, in order, and as the store has it; nothing that was
-acknowledged is missing; the chain of segments is whole; and the checker of histories finds nothing.
-`histories-audit`: in clean generated histories the checker finds nothing, in others what was planted, and
-nothing else.
+`kills-audit`: the shipper and the programs whose events it ships are killed at random and restarted. At the
+end the stream holds every committed event once, in order, and equal to the store; nothing acknowledged is
+missing; the chain of segments is intact; and the history checker finds nothing.
+`histories-audit`: in clean generated histories the checker finds nothing, in others exactly the planted
+faults.
 """
 
 import contextlib
@@ -34,14 +33,14 @@ from tests.crash.workers import Crew, Report, Worker
 
 KILLS_PER_ROUND = 25
 LOOK_EVERY_S = 0.005
-SEAL_BYTES = 60_000  # so that many segments are sealed, and crashes hit that
+SEAL_BYTES = 60_000  # small, so that many segments are sealed and crashes hit the sealing
 SEAL_AFTER_S = 0.2
 BATCH_FEW = 200
 SHIPPERS_SHARE = 0.5  # of the kills
 
 
 def run(count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """So many kills, in rounds."""
+    """Kill `count` times, in rounds."""
     tally = Tally()
     rng = Random(f"kills-audit/{seed}")
     for number, size in enumerate(portions(count, KILLS_PER_ROUND)):
@@ -52,7 +51,7 @@ def run(count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") 
 
 
 def ship(report: Report, *, folder: str, careless: bool = False) -> None:
-    """The program that gets killed: it reports each time when it has shipped something."""
+    """The program that gets killed: it reports after each shipped batch."""
     shipping_module.BATCH_MAX = BATCH_FEW
     while True:
         with contextlib.suppress(FileNotFoundError), _shipping(Path(folder)) as shipping:
@@ -82,9 +81,9 @@ def _drop_some(sink: SegmentSink) -> None:
 
 
 class _AuditCast(Cast):
-    """Everybody who works on tasks, and one who ships."""
+    """The programs that work on tasks, and a shipper."""
 
-    producer_pause_s = 0.02  # a kill waits for the shipper, and what came meanwhile has to be done, too
+    producer_pause_s = 0.02  # a kill waits for the shipper, which must ship all events until then
 
     def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
         super().__init__(folder, crew, rng, "")
@@ -113,7 +112,7 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
 
 
 def judge(tasks: Tasks, folder: Path, acknowledged: set[str], tally: Tally) -> None:
-    """The stream against the store, against what was acknowledged, against its chain, and against itself."""
+    """Compare the stream with the store, with the acknowledged tasks, with its chain, and with itself."""
     segments = Segments(folder, on_trouble=tally.breaks)
     events = list(segments.events())
     tally.count("events", len(events))
@@ -144,10 +143,10 @@ def _judge_numbers(tasks: Tasks, events: list[AuditEvent], tally: Tally) -> None
 
 
 def _judge_content(tasks: Tasks, events: list[AuditEvent], acknowledged: set[str], tally: Tally) -> None:
-    told = {event.seq: event for event in events}
+    shipped = {event.seq: event for event in events}
     source = f"tasks:{tasks.store.identity()}"
     for event in tasks.store.events(limit=1_000_000):
-        shown = told.get(event.seq)
+        shown = shipped.get(event.seq)
         if shown is not None and msgspec.structs.replace(shown, payload="") != of_store(
             event, source, "tasks"
         ):
@@ -161,7 +160,7 @@ def _judge_content(tasks: Tasks, events: list[AuditEvent], acknowledged: set[str
 
 
 def check_histories(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """So many clean and so many faulty histories."""
+    """Check a number of clean and of faulty histories."""
     tally = Tally()
     for number in range(count):
         try:

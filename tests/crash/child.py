@@ -1,4 +1,4 @@
-"""The programs that get killed: writers and consumers that report what they did after each call returned.
+"""The programs that get killed: writers and consumers that report after each call has returned.
 
 The harness forks them. By hand, with the reports on standard output:
 
@@ -19,7 +19,7 @@ from postroom.message import Durability, QueueMessage
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report, reporter
 
-REPORT_BYTES_MAX = 4096  # what a pipe takes in one piece
+REPORT_BYTES_MAX = 4096  # bytes that a pipe accepts in one piece
 GONE = "gone"  # the writer name of messages that are expired when they are sent
 
 
@@ -37,7 +37,7 @@ def bus_writer(
     threads: int = 1,
     early: bool = False,
 ) -> None:
-    """Append for ever. `early` is the sabotage that a checker must notice: it reports before it writes."""
+    """Append forever. `early` is a sabotage that the checker must detect: it reports before it writes."""
     bus = Bus(path, rotate_bytes=rotate_bytes, durability=durability)
 
     def write(thread: int) -> None:
@@ -71,7 +71,7 @@ def _append(bus: Bus, tokens: list[str]) -> list[str]:
 
 
 def bus_follower(report: Report, *, path: str) -> None:
-    """Report every message, from the oldest archive on, as it comes."""
+    """Report every message, from the oldest archive on, as it arrives."""
     for message in Bus(path, poll_interval_s=0.02).follow(archives=True):
         report(message.task_id, message.msg_id)
 
@@ -90,7 +90,7 @@ def queue_sender(
     threads: int = 1,
     early: bool = False,
 ) -> None:
-    """Send for ever to everyone; some messages are expired at once if `gone_chance` says so."""
+    """Send to all agents forever; `gone_chance` is the share of messages that are expired at once."""
     queue = Queue(root, body_threshold, durability=durability)
     topics = sorted(TOPICS)
 
@@ -127,7 +127,7 @@ def queue_poller(
     durability: Durability = "os",
     late: bool = False,
 ) -> None:
-    """Poll for ever and report what came. `late` is a sabotage: it reports before the cursor is written."""
+    """Poll forever and report the messages. `late` is a sabotage: it reports before the cursor is written."""
     queue = Queue(root, durability=durability)
     rng = Random(seed)
     topics = sorted(TOPICS)
@@ -157,7 +157,7 @@ def lines_of(messages: list[QueueMessage]) -> Iterator[str]:
 
 
 def _report_messages(report: Report, messages: list[QueueMessage]) -> None:
-    """In pieces that a pipe takes whole, so that a kill can only cut off the end of a hand-over."""
+    """Write pieces that a pipe accepts whole, so that a kill can only cut off the end of a delivery."""
     piece: list[str] = []
     size = 0
     for line in lines_of(messages):
@@ -171,14 +171,14 @@ def _report_messages(report: Report, messages: list[QueueMessage]) -> None:
 
 
 def queue_expirer(report: Report, *, root: str) -> None:
-    """Expire for ever, and report how many messages each call dropped."""
+    """Expire forever, and report how many messages each call removed."""
     queue = Queue(root)
     while True:
         report(queue.expire())
 
 
 def _size(rng: Random, sizes: tuple[int, int]) -> int:
-    """Mostly small, sometimes up to the largest: both the short and the long writes get killed."""
+    """Mostly small, sometimes up to the maximum, so that both short and long writes get killed."""
     low, high = sizes
     return low + int((high - low) * rng.random() ** 2)
 
@@ -195,7 +195,7 @@ def _in_threads(work: Callable[[int], None], threads: int) -> None:
 
 
 def _or_die(work: Callable[[int], None], thread: int) -> None:
-    """A thread that fails must not leave the others to pretend that all is well."""
+    """When one thread fails, the whole process ends, so that the other threads do not hide it."""
     try:
         work(thread)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the process

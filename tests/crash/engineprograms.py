@@ -1,6 +1,6 @@
-"""The programs around an engine that get killed: they report after each call returned.
+"""The programs around an engine that get killed: they report after each call has returned.
 
-sender    `TOKEN ID` for every message that was accepted
+sender    `TOKEN ID` for every accepted message
 worker    `ran TOKEN ATTEMPT` at the end of every run of its handler
 """
 
@@ -16,27 +16,31 @@ from postroom import Engine, Policy
 from tests.crash.ledger import token_of
 from tests.crash.workers import Report
 
-LEASE_S = 0.5  # short, so that messages of killed workers return soon
-CRASHES_MAX = 10_000  # killed workers shall not make a message count as poison
+LEASE_S = 0.5  # short, so that messages of killed workers are redelivered soon
+CRASHES_MAX = 10_000  # killed workers must not make a message count as poison
 SLOTS = 4
 ORDERING_KEYS = ("", "", "a", "b")
 EFFECT = "append"
+TOKENS = (0, 50, 120)
+MODEL = {"tokens_per_day": 10**9, "requests_per_minute": 10**9}
+BUDGETS = {"providers": {"p": {"models": {"small": MODEL}}}, "tiers": [0.4, 0.3, 0.2, 0.1]}
+"""Enough for every message: the books are judged, not the shortage."""
 
 OnUnknown = Literal["raise", "run", "probe"]
 
 
 def open_engine(folder: str | Path) -> Engine:
-    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX)
+    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX, tokens=BUDGETS)
     return Engine.open(f"sqlite:///{folder}/queue.db", policy=policy)
 
 
 def effects_file(folder: str | Path) -> Path:
-    """The world outside: a line for each time that an effect happened."""
+    """The outside world: a line for each time that an effect happened."""
     return Path(folder) / "effects.log"
 
 
 def append_effect(folder: str | Path, token: str) -> str:
-    """The effect itself. One small write to a file is whole or not there, whenever the process is killed."""
+    """The effect itself. One small write to a file is complete or absent, whenever the process is killed."""
     fd = os.open(effects_file(folder), os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     try:
         os.write(fd, f"{token}\n".encode())
@@ -56,8 +60,8 @@ def register(
 ) -> None:
     """The handler of the messages: its effect appends the token to a file.
 
-    `die` is called at each point of the effect, and may kill the process there. `without_effect` is the
-    sabotage that a checker must notice: it appends without `ctx.effect`.
+    `die` is called at each point of the effect, and may kill the process there. `without_effect` is a
+    sabotage that the checker must detect: it appends without `ctx.effect`.
     """
 
     def probe(token: str) -> str | None:
@@ -78,6 +82,7 @@ def register(
         if on_unknown == "probe":
             options = {"probe": lambda: probe(token)}
         outcome = run() if without_effect else await context.effect(EFFECT, run, **options)
+        context.use_tokens(context.tokens // 3)
         die("after the outcome")
         ran(token, context.attempt)
         return {"token": outcome}
@@ -93,7 +98,7 @@ def sender(
     pause_s: float = 0.0,
     early: bool = False,
 ) -> None:
-    """Submit for ever, from number `first` on. A key keeps a message that was stored before a kill single."""
+    """Submit forever, from number `first` on. The key prevents a duplicate after a kill."""
     rng = Random(seed)
     engine = open_engine(folder)
     number = first
@@ -121,11 +126,12 @@ def _message(token: str) -> dict[str, Any]:
         "durability": rng.choice(("os", "os", "group")),
         "idempotency_key": token,
         "ordering_key": rng.choice(ORDERING_KEYS) or None,
+        "tokens": rng.choice(TOKENS),
     }
 
 
 def worker(report: Report, *, folder: str, name: str, without_effect: bool = False) -> None:
-    """Work for ever."""
+    """Work forever."""
     engine = open_engine(folder)
 
     def ran(token: str, attempt: int) -> None:

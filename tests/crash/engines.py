@@ -1,7 +1,9 @@
 """An engine on one SQLite file whose senders and workers are killed -9.
 
 `kills-engine`: at the end, every accepted message is stored and has ended once. Every effect happened once,
-or its message says that nobody knows (`EffectUnknown`), and then the effect happened at most once.
+unless its message ended with `EffectUnknown`: then it happened at most once. After each kill, the
+reserved tokens of the model are those of the live leases, and with the used and free ones they are its limit.
+At the end none is reserved.
 """
 
 import asyncio
@@ -18,11 +20,14 @@ from random import Random
 import msgspec
 
 from postroom import Engine
+from postroom.contracts.engine.messages import decode_body
+from postroom.contracts.engine.token_status import ModelTokens, status_of
 from postroom.core import lifecycle
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.message import Record, Stored
 from postroom.stores.base import Listing
+from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.crash import engineprograms
 from tests.crash.engineprograms import effects_file, open_engine, register
@@ -31,7 +36,7 @@ from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
 KILLS_PER_ROUND = 20
 LINES_MAX = 6
-SENDER_PAUSE_S = 0.02  # what is sent has to be done again by each round's end
+SENDER_PAUSE_S = 0.02  # the messages have to be finished by the end of each round
 RECORDS_MAX = 100_000
 EVENTS_MAX = 1_000_000
 LOOK_EVERY_S = 0.05
@@ -40,7 +45,7 @@ Tick = Callable[[int], None]
 
 
 def run(kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Kill that often, in rounds with a file each."""
+    """Kill `kills` times, in rounds with a file each."""
     tally = Tally()
     rng = Random(f"kills-engine/{seed}")
     for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
@@ -61,7 +66,7 @@ def scratch(number: int) -> Iterator[Path]:
 
 
 class Cast:
-    """The processes of a round, and those that follow them."""
+    """The processes of a round, and their replacements."""
 
     def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
         self._folder = str(folder)
@@ -72,14 +77,14 @@ class Cast:
         self.living = [self._sender(), self._worker(), self._worker()]
 
     def kill_one(self) -> None:
-        """Kill one of them, a worker mostly, and start another one in its place."""
+        """Kill one process, mostly a worker, and start a replacement."""
         place = self._rng.choice((0, 1, 2, 1, 2))
         victim = self.living[place]
         self._crew.kill_at_random(victim, self._rng, LINES_MAX)
         self.living[place] = self._sender() if place == 0 else self._worker()
 
     def _sender(self) -> Worker:
-        """It continues behind the last token that was acknowledged: the next one may be stored already."""
+        """The sender continues after the last acknowledged token; the next one may be stored already."""
         before = [line for worker in self._crew.workers if worker.name == "sender" for line in worker.lines]
         first = number_of(before[-1].split(" ")[0]) + 1 if before else 0
         return self._crew.start(
@@ -105,11 +110,12 @@ class Cast:
 
 
 def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    with Crew() as crew:
+    with Crew() as crew, open_engine(folder) as reader:
         cast = Cast(folder, crew, rng, sabotage)
         for _ in range(kills):
             cast.kill_one()
             tally.count("kills")
+            judge_tokens(reader, tally)
         crew.kill_all()
         accepted = dict(
             line.split(" ") for worker in crew.workers if worker.name == "sender" for line in worker.lines
@@ -119,6 +125,9 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
         register(engine, folder, without_effect=sabotage == "plain")
         finish(engine)
         judge(engine, folder, accepted, tally)
+        if judge_tokens(engine, tally).reserved:
+            tally.breaks("tokens are reserved, and no message runs")
+        judge_settlements(engine, tally)
 
 
 def finish(engine: Engine) -> None:
@@ -143,7 +152,7 @@ def records_of(engine: Engine) -> list[Record]:
 
 
 def judge(engine: Engine, folder: Path, accepted: dict[str, str], tally: Tally) -> None:
-    """Compare what is stored with what was accepted, and what happened outside with what is stored."""
+    """Compare the stored messages with the accepted ones, and the effects with the stored messages."""
     happened = (
         Counter(effects_file(folder).read_text().split()) if effects_file(folder).exists() else Counter()
     )
@@ -155,6 +164,39 @@ def judge(engine: Engine, folder: Path, accepted: dict[str, str], tally: Tally) 
             _judge_message(stored, happened, tally)
     tally.count("attempts", sum(record.attempt for record in records_of(engine)))
     _judge_events(engine, tally)
+
+
+def judge_tokens(engine: Engine, tally: Tally) -> ModelTokens:
+    """Compare the books of the model with the live leases, at one instant."""
+
+    def look(transaction: Transaction) -> tuple[ModelTokens, int]:
+        held = 0
+        for record in transaction.find(Listing(state="PROCESSING", limit=RECORDS_MAX)):
+            stored = transaction.load(record.message_id)
+            if stored is not None and record.lease_until > transaction.steady_ns:
+                held += decode_body(stored.envelope.payload).tokens
+        return status_of(transaction, engine.policy.token_rules).providers["p"].models["small"], held
+
+    model, held = engine.store.read(look)
+    tally.count("reserved", model.reserved)
+    if model.used + model.reserved + model.free != model.limit:
+        tally.breaks(f"the books of the model do not add up: {model}")
+    if model.reserved != held:
+        tally.breaks(f"{model.reserved} tokens are reserved, and live leases hold {held}")
+    return model
+
+
+def judge_settlements(engine: Engine, tally: Tally) -> None:
+    """Every reservation was settled once."""
+    reserved: Counter[int] = Counter()
+    for event in engine.store.events(0, EVENTS_MAX):
+        if event.kind == "tokens_reserved":
+            reserved[event.lease] += event.detail["tokens"]
+        elif event.kind == "tokens_returned":
+            reserved[event.lease] -= event.detail["tokens"] + event.detail["used"]
+            tally.count("tokens", event.detail["used"])
+    if any(reserved.values()):
+        tally.breaks(f"reservations of {sum(map(bool, reserved.values()))} leases were not settled once")
 
 
 def _judge_message(stored: Stored, happened: Counter[str], tally: Tally) -> None:
@@ -188,5 +230,5 @@ def _judge_events(engine: Engine, tally: Tally) -> None:
         completed[event.message_id] += event.kind == "execution_completed"
     tally.doubled += sum(times - 1 for times in completed.values() if times > 1)
     for violation in history.verdict().violations:
-        if violation.rule != "order":  # the order of a key is another one than that of a priority
+        if violation.rule != "order":  # the order of a key differs from the order of a priority
             tally.breaks(f"{violation.rule}: {violation.sentence}")

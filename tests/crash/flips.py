@@ -1,10 +1,10 @@
-"""Every bit of a 64 kB file of ours, flipped in turn.
+"""Every bit of a 64 kB file of postroom, flipped in turn.
 
-For each flip the whole file is read by the code that serves readers: for the bus the window reader behind
-`read`, `scan` and `verify`; for the queue `Queue.tail`. Every `SAMPLE_EVERY`-th flip also goes through
-`Bus.read`, `tail` and `verify`, or through `Queue.check` and a `poll` of an agent of its own.
+For each flip the whole file is read by the readers' code: for the bus the window reader that `read`, `scan`
+and `verify` use; for the queue `Queue.tail`. Every `SAMPLE_EVERY`-th flip also goes through `Bus.read`,
+`tail` and `verify`, or through `Queue.check` and a `poll` of a new agent.
 
-    torn       messages delivered that are not, field by field, what was written
+    torn       delivered messages that differ from the written ones in any field
     doubled    messages delivered more than once
     lost       messages that are missing although nothing was reported: no damage, no unfinished tail
 """
@@ -35,7 +35,7 @@ Outcome = tuple[list[Any], bool]
 FORGED = "---\nmsg_id: MSG-forged\nts: 2026-01-01T00:00:00Z\ntype: t\nproject_id: p\n---\nforged\n"
 LEGACY_LOOK = "[2026-02-05 14:30:52] ERROR: a legacy line that nobody wrote\n"
 BODIES = (
-    # The first body of the file: one damaged line before it, and a careless reader takes it for a record.
+    # The first body of the file: after one damaged line, a careless reader takes it for a record.
     f"msg_id: MSG-forged\nts: 2026-01-01T00:00:00Z\ntype: t\nproject_id: p\n---\n{LEGACY_LOOK}---\n",
     LEGACY_LOOK,
     "",
@@ -50,11 +50,11 @@ BODIES = (
     'JSON: {"msg_id":"m","crc":"00000000"} \\" \\n @file:x',
     "J" * 300 + "*" * 300 + "\x0b\x0e\x02\x1a" * 50,  # one flip away from a newline
 )
-FILLER_CHARS = 3_000  # about 40 records make the file, so that it can be read half a million times
+FILLER_CHARS = 3_000  # about 40 records in the file, so that it can be read half a million times
 
 
 def body_number(number: int) -> str:
-    """Each of the bodies above in turn, every second one with much plain text behind it."""
+    """Each of the bodies above in turn, every second one followed by much plain text."""
     return BODIES[number // 2 % len(BODIES)] + str(number) * (number % 2 * FILLER_CHARS // len(str(number)))
 
 
@@ -67,7 +67,7 @@ def run(kind: str, first: int, stop: int, tick: Tick = lambda _: None) -> Tally:
 
 
 def flipped(fd: int, original: bytes, bit: int) -> bytes:
-    """Flip one bit of the file; gives what the file holds now."""
+    """Flip one bit of the file. Returns the new content."""
     byte = bytes([original[bit // 8] ^ 1 << bit % 8])
     os.pwrite(fd, byte, bit // 8)
     return original[: bit // 8] + byte + original[bit // 8 + 1 :]
@@ -138,7 +138,7 @@ def _run_bus(folder: Path, first: int, stop: int, tick: Tick) -> Tally:
 
 
 def make_bus_file(path: Path) -> None:
-    """Exactly 64 kB, written by `Bus`, of every kind of record that it writes."""
+    """Exactly 64 kB, written by `Bus`, with every kind of record that it writes."""
     bus = Bus(path)
     msg_ids = [bus.append(type="first", project_id="p", body=BODIES[0])]
     number = 0

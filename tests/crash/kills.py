@@ -1,8 +1,8 @@
-"""kill -9 at random points of every update, and what readers are given afterwards.
+"""kill -9 at random points of every update, and the messages that readers get afterwards.
 
-Each scenario runs rounds. A round has its own folder, kills some workers while the others go on, reads beside
-them after every kill, and at the end compares everything that was acknowledged with everything that a fresh
-reader is given.
+Each scenario runs in rounds. A round has its own folder, kills some workers while the others continue, reads
+beside them after every kill, and at the end compares everything acknowledged with everything that a new
+reader gets.
 """
 
 import itertools
@@ -39,7 +39,7 @@ Round = Callable[[Path, int, Random, Tally, str], None]
 
 
 def run(scenario: str, kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Run one scenario until it has killed that often. `tick` hears how many more there were."""
+    """Run one scenario until it has killed that often. `tick` is called with the number of new kills."""
     tally = Tally()
     rng = Random(f"{scenario}/{seed}")
     for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
@@ -59,7 +59,7 @@ def run(scenario: str, kills: int, seed: int, tick: Tick = lambda _: None, sabot
 
 
 class BusShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the writers of a bus scenario do."""
+    """The options of the writers of a bus scenario."""
 
     sizes: tuple[int, int] = (0, 400)
     batch: int = 1
@@ -67,7 +67,7 @@ class BusShape(msgspec.Struct, frozen=True, kw_only=True):
     rotate_chance: float = 0.0
     writers_max: int = 3
     lines_max: int = 12
-    """Acknowledgements that a writer gets to report before it is killed, at most."""
+    """The most acknowledgements that a writer reports before it is killed."""
 
 
 def _bus_round(shape: BusShape, folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
@@ -188,7 +188,7 @@ def _side_file_round(folder: Path, kills: int, rng: Random, tally: Tally, sabota
 
 
 def _polled(queue: Queue, agent: str, tally: Tally, topic: str | None = None) -> list[Delivery]:
-    """Everything that waits for an agent."""
+    """Everything unread of an agent."""
     delivered: list[Delivery] = []
     for _ in range(DRAINS_MAX):
         found = queue.poll(agent, topic, keep_filtered=topic is not None)
@@ -211,13 +211,13 @@ def _from_queue(message: QueueMessage, tally: Tally) -> Delivery:
 
 
 def _cursor_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    """One agent polls, is killed, and is started again: nothing comes twice, only a hand-over is cut off."""
+    """One agent polls, is killed, and is restarted: nothing comes twice, and only deliveries are cut."""
     keep_filtered = rng.random() < 0.5 and not sabotage
     sending = {
         "root": str(folder),
         "name": "s",
         "seed": rng.getrandbits(32),
-        "pause_s": 0.000_2,  # the poller shall come back often, and find little each time
+        "pause_s": 0.000_2,  # the poller should return often, and find few messages each time
     }
 
     def poller() -> Worker:
@@ -251,7 +251,7 @@ def _cursor_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage:
 
 
 def _left_for(queue: Queue, topic: str, keep_filtered: bool) -> list[str]:
-    """What the consumer has not been given yet, in the words of a poller."""
+    """The undelivered messages of the consumer, in the form of a poller's report."""
     found = queue.poll("consumer", topic, keep_filtered=True) if keep_filtered else queue.poll("consumer")
     return [*child.lines_of(found)]
 
@@ -261,9 +261,9 @@ def _one_topic(lines: list[str]) -> list[str]:
 
 
 def check_hand_overs(order: list[str], parts: list[list[str]], tally: Tally) -> None:
-    """Compare what the killed consumers of one agent were given, one after the other, with the file.
+    """Compare the deliveries to the killed consumers of one agent, in order, with the file.
 
-    At most once: a kill may cut off the last hand-over of its consumer, and nothing else may be missing.
+    At most once: a kill may cut off the last delivery of its consumer, and nothing else may be missing.
     """
     by_topic: defaultdict[str, list[str]] = defaultdict(list)
     for line in order:
@@ -296,7 +296,7 @@ def _missing_runs(present: list[bool]) -> tuple[int, int]:
 
 
 def _expire_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    """Compaction is killed while a sender sends and three agents read on across the moved offsets."""
+    """Compaction is killed while a sender sends and three agents read across the moved offsets."""
     options = {
         "root": str(folder),
         "name": "s",

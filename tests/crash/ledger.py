@@ -1,7 +1,7 @@
-"""What was acknowledged, compared with what readers are given.
+"""Compares acknowledged messages with delivered ones.
 
-Every message carries a token, `writer.number.size`, and a body that follows from the token. So a checker that
-knows nothing but tokens can tell a whole body from a torn one, and one delivery from two.
+Every message carries a token, `writer.number.size`, and a body that is derived from the token. So a checker
+that knows only tokens can tell a complete body from a torn one, and one delivery from two.
 """
 
 import zlib
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import msgspec
 
-BROKEN_MAX = 20  # sentences kept of what else was broken; the first ones say enough
+BROKEN_MAX = 20  # sentences about other broken rules that are kept; the first ones are enough
 
 
 class Delivery(NamedTuple):
-    """What a reader was given."""
+    """A delivered message."""
 
     token: str
     msg_id: str
@@ -30,9 +30,9 @@ class Tally(msgspec.Struct):
     torn: int = 0
     doubled: int = 0
     broken: list[str] = []
-    """Other rules that did not hold, one sentence each."""
+    """Other broken rules, one sentence each."""
     facts: dict[str, int] = {}
-    """What happened on the way: kills, torn tails that were skipped, hand-overs that a kill cut off."""
+    """What happened meanwhile: kills, skipped torn tails, deliveries that a kill cut off."""
 
     @property
     def ok(self) -> bool:
@@ -69,7 +69,7 @@ def number_of(token: str) -> int:
 
 
 def body_of(token: str) -> str:
-    """The body that belongs to a token: as long as that says, and full of what a careless reader believes."""
+    """The body of a token: of the length in the token, and full of text that misleads a careless reader."""
     size = int(token.rsplit(".", 1)[1])
     unit = (
         f"{token}\n---\nmsg_id: forged-{token}\nts: 2026-01-01T00:00:00Z\ntype: forged\nproject_id: p\n---\n"
@@ -84,7 +84,7 @@ def acknowledged_in(lines: Iterable[str]) -> dict[str, str]:
 
 
 def compare(acknowledged: Mapping[str, str], delivered: Iterable[Delivery], tally: Tally) -> None:
-    """Count what one reader, who read everything, was not given, was given torn, or was given twice."""
+    """Count what a reader of everything did not get, got torn, or got twice."""
     tokens: set[str] = set()
     ids: set[str] = set()
     for token, msg_id, body in delivered:
@@ -104,11 +104,11 @@ def _is_whole(token: str, body: str) -> bool:
     try:
         return body == body_of(token)
     except (ValueError, IndexError):
-        return False  # not even a token: something forged
+        return False  # not even a token: a forged message
 
 
 def check_writers_in_order(tokens: Iterable[str], tally: Tally) -> None:
-    """Each writer's messages stand in the order it wrote them, and none is left out before a later one."""
+    """Each writer's messages are in the order of writing, and none is missing before a later one."""
     following: dict[str, int] = {}
     for token in tokens:
         writer, number = writer_of(token), number_of(token)
@@ -118,19 +118,19 @@ def check_writers_in_order(tokens: Iterable[str], tally: Tally) -> None:
 
 
 class AppendOnly:
-    """Watches that a log only grows: what cannot be parsed is kept like everything else."""
+    """Checks that a log only grows: unreadable bytes are kept as well."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: list[tuple[int, int]] = []
 
     def look(self) -> None:
-        """Remember what the file holds now."""
+        """Record the current content of the file."""
         data = self._path.read_bytes() if self._path.exists() else b""
         self._seen.append((len(data), zlib.crc32(data)))
 
     def check(self, tally: Tally) -> None:
-        """Every earlier content has to be a beginning of the last."""
+        """Every earlier content has to be a prefix of the last."""
         if not self._seen:
             return  # where files are rotated, a kill can leave none under this name
         data = self._path.read_bytes()

@@ -1,8 +1,8 @@
-"""`kills-mail`: the mail server is killed again and again under a mixed load over real sockets.
+"""`kills-mail`: the mail server is killed repeatedly under a mixed load over real sockets.
 
-Nothing critical or urgent that was acknowledged, or pushed to anybody, is lost; nothing comes twice to one
-connection of a queue group, or to two that live; what was deleted or acknowledged stays so; mailboxes keep
-their time.
+No critical or urgent message that was acknowledged or pushed is lost. No message is delivered twice to one
+connection of a queue group, or to two live ones. Deleted and acknowledged messages stay so. Mailboxes keep
+their lifetimes.
 """
 
 import itertools
@@ -34,7 +34,7 @@ OPEN, PULL = "open.box", "pull.box"
 
 
 def run(count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """So many kills, in rounds."""
+    """Kill `count` times, in rounds."""
     tally = Tally()
     rng = Random(f"kills-mail/{seed}")
     for number, size in enumerate(portions(count, KILLS_PER_ROUND)):
@@ -80,7 +80,7 @@ class _Cast:
         return self._start("member", programs.member, box=self.work, seed=self._rng.getrandbits(32))
 
     def kill_server(self) -> None:
-        """After some answers, at an instant somewhere in the next calls."""
+        """After some answers, at a random instant during the next calls."""
         watched = self._rng.choice(self._senders)
         self._crew.await_lines(watched, self._rng.randint(1, LINES_MAX))
         until = time.perf_counter() + self._rng.uniform(0, SPIN_MAX_S)
@@ -95,7 +95,7 @@ class _Cast:
         self._members[place] = self._start_member()
 
     def end(self) -> None:
-        """Everybody is killed, and one more server started for whoever looks."""
+        """Kill everything, and start one more server for the checks."""
         self._crew.kill_all()
         self._server = self._start_server()
 
@@ -110,17 +110,17 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
                 cast.kill_member()
                 tally.count("members_killed")
         cast.end()
-        said = _Said(crew.workers)
+        reports = _Reports(crew.workers)
         for box in (OPEN, PULL, cast.work):
-            _judge_box(folder, box, said, tally)
-        _judge_pulled(folder, said, tally)
-    _judge_words(said, tally)
-    _judge_teams(said, tally)
-    _judge_mailboxes(folder / "mail", said, tally)
+            _judge_box(folder, box, reports, tally)
+        _judge_pulled(folder, reports, tally)
+    _judge_violations(reports, tally)
+    _judge_teams(reports, tally)
+    _judge_mailboxes(folder / "mail", reports, tally)
 
 
-class _Said:
-    """What the workers reported, by its first word."""
+class _Reports:
+    """The reports of the workers, by their kind."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.rows: defaultdict[str, list[list[str]]] = defaultdict(list)
@@ -129,24 +129,24 @@ class _Said:
             rows = [line.split(" ") for line in worker.lines]
             for row in rows:
                 self.rows[row[0]].append(row[1:])
-            # The last connection of a killed member may have been lost in the middle of a server's life.
+            # The last connection of a killed member may have ended while the server was still running.
             held = [(row[1], row[2]) for row in rows if row[0] == "held"]
             self.dead_connections.update(held[-1:])
 
-    def ids(self, word: str, column: int = 0) -> set[str]:
-        return {row[column] for row in self.rows[word]}
+    def ids(self, kind: str, column: int = 0) -> set[str]:
+        return {row[column] for row in self.rows[kind]}
 
-    def each(self, word: str) -> set[str]:
-        """Of rows that are nothing but ids."""
-        return {msg_id for row in self.rows[word] for msg_id in row}
+    def each(self, kind: str) -> set[str]:
+        """The ids in rows that consist of ids only."""
+        return {msg_id for row in self.rows[kind] for msg_id in row}
 
-    def durable(self, word: str, word_column: int) -> set[str]:
+    def durable(self, kind: str, priority_column: int) -> set[str]:
         """The ids at the ends of rows about messages that must not be lost."""
-        return {row[-1] for row in self.rows[word] if row[word_column] in DURABLE}
+        return {row[-1] for row in self.rows[kind] if row[priority_column] in DURABLE}
 
 
 def _replayed(folder: Path, box: str) -> list[Mail]:
-    """Everything that a new subscriber gets."""
+    """All messages of a new subscriber."""
     post = Post(folder)
     post.subscribe(f"{box}.*")
     post.asked(f"{programs.MSG}{box}.low", MARKER.encode())
@@ -155,12 +155,12 @@ def _replayed(folder: Path, box: str) -> list[Mail]:
     return found
 
 
-def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
-    """What was acknowledged is replayed, whole, once and in order; what was deleted is not."""
+def _judge_box(folder: Path, box: str, reports: _Reports, tally: Tally) -> None:
+    """Acknowledged messages are replayed complete, once and in order; deleted ones are not."""
     mails = _replayed(folder, box)
-    acknowledged = {row[2]: row[3] for row in said.rows["sent"] if row[0] == box and row[1] in DURABLE}
+    acknowledged = {row[2]: row[3] for row in reports.rows["sent"] if row[0] == box and row[1] in DURABLE}
     tally.acknowledged += len(acknowledged)
-    gone = said.each("deleting")
+    gone = reports.each("deleting")
     expected = {token: msg_id for token, msg_id in acknowledged.items() if msg_id not in gone}
     found = [Delivery(mail.token, str(mail.msg_id), mail.body) for mail in mails]
     compare(expected, found, tally)
@@ -168,52 +168,52 @@ def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
     if order != sorted(order):
         tally.breaks("a replay was not in the order of priorities and numbers")
     ids = {delivery.msg_id for delivery in found}
-    undead = ids & said.durable("deleted", 0)
+    undead = ids & reports.durable("deleted", 0)
     if undead:
         tally.breaks(f"{len(undead)} deleted messages came again")
     if box == OPEN:
-        _judge_pushed(said.ids("seen"), ids, tally)
+        _judge_pushed(reports.ids("seen"), ids, tally)
     elif box != PULL:
-        _judge_pushed(said.durable("held", 2) - gone, ids, tally)
+        _judge_pushed(reports.durable("held", 2) - gone, ids, tally)
 
 
 def _judge_pushed(pushed: set[str], found: set[str], tally: Tally) -> None:
-    """Nothing is pushed that is not stored."""
+    """Every pushed message is stored."""
     tally.count("pushed", len(pushed))
     tally.lost += len(pushed - found)
 
 
-def _judge_pulled(folder: Path, said: _Said, tally: Tally) -> None:
-    """The group gets what it has not acknowledged, and nothing else."""
+def _judge_pulled(folder: Path, reports: _Reports, tally: Tally) -> None:
+    """The group gets its unacknowledged messages, and nothing else."""
     post = Post(folder)
     body = {"group_name": programs.PULLERS, "config": {"num_msgs": 1_000, "max_wait_ms": 0}}
     found = post.asked(f"{programs.FETCH}{PULL}", json.dumps(body).encode())["messages"]
     post.close()
     ids = {str(message["msg_id"]) for message in found}
-    sent = {row[3] for row in said.rows["sent"] if row[0] == PULL and row[1] in DURABLE}
-    acked, in_doubt = said.each("acked"), said.each("acking")
+    sent = {row[3] for row in reports.rows["sent"] if row[0] == PULL and row[1] in DURABLE}
+    acked, in_doubt = reports.each("acked"), reports.each("acking")
     tally.count("pulled", len(acked))
     tally.doubled += len(ids & acked)
-    if said.rows["acking"]:  # otherwise the group did not exist, and began with what is new
+    if reports.rows["acking"]:  # otherwise the group did not exist, and starts with new messages
         tally.lost += len(sent - in_doubt - ids)
 
 
-def _judge_words(said: _Said, tally: Tally) -> None:
-    """What the clients themselves saw, and should not have seen."""
-    tally.doubled += len(said.rows["twice"]) + len(said.rows["again"])
-    tally.torn += len(said.rows["torn"])
-    tally.lost += len(said.rows["forgotten"])
-    for word in ("disorder", "vanished", "refused"):
-        for row in said.rows[word]:
-            tally.breaks(f"{word} {' '.join(row)}")
-    tally.count("deleted", len(said.rows["deleted"]))
+def _judge_violations(reports: _Reports, tally: Tally) -> None:
+    """Violations that the clients themselves observed."""
+    tally.doubled += len(reports.rows["twice"]) + len(reports.rows["again"])
+    tally.torn += len(reports.rows["torn"])
+    tally.lost += len(reports.rows["forgotten"])
+    for kind in ("disorder", "vanished", "refused"):
+        for row in reports.rows[kind]:
+            tally.breaks(f"{kind} {' '.join(row)}")
+    tally.count("deleted", len(reports.rows["deleted"]))
 
 
-def _judge_teams(said: _Said, tally: Tally) -> None:
-    """In one server's life, a message has one holder, unless that one has gone."""
-    gone = {(row[0], row[1]) for row in said.rows["left"]} | said.dead_connections
+def _judge_teams(reports: _Reports, tally: Tally) -> None:
+    """During one run of the server a message has one holder, unless that holder has ended."""
+    gone = {(row[0], row[1]) for row in reports.rows["left"]} | reports.dead_connections
     holders: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for server_id, connection, _, msg_id in said.rows["held"]:
+    for server_id, connection, _, msg_id in reports.rows["held"]:
         holders[server_id, msg_id].add(connection)
     for (server_id, _), connections in holders.items():
         living = [each for each in connections if (server_id, each) not in gone]
@@ -221,12 +221,12 @@ def _judge_teams(said: _Said, tally: Tally) -> None:
         tally.count("handed_over", len(connections) > 1)
 
 
-def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
-    """Each mailbox ends when it was said to, whatever happened in between."""
+def _judge_mailboxes(folder: Path, reports: _Reports, tally: Tally) -> None:
+    """Each mailbox expires at its time, whatever happened in between."""
     now_us = time.time_ns() // 1_000
     service = MailService(folder, queue.SimpleQueue[object]().put)
     boxes = service._mailboxes.by_id
-    for mail_id, ttl, before, after in said.rows["created"]:
+    for mail_id, ttl, before, after in reports.rows["created"]:
         tally.count("mailboxes")
         ttl_us = round(float(ttl) * MICROS_PER_S)
         box = boxes.get(mail_id)

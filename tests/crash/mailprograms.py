@@ -1,7 +1,7 @@
 """The programs of the mail scenarios: a server that gets killed, and its clients, over real sockets.
 
-The server writes its port into a file. A client that loses its connection looks there for the next one, and
-goes on with new messages: what it was not answered stays in doubt.
+The server writes its port into a file. A client that loses its connection reads the next port there and
+continues with new messages. Its unanswered messages may or may not be stored.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ COPY_STEP_FEW = 20
 TICK_S_FEW = 0.01
 LOOK_S = 0.001
 INFO_S = 60.0  # half of what counts as stuck
-REPORT_BYTES_MAX = 4096  # what a pipe takes in one piece
+REPORT_BYTES_MAX = 4096  # bytes that a pipe accepts in one piece
 RECEIVE_BYTES = 1 << 16
 WORDS = ("critical", "urgent", "high", "normal", "low")
 DURABLE = frozenset(["critical", "urgent", "high"])
@@ -72,14 +72,14 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
 
 
 def _answer_early() -> None:
-    """Answer at once, and write a while later."""
+    """Sabotage: answer at once, and write later."""
     flush, flushes = mail_log.SegmentLog.flush, iter(range(1 << 30))
 
     def at_once(_: mail_log.SegmentLog, call: Callable[..., object], *facts: object, **__: object) -> None:
         call(*facts)
 
     def seldom(log: mail_log.SegmentLog) -> None:
-        if (done := next(flushes)) % 50 == 0 or done < 10:  # what everybody needs exists by then
+        if (done := next(flushes)) % 50 == 0 or done < 10:  # the common mailboxes exist by then
             flush(log)
 
     mail_log.SegmentLog.after_sync = at_once  # type: ignore[assignment,method-assign]
@@ -87,7 +87,7 @@ def _answer_early() -> None:
 
 
 def _deliver_twice() -> None:
-    """Offer every other letter of a queue group again, although a member has it."""
+    """Sabotage: offer every other letter of a queue group again, although a member has it."""
     take, takes = mailbox.QueueGroup.take, iter(range(1 << 30))
 
     def again(
@@ -107,7 +107,7 @@ def _deliver_twice() -> None:
 
 
 def _forget_deletes() -> None:
-    """Do not write down what is removed."""
+    """Sabotage: do not log removals."""
     supersede = mail_log.SegmentLog.supersede
 
     def without(log: mail_log.SegmentLog, record: mail_records.Record) -> None:
@@ -123,18 +123,18 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "twice": _deliver_twice,
     "undead": _forget_deletes,
 }
-"""What a checker must notice."""
+"""The sabotages that the checker must detect."""
 
 
 # ---- a connection ----------------------------------------------------------------------------------
 
 
 class HungUp(Exception):
-    """The server is gone."""
+    """The server has ended."""
 
 
 class Mail(NamedTuple):
-    """A message that was pushed."""
+    """A pushed message."""
 
     msg_id: int
     word: str
@@ -143,7 +143,7 @@ class Mail(NamedTuple):
 
 
 class Post:
-    """A connection that asks and listens, without threads."""
+    """A connection with requests and subscriptions, without threads."""
 
     def __init__(self, folder: Path) -> None:
         self._socket = _connected(folder)
@@ -153,12 +153,12 @@ class Post:
         self.pushed: deque[Mail] = deque()
         self.server_id = ""
         self.number = 0
-        """By which the server knows this connection."""
+        """The number by which the server knows this connection."""
         self._await_info(folder)
         self._send(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.p.* 0\r\n')
 
     def _await_info(self, folder: Path) -> None:
-        """The server speaks first. Who says nothing on a port that is not its own any more is a stranger."""
+        """The server sends first. A peer that sends nothing is another program on a reused port."""
         self._socket.settimeout(INFO_S)
         try:
             while not self.server_id:
@@ -186,13 +186,13 @@ class Post:
         self._send(natswire.subscribe(f"{MSG}{rest}".encode(), b"1", group.encode()))
 
     def ask(self, subject: str, payload: bytes = b"") -> int:
-        """Send a request; gives the number of its answer."""
+        """Send a request. Returns the number of its answer."""
         self._asked += 1
         self._send(natswire.publish(subject.encode(), payload, reply=b"_INBOX.p.%d" % self._asked))
         return self._asked
 
     def burst(self, subject: str, payloads: list[bytes]) -> None:
-        """Send without asking for answers. What is of one length reaches the service in one batch."""
+        """Send without requesting answers. Messages of one length reach the service in one batch."""
         self._send(b"".join(natswire.publish(subject.encode(), payload) for payload in payloads))
 
     def answer(self, number: int) -> Any:
@@ -250,7 +250,7 @@ def _msg_id(headers: bytes) -> int:
 
 
 def _connected(folder: Path) -> socket.socket:
-    """To whichever server runs now."""
+    """Connect to the current server."""
     deadline = time.monotonic() + STUCK_S
     while time.monotonic() < deadline:
         made = socket.socket()
@@ -258,7 +258,8 @@ def _connected(folder: Path) -> socket.socket:
         with contextlib.suppress(OSError):
             made.connect((HOST, int((folder / "port").read_text())))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if made.getsockname() != made.getpeername():  # a port that nobody listens on can be one's own
+            # Without a listener on the port, a socket can be connected to itself.
+            if made.getsockname() != made.getpeername():
                 return made
         made.close()
         time.sleep(LOOK_S)
@@ -280,7 +281,7 @@ def _posts(folder: str) -> Iterator[Post]:
 
 
 def _report_all(report: Report, lines: list[str]) -> None:
-    """In pieces that a pipe takes whole."""
+    """Write pieces that a pipe accepts whole."""
     piece: list[str] = []
     for line in lines:
         if sum(len(each) + 1 for each in piece) + len(line) >= REPORT_BYTES_MAX:
@@ -294,7 +295,7 @@ def _report_all(report: Report, lines: list[str]) -> None:
 def sender(
     report: Report, *, folder: str, name: str, seed: int, boxes: list[str], size_max: int = 1_500
 ) -> None:
-    """Send some at a time, and report what was answered."""
+    """Send some messages at a time, and report the answered ones."""
     rng = Random(seed)
     number = 0
     for post in _posts(folder):
@@ -323,7 +324,7 @@ def _payload(token: str) -> bytes:
 
 
 def _report_sent(report: Report, post: Post, waiting: dict[int, str]) -> None:
-    """What has been answered, also by a server that is gone by now."""
+    """The answers so far, also those of a server that has ended."""
     lines = []
     for asked in [number for number in waiting if number in post.answers]:
         answer = post.answers.pop(asked)
@@ -333,7 +334,7 @@ def _report_sent(report: Report, post: Post, waiting: dict[int, str]) -> None:
 
 
 def creator(report: Report, *, folder: str, name: str, seed: int) -> None:
-    """Create mailboxes; create again what is there, which must change nothing."""
+    """Create mailboxes, and create existing ones again, which must change nothing."""
     rng = Random(seed)
     number = 0
     lasting: list[str] = []
@@ -359,7 +360,7 @@ def creator(report: Report, *, folder: str, name: str, seed: int) -> None:
 
 
 def subscriber(report: Report, *, folder: str, box: str) -> None:
-    """Subscribe anew to each server, and report what comes for the first time, and what must not come."""
+    """Subscribe again at each server. Report first deliveries, and deliveries that must not happen."""
     known: set[int] = set()
     for post in _posts(folder):
         seen: set[int] = set()
@@ -389,7 +390,7 @@ def subscriber(report: Report, *, folder: str, box: str) -> None:
 
 
 def member(report: Report, *, folder: str, box: str, seed: int) -> None:
-    """Work in a queue group: take, mostly delete, and now and then leave."""
+    """Work in a queue group: take messages, mostly delete them, and sometimes leave."""
     rng = Random(seed)
     for post in _posts(folder):
         held: set[int] = set()
@@ -411,7 +412,7 @@ def member(report: Report, *, folder: str, box: str, seed: int) -> None:
 
 
 def puller(report: Report, *, folder: str, box: str) -> None:
-    """Fetch and acknowledge; what is acknowledged must never come again."""
+    """Fetch and acknowledge. An acknowledged message must never be delivered again."""
     done: set[int] = set()
     body = {"group_name": PULLERS, "deliver": "earliest", "config": {"num_msgs": 5, "max_wait_ms": 20}}
     for post in _posts(folder):

@@ -1,4 +1,4 @@
-"""The updates of a mail log that are crashed and failed at each system call, and what must hold then."""
+"""Updates of a mail log that are crashed or failed at each system call, and the rules that must hold then."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OLD_COUNT = 4
 GROUP = "g"
 WAIT_S = 0.002
 TURNS_MAX = 5_000
-SEGMENT_BYTES_FEW = 1_000  # less than one send of many, so that it changes to the next segment
+SEGMENT_BYTES_FEW = 1_000  # less than one send of many, so that the send starts a new segment
 
 
 class MailHarness:
@@ -38,7 +38,7 @@ class MailHarness:
         self.service = MailService(self.folder, self._soon.put, options=options)
 
     def ask(self, *requests: tuple[str, bytes]) -> list[Any]:
-        """Requests of one batch, and their answers, for which the loop is turned as long as it takes."""
+        """Send a batch of requests and turn the loop until all answers have arrived."""
         self.turn(lambda: not self.service.trouble)
         first = len(self.link.answers)
         for number, (subject, payload) in enumerate(requests):
@@ -64,7 +64,7 @@ class MailHarness:
         raise PostroomError("there is no answer")
 
     def replayed(self) -> list[Delivery]:
-        """What a new subscriber gets, in its order."""
+        """The messages of a new subscriber, in order."""
         link = FakeLink()
         if self.service.subscribed(link, "1", f"{MSG}{BOX}.*", "") is not None:
             return []
@@ -111,11 +111,11 @@ def _send_across(harness: MailHarness, attempt: int) -> list[str]:
 
 
 def _compact(harness: MailHarness, attempt: int) -> list[str]:
-    """Copy what is alive, with something on its way to the disk, and see the old segments go."""
+    """Compact while a message is on its way to the disk, and check that the old segments are removed."""
     first = next(harness.folder.glob("mail-*-00000001.log"), "")
     words = _send_many(harness, attempt)
     mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
-    mail_log.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
+    mail_log.COMPACT_AFTER_S = 0.0  # a copy that failed is retried at once
     harness.service.published(
         harness.link, f"{MSG}{BOX}.critical", "", 0, [_payload(token_of(f"way{attempt}", 0, 50))]
     )
@@ -126,7 +126,7 @@ def _compact(harness: MailHarness, attempt: int) -> list[str]:
 
 
 def _delete(harness: MailHarness, attempt: int) -> list[str]:
-    """Whatever of the first two is still there."""
+    """The first two messages, as far as they still exist."""
     found = harness.replayed()[:2]
     msg_ids = [delivery.msg_id for delivery in found if delivery.token in _old_tokens()[:2]]
     harness.ask(*((f"{DELETE}{BOX}.{msg_id}", b"") for msg_id in msg_ids))
@@ -150,7 +150,7 @@ def _old_tokens() -> list[str]:
 
 
 def _prepare_nothing(folder: Path) -> Expected:
-    SystemClock()  # what Python loads for it is not what is made to fail
+    SystemClock()  # imports must not be affected by the injected errors
     return {}
 
 
@@ -186,7 +186,7 @@ def _judge_acknowledged(folder: Path, expected: Expected, attempts: list[Attempt
 
 
 def _judge(folder: Path, old: set[str], gone: set[str], acknowledged: dict[str, str], tally: Tally) -> None:
-    """What was acknowledged is there and whole, what was deleted is not, and the next send is simply next."""
+    """Acknowledged messages exist and are complete, deleted ones do not exist, and the next send works."""
     harness = _open(folder)
     found = harness.replayed()
     tally.acknowledged += len(acknowledged) + len(old) + len(gone)

@@ -1,4 +1,4 @@
-"""How much memory a process has needed."""
+"""The peak memory of a process."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ KIB_A_MIB = 1024
 
 
 def peak_mb(pid: int) -> int:
-    """The most memory that a process has held since it started its program; 0 when it has ended.
+    """The peak memory of a process since it started its program; 0 when it has ended.
 
-    `ru_maxrss` does not say it: a child inherits the figure of the process that forked it.
+    `ru_maxrss` does not give it: a child inherits the figure of the process that forked it.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()

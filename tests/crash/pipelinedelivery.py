@@ -1,8 +1,8 @@
-"""Deliveries at random: late, repeated and shuffled lines end in the same tables.
+"""Random deliveries: late, repeated and shuffled lines give the same tables.
 
-`deliveries-pipeline`: the lines of a history, some of them again and again, thrown together and taken in a
-few runs, end in the rows of one run that was given them as they happened. About every second one takes itself
-for one of too many ids to send to everybody.
+`deliveries-pipeline`: the lines of a history, some of them repeated, are shuffled and ingested in a few runs.
+The result must have the rows of one run that got the lines in their order. About every second delivery uses
+limits so low that its ids are shuffled instead of broadcast.
 """
 
 from collections import Counter
@@ -24,14 +24,14 @@ RUNS_MAX = 5
 SEGMENTS_MAX = 3  # of a run
 REPEATED_MAX = 0.6  # of the lines
 LATE = (0.01, 0.2, 1.0)
-"""Which part of the lines comes with any run, and not with that of its time."""
+"""The share of lines that arrive in a random run instead of their own."""
 DATES = ("2025-01-05", "2025-01-06", "2025-02-01")
 
 Lines = list[bytes]
 
 
 def run_delivered(deliveries: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """So many deliveries, of a few histories."""
+    """A number of deliveries, of a few histories."""
     tally = Tally()
     rng = Random(f"deliveries-pipeline/{seed}")
     with scratch() as folder, lasting_jvm(folder) as gateway:
@@ -49,7 +49,7 @@ def run_delivered(deliveries: int, seed: int, tick: Tick = lambda _: None) -> Ta
 
 
 def delivered(folder: Path, lines: Lines, rng: Random, tally: Tally, gateway: Gateway) -> Tables:
-    """The tables of lines as they happen to come."""
+    """The tables of lines in random order."""
     folder.mkdir()
     events = folder / "events"
     plan = Plan(str(folder / "tables"), str(events), ["run"], is_large=rng.random() < 0.5)
@@ -63,7 +63,7 @@ def delivered(folder: Path, lines: Lines, rng: Random, tally: Tally, gateway: Ga
 
 
 def runs(lines: Lines, rng: Random) -> list[Lines]:
-    """What comes with each run: most of it in its turn, some of it at any time, and some of it again."""
+    """The lines of each run: most in order, some at random, and some repeated."""
     comes: list[Lines] = [[] for _ in range(rng.randint(1, RUNS_MAX))]
     late = rng.choice(LATE)
     for place, line in enumerate(lines):
@@ -77,7 +77,7 @@ def runs(lines: Lines, rng: Random) -> list[Lines]:
 
 
 def dealt(lines: Lines, parts: int, rng: Random) -> list[Lines]:
-    """Lines in a few segments, of which one may have none."""
+    """Lines in a few segments, one of which may be empty."""
     piles: list[Lines] = [[] for _ in range(parts)]
     for line in lines:
         rng.choice(piles).append(line)
@@ -85,5 +85,5 @@ def dealt(lines: Lines, parts: int, rng: Random) -> list[Lines]:
 
 
 def derived(tables: Tables) -> dict[str, Counter[str]]:
-    """The rows of all tables behind bronze, which keeps every line as it came."""
+    """The rows of all tables except bronze, which keeps every line as it arrived."""
     return {name: rows for name, rows in all_rows(tables).items() if not name.startswith("bronze_")}

@@ -1,7 +1,7 @@
-"""The pipeline on a disk that is full: each command says so in one sentence, and loses nothing.
+"""The pipeline on a full disk: each command reports it in one sentence, and loses nothing.
 
-`disk-pipeline`: `run`, `stream` and `retain` meet it half way, and are simply given again when there is room.
-`archive-pipeline`: so does `prepare`, and leaves nothing that a start would use; with room it makes an
+`disk-pipeline`: `run`, `stream` and `retain` fail half way, and are run again when there is space.
+`archive-pipeline`: so does `prepare`, and leaves no archive that a JVM would use. With space it makes an
 archive, which the next JVM maps.
 """
 
@@ -28,7 +28,7 @@ from tests.spark.stories import BAD_LINES, write_segment
 MESSAGES = 1_500
 FULL = "No space left on device"
 NO_ARCHIVE = "the disk may be full"
-LEFT_TO_RUN, LEFT_TO_RETAIN, LEFT_TO_PREPARE = 400_000, 30_000, 2_000_000  # bytes: enough to begin
+LEFT_TO_RUN, LEFT_TO_RETAIN, LEFT_TO_PREPARE = 400_000, 30_000, 2_000_000  # bytes: enough to start
 START = """
 from pathlib import Path
 from postroom.pipeline.session import spark_session
@@ -37,17 +37,17 @@ mapped = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text().
 print({line.split()[-1] for line in mapped if ".jsa" in line})
 spark.stop()
 """
-"""Says which archives its JVM has mapped."""
+"""Makes a JVM print the archives that it has mapped."""
 
 
 def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """Compared with what two commands make that nothing disturbed."""
+    """The result is compared with that of two undisturbed commands."""
     tally = Tally()
     with scratch() as folder, mounted(folder / "disk") as disk:
         events, tables = folder / "events", Tables(disk / "tables")
         generate(events, MESSAGES, seed)
         meets(disk, LEFT_TO_RUN, tables, tally, "run", "--events", events)
-        # Beside lines that are no events, all others are read the careful way, from copies on this disk.
+        # Beside lines that are not events, all others are read the careful way, from copies on this disk.
         write_segment(events, len(sealed_segments(events)) + 1, BAD_LINES)
         meets(disk, LEFT_TO_RUN, tables, tally, "stream", "--events", events)
         finished(Plan(str(folder / "calm"), str(events), ["run"]), folder)
@@ -70,7 +70,7 @@ def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
 
 
 def meets(disk: Path, left: int, tables: Tables, tally: Tally, job: str, *words: object) -> None:
-    """A command on a full disk ends with one sentence, and what it leaves is whole."""
+    """A command on a full disk ends with one sentence, and leaves complete tables."""
     with filled(disk, left):
         done = in_its_own_process(job, "--tables", tables.folder, *words)
         expect(1, done, tally, FULL)
@@ -79,7 +79,7 @@ def meets(disk: Path, left: int, tables: Tables, tally: Tally, job: str, *words:
 
 
 def expect(code: int, done: Done, tally: Tally, sentence: str = "") -> None:
-    """How it has to end; that something went wrong is said once, in its last line."""
+    """The expected end: the error is reported once, in the last line."""
     said = done.stderr.splitlines() or [""]
     traces = [line for line in said if "Exception" in line or "\tat " in line or "Traceback" in line]
     if done.code != code or sentence not in said[-1] or traces:
@@ -104,7 +104,7 @@ def prepare_without_room(place: Path, tally: Tally) -> None:
 
 
 def prepare_with_room(cache: Path, tally: Tally) -> None:
-    """In a folder whose name has a space. One of another size, as of a writer that was cut off, goes."""
+    """In a folder whose name has a space. An archive of another size, as after a crash, is removed."""
     cache.mkdir()
     stale = cache / archive.name_of(1)
     stale.write_bytes(b"of another size")

@@ -1,8 +1,8 @@
-"""A driver of its own, to be killed: does jobs on a folder of tables, and says what it begins with.
+"""A separate driver, to be killed: runs jobs on a folder of tables, and prints which job it starts.
 
-Its argument is a `Plan` as JSON. Each line that it prints begins with the job, such as `run silver_spans`.
-Where the environment names the gateway of a JVM, it works there: that JVM goes on when its driver is gone.
-With `host` as its argument it has such a JVM, says how to come in, and waits until its input ends.
+Its argument is a `Plan` as JSON. Each printed line begins with the job, such as `run silver_spans`. Where the
+environment names the gateway of a JVM, the driver uses that JVM, which continues when its driver has ended.
+With `host` as its argument it starts such a JVM, prints how to connect, and waits until its input ends.
 """
 
 import json
@@ -35,16 +35,16 @@ CONF = {
 
 
 class Plan(msgspec.Struct):
-    """What is done, in which order, with which settings of Spark."""
+    """The jobs, their order, and the settings of Spark."""
 
     tables: str
     events: str
     jobs: list[Literal["run", "retain"]]
     now_us: int = 0
-    """What `retain` takes for the present."""
+    """The present time for `retain`."""
     conf: dict[str, str] = {}
     is_large: bool = False
-    """Whether it takes itself for one of too many ids to send to everybody."""
+    """Whether its limits are so low that ids are shuffled instead of broadcast."""
 
 
 def main(plan: Plan) -> None:
@@ -69,7 +69,7 @@ def main(plan: Plan) -> None:
 
 
 def guest() -> SparkSession:
-    """A session in the JVM that there is."""
+    """A session in the existing JVM."""
     gateway = launch_gateway()  # type: ignore[no-untyped-call]
     context = gateway.jvm.org.apache.spark.SparkContext.getOrCreate()
     jvm_context = gateway.jvm.org.apache.spark.api.java.JavaSparkContext(context)
@@ -78,17 +78,21 @@ def guest() -> SparkSession:
 
 def host() -> None:
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the JVM prints
+    os.dup2(2, 1)  # the output of the JVM
     spark = spark_session("local[2]", conf=CONF)
-    told = spark.sparkContext._gateway.java_parameters  # type: ignore[union-attr]
-    way_in = {GATEWAY_PORT: str(told.port), GATEWAY_SECRET: told.auth_token, "PYSPARK_PYTHON": sys.executable}
+    parameters = spark.sparkContext._gateway.java_parameters  # type: ignore[union-attr]
+    way_in = {
+        GATEWAY_PORT: str(parameters.port),
+        GATEWAY_SECRET: parameters.auth_token,
+        "PYSPARK_PYTHON": sys.executable,
+    }
     print(json.dumps(way_in), file=said, flush=True)
     sys.stdin.read()
     spark.stop()
 
 
 def costs(spark: SparkSession) -> tuple[float, float]:
-    """CPU seconds of all tasks; and of the longest one of each stage: what no further core would save."""
+    """CPU seconds of all tasks, and of the longest task of each stage, which more cores would not save."""
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     quantiles = spark.sparkContext._gateway.new_array(jvm.double, 1)  # type: ignore[union-attr]
@@ -99,9 +103,9 @@ def costs(spark: SparkSession) -> tuple[float, float]:
     for at in range(stages.size()):
         stage = stages.apply(at)
         every += stage.executorCpuTime() / NANOS_PER_S
-        told = stage.taskMetricsDistributions()
-        if told.isDefined():
-            longest += told.get().executorCpuTime().apply(0) / NANOS_PER_S
+        metrics = stage.taskMetricsDistributions()
+        if metrics.isDefined():
+            longest += metrics.get().executorCpuTime().apply(0) / NANOS_PER_S
     return every, longest
 
 

@@ -1,15 +1,15 @@
-"""The pipeline under kills, over millions of events with faults, on a cluster, and with one giant among many.
+"""The pipeline under kills, over millions of events with faults, on a cluster, and with skewed data.
 
-`kills-pipeline`: ingest, folds, gold and retention are killed at random moments, and started again at once.
-One of five is killed with its JVM; the others leave a JVM that goes on with what they had begun, beside the
-next driver, as a cluster would. At the end every row of every table is that of a run that nobody disturbed.
-`history-pipeline`: of millions of events with planted faults, `check` finds all of them and nothing else.
-`cluster-pipeline`: `run`, `stream`, `check`, `retain` and `backfill`, done by two workers whose Python has no
-postroom, make the same rows and say the same as those of one process here.
-`connect-pipeline`: so do they, but for the stream, behind a Spark Connect server.
-`skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
-in which all have the same, also on a cluster: of each stage, the CPU time of its longest task counts.
-`declarative-pipeline`: `spark-pipelines run`, twice over a history that grows, makes the same rows.
+`kills-pipeline`: ingest, folds, gold and retention are killed at random moments, and restarted at once. One
+of five is killed with its JVM. The others leave a JVM that continues their work beside the next driver, as a
+cluster would. At the end every row of every table equals that of an undisturbed run.
+`history-pipeline`: in millions of events with planted faults, `check` finds all faults and nothing else.
+`cluster-pipeline`: `run`, `stream`, `check`, `retain` and `backfill` on two workers whose Python has no
+postroom give the same rows and findings as in one local process.
+`connect-pipeline`: the same, except `stream`, with a Spark Connect server.
+`skew-pipeline`: a history in which one organization has nine of ten events costs at most twice as much as an
+even one, also on a cluster: for each stage, the CPU time of its longest task counts.
+`declarative-pipeline`: `spark-pipelines run`, twice over a growing history, gives the same rows.
 """
 
 import json
@@ -47,8 +47,8 @@ COMMANDS = Path(sys.executable).parent
 DAY_US = 86_400_000_000
 KILLS_A_ROUND = 4
 ROUND_MESSAGES = 400
-DELAY_S_MAX = 1.0  # from the beginning of a step to the kill; many steps take less
-WITH_JVM = 0.2  # of the kills; a JVM takes half a minute to come to where it is of use
+DELAY_S_MAX = 1.0  # from the start of a step to the kill; many steps take less
+WITH_JVM = 0.2  # of the kills; a JVM takes half a minute until it is useful
 ROUNDS_A_KILL = 3
 STEPS = {
     "run": [
@@ -82,7 +82,7 @@ def scratch() -> Iterator[Path]:
 
 
 Gateway = dict[str, str]
-"""What tells a driver of a JVM that is there already; empty for one with a JVM of its own."""
+"""Tells a driver how to connect to an existing JVM; empty for a driver with its own JVM."""
 OWN_JVM: Gateway = {}
 
 
@@ -96,14 +96,14 @@ def lasting_jvm(folder: Path) -> Iterator[Gateway]:
 
 @contextmanager
 def driver(plan: Plan, folder: Path, gateway: Gateway = OWN_JVM) -> "Iterator[subprocess.Popen[str]]":
-    """The process that works on a plan."""
+    """The process that runs a plan."""
     with started(msgspec.json.encode(plan).decode(), folder, gateway) as process:
         yield process
 
 
 @contextmanager
 def started(what: str, folder: Path, gateway: Gateway = OWN_JVM) -> "Iterator[subprocess.Popen[str]]":
-    """A process that is, with its JVM if that is its own, a group of its own."""
+    """A process group of a driver, with its JVM if it has its own."""
     with (folder / "errors").open("a") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.pipelinejob", what],
@@ -127,7 +127,7 @@ def end_group(group: int) -> None:
 
 
 def finished(plan: Plan, folder: Path, gateway: Gateway = OWN_JVM) -> list[float]:
-    """Let a plan come to its end; gives what it cost."""
+    """Run a plan to its end. Returns its cost."""
     with driver(plan, folder, gateway) as process:
         assert process.stdout is not None
         said = process.stdout.read().splitlines()
@@ -140,7 +140,7 @@ def finished(plan: Plan, folder: Path, gateway: Gateway = OWN_JVM) -> list[float
 
 
 def run_kills(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """So many kills, in rounds, all over the same history."""
+    """Kill `count` times, in rounds, all over the same history."""
     tally = Tally()
     rng = Random(f"kills-pipeline/{seed}")
     with scratch() as folder, lasting_jvm(folder) as gateway:
@@ -164,14 +164,14 @@ def run_kills(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
 def kill_round(
     plan: Plan, segments: list[Path], kills: int, rng: Random, tally: Tally, gateway: Gateway
 ) -> int:
-    """Three deliveries, each killed on its way in; then what may leave does, killed as well.
+    """Three deliveries, each killed during its ingestion; then a killed retention.
 
-    Gives how many kills there were: one that comes too late leaves nothing to do for another one.
+    Returns the number of kills: a kill that comes too late leaves no work for another one.
     """
     done = 0
     for number in range(kills):
         deliver(plan, segments[: len(segments) * (number + 1) // (KILLS_A_ROUND - 1)])
-        # What retention lets go must not come in again, so it waits for the last delivery.
+        # Deleted events must not be ingested again, so retention waits for the last delivery.
         job = "retain" if number == KILLS_A_ROUND - 1 else "run"
         killed = msgspec.structs.replace(plan, jobs=plan.jobs if job == "retain" else ["run"])
         chosen = OWN_JVM if rng.random() < WITH_JVM else gateway
@@ -185,7 +185,7 @@ def kill_round(
 
 
 def generated(folder: Path, messages: int, seed: int, *, faults: bool = True) -> list[Path]:
-    """The segments of a history, in their order."""
+    """The segments of a history, in order."""
     generate(folder, messages, seed, faults=faults)
     return sorted(folder.glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
 
@@ -195,7 +195,7 @@ def deliver(plan: Plan, segments: list[Path]) -> None:
 
 
 def put(events: Path, segments: list[Path]) -> None:
-    """Put segments into the folder that is read, as the sink does: whole, and in their order."""
+    """Copy segments into the folder that is read, as the sink does: complete and in order."""
     for path in segments:
         place = events.joinpath(*path.parts[-3:])
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def middle_us(segments: list[Path]) -> int:
 
 
 def kill_in(step: str, plan: Plan, rng: Random, tally: Tally, gateway: Gateway) -> bool:
-    """Kill it at a random moment after it has begun with a step; False when it came to its end before."""
+    """Kill the driver at a random moment after it has started a step; False when it ended before."""
     with driver(plan, Path(plan.tables).parent, gateway) as process:
         assert process.stdout is not None
         if not any(text.startswith(step) for text in process.stdout):
@@ -226,14 +226,14 @@ def kill_in(step: str, plan: Plan, rng: Random, tally: Tally, gateway: Gateway) 
 
 
 def look(tables: Tables, tally: Tally) -> None:
-    """Whatever a reader finds after a kill is whole."""
+    """All tables that a reader finds after a kill are complete."""
     for name, rows in all_rows(tables).items():
         if rows.total() != sum(file.rows for file in tables.files(name)):
             tally.torn += 1
 
 
 def compare(expected: dict[str, Counter[str]], found: dict[str, Counter[str]], tally: Tally) -> None:
-    """Row by row, every table."""
+    """Compare every table row by row."""
     for name in expected.keys() | found.keys():
         want, have = expected.get(name, Counter()), found.get(name, Counter())
         tally.acknowledged += want.total()
@@ -247,7 +247,7 @@ def compare(expected: dict[str, Counter[str]], found: dict[str, Counter[str]], t
 
 
 def check_history(events: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """By the commands, as a person would do it."""
+    """Through the commands, as a person would."""
     tally = Tally()
     with scratch() as folder:
         messages = round(events / EVENTS_A_MESSAGE)
@@ -269,7 +269,7 @@ def command(*words: object, code: int = 0, **environ: str) -> Done:
 
 
 def judge(planted: list[dict[str, Any]], judged: Done, tally: Tally) -> None:
-    """The counts are those of what was planted, and each violation that is shown was planted."""
+    """The counts match the planted faults, and each reported violation was planted."""
     counts = Counter(fault["rule"] for fault in planted)
     for rule, n in counts.items():
         tally.count(f"planted_{rule}", n)
@@ -290,7 +290,7 @@ def judge(planted: list[dict[str, Any]], judged: Done, tally: Tally) -> None:
 def run_cluster(
     times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CLUSTER
 ) -> Tally:
-    """Every job over a history that grows, done there and done here."""
+    """Every job over a growing history, there and here."""
     tally = Tally()
     with scratch() as folder:
         half, whole, now_us = two_deliveries(folder, messages, seed)
@@ -304,7 +304,7 @@ def run_cluster(
 def run_connected(
     times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CONNECT
 ) -> Tally:
-    """The same but for the stream, by a process that finds no Java, at a server without postroom."""
+    """The same except the stream, by a process without Java, at a server without postroom."""
     tally = Tally()
     with scratch() as folder, connect_server(folder) as url:
         half, whole, now_us = two_deliveries(folder, messages, seed)
@@ -319,7 +319,7 @@ def run_connected(
 
 
 def two_deliveries(folder: Path, messages: int, seed: int) -> tuple[Path, Path, int]:
-    """A history when half of its segments had come, all of it, and a time at which half of it may leave."""
+    """A history with half of its segments, the whole one, and a time at which half of it may be deleted."""
     whole, half = folder / "whole", folder / "half"
     segments = generated(whole, messages, seed)
     put(half, segments[: len(segments) // 2])
@@ -329,7 +329,7 @@ def two_deliveries(folder: Path, messages: int, seed: int) -> tuple[Path, Path, 
 
 
 def compare_done(here: Made, there: Made, tally: Tally) -> None:
-    """The rows of every table, and what the checks said."""
+    """The rows of every table, and the findings of the checks."""
     compare(all_rows(here.tables), all_rows(there.tables), tally)
     tally.count("lines_of_checks", len(here.said))
     if here.said != there.said or len(here.said) < 2:
@@ -340,7 +340,7 @@ def compare_done(here: Made, there: Made, tally: Tally) -> None:
 
 
 def run_skewed(times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_SKEW) -> Tally:
-    """The same history twice: as many events for each organization, and nearly all for one."""
+    """The same history twice: with equal organizations, and with nearly all events in one."""
     tally = Tally()
     longest = {}
     with scratch() as folder:
@@ -359,7 +359,7 @@ def run_skewed(times: int, seed: int, tick: Tick = lambda _: None, messages: int
 
 
 def share_out(source: Path, target: Path, giant_percent: int) -> int:
-    """Copy a history, and give its messages to organizations; so many percent of them to the first one."""
+    """Copy a history and assign its messages to organizations; `giant` percent of them to the first one."""
     lines = 0
     for path in source.glob("date=*/hour=*/*.jsonl"):
         events = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
@@ -379,7 +379,7 @@ def share_out(source: Path, target: Path, giant_percent: int) -> int:
 def run_declared(
     times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_DECLARED
 ) -> Tally:
-    """Half of a history, and all of it: the second run knows what the first one read."""
+    """Half of a history, and all of it: the second run continues after the first one."""
     tally = Tally()
     with scratch() as folder:
         segments = generated(folder / "whole", messages, seed)
@@ -397,7 +397,7 @@ def run_declared(
 
 
 def spark_pipelines(command: str, project: Path) -> None:
-    """As a person calls it, with the environment of the commands active."""
+    """As a person calls it, with the virtual environment active."""
     done = subprocess.run(
         ["spark-pipelines", command],
         cwd=project,

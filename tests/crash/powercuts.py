@@ -1,13 +1,13 @@
-"""Power cuts: an ext4 file system in a loop image, copied while programs write to it: what a cut leaves.
+"""Power cuts: an ext4 file system in a loop image, copied while programs write to it.
 
 One cut:
-1. Stop every worker (SIGSTOP). What they had reported by then is what was acknowledged.
-2. Sometimes write back one file that nobody asked to, as the kernel may at any time.
-3. Copy the image. What only the page cache knows is not in it. Copy until two in a row are equal, so that
-   it is one instant of the disk and not a mixture of several.
-4. Mount the copy, which replays the journal, and compare. Then let the workers go on.
+1. Stop every worker (SIGSTOP). Everything reported by then is acknowledged.
+2. Sometimes write back one file without a request, as the kernel may at any time.
+3. Copy the image, which does not include the page cache. Copy until two copies in a row are equal, so that it
+   is one instant of the disk and not a mixture of several.
+4. Mount the copy, which replays the journal, and compare. Then let the workers continue.
 
-Runs in a mount namespace of its own: whatever happens, no mount is left behind.
+Runs in its own mount namespace, so no mount is left behind.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 from tests.smalldisk import NotPermitted
 
 IMAGE_BYTES = 16 * 1024 * 1024
-TASKS_IMAGE_BYTES = 48 * 1024 * 1024  # a WAL, the database behind it, and a ballast
-CUTS_PER_ROUND = 25  # then the file system is made anew, so that it stays small
-LINES_MAX = 20  # reports that a worker gets to make between two cuts, at most
+TASKS_IMAGE_BYTES = 48 * 1024 * 1024  # a WAL, its database, and a disk reserve
+CUTS_PER_ROUND = 25  # then the file system is made again, so that it stays small
+LINES_MAX = 20  # reports that a worker may make between two cuts
 WRITEBACK_CHANCE = 0.25
 COPIES_MAX = 200
 UNMOUNT_TRIES = 25
@@ -48,7 +48,7 @@ Tick = Callable[[int], None]
 
 
 def run(side: str, durability: Durability, cuts: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """Cut the power that often under what a scene does, in one durability class."""
+    """Cut the power that often during a scene, in one durability class."""
     tally = Tally()
     rng = Random(f"{side}/{durability}/{seed}")
     with _folder() as folder:
@@ -104,7 +104,7 @@ def _look(scene: "Scene", after: Path, tally: Tally) -> None:
     except DamagedState as error:
         if scene.durability != "os":
             tally.breaks(f"after a cut: {error}")
-        tally.count("cursors_ahead_of_their_lines")  # refused, for a person to decide
+        tally.count("cursors_ahead_of_their_lines")  # refused: a person has to decide
     except StoreDamaged as error:
         tally.breaks(f"after a cut: {error}")
 
@@ -113,7 +113,7 @@ def _look(scene: "Scene", after: Path, tally: Tally) -> None:
 
 
 def _stop(crew: Crew) -> None:
-    """Stop every worker and take what it reported before: that much was acknowledged."""
+    """Stop every worker and read its earlier reports: these were acknowledged."""
     for worker in crew.living():
         os.kill(worker.pid, signal.SIGSTOP)
     deadline = time.monotonic() + STUCK_S
@@ -132,7 +132,7 @@ def _has_more(worker: Worker) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether every thread of the process stands still, also one that was inside an fsync."""
+    """Whether every thread of the process has stopped, also one inside an fsync."""
     return all(
         Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(") ")[2][0] == "T"
         for thread in os.listdir(f"/proc/{pid}/task")
@@ -153,7 +153,7 @@ def _write_back_one(live: Path, rng: Random) -> None:
 
 
 def _copied(image: Path, target: Path, tally: Tally) -> Path:
-    """The image as it was at one instant: two copies in a row that are equal."""
+    """The image at one instant: two equal copies in a row."""
     before = _extents(image)
     for _ in range(COPIES_MAX):
         now = _extents(image)
@@ -166,14 +166,14 @@ def _copied(image: Path, target: Path, tally: Tally) -> Path:
 
 
 def _extents(image: Path) -> list[tuple[int, bytes]]:
-    """Everything in a file but its holes, which are most of it."""
+    """Everything in a file except its holes, which are most of it."""
     found: list[tuple[int, bytes]] = []
     with image.open("rb", buffering=0) as file:
         end = 0
         while True:
             try:
                 start = os.lseek(file.fileno(), end, os.SEEK_DATA)
-            except OSError:  # only a hole is left
+            except OSError:  # only a hole remains
                 return found
             end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
             found.append((start, os.pread(file.fileno(), end - start, start)))
@@ -198,7 +198,7 @@ def _mounted(image: Path, folder: Path) -> Iterator[Path]:
 
 
 def _unmount(folder: Path) -> None:
-    """A worker that was just killed may hold its last file for another moment."""
+    """A worker that was just killed may keep its last file open for a moment."""
     for _ in range(UNMOUNT_TRIES):
         if subprocess.run(["umount", folder], check=False, stderr=subprocess.DEVNULL).returncode == 0:
             return
@@ -207,7 +207,7 @@ def _unmount(folder: Path) -> None:
 
 
 def _system(*command: str | Path) -> None:
-    """A file system tool, which an ordinary user has not on the PATH."""
+    """A file system tool, which is not on the PATH of ordinary users."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         done = subprocess.run(
@@ -223,7 +223,7 @@ def _system(*command: str | Path) -> None:
 
 
 class Scene(Protocol):
-    """Some workers, and what has to be left of their work."""
+    """Some workers, and the state that must remain of their work."""
 
     image_bytes: ClassVar[int]
     durability: Durability
@@ -237,7 +237,7 @@ class Scene(Protocol):
 
 
 class _Bus:
-    """Two processes with two threads each append to one bus that rotates now and then."""
+    """Two processes with two threads each append to one bus, which rotates from time to time."""
 
     image_bytes: ClassVar[int] = IMAGE_BYTES
 
@@ -296,7 +296,7 @@ class _Queue:
             gone_chance=0.2,
             **sending,
         )
-        # Its messages may be gone after a cut, but no cursor may stand behind lines that are gone.
+        # Its messages may be lost after a cut, but no cursor may be beyond lost lines.
         crew.start("careless", child.queue_sender, name="careless", seed=rng.getrandbits(32), **sending)
         self._poller = crew.start(
             "poller",
@@ -324,7 +324,7 @@ class _Queue:
                 tally.breaks("a message sent after the cut was not what the consumer got")
 
     def _compare_hand_overs(self, queue: Queue, everything: list[QueueMessage], tally: Tally) -> None:
-        """What the consumer was given before the cut does not come again."""
+        """Messages delivered before the cut are not delivered again."""
         before = [_by_id(line) for line in self._poller.lines]
         after = [_by_id(line) for line in child.lines_of(queue.poll("consumer"))]
         if self.durability == "os":
@@ -341,7 +341,7 @@ class _Queue:
 
 
 def _by_id(line: str) -> str:
-    """A poller's line without topic and token: a side file may be gone, and the token with it."""
+    """A poller's line without topic and token: a side file, and the token with it, may be lost."""
     return "any " + line.rpartition(" ")[2]
 
 
@@ -370,7 +370,7 @@ class _Tasks:
             sizes=(0, 1_500),
             **shared,
         )
-        # Its tasks may be gone after a cut, but nothing else with them.
+        # Its tasks may be lost after a cut, but nothing else.
         crew.start(
             "careless",
             taskprograms.producer,
@@ -404,7 +404,7 @@ class _Tasks:
 
 
 def _is_kept(line: str, infos: dict[str, TaskInfo]) -> bool:
-    """Whether a consumer's word still stands in the task's history, and its result with it."""
+    """Whether a consumer's call is still in the task's history, with its result."""
     word, task_id, lease = line.split(" ")[:3]
     info = infos.get(task_id)
     kind = {"claimed": "dequeued", "completed": "execution_completed"}[word]
@@ -414,7 +414,7 @@ def _is_kept(line: str, infos: dict[str, TaskInfo]) -> bool:
 
 
 class _Mail:
-    """A mail server, two who send, and a member of a queue group who deletes."""
+    """A mail server, two senders, and a member of a queue group that deletes."""
 
     image_bytes: ClassVar[int] = IMAGE_BYTES
 
@@ -437,7 +437,7 @@ class _Mail:
         return [row for row in rows if row[0] == word]
 
     def acknowledged(self) -> dict[str, str]:
-        """Without what may have been deleted."""
+        """Without messages that may have been deleted."""
         gone = {row[1] for row in self._rows(self._member, "deleting")}
         sent = [row for worker in self.workers for row in self._rows(worker, "sent")]
         return {token: msg_id for _, _, word, token, msg_id in sent if word in DURABLE and msg_id not in gone}
@@ -465,7 +465,7 @@ SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks,
 def _count(
     acknowledged: dict[str, str], delivered: Iterator[Delivery], durability: Durability, tally: Tally
 ) -> None:
-    """`os` promises nothing after a cut: what it loses is a fact, and not a failure."""
+    """`os` promises nothing after a cut: a loss is recorded as a fact, not as a failure."""
     part = Tally()
     compare(acknowledged, delivered, part)
     tally.count("acknowledged_before_a_cut", len(acknowledged))

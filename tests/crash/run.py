@@ -44,10 +44,10 @@ MIX_S = 60
 PIPELINE_KILLS = 100
 PIPELINE_DELIVERIES = 10
 HISTORY_EVENTS = 5_000_000
-JOB_S_MAX = 3600.0  # a job that takes longer hangs
+JOB_S_MAX = 3600.0  # a longer job hangs
 PROGRESS_TERMINAL_S = 1.0
 PROGRESS_PIPED_S = 60.0
-SPLIT_ABOVE = 100  # smaller counts run as one job, so that a seed means the same everywhere
+SPLIT_ABOVE = 100  # smaller counts run as one job, so that a seed gives the same run everywhere
 
 KILL_SHARES = {
     "kills-append": 0.07,
@@ -62,15 +62,17 @@ KILL_SHARES = {
     "kills-mail": 0.2,
     "kills-engine": 0.3,
 }
-"""The five updates of files get the same: append in its three forms, rotation, side files, cursors, expiry.
-Task queues get as much as half of them together, the audit stream a tenth, mail a fifth, the engine 0.3."""
+"""The five updates of files have equal shares: three forms of append, rotation, side files, cursors, expiry.
+
+Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3.
+"""
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
 Run = Callable[[int, int, Callable[[int], None]], Tally]
 
 
 def _from_module(name: str, module: str = "pipelining") -> Run:
-    """A scenario whose module is imported only by its own job."""
+    """A scenario whose module is imported only in its own job."""
 
     def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
         runs = importlib.import_module(f"tests.crash.{module}")
@@ -118,11 +120,11 @@ CALL_POINTS = {
     "errors-audit": 1500,
     "errors-mail": 1500,
 }
-"""About how many there are, for the progress line alone."""
+"""An estimate of their number, for the progress line only."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A part of a scenario that one process does."""
+    """A part of a scenario that one process runs."""
 
     scenario: str
     first: int
@@ -131,22 +133,22 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """A line from a job to us: progress, or how it ended."""
+    """A line from a job to its parent: progress, or its end."""
 
     done: int | None = None
-    """How much more: it goes on. It may be nothing."""
+    """The progress since the last line, possibly 0."""
     tally: Tally | None = None
     missing: str = ""
     error: str = ""
 
     @property
     def failure(self) -> str:
-        """Why there are no figures; empty when there are, or when it is known why it could not run."""
+        """Why there are no figures; empty when there are, or when the reason is known."""
         return self.error or ("" if self.tally or self.missing else "the job ended without figures")
 
 
 class Result(msgspec.Struct):
-    """One scenario, as its jobs come in."""
+    """One scenario, with the results of its jobs so far."""
 
     scenario: str
     jobs: int
@@ -166,7 +168,7 @@ class Result(msgspec.Struct):
 
 
 def planned(options: argparse.Namespace) -> list[Job]:
-    """Every job of the scenarios that were asked for."""
+    """Every job of the chosen scenarios."""
     chosen = list(dict.fromkeys(name for only in options.only or [""] for name in beginning_with(only)))
     total = sum(share for name, share in KILL_SHARES.items() if name in chosen)
     jobs = []
@@ -224,7 +226,7 @@ def _split(scenario: str, count: int, parts: int, seed: int, above: int = SPLIT_
 
 
 def done_here(job: Job, tick: Callable[[int], None]) -> Tally:
-    """Do a job in this process."""
+    """Run a job in this process."""
     match job.scenario.split("-"):
         case ["kills" | "stops" | "mix" | "soak", "tasks"]:
             return tasks.run(job.scenario, job.count, job.seed, tick)
@@ -246,7 +248,7 @@ def done_here(job: Job, tick: Callable[[int], None]) -> Tally:
 
 
 def job_main(text: str) -> int:
-    """Answer on standard output; leave nothing behind when asked to end."""
+    """Report on standard output; leave nothing behind when asked to end."""
     die_with_parent(os.getppid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     logging.getLogger("postroom").setLevel(logging.CRITICAL)
@@ -286,7 +288,7 @@ class Running:
         self.output = self.process.stdout
 
     def ended(self) -> Answer:
-        """The process closed its output without an answer."""
+        """The process closed its output without a result."""
         code = self.process.wait()
         self._errors.seek(0)
         said = self._errors.read().strip()
@@ -306,7 +308,7 @@ class Running:
 
 
 class Board:
-    """What is waiting, running and known, and what the person is shown of it."""
+    """The waiting, running and finished jobs, and their display."""
 
     def __init__(self, jobs: list[Job], seed: int) -> None:
         self.waiting = deque(jobs)
@@ -321,7 +323,7 @@ class Board:
         self._started = time.monotonic()
 
     def work(self, processes: int) -> None:
-        """Run the jobs, so many at a time."""
+        """Run the jobs, several at a time."""
         selector = selectors.DefaultSelector()
         try:
             while self.waiting or self.running:

@@ -1,4 +1,4 @@
-"""The updates of a folder of segments that are crashed at each system call, and what must hold then."""
+"""Updates of a folder of segments that are crashed at each system call, and the rules that must hold then."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def _open(folder: Path, durability: Durability) -> SegmentSink:
 
 
 def _prepare_nothing(folder: Path) -> Expected:
-    SystemClock()  # what Python loads for it is not what is made to fail
+    SystemClock()  # imports must not be affected by the injected errors
     return {"": ["0"]}
 
 
@@ -56,7 +56,7 @@ def _prepare_torn(folder: Path) -> Expected:
 
 
 def _write(sink: SegmentSink, attempt: int) -> list[str]:
-    """As a shipper does: the sink says where to go on."""
+    """As a shipper does: continue from the position of the sink."""
     sink.write(events(sink.position(SOURCE) + 1, BATCH))
     return [str(sink.position(SOURCE))]
 
@@ -91,9 +91,9 @@ def _judge(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tal
 def _judge_files(folder: Path, tally: Tally, when: str) -> None:
     for finding in verify(folder):
         tally.breaks(f"{when}: {finding.file}: {finding.reason}")
-    told: list[str] = []
-    found = [event.seq for event in Segments(folder, on_trouble=told.append).events()]
-    for sentence in told:
+    troubles: list[str] = []
+    found = [event.seq for event in Segments(folder, on_trouble=troubles.append).events()]
+    for sentence in troubles:
         tally.breaks(f"{when}: {sentence}")
     tally.doubled += len(found) - len(set(found))
     first_left = found[0] if found[:1] == [FIRST_LEFT] else 1
@@ -106,7 +106,7 @@ SEGMENT_UPDATES = [
     Update(name="segments-first-write", prepare=_prepare_nothing, open=_open, act=_write, judge=_judge),
     Update(name="segments-write", prepare=_prepare_growing, open=_open, act=_write, judge=_judge),
     Update(name="segments-seal", prepare=_prepare_growing, open=_open, act=_seal, judge=_judge),
-    # Not with errors: where ftruncate fails for good, a torn tail cannot be cut off.
+    # Not with errors: where ftruncate always fails, a torn tail cannot be removed.
     Update(
         name="segments-recover", prepare=_prepare_torn, open=_open, act=_seal, judge=_judge, repeats=False
     ),

@@ -1,9 +1,9 @@
-"""A crash, or an error, at every system call of each update, by strace injection.
+"""A crash or an error at every system call of each update, by strace injection.
 
-The process that does the update is forked and waits; strace attaches to it with one injection; then it goes.
-`signal=KILL:when=k` ends it at the entrance of the k-th call of that name, so that over all names and all k
-every state between two system calls is left behind once. `error=...` makes the k-th call fail instead, and
-the process tries again with the same handle, as a program would.
+The process that does the update is forked and waits; strace attaches to it with one injection; then it
+continues. `signal=KILL:when=k` ends it at the start of the k-th call of that name. Over all names and all k,
+every state between two system calls occurs once. `error=...` makes the k-th call fail instead, and the
+process retries with the same handle, as a program would.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ UPDATES = {
     "audit": SEGMENT_UPDATES,
     "mail": MAIL_UPDATES,
 }
-POINTS_MAX = 500  # of one system call in one update: far above what any of them does
+POINTS_MAX = 500  # of one system call in one update: far above the real numbers
 DURABILITIES: tuple[Durability, ...] = ("os", "group", "fsync")
 WAIT_CALLS = {"rt_sigtimedwait", "restart_syscall"}  # how the process waits for strace
 
@@ -62,15 +62,15 @@ ERRORS = {
     "fdatasync": ("EIO",),
     "fallocate": ("ENOSPC",),
 }
-"""Not close(): an injected error leaves the descriptor open, which the real one never does."""
+"""Not close(): an injected error leaves the descriptor open, which a real error does not."""
 VARIANTS = {
     "rename": ("rename", "renameat", "renameat2"),
     "unlink": ("unlink", "unlinkat"),
     "mkdir": ("mkdir", "mkdirat"),
 }
-"""Names of the same call on different machines. Only one of them is used on any one."""
+"""Names of the same call on different machines. Only one of them exists on each."""
 DOUBLE_FAULTS = {"write": "ftruncate:error=EIO", "fsync": "ftruncate:error=EIO"}
-"""Where an error is followed by one in the attempt to take the write back."""
+"""Calls where an error is followed by an error of the rollback."""
 
 Tick = Callable[[int], None]
 
@@ -80,7 +80,7 @@ class Unavailable(Exception):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one traced process."""
+    """The end of one traced process."""
 
     killed: bool
     injected: bool
@@ -89,7 +89,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def run(kind: str, side: str, tick: Tick = lambda _: None) -> Tally:
-    """`kind` is crash or error, `side` is what is updated."""
+    """`kind` is crash or error, `side` is the updated part."""
     tally = Tally()
     for update in UPDATES[side]:
         if kind == "error" and not update.repeats:
@@ -149,7 +149,7 @@ def _count_outcomes(outcome: Outcome, tally: Tally) -> None:
 def _once(
     update: Update, durability: Durability, injections: list[str], tally: Tally, *, retry: bool = False
 ) -> Outcome:
-    """Prepare, do under injection, judge."""
+    """Prepare an update, run it under injection, and check the result."""
     folder = Path(tempfile.mkdtemp(prefix="postroom-syscalls-", dir=scratch_parent(1)))
     try:
         expected = update.prepare(folder)
@@ -228,7 +228,7 @@ def _attempt(
             kept_nothing = isinstance(error, WriteFailed) and error.rolled_back
             outcome = "void" if kept_nothing else "failed"
             words = [type(error).__name__, str(error)]
-        # By a system call that no update uses, so that no injection can hit the report.
+        # Uses a system call of no update, so that no injection can hit the report.
         to_parent.send(msgspec.json.encode(Attempt(number, outcome, words)) + b"\n")
         if outcome == "ok":
             return
@@ -270,7 +270,7 @@ def _wait_for(pid: int, update: Update, folder: Path) -> int:
 
 
 def _judged(update: Update, folder: Path, expected: Expected, attempts: list[Attempt]) -> Tally:
-    """In a process of its own, which shares nothing with the one that crashed or with us."""
+    """In a separate process, which shares nothing with the crashed one or with this one."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

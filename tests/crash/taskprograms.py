@@ -1,9 +1,9 @@
-"""The programs around a task queue that get killed or stopped: they report after each call returned.
+"""The programs around a task queue that get killed or stopped: they report after each call has returned.
 
-producer    `TOKEN ID` for every task that was accepted
+producer    `TOKEN ID` for every accepted task
 consumer    `claimed ID LEASE TOKEN`, then `completed ID LEASE` or `stale ID LEASE`
 harness     `executed DECISION PARENT LEASE`, then `settled DECISION PARENT LEASE` or `stale ...`
-holder      `holds ID LEASE`, then a line for every word it says after it was stopped and continued
+holder      `holds ID LEASE`, then a line for every call after it was stopped and continued
 """
 
 import signal
@@ -15,7 +15,7 @@ from typing import Any
 
 from postroom import StaleLease, Tasks
 from postroom.contracts.task_input import RETRIES_MAX
-from postroom.contracts.tasks import DECISIONS, Task
+from postroom.contracts.tasks import DECISIONS, LeasedTask
 from postroom.core.retry import RetryPolicy
 from postroom.message import Durability
 from postroom.stores import checkpoints
@@ -24,7 +24,7 @@ from tests.crash.child import _in_threads, _size
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report
 
-WAIT_S = 0.2  # for something to claim; a lost ring costs no more
+WAIT_S = 0.2  # wait for a task to claim; a lost wake-up costs no more
 HEARTBEAT_CHANCE = 0.2
 RELEASE_CHANCE = 0.05
 FAIL_CHANCE = 0.05
@@ -32,16 +32,16 @@ DAWDLE_CHANCE = 0.02
 FOUND_MAX = 100
 US_PER_S = 1_000_000
 FOR_EVER = RetryPolicy(max_retries=RETRIES_MAX)
-"""Killed holders count as failures, and nothing shall end as a dead letter by that."""
+"""Killed holders count as failures, which must not make any task a dead letter."""
 WAL_PAGES_FEW = (5, 200, checkpoints.WAL_PAGES)
-"""Some rounds have checkpoints all the time, some now and then, some hardly any."""
+"""Some rounds have checkpoints all the time, some occasionally, some hardly any."""
 
 
 def open_tasks(folder: str | Path, *, wal_pages: int = checkpoints.WAL_PAGES, **options: Any) -> Tasks:
     """Few `wal_pages` make checkpoints so frequent that crashes hit them."""
     checkpoints.WAL_PAGES = wal_pages
     checkpoints.LOOK_EVENTS = min(wal_pages, LOOK_EVENTS)
-    if wal_pages == 1:  # in every commit, and without a thread: the system's calls come in the same order
+    if wal_pages == 1:  # in every commit and without a thread, so that the order of system calls is fixed
         checkpoints.WAL_PAGES_MAX = 1
     return Tasks.open(f"sqlite:///{folder}/queue.db", retry=FOR_EVER, **options)
 
@@ -68,7 +68,7 @@ def producer(
     early: bool = False,
     timed: bool = False,
 ) -> None:
-    """Enqueue for ever, from number `first` on. A key makes what was stored before a kill no second task."""
+    """Enqueue forever, from number `first` on. The key prevents a duplicate after a kill."""
     tasks = open_tasks(folder, durability=durability, wal_pages=wal_pages)
 
     def produce(thread: int) -> None:
@@ -94,7 +94,7 @@ def producer(
 
 
 def _token(writer: str, number: int, sizes: tuple[int, int]) -> str:
-    """The same for the same number, also when another process comes to it again."""
+    """The same payload for the same number, also in another process."""
     return token_of(writer, number, _size(Random(f"{writer}.{number}"), sizes))
 
 
@@ -112,7 +112,7 @@ def consumer(
     early: bool = False,
     timed: bool = False,
 ) -> None:
-    """Claim and complete for ever. A `wayward` one also beats, fails, gives back, and takes too long."""
+    """Claim and complete forever. A `wayward` consumer also renews, fails, releases and exceeds leases."""
     tasks = open_tasks(folder, wal_pages=wal_pages)
     rng = Random(seed)
     while True:
@@ -133,7 +133,7 @@ def consumer(
             _speak(report, tasks, task, word, timed=timed)
 
 
-def report_claims(report: Report, claimed: list[Task], took: str = "") -> None:
+def report_claims(report: Report, claimed: list[LeasedTask], took: str = "") -> None:
     for task in claimed:
         payload = task.payload
         whole = isinstance(payload, dict) and payload["body"] == body_of(payload["token"])
@@ -149,7 +149,7 @@ def _wayward_word(rng: Random) -> str:
     return "heartbeat" if chance < FAIL_CHANCE + RELEASE_CHANCE + HEARTBEAT_CHANCE else "complete"
 
 
-def _speak(report: Report, tasks: Tasks, task: Task, word: str, *, timed: bool) -> None:
+def _speak(report: Report, tasks: Tasks, task: LeasedTask, word: str, *, timed: bool) -> None:
     begun = time.perf_counter()
     try:
         if word == "heartbeat":
@@ -169,18 +169,18 @@ WORDS: dict[str, Callable[[Tasks, str, int], object]] = {
     "fail": lambda tasks, task_id, lease: tasks.fail(task_id, lease, "it was not to be", retry_in_s=0.0),
     "release": lambda tasks, task_id, lease: tasks.release(task_id, lease),
 }
-"""What a holder can say; a result names the lease under which it came."""
+"""The calls of a holder; a result names the lease under which it was reported."""
 
 
 def harness(report: Report, *, folder: str, agent: str, lease_s: float, wal_pages: int) -> None:
-    """Make decisions of results, and act on them, for ever."""
+    """Turn results into decisions and execute them, forever."""
     tasks = open_tasks(folder, wal_pages=wal_pages)
     while True:
         drain(report, tasks, agent, lease_s)
 
 
 def drain(report: Report, tasks: Tasks, agent: str, lease_s: float) -> None:
-    """One round of a harness: the effect first, then the word that it happened."""
+    """One round of a harness: first the effect, then the report."""
     for line in tasks.find(agent=agent, state="COMPLETED", limit=FOUND_MAX):
         tasks.open_decision(line.task_id)
     for decision in tasks.claim(agent=DECISIONS, limit=FOUND_MAX, lease_s=lease_s):
@@ -194,7 +194,7 @@ def drain(report: Report, tasks: Tasks, agent: str, lease_s: float) -> None:
 
 
 def holder(report: Report, *, folder: str, agent: str, name: str, seed: int, lease_s: float) -> None:
-    """Claim, work until it was stopped and continued, and then say everything that a holder can."""
+    """Claim, work until stopped and continued, and then make every call of a holder."""
     tasks = open_tasks(folder)
     rng = Random(seed)
     continued: list[int] = []
@@ -209,7 +209,7 @@ def holder(report: Report, *, folder: str, agent: str, name: str, seed: int, lea
             report("said", task.task_id, task.lease, *(_refused(tasks, task, word) for word in words))
 
 
-def _refused(tasks: Tasks, task: Task, word: str) -> str:
+def _refused(tasks: Tasks, task: LeasedTask, word: str) -> str:
     try:
         WORDS[word](tasks, task.task_id, task.lease)
     except StaleLease:

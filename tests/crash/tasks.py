@@ -1,10 +1,10 @@
-"""Task queues under kills, stops and load: nothing accepted is lost, and no stale word is accepted.
+"""Task queues under kills, stops and load: nothing accepted is lost, and no stale call is accepted.
 
-`kills-tasks`: producers, consumers and a harness are killed at random and started again. At the end, every
-task that was acknowledged is done, and each has one completion, under the lease that its result names.
-`stops-tasks`: holders are stopped until their leases are over and somebody else has the task.
-`mix-tasks`: four producers and four consumers at once; order and the longest wait are looked at.
-`soak-tasks`: very many cycles; the files must not grow with them.
+`kills-tasks`: producers, consumers and a harness are killed at random and restarted. At the end, every
+acknowledged task is done, with one completion, under the lease that its result names.
+`stops-tasks`: holders are stopped until their leases have ended and other workers have the tasks.
+`mix-tasks`: four producers and four consumers at once; checks the order and the longest wait.
+`soak-tasks`: very many cycles, during which the files must not grow.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
 KILLS_PER_ROUND = 25
 LINES_MAX = 8
-LEASE_S = 0.1  # short, so that some run out under the living too
-PRODUCER_PAUSE_S = 0.001  # what is produced has to be done again by each round's end
+LEASE_S = 0.1  # short, so that some leases of live workers end too
+PRODUCER_PAUSE_S = 0.001  # the tasks have to be finished by the end of each round
 AGENT = "coder"
 FOUND_MAX = 1_000
 EVENTS_MAX = 10_000
@@ -48,14 +48,14 @@ LOOK_EVERY_S = 0.5
 
 SOAK_BATCH = 50
 SOAK_POINTS = 10
-SOAK_SETTLED_POINT = 2  # by then, the file has the size that it needs
+SOAK_SETTLED_POINT = 2  # by then the file has reached its size
 SOAK_GROWTH_MAX = 1.5
 
 Tick = Callable[[int], None]
 
 
 def run(scenario: str, count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Run one scenario: so many kills, stops, seconds or cycles."""
+    """Run one scenario: a number of kills, stops, seconds or cycles."""
     tally = Tally()
     rng = Random(f"{scenario}/{seed}")
     match scenario:
@@ -97,7 +97,7 @@ def scratch(number: int) -> Iterator[Path]:
 
 
 class Cast:
-    """Who plays in a round of kills, and who comes after them."""
+    """The processes of a round of kills, and their replacements."""
 
     producer_pause_s = PRODUCER_PAUSE_S
 
@@ -112,7 +112,7 @@ class Cast:
         self.living.append(self._harness())
 
     def kill_one(self) -> None:
-        """Kill one of them, and start another one in its place."""
+        """Kill one process, and start a replacement."""
         place = self._rng.randrange(len(self.living))
         worker = self.living[place]
         self._crew.kill_at_random(worker, self._rng, LINES_MAX if worker.lines else 1)
@@ -126,7 +126,7 @@ class Cast:
                 self.living[place] = self._harness()
 
     def _producer(self, writer: str) -> Worker:
-        """It goes on behind the last number that was acknowledged: the next one may be stored already."""
+        """The producer continues after the last acknowledged number; the next one may be stored already."""
         name = f"producer:{writer}"
         before = [worker.lines[-1] for worker in self._crew.workers if worker.name == name and worker.lines]
         first = number_of(before[-1].split(" ")[0]) + 1 if before else 0
@@ -167,7 +167,7 @@ class Cast:
 def killed(
     cast: type[Cast], folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str
 ) -> tuple[dict[str, str], list[list[str]]]:
-    """Kill one of the cast again and again, and all at the end: what was acknowledged, and what they said."""
+    """Kill one process repeatedly, and all at the end. Returns the acknowledgements and the reports."""
     with Crew() as crew:
         players = cast(folder, crew, rng, sabotage)
         for _ in range(kills):
@@ -180,11 +180,11 @@ def killed(
 
 
 def _kill_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    acknowledged, words = killed(Cast, folder, kills, rng, tally, sabotage)
+    acknowledged, reports = killed(Cast, folder, kills, rng, tally, sabotage)
     tally.acknowledged += len(acknowledged)
     with open_tasks(folder) as tasks:
-        finish(tasks, words, tally)
-        _judge(tasks, folder, acknowledged, words, tally)
+        finish(tasks, reports, tally)
+        _judge(tasks, folder, acknowledged, reports, tally)
 
 
 def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
@@ -193,11 +193,11 @@ def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
             yield from worker.lines
 
 
-def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
-    """Do what is left, as the next consumer and the next harness would: leases of the dead run out first."""
+def finish(tasks: Tasks, reports: list[list[str]], tally: Tally) -> None:
+    """Finish the rest, as the next consumer and harness would, after the leases of dead workers."""
 
-    def report(*said: object) -> None:
-        words.append([str(word) for word in said])
+    def report(*words: object) -> None:
+        reports.append([str(word) for word in words])
 
     deadline = time.monotonic() + STUCK_S
     while time.monotonic() < deadline:
@@ -215,16 +215,16 @@ def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
 
 
 def _judge(
-    tasks: Tasks, folder: Path, acknowledged: dict[str, str], words: list[list[str]], tally: Tally
+    tasks: Tasks, folder: Path, acknowledged: dict[str, str], reports: list[list[str]], tally: Tally
 ) -> None:
     infos = [tasks.get(task_id) for task_id in ids_of(tasks, AGENT)]
     compare(acknowledged, map(delivery_of, infos), tally)
     for info in infos:
         if info.state != "DONE":
             tally.breaks(f"{info.task_id} is {info.state} in the end")
-    _judge_completions(infos, words, tally)
-    _judge_executions(infos, words, tally)
-    _judge_deliveries(infos, words, tally)
+    _judge_completions(infos, reports, tally)
+    _judge_executions(infos, reports, tally)
+    _judge_deliveries(infos, reports, tally)
     check_store(tasks, folder, tally)
 
 
@@ -241,15 +241,15 @@ def delivery_of(info: TaskInfo) -> Delivery:
     return Delivery(info.payload["token"], info.task_id, info.payload["body"])
 
 
-def _judge_completions(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
+def _judge_completions(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
     """One completion for each task, under the lease that its result names; no other was acknowledged."""
     accepted: defaultdict[str, set[int]] = defaultdict(set)
     refused: defaultdict[str, set[int]] = defaultdict(set)
-    for word in words:
-        if word[0] == "completed":
-            accepted[word[1]].add(int(word[2]))
-        elif word[0] == "stale":
-            refused[word[1]].add(int(word[-1]))
+    for row in reports:
+        if row[0] == "completed":
+            accepted[row[1]].add(int(row[2]))
+        elif row[0] == "stale":
+            refused[row[1]].add(int(row[-1]))
     for info in infos:
         final = info.result["under"]
         if accepted[info.task_id] - {final}:
@@ -262,29 +262,29 @@ def _judge_completions(infos: list[TaskInfo], words: list[list[str]], tally: Tal
     tally.count("stale_words_refused", sum(len(leases) for leases in refused.values()))
 
 
-def _judge_executions(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
-    """Every result was acted on before its task was done, at least once, and always the same one."""
+def _judge_executions(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
+    """Every result was executed before its task was done, at least once, and always the same result."""
     executed: defaultdict[str, set[str]] = defaultdict(set)
     settled: Counter[str] = Counter()
-    for word in words:
-        if word[0] == "executed":
-            executed[word[2]].add(word[4])
+    for row in reports:
+        if row[0] == "executed":
+            executed[row[2]].add(row[4])
             tally.count("executions")
-        elif word[0] == "settled":
-            settled[word[2]] += 1
+        elif row[0] == "settled":
+            settled[row[2]] += 1
     for info in infos:
         if executed[info.task_id] != {str(info.result["under"])}:
             tally.breaks(f"{info.task_id}: the results {executed[info.task_id]} were executed")
         tally.doubled += max(0, settled[info.task_id] - 1)
 
 
-def _judge_deliveries(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
-    """How often each task was handed out, by the history, and that every hand-out is in it."""
+def _judge_deliveries(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
+    """How often each task was delivered, by its history, which must have every delivery."""
     reported: defaultdict[str, set[int]] = defaultdict(set)
-    for word in words:
-        if word[0] == "claimed":
-            reported[word[1]].add(int(word[2]))
-            tally.torn += word[3] == "TORN"
+    for row in reports:
+        if row[0] == "claimed":
+            reported[row[1]].add(int(row[2]))
+            tally.torn += row[3] == "TORN"
     for info in infos:
         leases = [event.lease for event in info.history if event.kind == "dequeued"]
         if reported[info.task_id] - set(leases):
@@ -296,7 +296,7 @@ def _judge_deliveries(infos: list[TaskInfo], words: list[list[str]], tally: Tall
 
 
 def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
-    """The database is sound, its counters are right, and no event is missing or there twice."""
+    """The database is sound, its counters are right, and no event is missing or duplicated."""
     connection = apsw.Connection(str(folder / "queue.db"))
     rows = connection.execute("PRAGMA integrity_check").fetchall()
     if rows != [("ok",)]:
@@ -307,11 +307,11 @@ def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
         for _ in range(n)
     )
     connection.close()
-    told: Counter[str] = Counter()
+    shown: Counter[str] = Counter()
     for queue in tasks.status().agents.values():
-        told.update(queue.states)
-    if counted != told:
-        tally.breaks(f"the counters say {dict(told)}, and there are {dict(counted)}")
+        shown.update(queue.states)
+    if counted != shown:
+        tally.breaks(f"the counters say {dict(shown)}, and there are {dict(counted)}")
     after = 0
     while events := tasks.events(after, EVENTS_MAX):
         numbers = [event.seq for event in events]
@@ -324,7 +324,7 @@ def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
 
 
 def _stop_round(folder: Path, stops: int, rng: Random, tally: Tally) -> None:
-    """Holders are stopped, their leases end, somebody else has the tasks; then they speak."""
+    """Holders are stopped, their leases end, other workers get the tasks; then the holders call."""
     options = {"folder": str(folder), "agent": AGENT, "lease_s": STOPPED_LEASE_S}
     with Crew() as crew, open_tasks(folder) as tasks:
         holders = [
@@ -360,23 +360,23 @@ def _stop_some(crew: Crew, holders: list[Worker], tasks: Tasks, rng: Random, tal
         tally.count("stops")
         info = tasks.get(task_id)
         if (info.state, info.result) != kept[task_id]:
-            tally.breaks(f"{task_id}: a stale word changed {kept[task_id]} to {info.state}, {info.result}")
+            tally.breaks(f"{task_id}: a stale call changed {kept[task_id]} to {info.state}, {info.result}")
     for task_id in ids:
         if tasks.get(task_id).state == "PROCESSING":
             tasks.cancel(task_id)
 
 
 def _see_held(holders: list[Worker], ids: list[str], held: dict[str, Worker]) -> bool:
-    """Whether each holder has one of these tasks in its hands."""
+    """Whether each holder holds one of these tasks."""
     for worker in holders:
-        words = worker.lines[-1].split(" ") if worker.lines else [""]
-        if words[0] == "holds" and words[1] in ids:
-            held[words[1]] = worker
+        last = worker.lines[-1].split(" ") if worker.lines else [""]
+        if last[0] == "holds" and last[1] in ids:
+            held[last[1]] = worker
     return len(held) == len(holders)
 
 
 def _taken_over(tasks: Tasks, ids: list[str], rng: Random) -> dict[str, tuple[str, object]]:
-    """Claim the tasks once their leases are over; finish some of them. Gives what must stay as it is."""
+    """Claim the tasks after their leases have ended, and finish some. Returns the state that must stay."""
     kept: dict[str, tuple[str, object]] = {}
     while len(kept) < len(ids):
         for task in tasks.claim(agent=AGENT, limit=len(ids), lease_s=STUCK_S, wait_s=STUCK_S):
@@ -405,13 +405,13 @@ def _mix(folder: Path, length_s: int, rng: Random, tally: Tally, tick: Tick) -> 
         with open_tasks(folder) as tasks:
             tally.count("waiting_when_producers_end", tasks.status().totals.get("pending", 0))
             crew.await_that(lambda: _all_completed(crew, tasks), "consuming everything")
-        _drain_for(crew, LOOK_EVERY_S)  # what was just completed is about to be reported
+        _drain_for(crew, LOOK_EVERY_S)  # the latest completion is about to be reported
         crew.kill_all()
-    words = [line.split(" ") for consumer in consumers for line in consumer.lines]
+    reports = [line.split(" ") for consumer in consumers for line in consumer.lines]
     acknowledged = {token: task_id for token, task_id, _ in sent}
     tally.acknowledged += len(acknowledged)
-    _judge_mix(acknowledged, words, tally)
-    waits = [int(word[2]) for word in sent] + [int(word[-1]) for word in words if word[-1]]
+    _judge_mix(acknowledged, reports, tally)
+    waits = [int(row[2]) for row in sent] + [int(row[-1]) for row in reports if row[-1]]
     tally.count("longest_wait_of_a_call_us", max(waits))
     tally.count("waits_above_500_ms", sum(wait > MIX_STALL_US for wait in waits))
     tally.count("tasks_per_s", len(acknowledged) // length_s)
@@ -439,24 +439,24 @@ def _drain_for(crew: Crew, length_s: float) -> None:
 
 
 def _all_completed(crew: Crew, tasks: Tasks) -> bool:
-    """Looked at now and then: nobody shall wait for us to read what was reported."""
+    """Read from time to time, so that no worker blocks on a full pipe."""
     _drain_for(crew, LOOK_EVERY_S)
     totals = tasks.status().totals
     return not totals.get("pending") and not totals.get("claimed")
 
 
-def _judge_mix(acknowledged: dict[str, str], words: list[list[str]], tally: Tally) -> None:
-    """Everything was claimed and completed once, and the leases of a queue were given in its order."""
+def _judge_mix(acknowledged: dict[str, str], reports: list[list[str]], tally: Tally) -> None:
+    """Everything was claimed and completed once, and leases were given in the order of each queue."""
     claims: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     done: Counter[str] = Counter()
-    for word in words:
-        if word[0] == "completed":
-            done[word[1]] += 1
-        elif word[0] == "claimed":
-            queue = next(queue for queue in MIX_QUEUES if word[3].startswith(queue))
-            claims[queue].append((int(word[2]), int(word[1].rpartition("-")[2]), word[3]))
+    for row in reports:
+        if row[0] == "completed":
+            done[row[1]] += 1
+        elif row[0] == "claimed":
+            queue = next(queue for queue in MIX_QUEUES if row[3].startswith(queue))
+            claims[queue].append((int(row[2]), int(row[1].rpartition("-")[2]), row[3]))
         else:
-            tally.breaks(f"a consumer said {' '.join(word)}")
+            tally.breaks(f"a consumer reported {' '.join(row)}")
     tally.lost += len(set(acknowledged.values()) - done.keys())
     tally.doubled += sum(times - 1 for times in done.values())
     for queue, claimed in claims.items():
@@ -479,7 +479,7 @@ def _judge_writers(tokens: list[str], tally: Tally) -> None:
 
 
 def _soak(folder: Path, cycles: int, tally: Tally, tick: Tick) -> None:
-    """Full cycles with hardly any retention: the files stay as large as they were early on."""
+    """Full cycles with hardly any retention: the files keep their early size."""
     tasks = open_tasks(folder, retention=Retention(finished_s=0.0, dead_s=0.0, events_s=0.0, keys_s=0.0))
     wanted = [task_of(token_of("soak", number, 100), AGENT) for number in range(SOAK_BATCH)]
     part = max(SOAK_BATCH, cycles // SOAK_POINTS)

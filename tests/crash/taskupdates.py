@@ -1,4 +1,4 @@
-"""The updates of a task queue that are crashed at each of their system calls, and what must hold then."""
+"""Updates of a task queue that are crashed at each system call, and the rules that must hold afterwards."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def _claim(tasks: Tasks, attempt: int) -> list[str]:
 
 
 def _complete(tasks: Tasks, attempt: int) -> list[str]:
-    """Both leases that are there; what a first try has done may be said again."""
+    """Uses both existing leases; a call of the first try may be repeated."""
     held = [
         (record.message_id, record.lease)
         for record in tasks.store.find(Listing(AGENT, "PROCESSING", limit=LEASED))
@@ -77,7 +77,7 @@ def _complete(tasks: Tasks, attempt: int) -> list[str]:
 
 
 def _act_on_results(tasks: Tasks, attempt: int) -> list[str]:
-    """Make a decision of a result, claim it, act on it."""
+    """Turn a result into a decision, claim it, and execute it."""
     [first, *_] = tasks.find(agent=AGENT, state="COMPLETED")
     tasks.open_decision(first.task_id)
     for decision in tasks.claim(agent="harness.decisions"):
@@ -114,7 +114,7 @@ def _judge_enqueued(folder: Path, expected: Expected, attempts: list[Attempt], t
 
 
 def _judge_going_on(tasks: Tasks, folder: Path, waiting: list[str], tally: Tally) -> None:
-    """The next task goes behind all that wait, and they are handed out in their order."""
+    """The next task is queued after all waiting ones, and all are claimed in order."""
     check_store(tasks, folder / "deep", tally)
     after = tasks.enqueue(**task_of(token_of("after", 0, 50), AGENT))
     given = [task.task_id for task in tasks.claim(agent=AGENT, limit=100)]
@@ -123,7 +123,7 @@ def _judge_going_on(tasks: Tasks, folder: Path, waiting: list[str], tally: Tally
 
 
 def _judge_claimed(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
-    """What a claim gave is leased under that token; one that died leased both or none."""
+    """Claimed tasks are leased under their token; a killed claim leased both or none."""
     claims = _pairs(attempts)
     with _open(folder, "os") as tasks:
         tally.acknowledged += len(expected[AGENT])
@@ -142,7 +142,7 @@ def _judge_claimed(folder: Path, expected: Expected, attempts: list[Attempt], ta
 
 
 def _judge_completed(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
-    """An acknowledged result is there, both or none; and no other lease can change it."""
+    """An acknowledged result is stored, both or none, and no other lease can change it."""
     done = _pairs(attempts)
     with _open(folder, "os") as tasks:
         infos = {task_id: tasks.get(task_id) for task_id in expected[AGENT]}
@@ -171,7 +171,7 @@ def _judge_fenced(tasks: Tasks, task_id: str, tally: Tally) -> None:
 
 
 def _judge_acted_on(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
-    """A result that was settled is done; else it is still there for the next harness."""
+    """A settled result is done; any other is left for the next harness."""
     with _open(folder, "os") as tasks:
         info = tasks.get(expected[AGENT][0])
         said = any(attempt.outcome == "ok" for attempt in attempts)

@@ -3,7 +3,7 @@
 from tests.crash import attack_http
 
 
-def test_hostile_clients_refuse_and_lose_nothing_of_those_who_behave() -> None:
+def test_hostile_clients_do_not_affect_well_behaved_ones() -> None:
     tally = attack_http.run(1, 7, lambda _: None, attack_http.SMALL)
     assert tally.ok, tally
     assert tally.acknowledged > 0

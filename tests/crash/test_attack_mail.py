@@ -1,4 +1,4 @@
-"""The attacks on the mail server, each for a moment; `make crash` gives them longer."""
+"""The attacks on the mail server, each for a moment; `make crash` runs them longer."""
 
 import secrets
 

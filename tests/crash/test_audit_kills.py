@@ -1,11 +1,11 @@
-"""25 kills of shippers and of those whose events they ship; `make crash` does the same 1,000 times."""
+"""25 kills of shippers and of the programs whose events they ship; `make crash` does the same 1,000 times."""
 
 import secrets
 
 from tests.crash import auditing
 
 KILLS = 25
-CARELESS_KILLS = 10  # some of them come before anything was shipped
+CARELESS_KILLS = 10  # some kills come before anything was shipped
 
 
 def test_kills_leave_every_committed_event_in_the_stream_once() -> None:

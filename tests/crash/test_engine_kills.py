@@ -27,6 +27,8 @@ def test_kills_lose_nothing_accepted_and_repeat_no_effect() -> None:
     tally = engines.run(KILLS, seed)
     assert tally.facts["kills"] == KILLS
     assert tally.facts["attempts"] > tally.acknowledged > 0
+    assert tally.facts["tokens"] > 0
+    assert tally.facts["reserved"] > 0, "no look met a reservation"
     assert tally.ok, tally
 
 
@@ -48,7 +50,7 @@ def die() -> None:
 
 
 def worker_that_dies(folder: Path, point: str, on_unknown: OnUnknown) -> int:
-    """Run a worker in a process of its own, which kills itself at a point; how it ended."""
+    """Run a worker in its own process, which kills itself at a point. Returns how it ended."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -57,7 +59,7 @@ def worker_that_dies(folder: Path, point: str, on_unknown: OnUnknown) -> int:
 
         def begin_and_die(*arguments: object, **options: object) -> None:
             begin(*arguments, **options)  # type: ignore[arg-type]
-            die()  # inside the transaction: the intent is written, and not committed
+            die()  # inside the transaction: the intent is written, but not committed
 
         if point == "before the intent":
             Operations.begin_effect = begin_and_die  # type: ignore[method-assign]
@@ -81,7 +83,7 @@ POINTS: dict[str, dict[OnUnknown, tuple[str, int]]] = {
     },
     "after the run": {
         "raise": ("DEAD_LETTER", 1),
-        "run": ("COMPLETED", 2),  # the handler said that this does no harm
+        "run": ("COMPLETED", 2),  # the handler declared that a repeat does no harm
         "probe": ("COMPLETED", 1),
     },
     "after the outcome": {
@@ -90,12 +92,12 @@ POINTS: dict[str, dict[OnUnknown, tuple[str, int]]] = {
         "probe": ("COMPLETED", 1),
     },
 }
-"""Where the worker dies and what the handler asks for: how the message ends, and how often the effect ran."""
+"""The point of death and the options of the effect; the end of the message, and how often the effect ran."""
 
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("on_unknown", ["raise", "run", "probe"])
-def test_worker_that_dies_at_a_point_of_an_effect(point: str, on_unknown: OnUnknown, tmp_path: Path) -> None:
+def test_worker_killed_at_each_point_of_an_effect(point: str, on_unknown: OnUnknown, tmp_path: Path) -> None:
     with open_engine(tmp_path) as engine:
         handle = engine.blocking.submit(type="tool_call", org_id="acme", payload={"token": TOKEN})
     assert worker_that_dies(tmp_path, point, on_unknown) == -signal.SIGKILL

@@ -1,6 +1,6 @@
-"""60 kills -9 at random points of every update: nothing acknowledged is lost, torn or doubled.
+"""60 kills -9 at random points of every update: nothing acknowledged is lost, torn or duplicated.
 
-`make crash` does the same 10,000 times. A seed that failed runs again with
+`make crash` does the same 10,000 times. A failed seed is run again with
 `python -m tests.crash.run --only NAME --kills N --seed SEED`.
 """
 
@@ -37,7 +37,7 @@ def test_every_update_gets_its_share_of_60_kills() -> None:
 
 
 @pytest.mark.parametrize("scenario", KILLS)
-def test_kills_lose_tear_and_double_nothing(scenario: str) -> None:
+def test_kills_lose_tear_and_duplicate_nothing(scenario: str) -> None:
     seed = secrets.randbits(32)
     print(f"python -m tests.crash.run --only {scenario} --kills {KILLS[scenario]} --seed {seed}")
     tally = kills.run(scenario, KILLS[scenario], seed)
@@ -62,7 +62,7 @@ def delivery(number: int, *, size: int = 50) -> Delivery:
     return Delivery(token, f"id-{number}", body_of(token))
 
 
-def test_the_checker_counts_what_is_lost_torn_and_doubled() -> None:
+def test_the_checker_counts_lost_torn_and_duplicated_messages() -> None:
     one, two, three = (delivery(number) for number in range(3))
     acknowledged = {one.token: one.msg_id, two.token: two.msg_id}
     tally = Tally()
@@ -71,13 +71,13 @@ def test_the_checker_counts_what_is_lost_torn_and_doubled() -> None:
     assert not tally.ok
 
 
-def test_the_checker_sees_a_gap_in_what_one_writer_wrote() -> None:
+def test_the_checker_detects_a_gap_in_the_messages_of_a_writer() -> None:
     tally = Tally()
     check_writers_in_order([delivery(0).token, delivery(2).token], tally)
     assert tally.broken
 
 
-def test_the_checker_sees_that_a_torn_tail_was_removed(tmp_path: Path) -> None:
+def test_the_checker_detects_a_removed_torn_tail(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"whole\nto")
     kept = AppendOnly(log)
@@ -93,7 +93,7 @@ def test_the_checker_sees_that_a_torn_tail_was_removed(tmp_path: Path) -> None:
     assert tally.broken
 
 
-def test_the_checker_tells_a_cut_off_hand_over_from_a_loss() -> None:
+def test_the_checker_distinguishes_an_interrupted_delivery_from_a_loss() -> None:
     order = [f"ask t{number} id{number}" for number in range(6)]
     cut_off = Tally()
     kills.check_hand_overs(order, [order[:2], order[4:]], cut_off)

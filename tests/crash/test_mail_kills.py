@@ -10,7 +10,7 @@ from tests.crash.ledger import Tally
 KILLS = 25
 
 
-def test_kills_of_the_server_lose_nothing_acknowledged_and_give_no_member_anything_twice() -> None:
+def test_server_kills_lose_nothing_acknowledged_and_duplicate_no_delivery() -> None:
     seed = secrets.randbits(32)
     print(f"python -m tests.crash.run --only kills-mail --kills {KILLS} --seed {seed}")
     tally = mailing.run(KILLS, seed)

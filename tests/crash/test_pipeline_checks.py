@@ -1,4 +1,4 @@
-"""What judges the long runs of the pipeline notices what it is for. One kill is in tests/spark."""
+"""The checkers of the pipeline's long runs detect faults. One kill is in tests/spark."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.crash.ledger import Tally
 from tests.spark.commands import Done
 
 
-def test_a_row_that_is_missing_and_one_that_is_there_twice_are_counted() -> None:
+def test_missing_and_duplicate_rows_are_counted() -> None:
     tally = Tally()
     pipelining.compare({"t": Counter("aab"), "u": Counter("x")}, {"t": Counter("abb")}, tally)
     assert (tally.lost, tally.doubled) == (2, 1)
@@ -20,7 +20,7 @@ def test_a_row_that_is_missing_and_one_that_is_there_twice_are_counted() -> None
     assert not tally.ok
 
 
-def test_a_fault_that_is_not_found_and_one_that_nobody_planted_are_counted() -> None:
+def test_missed_and_false_faults_are_counted() -> None:
     planted = [{"rule": "lost", "message_id": "m1"}, {"rule": "lost", "message_id": "m2"}]
 
     def judged(said: str, *messages: str) -> Tally:
@@ -35,7 +35,7 @@ def test_a_fault_that_is_not_found_and_one_that_nobody_planted_are_counted() -> 
     assert judged("1 violations in a history: 1 lost", "m1").broken
 
 
-def test_a_delivery_at_random_leaves_nothing_out() -> None:
+def test_a_random_delivery_is_complete() -> None:
     lines = [b"%d" % number for number in range(200)]
     ways = []
     for seed in range(30):
@@ -46,10 +46,10 @@ def test_a_delivery_at_random_leaves_nothing_out() -> None:
         assert set(comes) == set(lines)
         ways.append((len(runs), len(comes) > len(lines), comes != sorted(comes, key=int)))
     assert {runs for runs, *_ in ways} == set(range(1, pipelinedelivery.RUNS_MAX + 1))
-    assert all(map(any, zip(*ways, strict=True)))  # some lines came again, and out of their order
+    assert all(map(any, zip(*ways, strict=True)))  # some lines were repeated, and out of order
 
 
-def test_a_giant_gets_its_share(tmp_path: Path) -> None:
+def test_a_large_organization_gets_its_share(tmp_path: Path) -> None:
     generate(tmp_path / "plain", 300, 1)
     for giant in (0, 90):
         lines = pipelining.share_out(tmp_path / "plain", tmp_path / str(giant), giant)
@@ -65,7 +65,7 @@ def test_a_giant_gets_its_share(tmp_path: Path) -> None:
         assert 0.8 < organizations["org-0"] / lines < 1 if giant else organizations["org-0"] / lines < 0.1
 
 
-def test_a_command_that_ends_otherwise_than_it_should_is_noticed() -> None:
+def test_an_unexpected_exit_code_or_message_is_noticed() -> None:
     def judged(code: int, said: str) -> bool:
         tally = Tally()
         pipelinedisk.expect(1, Done(code, "", said), tally, "No space left")

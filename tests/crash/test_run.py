@@ -1,4 +1,4 @@
-"""What runs the long scenarios believes no job that has not given its figures."""
+"""The runner of the long scenarios accepts no job without figures."""
 
 import sys
 from pathlib import Path
@@ -14,12 +14,12 @@ FIGURES = '{"tally": {"acknowledged": 7, "facts": {"kills": 25}}}'
     ("said", "is_ok", "sentence"),
     [
         (['{"done": 25}', FIGURES], True, ""),
-        (['{"done": 0}', '{"done": 25}', FIGURES], True, ""),  # a round in which nothing was killed
+        (['{"done": 0}', '{"done": 25}', FIGURES], True, ""),  # a round without a kill
         (['{"done": 25}', "{}"], False, "the job ended without figures"),
         (['{"done": 25}'], False, "the job ended with exit code 0: "),
     ],
 )
-def test_a_job_counts_when_it_has_given_its_figures(
+def test_a_job_counts_when_it_has_printed_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], is_ok: bool, sentence: str
 ) -> None:
     job = tmp_path / "job"

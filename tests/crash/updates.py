@@ -1,7 +1,7 @@
-"""The updates that are crashed and failed at each of their system calls, and what must hold afterwards.
+"""Updates that are crashed or failed at each system call, and the rules that must hold afterwards.
 
-An update is prepared in a fresh folder, done by a process that may die or see an error on the way, and then
-judged by another process that knows only what was reported.
+An update is prepared in a new folder, done by a process that may die or get an error, and then checked by
+another process that knows only the reports.
 """
 
 import threading
@@ -24,22 +24,22 @@ from tests.crash.ledger import (
 )
 
 SIDE_FILE_BYTES = 300  # bodies above this go to side files in these updates
-OLD = "old"  # the writer of what was there before
+OLD = "old"  # the writer of the earlier messages
 ATTEMPTS_MAX = 3
 
 Expected = dict[str, list[str]]
-"""Agent to the ids that it has not been given when the update begins, in their order.
+"""Agent to the ids of its undelivered messages when the update begins, in order.
 
-For the updates that write, the tokens of what was there before stand under an empty name.
+For updates that write, the tokens of the earlier messages are under an empty name.
 """
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """What the process said about one try."""
+    """The report of one try."""
 
     number: int
     outcome: str
-    """`ok`, `void` (failed, and nothing of it was kept), `failed` (in doubt), `dead` (nothing was tried)."""
+    """`ok`, `void` (failed, nothing was kept), `failed` (in doubt), `dead` (nothing was tried)."""
     words: list[str]
 
 
@@ -50,10 +50,10 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     prepare: Callable[[Path], Expected]
     open: Callable[[Path, Durability], Any]
     act: Callable[[Any, int], list[str]]
-    """Do it; gives the words to report. The number tells one try from the next."""
+    """Do the update. Returns the words to report. The number distinguishes the tries."""
     judge: Callable[[Path, Expected, list[Attempt], Tally], None]
     assist: Callable[[Path], None] | None = None
-    """Something another process does meanwhile, again and again."""
+    """An operation that another process repeats meanwhile."""
     repeats: bool = True
     """Whether a second try after an error means the same as the first."""
 
@@ -124,7 +124,7 @@ def _judge_bus(folder: Path, expected: Expected, attempts: list[Attempt], tally:
 
 
 def _judge_written(old: list[str], delivered: list[Delivery], attempts: list[Attempt], tally: Tally) -> None:
-    """What was acknowledged is there, what was refused is not, and the rest is whole or absent."""
+    """Acknowledged messages exist, refused ones do not, and all others are complete or absent."""
     acknowledged = dict.fromkeys(old, "") | _acknowledged(attempts)
     known = {token: msg_id for token, msg_id in acknowledged.items() if msg_id}
     compare(known, delivered, tally)
@@ -190,7 +190,7 @@ def _delivery(message: QueueMessage, tally: Tally) -> Delivery:
 
 
 def _judge_going_on(queue: Queue, agents: list[str], tally: Tally) -> None:
-    """Everybody who has read all gets exactly the next message."""
+    """Every agent that has read everything gets exactly the next message."""
     after = _send_tokens(queue, [token_of("after", 0, 50)])
     for agent in agents:
         if _polled(queue, agent, tally) != after:
@@ -201,7 +201,7 @@ def _judge_going_on(queue: Queue, agents: list[str], tally: Tally) -> None:
 
 
 def _polled(queue: Queue, agent: str, tally: Tally) -> list[str]:
-    """The ids of everything that waits for an agent; their bodies must be whole by now."""
+    """The ids of all unread messages of an agent; their bodies must be complete by now."""
     found = queue.poll(agent)
     for message in found:
         token, _, body = message["body"].partition("\n")
@@ -220,7 +220,7 @@ READER = "reader"
 
 
 def _prepare_unread(folder: Path) -> Expected:
-    """Some messages are read, six are not: two of each of three topics."""
+    """Some messages are read, six are not: two for each of three topics."""
     with _open_queue(folder, "os") as queue:
         _send_tokens(queue, [token_of("read", 0, 10)])
         queue.poll(READER)
@@ -252,7 +252,7 @@ def _judge_polled_asks(folder: Path, expected: Expected, attempts: list[Attempt]
 def _judge_handed_over(
     folder: Path, wanted: list[str], others: list[str], attempts: list[Attempt], tally: Tally
 ) -> None:
-    """Nothing twice; what is missing was cut off as a whole; what nobody asked for is still there."""
+    """Nothing is delivered twice; missing messages were cut off together; all others are still unread."""
     with _open_queue(folder, "os") as queue:
         rest = _polled(queue, READER, tally)
         given = [word for attempt in attempts if attempt.outcome == "ok" for word in attempt.words]
@@ -261,7 +261,7 @@ def _judge_handed_over(
         tally.lost += len(set(others) - set(rest))
         missing = set(wanted) - set(given + rest)
         if missing and (given or not _in_doubt(attempts)):
-            tally.lost += len(missing)  # a process that lived to report, or an error that promised
+            tally.lost += len(missing)  # the process reported, or the error promised it
         elif missing and missing != set(wanted):
             tally.breaks("a hand-over was cut off in its middle")
         tally.count("cut_off_by_the_crash", bool(missing))
@@ -269,7 +269,7 @@ def _judge_handed_over(
 
 
 def _in_doubt(attempts: list[Attempt]) -> bool:
-    """Whether the process died or met an error that left open what became of the cursor."""
+    """Whether the process died, or got an error after which the state of the cursor is unknown."""
     return not any(attempt.outcome == "ok" for attempt in attempts) or any(
         attempt.outcome == "failed" for attempt in attempts
     )
@@ -279,7 +279,7 @@ def _in_doubt(attempts: list[Attempt]) -> bool:
 
 
 def _prepare_expired(folder: Path) -> Expected:
-    """Expired lines between lasting ones, and four agents that stand at different places."""
+    """Expired lines between live ones, and four agents at different positions."""
     with _open_queue(folder, "os") as queue:
         early = _send_mixed(queue, 0)
         queue.poll("middle")
@@ -309,7 +309,7 @@ def _send_mixed(queue: Queue, first: int) -> list[str]:
 
 
 def _answered(queue: Queue, agent: str) -> str:
-    """Have `agent` ask and get its answer ahead of everything else that waits for it."""
+    """Let `agent` ask and get its answer before its other messages."""
 
     def answer() -> None:
         with Queue(queue.root) as other:
@@ -374,7 +374,7 @@ def _answer_new(folder: Path) -> None:
 
 
 def _judge_asked(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
-    """The answer at most once, and everything else that waited for the asker exactly once."""
+    """The answer at most once, and all other messages of the asking agent exactly once."""
     with _open_queue(folder, "os") as queue:
         rest = _polled(queue, "asker", tally)
         given = [word for attempt in attempts if attempt.outcome == "ok" for word in attempt.words]
@@ -400,7 +400,7 @@ def _repair(queue: Queue, attempt: int) -> list[str]:
 
 
 def _judge_repaired(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
-    """A repair that was cut off leaves the place damaged or mended, and never at the start."""
+    """An interrupted repair leaves the cursor damaged or repaired, and never at the start."""
     with _open_queue(folder, "os") as queue:
         if READER in queue.check().cursors:
             queue.repair_cursor(READER, "end")

@@ -1,8 +1,8 @@
 """Forked processes that report on a pipe, and are killed while they work.
 
-Rule 1: a line on the pipe is an acknowledgement: it is written after the call returned.
-Rule 2: a kill waits for progress that was reported, never for a time; then it comes at a random instant.
-Rule 3: a worker that is far ahead of its reader waits: what a round writes is bounded by what it kills.
+Rule 1: a line on the pipe is an acknowledgement: it is written after the call has returned.
+Rule 2: a kill waits for reported progress, never for a time; then it comes at a random instant.
+Rule 3: a worker that is far ahead of its reader waits, so a round writes a bounded amount.
 Rule 4: only processes started here are signalled, each by its pid, and each dies with its parent.
 """
 
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 
 Report = Callable[..., None]
-"""Called with the words of one line, or with several lines' worth as one list."""
+"""Called with the words of one line, or with a list of several lines."""
 Program = Callable[[Report], None]
 
 
@@ -41,14 +41,14 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """One child and the lines that it has reported so far."""
+    """One child and its reported lines so far."""
 
     def __init__(self, name: str, program: Program) -> None:
         self.name = name
         self.lines: list[str] = []
         self.alive = True
         self.gap_s = GAP_FIRST_S
-        """How long this worker takes from one line to the next, as last seen."""
+        """The time from one line to the next, as last observed."""
         self._rest = b""
         self.fd, write_end = _short_pipe()
         parent = os.getpid()
@@ -59,7 +59,7 @@ class Worker:
         os.set_blocking(self.fd, False)
 
     def read(self) -> bool:
-        """Take what the pipe holds; false once it has ended."""
+        """Read the pipe; false once it has ended."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -73,7 +73,7 @@ class Worker:
         return bool(data)
 
     def kill(self) -> None:
-        """End it with -9 and collect the lines that it had reported by then."""
+        """Kill it with -9 and read its last lines."""
         if not self.alive:
             return
         self.alive = False
@@ -86,7 +86,7 @@ class Worker:
 
 
 class Crew:
-    """The workers of one round. Leaving it ends those that are left."""
+    """The workers of one round. The remaining ones are killed at the end of the block."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
@@ -100,7 +100,7 @@ class Crew:
         return [worker for worker in self.workers if worker.alive]
 
     def drain(self, timeout_s: float = 0.0) -> None:
-        """Take the lines of all, so that nobody waits for a full pipe."""
+        """Read the lines of all workers, so that none blocks on a full pipe."""
         poller = select.poll()
         by_fd = {worker.fd: worker for worker in self.living()}
         for fd in by_fd:
@@ -110,7 +110,7 @@ class Crew:
                 raise WorkerFailed(f"{by_fd[fd].name} ended by itself")
 
     def await_lines(self, worker: Worker, more: int) -> None:
-        """Return when the worker has reported that many lines more."""
+        """Return when the worker has reported that many more lines."""
         wanted = len(worker.lines) + more
         self.drain()
         began, count = time.monotonic(), len(worker.lines)
@@ -122,7 +122,7 @@ class Crew:
             worker.gap_s = (time.monotonic() - began) / (len(worker.lines) - count)
 
     def await_that(self, condition: Callable[[], bool], what: str) -> None:
-        """Drain until something has come true."""
+        """Drain until the condition is true."""
         deadline = time.monotonic() + STUCK_S
         while not condition():
             if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ class Crew:
             self.drain(0.01)
 
     def kill_at_random(self, worker: Worker, rng: Random, lines_max: int) -> None:
-        """After some reported progress, at an instant somewhere in the next two calls."""
+        """After some reported progress, at a random instant during the next two calls."""
         self.await_lines(worker, rng.randint(0, lines_max))
         until = time.perf_counter() + min(rng.uniform(0, 2 * worker.gap_s), SPIN_MAX_S)
         while time.perf_counter() < until:
@@ -142,7 +142,7 @@ class Crew:
             worker.kill()
 
     def lines(self) -> Iterator[str]:
-        """What everybody reported, the dead included."""
+        """All reports, including those of dead workers."""
         for worker in self.workers:
             yield from worker.lines
 
@@ -158,7 +158,7 @@ class Crew:
 
 
 def _short_pipe() -> tuple[int, int]:
-    """A pipe that keeps every write apart and holds only a few of them, where the system can do that."""
+    """A pipe that keeps writes separate and buffers only a few of them, where the system supports that."""
     if not hasattr(fcntl, "F_SETPIPE_SZ"):
         return os.pipe()
     read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_DIRECT)
@@ -167,7 +167,7 @@ def _short_pipe() -> tuple[int, int]:
 
 
 def _be_child(program: Program, fd: int, parent: int) -> None:
-    """Run the program and leave without anything of the parent's: no tests go on here."""
+    """Run the program and exit without returning to the parent's code: no tests continue here."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -184,7 +184,7 @@ def _be_child(program: Program, fd: int, parent: int) -> None:
 
 
 def reporter(fd: int) -> Report:
-    """Writes lines at once: a line is on the pipe whole, or was never reported."""
+    """Writes lines at once: a line is on the pipe completely, or was never reported."""
 
     def report(*words: object, lines: list[str] | None = None) -> None:
         whole = [" ".join(map(str, words))] if lines is None else lines
@@ -194,7 +194,7 @@ def reporter(fd: int) -> Report:
 
 
 def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent is gone, however that one ended."""
+    """Make the kernel end this process when its parent ends in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
@@ -202,12 +202,12 @@ def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def let_be_traced() -> None:
-    """Where only an ancestor may trace a process, strace beside it is none: say that anybody may."""
+    """Where only an ancestor may trace a process, allow any process to trace this one, so that strace can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1))
 
 
 def scratch_parent(number: int) -> Path | None:
-    """Where a round puts its files: on disk and in memory in turn, because they tear at other places."""
+    """The folder of a round: on disk and in memory in turn, because writes tear at different points there."""
     memory = Path("/dev/shm")  # noqa: S108 - only folders with random names are made in it
     return memory if number % 2 and os.access(memory, os.W_OK) else None

@@ -282,6 +282,7 @@ LIMITED = (
     "sinks.index",
     "core.history_checker",
     "core.admission",
+    "core.tokens",
     *(
         f"contracts.{package}.{module.stem}"
         for package in ("engine", "goals", "sandbox")

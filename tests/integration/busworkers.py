@@ -21,14 +21,14 @@ END = "end"
 
 
 def start_together(workers: list[Callable[[], None]]) -> None:
-    """Fork a process for each, let them go at the same moment, and wait for all."""
+    """Fork a process for each worker, start all at the same moment, and wait for all."""
     waiting, go = os.pipe()
     children = []
     for worker in workers:
         child = os.fork()
         if child == 0:
             os.close(go)
-            os.read(waiting, 1)  # returns when nobody holds the other end any more
+            os.read(waiting, 1)  # returns when the other end is closed everywhere
             code = 1
             try:
                 worker()
@@ -46,7 +46,7 @@ def start_together(workers: list[Callable[[], None]]) -> None:
 
 
 def write(bus: Bus, ledger: Path, seed: int) -> None:
-    """Single messages and batches, each noted as soon as it is acknowledged."""
+    """Append single messages and batches, and record each id as soon as it is acknowledged."""
     chance = random.Random(seed)
     with ledger.open("w") as file:
         for number in range(ROUNDS):
@@ -60,7 +60,7 @@ def write(bus: Bus, ledger: Path, seed: int) -> None:
 
 
 def write_as_the_original(path: Path, ledger: Path, seed: int) -> None:
-    """Open, lock, a newline, the record, close: two writes, and no look whether the file was rotated."""
+    """Open, lock, a newline, the record, close: two writes, without a check whether the file was rotated."""
     with ledger.open("w") as file:
         for number in range(ROUNDS):
             msg_id, body = f"MSG-original-{seed}-{number:04d}", f"{seed} {number}\nof the original"
@@ -74,7 +74,7 @@ def write_as_the_original(path: Path, ledger: Path, seed: int) -> None:
 
 
 def follow(bus: Bus, ledger: Path) -> None:
-    """Take messages until the one that says it is the last."""
+    """Read messages until the one that is marked as the last."""
     with ledger.open("w") as file:
         for message in bus.follow():
             if message.body == END:
@@ -128,7 +128,7 @@ def with_the_original(path: Path, folder: Path) -> None:
 
 
 def followed(path: Path, folder: Path) -> None:
-    """Followers in processes of their own, from before the bus exists until two writers are done."""
+    """Followers in their own processes, started before the bus exists, until two writers are done."""
     begin = Bus(path).append(type="t", project_id="p", body="begin")
     (folder / "begin").write_text(json.dumps([begin, "begin"]) + "\n")
 

@@ -1,4 +1,4 @@
-"""Running the commands: in this process where that is enough, as real processes where it is not."""
+"""Runs the commands: in this process where possible, otherwise as real processes."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ import pytest
 from postroom.cli import main, shell, zosmq
 
 BIN = Path(sys.executable).parent
-HANG_GUARD_S = 60.0  # no run comes near it
+HANG_GUARD_S = 60.0  # far longer than any run
 
 
 class Result(NamedTuple):
@@ -32,7 +32,7 @@ class Result(NamedTuple):
 
     @property
     def lines(self) -> list[Any]:
-        """Every line of the output, which has to be JSON."""
+        """Every line of the output, decoded as JSON."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     @property
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """No test sees the settings of whoever runs it, or writes outside its own folder."""
+    """Tests do not see the settings of the user, and do not write outside their own folder."""
     for variable in list(os.environ):
         if variable.startswith(("POSTROOM_", "ZOS_", "XDG_")) or variable in ("NO_COLOR", "PYTHONUNBUFFERED"):
             monkeypatch.delenv(variable)
@@ -59,7 +59,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def call(command: click.Command, program: str, *arguments: object, stdin: bytes = b"") -> Result:
-    """Run a command in this process, everything but the process itself included."""
+    """Run a command in this process, with everything except the process itself."""
     out, errors = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     before = sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
@@ -104,7 +104,7 @@ def run(program: str, *arguments: object, **options: Any) -> Result:
 
 
 def run_on_terminal(program: str, *arguments: object, env: Mapping[str, str] | None = None) -> Result:
-    """The same with a terminal as stdout; the result's bytes are what the terminal was sent."""
+    """The same with a terminal as stdout; the result has the bytes that the terminal received."""
     controller, terminal = pty.openpty()
     environ = {"TERM": "xterm", **{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, **(env or {})}
     try:
@@ -118,7 +118,7 @@ def run_on_terminal(program: str, *arguments: object, env: Mapping[str, str] | N
 
 
 def _until_closed(controller: int) -> Iterator[bytes]:
-    # A terminal whose last user left gives an error instead of an end.
+    # A terminal without any writer raises an error instead of an end of file.
     with contextlib.suppress(OSError):
         while piece := os.read(controller, 65536):
             yield piece
@@ -126,7 +126,7 @@ def _until_closed(controller: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that a writer needs."""
+    """Hold the lock that writers need."""
     with path.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

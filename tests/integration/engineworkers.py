@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from postroom import Engine
+from postroom import Engine, Policy
 
 HANG_GUARD_S = 60.0
+BUDGETS = {"providers": {"p": {"models": {"small": {"tokens_per_day": 1_000_000}}}}}
 
 
 def open_engine(data: Path) -> Engine:
     """The engine of a data folder, with handlers for the tests."""
-    engine = Engine.open(f"sqlite:///{data / 'queue.db'}")
+    engine = Engine.open(f"sqlite:///{data / 'queue.db'}", Policy(tokens=BUDGETS))
 
     @engine.handler("tool_call")
     async def run_tool(message: Any, ctx: Any) -> Any:
@@ -25,6 +26,7 @@ def open_engine(data: Path) -> Engine:
             await asyncio.sleep(0.01)
         if message.payload.get("fails"):
             raise ValueError("no such thing")
+        ctx.use_tokens(ctx.tokens // 2)
         return {"said": message.payload.get("say")}
 
     return engine

@@ -1,4 +1,4 @@
-"""A harness as a real process, for tests of what speaks to it."""
+"""A harness as a real process, for tests of its clients."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Harness:
         self.port = int(self.url.rpartition(":")[2])
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """End it; its exit code."""
+        """End the process. Returns its exit code."""
         process, self.process = self.process, None
         if process is None:
             return 0
@@ -59,7 +59,7 @@ class Harness:
 
     @contextmanager
     def tasks(self) -> Iterator[Tasks]:
-        """The store, past the server: as an event source writes to it and a test looks into it."""
+        """The store itself, not through the server."""
         with Tasks.open(f"sqlite:///{self.data / 'queue.db'}") as tasks:
             yield tasks
 

@@ -1,6 +1,6 @@
-"""Published clients of mailboxes behind one small face: as they come, driven through their own calls.
+"""Published mailbox clients behind one small interface, driven through their own calls.
 
-Each speaks its own dialect. `words` are its priorities, the most urgent first.
+Each client uses its own dialect. `words` are its priorities, the most urgent first.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from robustmq.mq9.client import Mq9Error
 from postroom import Mail, MailRefused
 
 HANG_GUARD_S = 20.0
-QUIET_S = 0.15  # nothing that was going to come takes so long
+QUIET_S = 0.15  # longer than any expected message takes
 NPM_PACKAGE = "nats@2.29.3"
 MSG = "$mq9.AI.MAILBOX.MSG."
 MAILBOX = "$mq9.AI.MAILBOX."
@@ -78,7 +78,7 @@ class Got(NamedTuple):
 
 
 class Refusal(Exception):
-    """What a server answers instead of a result."""
+    """A refusal of the server."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -86,7 +86,7 @@ class Refusal(Exception):
 
 
 class Inbox:
-    """What a subscription got."""
+    """The messages that a subscription received."""
 
     def __init__(self, close: Callable[[], None] = lambda: None) -> None:
         self.close = close
@@ -99,7 +99,7 @@ class Inbox:
         return [got.payload for got in self.take(count)]
 
     def rest(self) -> list[Got]:
-        """What comes until nothing comes any more."""
+        """The messages until no more arrive."""
         found = []
         try:
             while True:
@@ -150,7 +150,7 @@ class Loop:
 
 
 class Raw(ABC):
-    """The design's dialect over whatever can request, publish and subscribe."""
+    """The dialect of the design, over any client that can request, publish and subscribe."""
 
     words: tuple[str, ...] = ("critical", "urgent", "normal")
 
@@ -164,7 +164,7 @@ class Raw(ABC):
     def subscribe(
         self, subject: str, group: str, took: Callable[[str, bytes, str], None]
     ) -> Callable[[], None]:
-        """Call `took` with the subject, the body and the message id of each; gives how to end it."""
+        """Call `took` with subject, body and id of each message. Returns a function that ends it."""
 
     def ask(self, subject: str, body: bytes = b"") -> Mapping[str, Any]:
         reply = self.request(subject, body)
@@ -229,7 +229,7 @@ class NatsPy(Raw):
         self._flush()
 
     def _flush(self) -> None:
-        for _ in range(2):  # it writes the first PING in front of what waits
+        for _ in range(2):  # nats-py writes the first PING before its buffered messages
             self._loop.run(self._nc.flush())
 
     @property
@@ -315,7 +315,7 @@ class NatsJs(Raw):
 
 
 def installed_npm_package(folder: Path) -> Path:
-    """The package from the registry. Where that cannot be had, the tests that need it fail and say so."""
+    """The package from the registry. Tests that need it fail with the reason when it cannot be downloaded."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.fail("Node and npm are not installed, so the npm package `nats` was NOT tested")
@@ -429,7 +429,7 @@ class Ours:
 
 
 class Clients:
-    """Makes clients of every kind, keeps those that a test is done with for the next, and closes them."""
+    """Creates clients of every kind, keeps idle ones for the next test, and closes them."""
 
     def __init__(self, npm_folder: Path) -> None:
         self._loop = Loop()
@@ -438,7 +438,7 @@ class Clients:
         self._idle: list[tuple[str, str, Client]] = []
 
     def connect(self, kind: str, url: str) -> Client:
-        """A connection that nobody else uses now."""
+        """A connection that no other test uses now."""
         for known in self._idle:
             if known[:2] == (kind, url):
                 self._idle.remove(known)
@@ -458,7 +458,7 @@ class Clients:
         client.close()
 
     def release(self) -> None:
-        """A test is over."""
+        """Called at the end of a test."""
         self._idle += self._used
         self._used = []
 

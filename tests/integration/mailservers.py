@@ -40,7 +40,7 @@ class MailServer:
         return int(self._port)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """The exit code, and what it said on stderr."""
+        """The exit code, and the output on stderr."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=HANG_GUARD_S)
         return self.process.returncode, errors.decode()

@@ -1,4 +1,4 @@
-"""The task server as a real process, and plain HTTP to speak to it."""
+"""The task server as a real process, and a plain HTTP client."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ from postroom.runtime.buses import BUS_BYTES_MAX
 
 HANG_GUARD_S = 60.0
 
-# Fails a decision that asks for it, and writes down the others.
+# Fails a decision whose payload says so, and records the others.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -93,13 +93,13 @@ class Server:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What it has logged so far, as the JSON that every line has to be."""
+        """The log so far; every line must be JSON."""
         whole, _, _ = self.log.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     @contextmanager
     def tasks(self) -> Iterator[Tasks]:
-        """The store itself, past the server."""
+        """The store itself, not through the server."""
         with Tasks.open(f"sqlite:///{self.data / 'queue.db'}") as tasks:
             yield tasks
 
@@ -157,7 +157,7 @@ class Server:
         try:
             yield Stream(answer)
         finally:
-            # A stream does not end by itself: without this, closing would read on.
+            # A stream does not end by itself: without this, closing would continue to read.
             if connection.sock is not None:
                 connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()

@@ -68,17 +68,17 @@ def test_deep_line_of_a_segment_is_skipped_and_reported(sealed: bool, tmp_path: 
     with segment.open("ab") as file:
         file.write(deep_line(700) + deep_line(50_000))
         file.write(deep_line(3).replace(b'"seq":1', b'"seq":2').replace(b"s#1", b"s#2"))
-    told = [] if sealed else ["s#1", "s#2"]
+    expected = [] if sealed else ["s#1", "s#2"]
     for command in (("tail",), ("query", "--kind", "created")):
         done = postroom("audit", *command, "audit")
         assert done.code == 0
-        assert [line["event_id"] for line in done.lines] == (told or ["s#1"])
+        assert [line["event_id"] for line in done.lines] == (expected or ["s#1"])
         if not sealed:
             assert done.errors.count("nested deeper than 100 levels") == 2
     done = postroom("verify", "audit")
     assert done.code == 0
     assert postroom("audit", "verify", "audit").code == (1 if sealed else 0)
-    with SegmentSink(tmp_path / "audit") as sink:  # the next writer goes on behind it
+    with SegmentSink(tmp_path / "audit") as sink:  # the next writer continues after it
         assert sink.position("s") == (1 if sealed else 2)
 
 
@@ -92,7 +92,7 @@ def test_out_of_range_time_is_shown_as_a_number(tmp_path: Path) -> None:
     assert "99999999999999999999" in done.out
 
 
-def test_a_deep_row_of_a_store_is_one_sentence(tmp_path: Path) -> None:
+def test_a_deep_row_of_a_store_raises_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with Tasks.open(f"sqlite:///{tmp_path}/run/queue.db") as tasks:
         tasks.enqueue(agent="ada", payload=1)
@@ -191,13 +191,13 @@ def test_retention_keeps_the_noted_head_valid() -> None:
     assert postroom("audit", "verify", "audit").line["head_known"] is True
 
 
-def test_a_damaged_head_is_one_sentence() -> None:
+def test_a_damaged_head_raises_one_sentence() -> None:
     stream_of_tasks(1)
     Path("audit.head").write_bytes(b"\xff")
     assert "audit.head cannot be read as the head of a stream" in postroom("audit", "verify", "audit").error
 
 
-def test_a_head_that_cannot_be_noted_stops_no_shipper(
+def test_an_unwritable_head_file_does_not_stop_the_shipper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path, head: StreamHead) -> None:

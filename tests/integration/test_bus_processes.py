@@ -45,9 +45,7 @@ def assert_nothing_lost_torn_or_doubled(
 
 
 @pytest.mark.parametrize("scenario", ["hammer", "inherited", "inherited_group"])
-def test_processes_that_write_at_the_same_time_lose_tear_and_double_nothing(
-    tmp_path: Path, scenario: str
-) -> None:
+def test_concurrent_writers_lose_tear_and_duplicate_nothing(tmp_path: Path, scenario: str) -> None:
     """Ten processes; and eight forked children of one open bus."""
     bus = Bus(tmp_path / "bus.yaml")
     ledgers = run(scenario, bus.path)
@@ -60,7 +58,7 @@ def test_processes_that_write_at_the_same_time_lose_tear_and_double_nothing(
     assert (report.messages, report.unchecked, report.torn_tail_bytes) == (len(messages), 0, 0)
 
 
-def test_processes_that_rotate_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_rotations_lose_nothing(tmp_path: Path) -> None:
     """Defect 5 of the original, where 2,000 messages left 175."""
     bus = Bus(tmp_path / "bus.yaml")
     ledgers = run("rotating", bus.path)
@@ -100,7 +98,7 @@ sys.stdin.read()
 """
 
 
-def test_another_program_that_holds_the_lock_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+def test_a_lock_held_by_another_program_raises_after_the_timeout(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", lock_timeout_s=0.05)
     bus.append(type="t", project_id="p", body="before")
     with subprocess.Popen(

@@ -33,7 +33,7 @@ def post(server: Server, body: str = BODY, path: str = PATH) -> Answer:
 
 
 def fill(server: Server) -> list[str]:
-    """Post until the bus is full; the ids that were given."""
+    """Post until the bus is full. Returns the ids."""
     msg_ids = []
     while (answer := post(server)).status == 201:
         msg_ids.append(answer.json["msg_id"])
@@ -42,7 +42,7 @@ def fill(server: Server) -> list[str]:
 
 
 def health(server: Server) -> Any:
-    """What `/health` says; it looks again after a moment."""
+    """The reply of `/health`, which is refreshed after a moment."""
     answer = server.get(None, "/health")
     assert answer.status == 200
     return answer.json
@@ -162,7 +162,7 @@ def test_an_agent_creates_a_limited_number_of_buses(server: Server) -> None:
 
     assert {made("triage", f"mine-{number}").status for number in range(BUSES_AN_AGENT_MAX)} == {201}
     server.end()
-    server.start()  # who made a bus is remembered
+    server.start()  # the creator of a bus is remembered
     refused = made("triage", "one-more")
     assert (refused.status, refused.json["error"]) == (429, "TooMany")
     assert refused.json["message"].startswith(f"'triage' may have at most {BUSES_AN_AGENT_MAX} buses")
@@ -176,7 +176,7 @@ def test_an_agent_creates_a_limited_number_of_buses(server: Server) -> None:
     assert made("triage", "again").status == 201
 
 
-def test_a_bus_that_was_just_rotated_is_no_new_bus(server: Server) -> None:
+def test_a_just_rotated_bus_does_not_count_as_new(server: Server) -> None:
     assert post(server).status == 201
     [file] = files(server)
     file.rename(file.with_name("news.yaml.20260101-000000.archived"))

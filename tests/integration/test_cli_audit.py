@@ -1,4 +1,4 @@
-"""`postroom audit`, and the stream that a harness writes beside its work."""
+"""`postroom audit`, and the stream that a harness ships."""
 
 import http.client
 import json
@@ -42,7 +42,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def work(data: Path) -> list[str]:
-    """A task, a task that it leads to, and one that fails for good."""
+    """A task, its child task, and a task that becomes a dead letter."""
     with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:
         first = tasks.enqueue(agent="ada", payload={"mail": "bob@example.com"}, type="issue")
         [task] = tasks.claim(agent="ada")
@@ -69,7 +69,7 @@ def test_ship_once_ships_everything_and_then_nothing(shipped: list[str]) -> None
     assert postroom("audit", "ship", "--data", "run", "--to", "audit", "--once").line == {"shipped": 0}
 
 
-def test_the_status_of_tasks_says_how_many_events_wait(shipped: list[str]) -> None:
+def test_the_status_of_tasks_shows_the_number_of_waiting_events(shipped: list[str]) -> None:
     work(Path("run"))
     waiting = postroom("tasks", "status", "--data", "run").line["events_waiting"]
     assert waiting > len(shipped)
@@ -84,7 +84,7 @@ def test_tail_shows_the_last(shipped: list[str]) -> None:
     assert postroom("audit", "tail", "audit", "-n", 0).lines == []
 
 
-def test_query_finds_by_what_an_event_is_about(shipped: list[str]) -> None:
+def test_query_filters_by_the_fields_of_an_event(shipped: list[str]) -> None:
     dead = postroom("audit", "query", "audit", "--kind", "dead_letter").line
     assert (dead["message_id"], dead["error_type"]) == (shipped[2], "OSError")
     mine = postroom("audit", "query", "audit", "--message", shipped[1]).lines
@@ -149,7 +149,7 @@ def test_a_deep_trace_stays_readable(tmp_path: Path) -> None:
 def test_a_trace_looks_at_the_folder_once(
     shipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many generations it has, and it reads no line twice."""
+    """For any number of generations, and no line is read twice."""
     looks: list[Path] = []
     lines: list[bytes] = []
 
@@ -169,7 +169,7 @@ def test_a_trace_looks_at_the_folder_once(
     assert len(lines) == sum(len(span.events) for span in spans)
 
 
-def test_verify_names_what_was_changed(shipped: list[str], tmp_path: Path) -> None:
+def test_verify_names_changed_files(shipped: list[str], tmp_path: Path) -> None:
     clean = postroom("audit", "verify", "audit")
     assert (clean.code, clean.line["segments"]) == (0, 1)
     assert postroom("audit", "verify", "audit", "--head", clean.line["head"]).code == 0
@@ -191,7 +191,7 @@ def test_retention_leaves_the_stream_verified(shipped: list[str], tmp_path: Path
     assert postroom("audit", "ship", "--data", "run", "--to", "audit", "--once").line == {"shipped": 0}
 
 
-def test_retention_says_why_it_removed_nothing(shipped: list[str]) -> None:
+def test_retain_prints_why_it_removed_nothing(shipped: list[str]) -> None:
     kept = postroom("audit", "retain", "audit", "--keep-days", 1).line
     assert kept["removed"] == []
     assert "was sealed at" in kept["why"]
@@ -210,7 +210,7 @@ def test_a_folder_without_a_stream_is_not_clean(tmp_path: Path) -> None:
     assert postroom("audit", "verify", "full").line["segments"] == 1
 
 
-def test_a_payload_that_cannot_be_decrypted_ends_nothing(
+def test_an_undecryptable_payload_does_not_stop_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -225,8 +225,8 @@ def test_a_payload_that_cannot_be_decrypted_ends_nothing(
     for arguments in (("query", "audit"), ("tail", "audit", "-n", 100), ("trace", "audit", first)):
         done = postroom("audit", *arguments, "--key-file", "keys")
         assert done.code == 0
-        [told] = done.errors.splitlines()
-        assert "needs the key 'lost'" in told
+        [warning] = done.errors.splitlines()
+        assert "needs the key 'lost'" in warning
     shown = [line["payload"] for line in postroom("audit", "query", "audit", "--kind", "created").lines]
     assert all(payload.startswith("enc:1:lost:") for payload in shown[:3])
     assert json.loads(shown[3]) == {"mail": "bob@example.com"}
@@ -239,16 +239,14 @@ def test_a_body_that_only_looks_encrypted_is_shown(tmp_path: Path) -> None:
     bodies = ["enc:1:", "enc:1:a:b", "enc:1:a:c", "enc:1:" + "x" * 5_000, "plain"]
     with SegmentSink(tmp_path / "audit") as sink:
         sink.write([replace(base, payload=body) for body in bodies])
-    told: list[str] = []
-    audit = Audit(tmp_path / "audit", cipher=Cipher({"k": b"k" * 32}), on_trouble=told.append)
+    troubles: list[str] = []
+    audit = Audit(tmp_path / "audit", cipher=Cipher({"k": b"k" * 32}), on_trouble=troubles.append)
     assert [event.payload for event in audit.query()] == bodies
-    assert len(told) == 2
-    assert all(len(sentence) < 200 for sentence in told)
+    assert len(troubles) == 2
+    assert all(len(sentence) < 200 for sentence in troubles)
 
 
-def test_encrypted_payloads_are_whole_for_who_has_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encrypted_payloads_are_whole_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     assert postroom("audit", "key", "keys", "2026-11").code == 0
     monkeypatch.setenv("POSTROOM_AUDIT_KEY_FILE", "keys")
@@ -321,7 +319,7 @@ def test_a_stream_at_an_address_is_refused_and_no_folder_is_made(
 @pytest.mark.parametrize(
     "words", [("tail",), ("query",), ("trace", "m-1"), ("verify",), ("retain", "--keep-days", "1")]
 )
-def test_a_folder_without_a_stream_is_no_empty_success(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_folder_without_a_stream_fails(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "letter.txt").touch()
     done = postroom("audit", words[0], "wrong", *words[1:])
@@ -329,7 +327,7 @@ def test_a_folder_without_a_stream_is_no_empty_success(tmp_path: Path, words: tu
     assert done.error == f"postroom: {tmp_path}/wrong holds no audit stream"
 
 
-def test_a_file_that_is_no_bus_is_not_shipped(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_bus_is_not_shipped(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# A project\n")
     done = postroom("audit", "ship", "--bus", "README.md", "--to", "audit", "--once")
     assert (done.code, done.out) == (1, "")
@@ -341,7 +339,7 @@ def test_the_command_knows_every_contract() -> None:
     assert get_args(Contract) == CONTRACTS
 
 
-def test_two_shippers_of_one_folder_are_one_too_many(shipped: list[str]) -> None:
+def test_a_second_shipper_of_a_folder_is_refused(shipped: list[str]) -> None:
     first = start("postroom", "audit", "ship", "--data", "run", "--to", "audit")
     assert first.stdout is not None
     first.stdout.readline()
@@ -368,7 +366,7 @@ def test_a_shipper_follows_and_ends_at_a_signal_with_everything_sealed(tmp_path:
     assert json.loads(tail.stdout.readline())["contract"] in ("bus", "queue")
     tail.send_signal(signal.SIGTERM)
     ended = finish(tail)
-    assert (ended.code, ended.errors) == (0, "")  # a follower has no other end
+    assert (ended.code, ended.errors) == (0, "")  # a follower ends only by a signal
     shipper.send_signal(signal.SIGTERM)
     assert finish(shipper).code == 0
     assert Audit(tmp_path / "audit").summary()["events"] == 3
@@ -380,25 +378,25 @@ def test_a_shipper_follows_and_ends_at_a_signal_with_everything_sealed(tmp_path:
 def test_a_harness_ships_its_events_and_a_killed_shipper_is_replaced(tmp_path: Path) -> None:
     with serving(tmp_path, "--audit", tmp_path / "audit") as harness, harness.tasks() as tasks:
         tasks.enqueue(agent="a", payload=1)
-        until(lambda: told(tmp_path / "audit") > 0)
+        until(lambda: event_count(tmp_path / "audit") > 0)
         assert harness.process is not None
         os.kill(_child_of(harness.process.pid), signal.SIGKILL)
         tasks.enqueue(agent="a", payload=2)
         with harness.client("a") as client:
             client.work(lambda _: None, until_empty=True)
         newest = tasks.store.newest_event()
-        until(lambda: told(tmp_path / "audit") >= newest)
+        until(lambda: event_count(tmp_path / "audit") >= newest)
         tasks.enqueue(agent="a", payload=3)
         assert harness.end(signal.SIGTERM) == 0
         newest = tasks.store.newest_event()
     audit = Audit(tmp_path / "audit")
     assert [event.seq for event in audit.query()] == list(range(1, newest + 1))
     assert audit.verify() == []
-    assert audit.summary()["events"] == newest  # all of it is sealed
+    assert audit.summary()["events"] == newest  # all events are sealed
 
 
-def told(folder: Path) -> int:
-    """How many events the stream holds by now."""
+def event_count(folder: Path) -> int:
+    """How many events the stream holds now."""
     return len(list(Audit(folder).query())) if folder.is_dir() else 0
 
 
@@ -423,7 +421,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_a_planted_secret_is_in_no_sink_log_or_metric(tmp_path: Path) -> None:
-    """It is in a payload, a result, an error, a key and a bus message."""
+    """The secret is in a payload, a result, an error, a key and a bus message."""
     (tmp_path / "run").mkdir()
     Bus(tmp_path / "bus.yaml").append(type="note", project_id="p", body=f"the key is {CANARY}")
     said: list[Result] = []
@@ -438,7 +436,7 @@ def test_a_planted_secret_is_in_no_sink_log_or_metric(tmp_path: Path) -> None:
         [task] = tasks.claim(agent="a")
         tasks.complete(task.task_id, task.lease, {"answer": CANARY})
         newest = tasks.store.newest_event()
-        until(lambda: told(tmp_path / "audit") >= newest)
+        until(lambda: event_count(tmp_path / "audit") >= newest)
         metrics = metrics_of(harness.url, token)
         assert harness.end(signal.SIGTERM) == 0
     said.append(postroom("audit", "ship", "--bus", "bus.yaml", "--to", "audit2", "--once"))

@@ -1,4 +1,4 @@
-"""`postroom bus`: what it prints, what it stores, how it ends."""
+"""`postroom bus`: its output, the stored messages, and its exit codes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.integration.commandline import (
     start,
 )
 
-PIPE_BYTES = 64 * 1024  # what a pipe takes before its writer waits
+PIPE_BYTES = 64 * 1024  # bytes that a pipe buffers before its writer blocks
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ def test_every_field_of_a_message_is_stored_and_printed(path: Path) -> None:
     }
 
 
-def test_the_bare_id_can_be_had_for_shell_scripts(path: Path) -> None:
+def test_id_only_prints_the_bare_id(path: Path) -> None:
     done = postroom("bus", "post", "--bus", path, "--type", "t", "--project", "p", "--id-only")
     assert done.out == Bus(path).read()[0].msg_id + "\n"
 
@@ -194,7 +194,7 @@ def test_failures_are_one_sentence_and_exit_code_1(path: Path) -> None:
         assert "Traceback" not in done.errors
 
 
-def test_a_lock_that_stays_taken_is_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_timeout_is_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     post(path)
     monkeypatch.setenv("POSTROOM_BUS_LOCK_TIMEOUT_S", "0.02")
     with locked(path):
@@ -236,7 +236,7 @@ def test_read_across_a_rotation_needs_archives(path: Path) -> None:
     ]
 
 
-def test_tail_prints_the_last_ten_or_as_many_as_wanted(path: Path) -> None:
+def test_tail_prints_the_last_ten_or_n(path: Path) -> None:
     filled(path, 12)
     assert bodies(postroom("bus", "tail", "--bus", path)) == [f"text {n}" for n in range(2, 12)]
     assert bodies(postroom("bus", "tail", "--bus", path, "-n", 2)) == ["text 10", "text 11"]
@@ -268,7 +268,7 @@ def test_count_prints_a_number(path: Path) -> None:
     assert postroom("bus", "count", "--bus", path).raw == b"3\n"
 
 
-def test_a_file_that_is_not_there_reads_as_empty_but_not_silently(path: Path) -> None:
+def test_a_missing_file_reads_as_empty_with_a_warning(path: Path) -> None:
     for command in ("read", "tail", "query", "count"):
         done = postroom("bus", command, "--bus", path)
         assert (done.code, done.out.strip("0\n")) == (0, "")
@@ -276,7 +276,7 @@ def test_a_file_that_is_not_there_reads_as_empty_but_not_silently(path: Path) ->
     assert not path.exists()
 
 
-def test_damage_that_a_reader_passes_over_is_one_warning_on_stderr(path: Path) -> None:
+def test_skipped_damage_is_one_warning_on_stderr(path: Path) -> None:
     filled(path, 3)
     damage(path)
     done = postroom("bus", "read", "--bus", path)
@@ -288,7 +288,7 @@ def test_damage_that_a_reader_passes_over_is_one_warning_on_stderr(path: Path) -
 # ---- rotate, verify, discover ----------------------------------------------------------------------
 
 
-def test_rotate_names_the_archive_or_says_that_there_was_nothing_to_do(path: Path) -> None:
+def test_rotate_names_the_archive_or_prints_that_nothing_was_rotated(path: Path) -> None:
     filled(path, 3)
     size = path.stat().st_size
     left = postroom("bus", "rotate", "--bus", path, "--max-size", "1MB")
@@ -299,7 +299,7 @@ def test_rotate_names_the_archive_or_says_that_there_was_nothing_to_do(path: Pat
     assert postroom("bus", "rotate", "--bus", path).line["archive"] is None
 
 
-def test_rotate_goes_through_a_folder_and_one_failure_does_not_stop_it(
+def test_rotate_of_a_folder_continues_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a/big.yaml": 50, "b/small.yaml": 1, "c/taken.yaml": 50, "d/e/big.yaml": 50}
@@ -334,7 +334,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-1", "10XB", "1e3", "١٠", "10MB "])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         parse_size(text)
 
@@ -392,7 +392,7 @@ def test_the_bus_comes_from_the_file_then_the_environment_then_the_flag(
     assert bodies(postroom("bus", "read", "--bus", "in-flag/bus.yaml")) == ["in-flag 0"]
 
 
-def test_the_other_settings_of_the_bus_reach_it(path: Path) -> None:
+def test_settings_of_the_bus_are_applied(path: Path) -> None:
     Path("postroom.toml").write_text("[bus]\nrotate_bytes = 300\n")
     for _ in range(4):
         post(path, "--body", "x" * 100)
@@ -410,7 +410,7 @@ def test_a_settings_file_that_cannot_be_used_is_refused_by_name(path: Path, text
     assert named in done.error
 
 
-def test_a_settings_file_that_is_named_has_to_be_there() -> None:
+def test_a_named_settings_file_must_exist() -> None:
     done = postroom("--config", "missing.toml", "bus", "read")
     assert done.code == 2
     assert "cannot read missing.toml" in done.error
@@ -475,13 +475,13 @@ def test_follow_shows_one_type_and_counts_only_its_messages(path: Path) -> None:
     assert follow(path, "--type", "nothing", "-n", 1) == []
 
 
-def test_follow_of_new_messages_prints_what_comes_after_it_started(path: Path) -> None:
+def test_follow_new_prints_only_later_messages(path: Path) -> None:
     filled(path, 2)
     process = start("postroom", "bus", "follow", "--bus", path, "--new", "--type", "note")
     poster = Bus(path)
     printed = Event()
 
-    def keep_posting() -> None:  # until the follower, which takes a while to start, has seen one
+    def keep_posting() -> None:  # until the follower, which takes a moment to start, has read one
         while not printed.wait(0.05):
             poster.append(type="other", project_id="p", body="passed over")
             poster.append(type="note", project_id="p", body="new")
@@ -500,13 +500,13 @@ def test_follow_of_new_messages_prints_what_comes_after_it_started(path: Path) -
 @pytest.mark.parametrize(
     "arguments", [["-n", 1, "--new"], ["--since", "X", "-n", 1], ["--since", "X", "--new"]]
 )
-def test_follow_takes_one_place_to_start_at(path: Path, arguments: list[object]) -> None:
+def test_follow_accepts_only_one_start_option(path: Path, arguments: list[object]) -> None:
     done = postroom("bus", "follow", "--bus", path, *arguments)
     assert done.code == 2
     assert "not both" in done.errors
 
 
-def test_follow_ends_when_its_reader_is_gone_without_waiting_for_a_message(path: Path) -> None:
+def test_follow_ends_at_once_when_its_output_is_closed(path: Path) -> None:
     filled(path, 1)
     process = start("postroom", "bus", "follow", "--bus", path)
     read_line(process)
@@ -518,7 +518,7 @@ def test_follow_ends_when_its_reader_is_gone_without_waiting_for_a_message(path:
     process.stderr.close()
 
 
-def test_a_closed_pipe_is_no_error(path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(path: Path) -> None:
     filled(path, 500, "x" * (PIPE_BYTES // 100))
     process = start("postroom", "bus", "read", "--bus", path)
     read_line(process)
@@ -530,7 +530,7 @@ def test_a_closed_pipe_is_no_error(path: Path) -> None:
     process.stderr.close()
 
 
-def test_warnings_that_nobody_reads_do_not_stop_the_work(path: Path) -> None:
+def test_a_closed_stderr_does_not_stop_the_command(path: Path) -> None:
     filled(path, 3)
     damage(path)
     reader, writer = os.pipe()
@@ -542,14 +542,14 @@ def test_warnings_that_nobody_reads_do_not_stop_the_work(path: Path) -> None:
 
 def test_output_that_cannot_be_written_is_an_error(path: Path) -> None:
     filled(path, 1)
-    for environ in ({}, {"PYTHONUNBUFFERED": "1"}):  # it fails at the end, or at the first line
+    for environ in ({}, {"PYTHONUNBUFFERED": "1"}):  # the write fails at the end, or at the first line
         with Path("/dev/full").open("wb") as full:
             done = run("postroom", "bus", "read", "--bus", path, stdout=full, env={**os.environ, **environ})
         assert done.code == 1
         assert done.error == "postroom: cannot write the output: No space left on device"
 
 
-def test_without_stdout_and_stdin_nothing_is_written_where_it_does_not_belong(path: Path) -> None:
+def test_without_standard_descriptors_no_output_goes_to_the_bus(path: Path) -> None:
     command = f'"{BIN}/postroom" bus post --bus "{path}" --type t --project p >&- <&-'
     done = subprocess.run(["sh", "-c", command], check=False, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -569,7 +569,7 @@ def test_a_signal_ends_a_command_that_waits_for_its_body(path: Path, number: sig
 
 
 def wait_until_it_reads(process: subprocess.Popen[bytes]) -> None:
-    """Fill its stdin: when the pipe has taken more than it holds, the command has begun to read."""
+    """Fill its stdin: when the pipe has accepted more than it buffers, the command has begun to read."""
     assert process.stdin is not None
     process.stdin.write(b"x" * (2 * PIPE_BYTES))
     process.stdin.flush()
@@ -582,7 +582,7 @@ def test_importing_the_command_line_imports_no_contract() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_an_error_of_our_own_making_is_one_line_unless_it_is_asked_for(
+def test_an_unexpected_error_is_one_line_without_the_trace_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @click.command()
@@ -669,7 +669,7 @@ def test_reports_on_a_terminal_are_text(path: Path, tmp_path: Path) -> None:
         ("read",), ("tail",), ("query",), ("count",), ("verify",), ("rotate",), ("follow", "--timeout", "0"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_bus_is_refused_in_one_sentence(command: tuple[str, ...]) -> None:
+def test_a_file_that_is_not_a_bus_is_refused_in_one_sentence(command: tuple[str, ...]) -> None:
     Path("README.md").write_text("# A project\n\nSome text.\n")
     done = postroom("bus", command[0], "--bus", "README.md", *command[1:])
     assert (done.code, done.out) == (1, "")

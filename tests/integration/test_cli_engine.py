@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from postroom import Engine
@@ -17,13 +19,14 @@ from postroom.cli.engine.operate import progress_line
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
-# With this lease no message runs again because its lease ends: only a noticed crash puts it back.
+# With this lease no message runs again because its lease ends: only a noticed crash requeues it.
 APP = """
 import asyncio, os, time
 from pathlib import Path
 from postroom import Engine, Policy
 
-engine = Engine.open("sqlite:///run/queue.db", policy=Policy(lease_s=3600.0))
+budgets = {"providers": {"openai": {"models": {"small": {"tokens_per_day": 1000}}}}}
+engine = Engine.open("sqlite:///run/queue.db", policy=Policy(lease_s=3600.0, tokens=budgets))
 here = Path("run")
 
 @engine.handler("tool_call")
@@ -109,6 +112,25 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def test_budgets_are_shown_as_a_table_and_as_json() -> None:
+    assert engine("tokens").code == 1, "there is no store yet"
+    submit("--tokens", 300, "--model", "small", "--app", "app:engine")
+    assert engine("tokens").line == {"providers": {}}, "without the app, nobody knows the budgets yet"
+    small = engine("tokens", "--app", "app:engine").line["providers"]["openai"]["models"]["small"]
+    figures = {name: small[name] for name in ("limit", "used", "reserved", "free", "borrowed")}
+    assert figures == {"limit": 1000, "used": 0, "reserved": 0, "free": 1000, "borrowed": 0}
+    table = run_on_terminal("postroom", "engine", "tokens", "--data", "run", "--app", "app:engine")
+    assert b"tokens_per_day" in table.raw
+    refused = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}",
+        "--tokens", "3000", "--app", "app:engine",
+    )  # fmt: skip
+    assert (refused.code, "would never run: its models give at most 1000" in refused.error) == (2, True)
+
+
 # ---- messages --------------------------------------------------------------------------------------
 
 
@@ -144,7 +166,7 @@ def test_options_of_a_submit_reach_the_message() -> None:
     ("arguments", "error"),
     [
         (["submit", "--type", "tool_call", "--org", "acme", "--payload", "{}"], "say where the messages are"),
-        (["submit", "--data", "run", "--type", "tool_call", "--payload", "{}"], "--data needs --org"),
+        (["submit", "--data", "run", "--type", "tool_call", "--payload", "{}"], "need --org"),
         (["submit", "--data", "run", "--type", "x", "--org", "a", "--payload", "{}"], "no message type 'x'"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "[]"], "JSON object"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "{"], "is not JSON"),
@@ -183,6 +205,15 @@ def test_an_app_brings_its_types() -> None:
     assert states() == {"QUEUED": 1}
 
 
+def test_an_app_names_its_own_store() -> None:
+    Path("shop.py").write_text(APP)
+    result = postroom(
+        "engine", "submit", "--app", "shop:engine", "--type", "own_type", "--org", "acme", "--payload", "{}"
+    )
+    assert result.code == 0, result.errors
+    assert engine("explain", result.line["message_id"]).code == 0
+
+
 def test_a_pause_holds_messages_back() -> None:
     message_id = submit()
     assert engine("pause", "--org", "acme").line["said"] == "pause"
@@ -192,7 +223,7 @@ def test_a_pause_holds_messages_back() -> None:
     assert engine("status").line["pauses"] == []
 
 
-def test_resume_names_the_pauses_that_are_left() -> None:
+def test_resume_names_the_remaining_pauses() -> None:
     submit()
     engine("pause", "--org", "acme", "--type", "tool_call")
     engine("pause", "--org", "zen")
@@ -254,7 +285,7 @@ def test_workers_run_messages_and_a_submit_can_wait() -> None:
     assert engine("status").line["workers"] == {}
 
 
-def test_a_submit_that_waits_in_vain_fails() -> None:
+def test_a_submit_without_a_result_in_time_fails() -> None:
     result = postroom(
         "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}",
         "--wait-s", "0.01",
@@ -286,9 +317,10 @@ def test_sigterm_lets_running_messages_finish_and_claims_no_more() -> None:
         with opened() as store:  # a stopping worker takes nothing new
             later = submit(say="later")
             Path("go").touch()
-            supervisor.communicate(timeout=HANG_GUARD_S)
+            said, _ = supervisor.communicate(timeout=HANG_GUARD_S)
             assert store.blocking.get(later).state == "QUEUED"
     assert supervisor.returncode == 0
+    assert json.loads(said) == {"said": "drain", "in_flight": 1, "at_most_s": 30.0}
     assert states() == {"COMPLETED": 1, "QUEUED": 1}
 
 
@@ -342,6 +374,25 @@ def test_dead_letters_are_listed_replayed_and_purged(dead: list[str]) -> None:
     assert engine("dlq", "show", third).code == 1
     wrong = engine("dlq", "show", first)
     assert (wrong.code, "it is QUEUED" in wrong.error) == (1, True)
+
+
+def test_dead_letters_fit_into_80_columns() -> None:
+    with opened() as store:
+
+        @store.handler("own_type")
+        async def fail(_message: Any, _ctx: Any) -> None:
+            raise ValueError("a reason that is much longer than the rest of a line of a small terminal")
+
+        store.blocking.submit(type="own_type", org_id="acme", payload={}, max_retries=0)
+        thread = threading.Thread(target=store.blocking.run)
+        thread.start()
+        until(store.blocking.dlq.list)
+        store.blocking.stop()
+        thread.join(HANG_GUARD_S)
+    shown = run_on_terminal("postroom", "engine", "dlq", "list", "--data", "run", env={"COLUMNS": "80"})
+    lines = click.unstyle(shown.raw.decode()).splitlines()
+    assert [len(line) for line in lines if len(line) > 80] == []
+    assert "ValueError: a reason" in lines[1]
 
 
 # ---- load ------------------------------------------------------------------------------------------

@@ -60,13 +60,13 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], list[
     return lines, [from_line(line) for line in lines]
 
 
-def test_every_line_is_what_the_schema_would_write(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+def test_every_line_is_encoded_by_the_schema(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
     lines, stream = sample
     assert [line for line, event in zip(lines, stream, strict=True) if to_line(event) != line] == []
     assert all(event.event_id == f"{event.source}#{event.seq}" for event in stream)
 
 
-def test_everything_that_can_happen_happens(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+def test_every_kind_of_event_is_generated(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
     _, stream = sample
     assert {event.kind for event in stream} == set(get_args(EventKind))
     assert {event.type for event in stream} == {*REQUESTS, *RESPONSES, ""}
@@ -100,7 +100,7 @@ def test_children_follow_their_parents_in_one_trace(sample: tuple[list[bytes], l
         assert child.ts_us > parent.ts_us
 
 
-def test_what_a_call_costs_is_exact(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+def test_costs_of_calls_are_exact(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
     _, stream = sample
     prices = {model.name: model for model in MODELS}
     calls = [event for event in stream if event.cost_usd is not None]
@@ -111,7 +111,7 @@ def test_what_a_call_costs_is_exact(sample: tuple[list[bytes], list[AuditEvent]]
         assert call.cost_usd == Decimal(nano) / 10**9
 
 
-def test_dead_letters_come_in_families(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+def test_dead_letters_have_several_error_types(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
     _, stream = sample
     dead = {event.message_id: event for event in stream if event.kind == "dead_letter"}
     families = Counter(event.error_type for event in dead.values())
@@ -122,7 +122,7 @@ def test_dead_letters_come_in_families(sample: tuple[list[bytes], list[AuditEven
 # ---- the same again ------------------------------------------------------------------------------------
 
 PINNED = "fa71a45bbe82b2015a27cb44fb7e7c0227a203f609d89b11222563535b668da2"
-"""Of the lines. It changes with the generator, and with nothing else: no version of Python, no machine."""
+"""The hash of the lines changes only with the generator, not with the Python version or the machine."""
 
 
 def test_a_seed_gives_the_same_bytes() -> None:
@@ -141,7 +141,7 @@ def test_another_seed_gives_another_history() -> None:
     assert set(lines_of(Path("h1"))).isdisjoint(lines_of(Path("h2")))
 
 
-def test_a_folder_with_something_in_it_is_refused() -> None:
+def test_a_folder_that_is_not_empty_is_refused() -> None:
     Path("out").mkdir()
     Path("out/mine").touch()
     done = postroom("pipeline", "generate", "--messages", 5, "--seed", 1, "--out", "out")
@@ -170,7 +170,7 @@ def test_a_clean_history_and_a_broken_one() -> None:
     assert "lost" not in {one["rule"] for one in done.lines}
 
 
-def test_a_stretch_of_a_history() -> None:
+def test_a_time_range_of_a_history_is_verified() -> None:
     postroom("pipeline", "generate", "--messages", 400, "--seed", 6, "--out", "h")
     since, until = "2025-01-09T00:00:00Z", "2025-01-10T12:00:00Z"
     assert postroom("verify", "h", "--since", since, "--until", until).code == 0
@@ -185,13 +185,13 @@ def ship(tasks: Tasks, folder: Path, *, up_to: int = 1_000) -> None:
         sink.write(feed.read(sink.position(feed.source), up_to))
 
 
-def test_what_is_open_has_to_be_in_the_store(quick_path: Path) -> None:
+def test_open_messages_must_be_in_the_store(quick_path: Path) -> None:
     url = f"sqlite:///{quick_path}/queue.db"
     with Tasks.open(url) as tasks:
         ids = tasks.enqueue_many([{"agent": "a", "payload": n} for n in range(3)])
         [task] = tasks.claim(agent="a")
         ship(tasks, Path("audit"))
-        tasks.complete(task.task_id, task.lease)  # not shipped, and that is no loss
+        tasks.complete(task.task_id, task.lease)  # not shipped, but not lost
     assert postroom("verify", "audit", "--store", url).code == 0
     _forget(quick_path / "queue.db", ids[2])
     done = postroom("verify", "audit", "--store", url)
@@ -199,7 +199,7 @@ def test_what_is_open_has_to_be_in_the_store(quick_path: Path) -> None:
 
 
 def _forget(database: Path, message_id: str) -> None:
-    """Remove a record behind the store's back."""
+    """Remove a record from the database directly."""
     import apsw
 
     connection = apsw.Connection(str(database))
@@ -212,7 +212,7 @@ def _forget(database: Path, message_id: str) -> None:
     connection.close()
 
 
-def test_a_store_that_the_stream_does_not_tell_of(quick_path: Path) -> None:
+def test_a_store_that_was_not_shipped_is_refused(quick_path: Path) -> None:
     postroom("pipeline", "generate", "--messages", 20, "--seed", 1, "--out", "h")
     url = f"sqlite:///{quick_path}/other.db"
     done = postroom("verify", "h", "--store", url)

@@ -48,7 +48,7 @@ def test_serve_prints_one_line_and_ends_with_sigterm(tmp_path: Path) -> None:
             "pid": server.process.pid,
         }
         with Mail(server.url) as client, client.subscribe(client.create(ttl_s=60)):
-            assert server.end() == (0, "")  # with somebody connected, who is told first
+            assert server.end() == (0, "")  # with a connected client, which is notified first
     assert server.process.stdout is not None
     assert server.process.stdout.closed or server.process.stdout.read() == b""
 
@@ -59,21 +59,21 @@ def test_a_second_server_of_a_folder_is_refused(server: MailServer) -> None:
     assert done.error == f"postroom: {server.data} belongs to a mail server that is running"
 
 
-def test_a_taken_port_is_one_sentence_and_leaves_nothing_behind(tmp_path: Path, server: MailServer) -> None:
+def test_a_port_in_use_is_one_sentence_and_leaves_no_files(tmp_path: Path, server: MailServer) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "run" / "other", "--port", server.port)
     assert (done.code, done.raw) == (1, b"")
     assert done.error == f"postroom: cannot listen on 127.0.0.1 port {server.port}: Address already in use"
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_that_cannot_be_listened_on_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_host_is_one_sentence(tmp_path: Path) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--host", "no host", "--port", 0)
     assert (done.code, done.raw) == (1, b"")
     assert done.error.startswith("postroom: cannot listen on no host port 0: ")
     assert not (tmp_path / "data").exists()
 
 
-def test_a_file_of_events_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--port", 0)
@@ -82,7 +82,7 @@ def test_a_file_of_events_that_leads_elsewhere_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
         (["--user", "ada"], "--user needs --password"),
         (["--password", "x"], "--password needs --user"),
@@ -94,11 +94,11 @@ def test_a_file_of_events_that_leads_elsewhere_is_refused(tmp_path: Path) -> Non
         (["--normal", "never"], "--normal"),
     ],
 )
-def test_a_wrong_call_of_serve_is_one_sentence(options: list[str], told: str) -> None:
+def test_a_wrong_call_of_serve_is_one_sentence(options: list[str], sentence: str) -> None:
     Path("users").write_text("ada:x\nbob\n")
     done = mail("serve", "--data", "data", "--port", 0, *options)
     assert (done.code, done.raw) == (2, b"")
-    assert told in done.error
+    assert sentence in done.error
     assert not Path("data").exists()
 
 
@@ -168,7 +168,7 @@ def test_an_id_can_stay_in_a_file() -> None:
     assert mail("read", "@missing").error.endswith("missing: No such file or directory")
 
 
-def test_create_says_whether_the_mailbox_is_new() -> None:
+def test_create_prints_whether_the_mailbox_is_new() -> None:
     named = ["create", "--public", "--name", "cli.again", "--ttl-s", 60]
     assert mail(*named).line == {"mail_id": "cli.again", "is_new": True}
     assert mail(*named).line == {"mail_id": "cli.again", "is_new": False}
@@ -186,7 +186,7 @@ def test_public_mailboxes_are_discovered() -> None:
     assert private not in str(found)
 
 
-def test_follow_prints_what_is_there_and_what_comes_until_sigterm() -> None:
+def test_follow_prints_stored_and_new_messages_until_sigterm() -> None:
     mail_id = box()
     mail("send", mail_id, "--body", "stored")
     following = start("postroom", "mail", "follow", mail_id)
@@ -207,7 +207,7 @@ def test_follow_ends_after_its_timeout() -> None:
 
 @pytest.mark.parametrize("option", ["--timeout-s", "--timeout"])
 def test_every_command_has_one_name_for_its_timeout(option: str) -> None:
-    """The earlier one works, and is not shown."""
+    """The earlier name of the option works, and is not shown."""
     mail_id = box()
     assert mail("send", mail_id, "--body", "x", option, 30).code == 0
     assert mail("read", mail_id, option, 30).line["body"] == "x"
@@ -219,7 +219,7 @@ def test_every_command_has_one_name_for_its_timeout(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["-n", "--count"])
-def test_read_and_follow_end_after_so_many_messages(option: str) -> None:
+def test_read_and_follow_end_after_n_messages(option: str) -> None:
     mail_id = box()
     for body in ("first", "second"):
         mail("send", mail_id, "--body", body)
@@ -273,7 +273,7 @@ def test_a_follower_ends_with_its_reader() -> None:
     following.stderr.close()
 
 
-def test_a_person_gets_something_to_read() -> None:
+def test_a_terminal_gets_readable_text() -> None:
     mail_id = box()
     mail("send", mail_id, "--body", "hello\x1b[31m", "--priority", "urgent")
     shown = run_on_terminal("postroom", "mail", "read", mail_id, env={"NO_COLOR": "1", **environ()}).out
@@ -288,7 +288,7 @@ def environ() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "sentence"),
     [
         (["send", "no.such", "--body", "x"], 1, "the mailbox does not exist"),
         (["read", "no.such"], 1, "the mailbox does not exist"),
@@ -302,10 +302,10 @@ def environ() -> dict[str, str]:
         (["discover", "--tls-ca", "missing"], 2, "cannot use the certificates in missing"),
     ],
 )  # fmt: skip
-def test_an_error_is_one_sentence(arguments: list[str], code: int, told: str) -> None:
+def test_an_error_is_one_sentence(arguments: list[str], code: int, sentence: str) -> None:
     done = mail(*arguments)
     assert (done.code, done.raw) == (code, b"")
-    assert told in done.error
+    assert sentence in done.error
 
 
 def test_the_exit_code_is_1_when_the_server_is_gone_or_refuses(tmp_path: Path) -> None:
@@ -319,8 +319,8 @@ def test_the_exit_code_is_1_when_the_server_is_gone_or_refuses(tmp_path: Path) -
         for words in commands:
             gone = mail(*words, "--server", f"127.0.0.1:{port}")
             assert (gone.code, gone.raw) == (1, b"")
-            told = f"cannot reach the mail server at 127.0.0.1:{port}: Connection refused"
-            assert gone.error == f"postroom: {told}"
+            sentence = f"cannot reach the mail server at 127.0.0.1:{port}: Connection refused"
+            assert gone.error == f"postroom: {sentence}"
             refused = mail(*words, "--server", server.url, "--user", "ada", "--password", "two")
             assert (refused.code, refused.raw) == (1, b"")
             assert "the server refuses the login: wrong user, password or token" in refused.error
@@ -332,13 +332,13 @@ def test_the_exit_code_is_1_when_the_server_does_not_answer_in_time() -> None:
     assert done.error == "postroom: no answer within 0 s: the call may or may not be done"
 
 
-def test_another_server_without_mailboxes_is_told_apart(tmp_path: Path) -> None:
+def test_a_nats_server_without_mailboxes_is_reported(tmp_path: Path) -> None:
     with running("nats-server", tmp_path) as plain:
         done = mail("create", "--server", plain.url)
     assert done.error == "postroom: the server has no mailboxes: it may be a plain NATS server"
 
 
-def test_a_full_mailbox_says_so() -> None:
+def test_a_full_mailbox_is_reported() -> None:
     mail_id = box()
     with Mail(os.environ["POSTROOM_MAIL_SERVER"]) as client:
         for number in range(50):

@@ -1,4 +1,4 @@
-"""`postroom queue`: what it prints, what it stores, how it ends."""
+"""`postroom queue`: its output, the stored messages, and its exit codes."""
 
 import json
 import signal
@@ -82,14 +82,14 @@ def test_a_body_comes_from_an_option_a_file_or_stdin(body: str) -> None:
     assert texts(poll("anyone")) == [body] * 5
 
 
-def test_a_body_that_is_no_text_is_refused(root: Path) -> None:
+def test_a_body_that_is_not_text_is_refused(root: Path) -> None:
     done = postroom("queue", "send", "--topic", "ask", stdin=b"\xff")
     assert done.code == 2
     assert "not UTF-8" in done.error
     assert Queue(root).tail() == []
 
 
-def test_a_poll_prints_what_is_new_and_only_once() -> None:
+def test_a_poll_prints_new_messages_once() -> None:
     send("--topic", "ask", "--body", "1")
     assert texts(poll("a")) == ["1"]
     assert poll("a") == []
@@ -98,7 +98,7 @@ def test_a_poll_prints_what_is_new_and_only_once() -> None:
     assert texts(poll("b")) == ["1", "2"]
 
 
-def test_a_filtered_poll_passes_over_the_rest_unless_it_is_kept() -> None:
+def test_a_filtered_poll_skips_the_rest_unless_keep_filtered() -> None:
     send("--topic", "ask", "--body", "question")
     send("--topic", "status", "--body", "fine")
     assert texts(poll("a", "--topic", "status")) == ["fine"]
@@ -116,7 +116,7 @@ def test_a_limited_poll_leaves_the_rest_for_the_next_one() -> None:
     assert texts(poll("a", "--limit", 2)) == ["2"]
 
 
-def test_sessions_and_roots_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_and_roots_are_separate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     send("--topic", "ask", "--body", "default")
     send("--topic", "ask", "--session", "night", "--body", "night")
     send("--topic", "ask", "--root", tmp_path / "other", "--body", "other")
@@ -172,7 +172,7 @@ def test_the_kill_switch_of_the_environment_and_of_the_file(
     for variable, value in (("POSTROOM_QUEUE_DISABLED", "1"), ("POSTROOM_CONFIG", "off.toml")):
         Path("off.toml").write_text("[queue]\ndisabled = true\n")
         with monkeypatch.context() as patch:
-            patch.setenv("POSTROOM_QUEUE_DISABLED", "")  # put back whatever a run changes
+            patch.setenv("POSTROOM_QUEUE_DISABLED", "")  # restore the environment after each run
             patch.setenv(variable, value)
             done = postroom("queue", "send", "--topic", "ask", "--body", "no")
             assert (done.code, done.raw) == (1, b"")
@@ -348,7 +348,7 @@ def test_an_unreadable_line_is_one_warning_on_stderr(root: Path) -> None:
 # ---- real processes and terminals --------------------------------------------------------------------
 
 
-def test_a_waiting_poll_prints_what_comes() -> None:
+def test_a_waiting_poll_prints_new_messages() -> None:
     process = start("postroom", "queue", "poll", "--agent", "a", "--wait", 30)
     send("--topic", "ask", "--body", "at last")
     done = finish(process)
@@ -365,7 +365,7 @@ def test_a_signal_ends_a_waiting_poll(root: Path, number: signal.Signals) -> Non
 
 
 def wait_for_first_poll(root: Path) -> None:
-    """The audit line says that the poll looked once and now waits."""
+    """The audit line shows that the poll has looked once and now waits."""
     audit = root / "audit.jsonl"
     ticking = threading.Event()
     while not (audit.exists() and audit.stat().st_size):
@@ -417,7 +417,7 @@ def test_a_session_without_messages_is_named_with_those_that_have_some(
 ) -> None:
     send("--topic", "ask", "--to", "ada", "--body", "1")
     send("--topic", "ask", "--to", "ada", "--body", "2", "--session", "nightly")
-    for _ in range(2):  # a poll makes the folder of the session: that is no message
+    for _ in range(2):  # a poll creates the folder of the session, which is not a message
         done = postroom("queue", *words, "--session", "nihgtly")
         assert done.code == 0
         assert done.error == (
@@ -427,7 +427,7 @@ def test_a_session_without_messages_is_named_with_those_that_have_some(
     assert postroom("queue", *words, "--session", "nightly").errors == ""
 
 
-def test_a_poll_of_a_wrong_folder_says_that_it_is_empty(tmp_path: Path) -> None:
+def test_a_poll_of_a_wrong_folder_warns_that_it_is_empty(tmp_path: Path) -> None:
     send("--topic", "ask", "--to", "ada", "--body", "1")
     done = postroom("queue", "poll", "--agent", "ada", "--root", tmp_path / "qeueu")
     assert (done.code, done.out) == (0, "")
@@ -441,7 +441,7 @@ def test_many_sessions_are_not_all_named() -> None:
 
 
 @pytest.mark.parametrize("command", ["poll", "inbox"])
-def test_an_agent_that_is_not_registered_is_named_when_others_are(command: str) -> None:
+def test_an_unregistered_agent_is_named_when_others_are_registered(command: str) -> None:
     send("--topic", "broadcast", "--body", "1")
     postroom("queue", "poll", "--agent", "daa")
     assert postroom("queue", command, "--agent", "daa").errors == ""

@@ -1,4 +1,4 @@
-"""`postroom tasks`: what it prints, what it stores, how it ends, in a folder and through a harness."""
+"""`postroom tasks`: its output, the stored tasks and its exit codes, on a folder and through a harness."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def one_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 def both_ways(
     request: pytest.FixtureRequest, tmp_path: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, ...]:
-    """The options that say where the tasks are."""
+    """The options that name the place of the tasks."""
     if request.param == "folder":
         with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
             tasks.status()
@@ -76,7 +76,7 @@ def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
 
 
 def test_the_states_are_those_of_the_contract() -> None:
-    assert set(STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
+    assert set(STATES) == set(get_args(State)) - {"FAILED"}  # no record stays in FAILED
     of_contract = {state: STATUS[state] for state in get_args(State) if state != "FAILED"}
     assert {state: word for word, states in STATUSES.items() for state in states} == of_contract
 
@@ -115,7 +115,7 @@ def test_the_whole_life_of_a_task(where: tuple[str, ...], agent: str) -> None:
     assert postroom("tasks", "list", *where, "--agent", agent, "--state", "QUEUED").raw == b""
 
 
-def test_nothing_to_take_prints_nothing(where: tuple[str, ...], agent: str) -> None:
+def test_next_without_a_task_prints_nothing(where: tuple[str, ...], agent: str) -> None:
     tasks_command("enqueue", *where, "--agent", agent, "--payload", "1", "--delay-s", 3600)
     done = postroom("tasks", "next", *where, "--agent", agent)
     assert (done.code, done.raw, done.errors) == (0, b"", "")
@@ -131,7 +131,7 @@ def test_the_same_id_and_the_same_key_store_one_task(where: tuple[str, ...], age
     assert len(postroom("tasks", "list", *where, "--agent", agent).lines) == 2
 
 
-def test_several_tasks_at_once_and_lists_that_go_on(where: tuple[str, ...], agent: str) -> None:
+def test_several_tasks_are_claimed_and_lists_are_paged(where: tuple[str, ...], agent: str) -> None:
     for n in range(5):
         tasks_command("enqueue", *where, "--agent", agent, "--payload", n)
     taken = postroom("tasks", "next", *where, "--agent", agent, "--limit", 3).lines
@@ -151,7 +151,7 @@ def test_cancel_and_retry(where: tuple[str, ...], agent: str) -> None:
     assert tasks_command("next", *where, "--agent", agent)["task_id"] == task_id
 
 
-def test_a_result_is_waited_for(where: tuple[str, ...], agent: str) -> None:
+def test_wait_prints_the_result(where: tuple[str, ...], agent: str) -> None:
     new = ("enqueue", *where, "--agent", agent, "--payload", '{"issue": 7}')
     task_id = tasks_command(*new)["task_id"]
     pending = postroom("tasks", "wait", task_id, *where, "--timeout-s", "0.05")
@@ -187,7 +187,7 @@ def test_a_task_shows_its_lease_and_every_time_in_one_form(where: tuple[str, ...
     assert parse_utc(shown["lease_ends_at"]) - parse_utc(shown["claimed_at"]) == timedelta(seconds=60)
 
 
-def test_tasks_come_in_as_lines(where: tuple[str, ...], agent: str) -> None:
+def test_tasks_are_enqueued_from_json_lines(where: tuple[str, ...], agent: str) -> None:
     other = f"{agent}-x"
     lines = [{"payload": n} for n in range(3)] + [{"payload": 3, "agent": agent, "type": "last"}]
     text = "\n\n".join(map(json.dumps, lines)).encode()
@@ -209,7 +209,7 @@ def test_many_lines_are_several_commits(where: tuple[str, ...], agent: str) -> N
     assert tasks_command("status", *where)["agents"][agent]["depth"] == BATCH_TASKS + 5
 
 
-def test_dead_letters_are_tried_again_together(where: tuple[str, ...], agent: str) -> None:
+def test_all_dead_letters_are_retried(where: tuple[str, ...], agent: str) -> None:
     new = ("enqueue", *where, "--agent", agent, "--payload", "1", "--max-retries", "0")
     ids = [tasks_command(*new)["task_id"] for _ in range(3)]
     alive = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1", "--delay-s", 60)["task_id"]
@@ -256,7 +256,7 @@ def test_tasks_are_listed_by_status_and_by_state(where: tuple[str, ...], agent: 
     assert listed("done") == []
 
 
-def test_a_retry_says_what_it_did_and_keeps_the_attempts(where: tuple[str, ...], agent: str) -> None:
+def test_retry_prints_the_outcome_and_keeps_the_attempts(where: tuple[str, ...], agent: str) -> None:
     new = ("enqueue", *where, "--agent", agent, "--payload", "1", "--max-retries", "0")
     task_id = tasks_command(*new)["task_id"]
     lease = tasks_command("next", *where, "--agent", agent)["lease"]
@@ -394,7 +394,7 @@ def test_a_bad_line_is_named_and_nothing_of_its_batch_is_stored(case: str) -> No
         assert tasks.find() == []
 
 
-def test_a_new_store_and_an_agent_that_nobody_registered_are_said() -> None:
+def test_a_new_store_and_an_unregistered_agent_cause_warnings() -> None:
     new = ("enqueue", *DATA, "--payload", "1", "--agent")
     first = postroom("tasks", *new, "a")
     assert (first.code, bool(first.line["task_id"])) == (0, True)
@@ -406,16 +406,14 @@ def test_a_new_store_and_an_agent_that_nobody_registered_are_said() -> None:
     assert (stranger.code, stranger.error) == (0, "postroom: warning: no agent 'b' is registered in data")
 
 
-def test_a_harness_warns_of_an_agent_that_nobody_registered(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_warns_of_an_unregistered_agent(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
     done = postroom("tasks", "enqueue", "--url", harness.url, "--agent", "nobody-knows", "--payload", "1")
     assert (done.code, bool(done.line["task_id"])) == (0, True)
     assert done.error == "postroom: warning: no agent 'nobody-knows' is registered here"
 
 
-def test_a_token_alone_and_who_may_be_sent_to(harness: Harness) -> None:
+def test_token_only_and_may_send_to(harness: Harness) -> None:
     added = postroom("tasks", "agent", "add", "planner", *DATA, "--may-send-to", "critic", "--token-only")
     assert re.fullmatch(r"pr_[\w-]{43}\n", added.out)
     tasks_command("agent", "add", "critic", *DATA)
@@ -424,7 +422,7 @@ def test_a_token_alone_and_who_may_be_sent_to(harness: Harness) -> None:
     assert planner["created"].endswith("Z")
 
 
-def test_who_may_be_sent_to_is_changed_by_the_command_that_a_refusal_names(
+def test_a_refusal_names_the_command_that_allows_sending(
     harness: Harness, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POSTROOM_TOKEN", harness.token(agent))
@@ -450,7 +448,7 @@ def test_the_choices_of_a_missing_option_stand_on_the_same_line() -> None:
     assert "\\t" not in done.error
 
 
-def test_a_settings_file_that_is_no_text_is_said_in_words() -> None:
+def test_a_settings_file_that_is_not_text_is_one_sentence() -> None:
     Path("postroom.toml").write_bytes(b"\xff\xfe")
     done = postroom("bus", "tail", "--bus", "bus.yaml")
     assert (done.code, done.raw) == (2, b"")
@@ -468,7 +466,7 @@ def test_a_system_file_as_the_store_is_refused_and_untouched(arguments: tuple[st
     assert Path("data/queue.db").read_bytes() == b"root:x:0:0::/root:/bin/sh\n"
 
 
-def test_what_a_harness_refuses_as_wrong_is_exit_code_2_too(
+def test_an_invalid_call_refused_by_a_harness_has_exit_code_2(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
@@ -531,7 +529,7 @@ def test_agents_and_their_tokens() -> None:
 # ---- on a terminal -------------------------------------------------------------------------------------
 
 
-def test_people_get_tables_and_records(tmp_path: Path) -> None:
+def test_a_terminal_gets_tables_and_records(tmp_path: Path) -> None:
     data = ("--data", tmp_path / "data")
     payload = json.dumps({"title": "evil \x1b[31m title"})
     with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
@@ -560,7 +558,7 @@ def test_people_get_tables_and_records(tmp_path: Path) -> None:
 
 
 def text(result: Result) -> str:
-    """Without the colours, which are ours."""
+    """Without the colour codes."""
     return (
         result.out.replace("\x1b[1m", "")
         .replace("\x1b[0m", "")
@@ -603,7 +601,7 @@ def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:
         assert (done.code, "lease_s_max must be" in done.error) == (2, True)
 
 
-def test_a_port_that_is_taken_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
     done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
     assert done.code == 1
     assert f"port {harness.port}: another program listens there, so choose another port" in done.error
@@ -630,7 +628,7 @@ def test_two_servers_may_serve_one_folder(tmp_path: Path, monkeypatch: pytest.Mo
         assert tasks_command("status", "--url", one.url)["totals"] == {"completed": 2}
 
 
-def test_a_word_for_operators_is_refused_to_an_agent(
+def test_a_command_for_operators_is_refused_to_an_agent(
     harness: Harness, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POSTROOM_TOKEN", harness.token(agent))
@@ -640,7 +638,7 @@ def test_a_word_for_operators_is_refused_to_an_agent(
     assert (done.code, f"this token is {agent}'s" in done.error) == (1, True)
 
 
-def test_without_the_server_extra_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_server_extra_error_names_the_extra(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['starlette'] = None\nfrom postroom.cli.main import main\nmain()"
     process = start("python", "-c", blocked, "tasks", "serve", "--data", tmp_path / "x")
     done = finish(process)
@@ -693,7 +691,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_program_that_fails_fails_the_task_and_says_why(harness: Harness, agent: str, case: str) -> None:
+def test_a_failing_program_fails_the_task_with_its_stderr(harness: Harness, agent: str, case: str) -> None:
     command, expected = FAILURES[case]
     with harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1, max_retries=0)
@@ -731,7 +729,7 @@ def test_a_folder_is_worked_on_without_a_harness(tmp_path: Path) -> None:
         assert outcomes == {good: "completed", bad: "failed"}
         assert (tasks.get(good).result, tasks.get(bad).status) == (10.0, "failed")
         assert "ZeroDivisionError" in tasks.get(bad).errors[0]
-        process = start("postroom", "tasks", "work", *where)  # waits for more, and ends when it is told to
+        process = start("postroom", "tasks", "work", *where)  # waits for more tasks until SIGTERM
         later = tasks.enqueue(agent="a", payload=1)
         assert tasks.wait(later, HANG_GUARD_S).result == 10.0
         process.terminate()
@@ -749,8 +747,8 @@ def test_a_terminal_gets_a_line_for_each_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
-def test_a_worker_takes_its_whole_program_with_it(tmp_path: Path, number: int) -> None:
-    """Also the children that the program started, whatever ends the worker."""
+def test_a_killed_worker_ends_its_program_and_its_children(tmp_path: Path, number: int) -> None:
+    """Including the children of the program, however the worker ends."""
     pids = tmp_path / "pids"
     command = f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
     with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
@@ -765,14 +763,14 @@ def test_a_worker_takes_its_whole_program_with_it(tmp_path: Path, number: int) -
 
 
 def runs(pid: int) -> bool:
-    """Whether a process still does something; a dead one may wait for its parent to look."""
+    """Whether a process still runs; a dead one may be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_the_token_is_not_handed_down(harness: Harness, agent: str) -> None:
+def test_the_program_does_not_inherit_the_token(harness: Harness, agent: str) -> None:
     code = "import json, os; print(json.dumps(os.environ.get('POSTROOM_TOKEN')))"
     with harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1)
@@ -793,11 +791,11 @@ def test_a_signal_lets_the_program_finish(harness: Harness, agent: str, tmp_path
         assert (tasks.get(first).result, tasks.get(second).attempt) == (5, 0)
 
 
-def test_after_the_grace_the_program_ends_and_its_task_goes_back(
+def test_after_the_grace_the_program_ends_and_its_task_is_released(
     harness: Harness, agent: str, tmp_path: Path
 ) -> None:
-    started, told = tmp_path / "started", tmp_path / "told"
-    command = f"trap 'touch {told}; exit 1' TERM; touch {started}; sleep 600 & wait"
+    started, ended = tmp_path / "started", tmp_path / "told"
+    command = f"trap 'touch {ended}; exit 1' TERM; touch {started}; sleep 600 & wait"
     with harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1)
         process = work(harness, agent, command, "--grace-s", "0.1")
@@ -805,17 +803,17 @@ def test_after_the_grace_the_program_ends_and_its_task_goes_back(
         process.terminate()
         assert finish(process).code == 0
         assert (tasks.get(task_id).status, tasks.get(task_id).retry_count) == ("pending", 0)
-    assert told.exists()
+    assert ended.exists()
 
 
-def test_a_token_that_is_not_known_ends_the_work_in_one_sentence(harness: Harness) -> None:
+def test_an_unknown_token_ends_the_work_in_one_sentence(harness: Harness) -> None:
     where = ("--url", harness.url, "--agent", "a", "--token", "pr_wrong")
     done = finish(start("postroom", "tasks", "work", *where, "--exec", "true"))
     assert done.code == 1
     assert "token" in done.error
 
 
-def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) -> None:
+def test_a_program_is_ended_when_its_task_is_lost(tmp_path: Path) -> None:
     unwanted = threading.Event()
     unwanted.set()
     mark = tmp_path / "ended"
@@ -825,7 +823,7 @@ def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) ->
     assert mark.exists()
 
 
-def test_a_file_of_json_is_named_when_it_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     for name, says in (("bad.json", "is not JSON"), ("deep.json", "is nested too deeply")):
@@ -846,7 +844,7 @@ def test_removing_an_agent_makes_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [("--bus-max-bytes", 0), ("--port", "x"), ("--host", "256.1.1.1"), ("taken",)]
 )
-def test_a_refused_serve_leaves_nothing_behind(tmp_path: Path, options: tuple[object, ...]) -> None:
+def test_a_refused_serve_leaves_no_files(tmp_path: Path, options: tuple[object, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         if options == ("taken",):
             options = ("--port", taken.getsockname()[1])

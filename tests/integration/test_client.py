@@ -1,4 +1,4 @@
-"""`TaskClient` against a real harness: real processes, real kills, answers that are really lost."""
+"""`TaskClient` against a real harness: real processes, real kills, and replies that are really lost."""
 
 import asyncio
 import http.client
@@ -36,12 +36,12 @@ from tests.integration.harnesses import Harness, serving
 from tests.waiting import until
 
 SHORT_LEASE_S = 0.6
-NEVER_S = 3_600.0  # an interval that no test lives to see
+NEVER_S = 3_600.0  # longer than any test
 
 
 @pytest.fixture(scope="module", name="harness")
 def one_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """Most tests share one; each has agents of its own."""
+    """Most tests share one harness; each test has its own agents."""
     with serving(tmp_path_factory.mktemp("harness")) as harness:
         yield harness
 
@@ -74,7 +74,7 @@ def free_port() -> int:
 # ---- the words -----------------------------------------------------------------------------------------
 
 
-def test_the_words_of_an_agent(harness: Harness, agent: str) -> None:
+def test_every_call_of_a_lease_holder(harness: Harness, agent: str) -> None:
     with harness.client(agent) as client, harness.tasks() as tasks:
         assert client.next_task() is None
         ids = [tasks.enqueue(agent=agent, payload={"n": n}, type="sum") for n in range(4)]
@@ -84,7 +84,7 @@ def test_the_words_of_an_agent(harness: Harness, agent: str) -> None:
         assert (first.type, first.lease_s) == ("sum", 60.0)
         client.heartbeat(first.task_id)
         client.complete_task(first.task_id, {"sum": 1})
-        client.complete_task(first.task_id, {"sum": 1})  # a repeated word changes nothing
+        client.complete_task(first.task_id, {"sum": 1})  # a repeated call changes nothing
         rest = client.next_tasks(10)
         assert [task.task_id for task in rest] == ids[1:]
         client.fail_task(ids[1], "boom", 0.0)
@@ -135,7 +135,7 @@ def test_stale_leases_unknown_tasks_and_wrong_tokens_have_errors_of_their_own(
 
 
 def test_agents_ask_each_other(harness: Harness, agent: str) -> None:
-    """The planner asks while it works; the critic answers, and fails when it is asked to."""
+    """The planner asks during its own task. The critic answers, or fails on request."""
     planner, critic = f"{agent}-planner", f"{agent}-critic"
     harness.tokens[planner] = harness.agents.add(planner, may_send_to=[critic])
 
@@ -181,7 +181,7 @@ def test_the_same_from_asyncio(harness: Harness, agent: str) -> None:
 
 
 def test_the_start_up_drain_takes_every_task_that_waits(harness: Harness, agent: str) -> None:
-    """Foreman's start-up poll took one and left the rest to the next nudge."""
+    """Foreman's poll at the start claimed one task and left the rest to the next nudge."""
     with harness.tasks() as tasks, harness.client(agent, poll_every_s=NEVER_S) as client:
         ids = [tasks.enqueue(agent=agent, payload=n) for n in range(12)]
         with working(client, lambda task: task.payload * 2, nudge_port=free_port()):
@@ -190,7 +190,7 @@ def test_the_start_up_drain_takes_every_task_that_waits(harness: Harness, agent:
         assert [tasks.get(task_id).result for task_id in ids] == [n * 2 for n in range(12)]
 
 
-def test_what_comes_later_is_taken_too_without_any_nudge_endpoint(harness: Harness, agent: str) -> None:
+def test_later_tasks_are_claimed_without_a_nudge_endpoint(harness: Harness, agent: str) -> None:
     client = harness.client(agent)
     with harness.tasks() as tasks, client, working(client, lambda task: task.payload):
         for n in range(3):
@@ -198,15 +198,13 @@ def test_what_comes_later_is_taken_too_without_any_nudge_endpoint(harness: Harne
             until(completed(tasks, task_id))
 
 
-def test_heartbeats_keep_the_lease_of_a_long_handler_and_nobody_else_gets_its_task(
-    harness: Harness, agent: str
-) -> None:
-    """Foreman's agents sent none during a long model call, and it was made twice."""
+def test_heartbeats_keep_the_lease_of_a_long_handler(harness: Harness, agent: str) -> None:
+    """Foreman's agents sent no heartbeat during a long model call, and the call was made twice."""
     stolen = []
 
     def slow(task: Task) -> str:
         beats: set[Any] = set()
-        while len(beats) < 8:  # each a third of the lease after the one before: far longer than one lease
+        while len(beats) < 8:  # three waits of a third of the lease each: far longer than one lease
             stolen.extend(rival.next_tasks(1, wait_s=0.05))
             beats.add(tasks.get(task.task_id).last_heartbeat)
         assert not task.lost.is_set()
@@ -236,23 +234,23 @@ def test_without_heartbeats_the_same_handler_would_lose_its_task(harness: Harnes
             client.complete_task(task_id, "late")
 
 
-def test_a_handler_is_told_when_its_task_is_taken_away(harness: Harness, agent: str) -> None:
-    told: list[bool] = []
+def test_lost_is_set_when_a_task_is_cancelled(harness: Harness, agent: str) -> None:
+    lost: list[bool] = []
 
     def handler(task: Task) -> str:
         tasks.cancel(task.task_id)
-        told.append(task.lost.wait(HANG_GUARD_S))
+        lost.append(task.lost.wait(HANG_GUARD_S))
         return "in vain"
 
     with harness.tasks() as tasks, harness.client(agent) as client:
         task_id = tasks.enqueue(agent=agent, payload=1)
         client.work(handler, lease_s=SHORT_LEASE_S, until_empty=True)
-        assert told == [True]
+        assert lost == [True]
         assert tasks.get(task_id).status == "cancelled"
         assert tasks.get(task_id).result is None
 
 
-def test_what_a_handler_raises_is_in_the_history(harness: Harness, agent: str) -> None:
+def test_an_exception_of_a_handler_is_in_the_history(harness: Harness, agent: str) -> None:
     def handler(task: Task) -> str:
         if task.attempt == 1:
             raise TaskFailed("the model is busy", retry_in_s=0.0)
@@ -294,7 +292,7 @@ def test_a_nudge_of_the_harness_wakes_the_agent_at_once(tmp_path: Path) -> None:
         with client, working(client, lambda task: task.payload, nudge_port=port):
             until(lambda: answers("GET", port, "/health") == 200)
             until(lambda: looked_for_new_tasks(harness))
-            for n in range(3):  # found by nudges alone: the interval is an hour
+            for n in range(3):  # found by nudges only: the interval is an hour
                 until(completed(tasks, tasks.enqueue(agent="a", payload=n)))
 
 
@@ -325,7 +323,7 @@ def test_callers_that_hold_the_nudge_endpoint_do_not_stop_the_work(harness: Harn
 
 
 def looked_for_new_tasks(harness: Harness) -> bool:
-    """Only what comes after its first look is news to a harness."""
+    """A harness nudges only for tasks that are enqueued after its first look."""
     if "boss" not in harness.tokens:
         harness.tokens["boss"] = harness.agents.add("boss", role="operator")
     with harness.client("boss") as boss:
@@ -374,7 +372,7 @@ print("returned")
 def agent_process(
     harness: Harness, agent: str, folder: Path, grace_s: float
 ) -> Iterator[subprocess.Popen[str]]:
-    """An agent whose handler goes on until the file `go` is there; entered when it holds a task."""
+    """An agent whose handler runs until the file `go` exists. The block begins when it holds a task."""
     arguments = [harness.url, agent, harness.token(agent), str(folder), str(grace_s)]
     with subprocess.Popen(
         [sys.executable, "-c", AGENT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -393,7 +391,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_handler_finish_and_takes_nothing_more(
+def test_a_signal_lets_the_handler_finish_and_claims_nothing_more(
     harness: Harness, agent: str, tmp_path: Path, number: int
 ) -> None:
     with harness.tasks() as tasks:
@@ -407,7 +405,7 @@ def test_a_signal_lets_the_handler_finish_and_takes_nothing_more(
         assert tasks.get(second).attempt == 0
 
 
-def test_after_the_grace_what_is_held_goes_back_uncounted(
+def test_after_the_grace_held_tasks_are_released_without_a_retry(
     harness: Harness, agent: str, tmp_path: Path
 ) -> None:
     with harness.tasks() as tasks:
@@ -434,7 +432,7 @@ def test_an_idle_agent_ends_cleanly(harness: Harness, agent: str) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         tasks.enqueue(agent=agent, payload=1)
-        until(lambda: tasks.status().agents[agent].states.get("COMPLETED") == 1)  # it is at work
+        until(lambda: tasks.status().agents[agent].states.get("COMPLETED") == 1)  # the handler runs
         process.terminate()
         assert process.wait(HANG_GUARD_S) == 0
 
@@ -442,8 +440,8 @@ def test_an_idle_agent_ends_cleanly(harness: Harness, agent: str) -> None:
 # ---- a harness that is away, and answers that are lost -------------------------------------------------
 
 
-def test_a_harness_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -> None:
-    """One task is being handled while it is away, and its result is kept until it is back."""
+def test_a_killed_and_restarted_harness_loses_nothing(tmp_path: Path) -> None:
+    """One task is being handled while the harness is down; its result is kept until the harness is back."""
     away, back = threading.Event(), threading.Event()
 
     def handler(task: Task) -> Any:
@@ -463,7 +461,7 @@ def test_a_harness_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -
             harness.end(signal.SIGKILL)
             ids += [tasks.enqueue(agent="a", payload=n) for n in (1, 2)]
             back.set()
-            threading.Event().wait(0.3)  # the client finds nobody
+            threading.Event().wait(0.3)  # the client cannot connect
             harness.start()
             until(lambda: {tasks.get(task_id).status for task_id in ids} == {"completed"})
         assert [tasks.get(task_id).result for task_id in ids] == [0, 1, 2]
@@ -471,7 +469,7 @@ def test_a_harness_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -
 
 
 class LossyProxy(ThreadingHTTPServer):
-    """Hands every request on to the harness, and loses one answer in three."""
+    """Forwards every request to the harness, and drops one reply in three."""
 
     daemon_threads = True
 
@@ -527,9 +525,9 @@ def test_lost_answers_cost_time_and_no_task(harness: Harness, agent: str) -> Non
     assert proxy.lost["/queue/complete"]
 
 
-def test_a_forked_child_does_not_speak_on_its_parents_connection(harness: Harness, agent: str) -> None:
+def test_a_forked_child_does_not_use_its_parents_connection(harness: Harness, agent: str) -> None:
     with harness.client(agent) as client, harness.tasks() as tasks:
-        assert client.next_task() is None  # the connection is kept
+        assert client.next_task() is None  # the connection stays open
         (kept,) = client._connections._idle
         pid = os.fork()
         if pid == 0:

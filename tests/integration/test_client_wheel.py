@@ -1,4 +1,4 @@
-"""The agent's side of the wheel works beside msgspec alone: no click, no YAML, no SQLite, no server."""
+"""The client of the wheel works with msgspec alone: no click, no YAML, no SQLite, no server."""
 
 import importlib.util
 import os

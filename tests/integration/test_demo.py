@@ -1,4 +1,4 @@
-"""`make demo` does what it says: it finishes, it kills, and it proves."""
+"""`make demo` finishes, kills a worker, and proves that nothing was lost."""
 
 import re
 import subprocess

@@ -18,6 +18,7 @@ from postroom.client import (
     NotAllowed,
     Overloaded,
     UnknownTask,
+    UnknownType,
     Unreachable,
     WrongState,
 )
@@ -59,7 +60,7 @@ def submit(client: EngineClient, **fields: Any) -> str:
     return client.submit(**{"type": "tool_call", "payload": {}, **fields})
 
 
-def test_a_result_is_waited_for(client: EngineClient, worker: Engine) -> None:
+def test_result_waits_for_the_end(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"say": "x"}, priority=1)
     assert client.result(message_id, timeout_s=30) == {"said": "x"}
     view = client.get(message_id)
@@ -72,14 +73,21 @@ def test_a_result_is_waited_for(client: EngineClient, worker: Engine) -> None:
     assert view.ended_at is not None
 
 
-def test_a_message_that_fails_has_its_errors(client: EngineClient, worker: Engine) -> None:
+def test_the_client_shows_budgets(client: EngineClient, worker: Engine) -> None:
+    client.result(submit(client, tokens=10), timeout_s=30)
+    model = client.tokens()["providers"]["p"]["models"]["small"]
+    assert model["used"] + model["reserved"] + model["free"] == model["limit"] == 1_000_000
+    assert model["organizations"]["acme"]["used"] >= 5
+
+
+def test_a_failed_message_has_its_errors(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"fails": True}, max_retries=0)
     with pytest.raises(MessageFailed, match="no such thing") as failed:
         client.result(message_id, timeout_s=30)
     assert (failed.value.state, failed.value.error_history[0]["error_type"]) == ("DEAD_LETTER", "ValueError")
 
 
-def test_a_wait_has_an_end(client: EngineClient) -> None:
+def test_a_wait_ends_after_its_timeout(client: EngineClient) -> None:
     message_id = submit(client, delay_s=3600)
     with pytest.raises(TimeoutError):
         client.result(message_id, timeout_s=0.01)
@@ -136,7 +144,7 @@ def test_errors_are_those_of_the_library(client: EngineClient, boss: EngineClien
             call("0190163d-8694-739b-aea5-966c26f8ad92")
     with pytest.raises(UnknownTask):
         list(client.stream("0190163d-8694-739b-aea5-966c26f8ad92"))
-    with pytest.raises(InvalidMessage, match="no message type"):
+    with pytest.raises(UnknownType, match="no message type"):
         submit(client, type="nothing")
     submit(client, idempotency_key="k", delay_s=3600)
     with pytest.raises(KeyReused, match="another content"):

@@ -1,4 +1,4 @@
-"""The GitHub example does what it says, from the event to the label."""
+"""The GitHub example works from the event to the label."""
 
 import subprocess
 import sys

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.tasks import DECISIONS, Task
+from postroom.contracts.tasks import DECISIONS, LeasedTask
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
@@ -30,8 +30,8 @@ HANG_GUARD_S = 30.0
 AGENT_POLLS_EVERY_S = 10.0
 
 
-class Room(NamedTuple):
-    """A data folder, its tasks, and a clock that stands."""
+class Env(NamedTuple):
+    """A data folder, its tasks, and a manual clock."""
 
     folder: Path
     clock: ManualClock
@@ -53,114 +53,114 @@ class Room(NamedTuple):
 
 
 @pytest.fixture(params=["sqlite", "memory"])
-def room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Room]:
+def env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Env]:
     clock = ManualClock()
     url = "memory://" if request.param == "memory" else f"sqlite:///{tmp_path / 'queue.db'}"
     with Tasks.open(url, clock=clock) as tasks:
-        yield Room(tmp_path, clock, tasks, Agents(tmp_path))
+        yield Env(tmp_path, clock, tasks, Agents(tmp_path))
 
 
-def drain_for(room: Room, harness: Harness, seconds: int) -> None:
-    """Let time pass second by second, with a turn of what is due in each."""
+def drain_for(env: Env, harness: Harness, seconds: int) -> None:
+    """Let time pass second by second, and run the loops that are due."""
     for _ in range(seconds):
-        room.clock.advance(1)
+        env.clock.advance(1)
         harness.step()
 
 
 # ---- results become effects ------------------------------------------------------------------------
 
 
-def test_a_result_is_executed_and_then_done(room: Room) -> None:
-    seen: list[Task] = []
-    task_id = room.completed({"decision": "close"})
-    room.harness(seen.append).step()
+def test_a_result_is_executed_and_then_done(env: Env) -> None:
+    seen: list[LeasedTask] = []
+    task_id = env.completed({"decision": "close"})
+    env.harness(seen.append).step()
     [decision] = seen
     assert decision.payload == {"decision": "close"}
     assert (decision.parent, decision.agent) == (task_id, DECISIONS)
-    assert room.status(task_id) == "done"
-    assert room.status(decision.task_id) == "completed"
+    assert env.status(task_id) == "done"
+    assert env.status(decision.task_id) == "completed"
 
 
-def test_a_result_is_not_done_before_it_was_executed(room: Room) -> None:
+def test_a_result_is_not_done_before_it_was_executed(env: Env) -> None:
     """Foreman marked a result done, and then executed it: a crash in between lost it."""
     states: list[str] = []
-    task_id = room.completed()
-    room.harness(lambda decision: states.append(room.status(decision.parent))).step()
+    task_id = env.completed()
+    env.harness(lambda decision: states.append(env.status(decision.parent))).step()
     assert states == ["completed"]
-    assert room.status(task_id) == "done"
+    assert env.status(task_id) == "done"
 
 
-def test_a_crash_while_executing_executes_again(room: Room) -> None:
+def test_a_crash_while_executing_executes_again(env: Env) -> None:
     class Died(BaseException):
         pass
 
-    def die(_: Task) -> None:
+    def die(_: LeasedTask) -> None:
         raise Died
 
-    task_id = room.completed()
+    task_id = env.completed()
     with pytest.raises(Died):
-        room.harness(die).step()
-    assert room.status(task_id) == "completed"
-    seen: list[Task] = []
-    second = room.harness(seen.append)
+        env.harness(die).step()
+    assert env.status(task_id) == "completed"
+    seen: list[LeasedTask] = []
+    second = env.harness(seen.append)
     second.step()
     assert seen == []  # the dead harness's lease has not run out
-    room.clock.advance(301)
+    env.clock.advance(301)
     second.step()
     assert [decision.attempt for decision in seen] == [2]
-    assert room.status(task_id) == "done"
+    assert env.status(task_id) == "done"
 
 
-def test_every_result_is_executed_once(room: Room) -> None:
+def test_every_result_is_executed_once(env: Env) -> None:
     executed: list[str] = []
-    harness = room.harness(lambda decision: executed.append(decision.parent))
-    expected = [room.completed(number) for number in range(120)]
+    harness = env.harness(lambda decision: executed.append(decision.parent))
+    expected = [env.completed(number) for number in range(120)]
     harness.step()
-    expected += [room.completed(number) for number in range(5)]
+    expected += [env.completed(number) for number in range(5)]
     harness.wake()
     harness.step()
-    drain_for(room, harness, 30)
+    drain_for(env, harness, 30)
     assert executed == expected
 
 
-def test_results_wait_for_a_harness_with_an_executor(room: Room) -> None:
-    task_id = room.completed()
-    drain_for(room, room.harness(None), 30)
-    assert room.status(task_id) == "completed"
-    assert DECISIONS not in room.tasks.status().agents
-    room.harness(lambda _: None).step()
-    assert room.status(task_id) == "done"
+def test_results_wait_for_a_harness_with_an_executor(env: Env) -> None:
+    task_id = env.completed()
+    drain_for(env, env.harness(None), 30)
+    assert env.status(task_id) == "completed"
+    assert DECISIONS not in env.tasks.status().agents
+    env.harness(lambda _: None).step()
+    assert env.status(task_id) == "done"
 
 
-def test_a_decision_without_a_task_is_executed_and_ends(room: Room) -> None:
-    """Its task was purged, or an earlier version let somebody put it there."""
-    seen: list[Task] = []
+def test_a_decision_without_a_task_is_executed_and_ends(env: Env) -> None:
+    """The task was purged, or an earlier version let a client enqueue the decision."""
+    seen: list[LeasedTask] = []
     alone = Envelope(queue=DECISIONS, payload=b'"by hand"')
-    [accepted] = room.tasks.store.write(lambda transaction: transaction.insert([alone]))
+    [accepted] = env.tasks.store.write(lambda transaction: transaction.insert([alone]))
     decision_id = accepted.message_id
-    room.harness(seen.append).step()
+    env.harness(seen.append).step()
     assert len(seen) == 1
-    assert room.status(decision_id) == "completed"
+    assert env.status(decision_id) == "completed"
 
 
 # ---- loops survive ---------------------------------------------------------------------------------
 
 
-def test_the_drain_loop_survives_any_exception(room: Room) -> None:
+def test_the_drain_loop_survives_any_exception(env: Env) -> None:
     """Foreman's drain loop died for good on the first exception."""
     seen: list[str] = []
     errors: list[BaseException] = [ValueError("no label"), SystemExit(3), RecursionError()]
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if errors:
             raise errors.pop(0)
         seen.append(decision.parent)
 
-    harness = room.harness(execute)
-    task_ids = [room.completed() for _ in range(4)]
+    harness = env.harness(execute)
+    task_ids = [env.completed() for _ in range(4)]
     harness.step()
     assert len(seen) == 1
-    drain_for(room, harness, 20)
+    drain_for(env, harness, 20)
     assert sorted(seen) == sorted(task_ids)
     drain = harness.status().loops["drain"]
     assert drain.errors == 3
@@ -173,9 +173,9 @@ def test_every_loop_survives_a_store_that_fails(tmp_path: Path) -> None:
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}", clock=clock) as real:
         store = FaultyStore(real.store)
         tasks = Tasks(store)
-        room = Room(tmp_path, clock, tasks, Agents(tmp_path))
-        task_id = room.completed()
-        harness = room.harness(lambda _: None)
+        env = Env(tmp_path, clock, tasks, Agents(tmp_path))
+        task_id = env.completed()
+        harness = env.harness(lambda _: None)
         store.inject("crash", "crash", "crash", "crash", "crash", "crash")
         for _ in range(6):
             clock.advance(60)
@@ -183,106 +183,106 @@ def test_every_loop_survives_a_store_that_fails(tmp_path: Path) -> None:
         loops = harness.status().loops
         assert loops["drain"].errors + loops["sweep"].errors >= 6
         assert "crash" in loops["sweep"].last_error.lower()
-        drain_for(room, harness, 20)
-        assert room.status(task_id) == "done"
+        drain_for(env, harness, 20)
+        assert env.status(task_id) == "done"
 
 
-def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(room: Room) -> None:
+def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(env: Env) -> None:
     """Foreman retried a decision whose execution raises for ever."""
     attempts: list[int] = []
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         attempts.append(decision.attempt)
         raise OSError("GitHub is down")
 
-    harness = room.harness(execute)
-    task_id = room.completed()
-    drain_for(room, harness, 600)
+    harness = env.harness(execute)
+    task_id = env.completed()
+    drain_for(env, harness, 600)
     assert attempts == [1, 2, 3, 4]
-    [line] = room.tasks.find(agent=DECISIONS)
-    decision = room.tasks.get(line.task_id)
+    [line] = env.tasks.find(agent=DECISIONS)
+    decision = env.tasks.get(line.task_id)
     assert (decision.status, decision.parent) == ("failed", task_id)
     assert decision.errors == ["GitHub is down"] * 4
-    assert room.status(task_id) == "completed"
+    assert env.status(task_id) == "completed"
 
 
-def test_a_dead_decision_can_be_tried_again_by_hand(room: Room) -> None:
+def test_a_dead_decision_can_be_tried_again_by_hand(env: Env) -> None:
     works = False
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         if not works:
             raise OSError("GitHub is down")
 
-    harness = room.harness(execute)
-    task_id = room.completed()
-    drain_for(room, harness, 60)
-    [line] = room.tasks.find(agent=DECISIONS, state="DEAD_LETTER")
+    harness = env.harness(execute)
+    task_id = env.completed()
+    drain_for(env, harness, 60)
+    [line] = env.tasks.find(agent=DECISIONS, state="DEAD_LETTER")
     works = True
-    room.tasks.retry(line.task_id)
-    drain_for(room, harness, 11)
-    assert room.status(task_id) == "done"
+    env.tasks.retry(line.task_id)
+    drain_for(env, harness, 11)
+    assert env.status(task_id) == "done"
 
 
-def test_a_failing_decision_does_not_delay_the_others(room: Room) -> None:
-    bad = room.completed("bad")
-    good = [room.completed("good") for _ in range(3)]
+def test_a_failing_decision_does_not_delay_the_others(env: Env) -> None:
+    bad = env.completed("bad")
+    good = [env.completed("good") for _ in range(3)]
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "bad":
             raise ValueError("bad")
 
-    room.harness(execute).step()
-    assert [room.status(task_id) for task_id in good] == ["done"] * 3
-    assert room.status(bad) == "completed"
+    env.harness(execute).step()
+    assert [env.status(task_id) for task_id in good] == ["done"] * 3
+    assert env.status(bad) == "completed"
 
 
-def test_an_executor_that_outlives_its_lease_is_counted(room: Room) -> None:
-    def execute(_: Task) -> None:
-        room.clock.advance(301)
-        room.tasks.sweep()
+def test_an_executor_that_outlives_its_lease_is_counted(env: Env) -> None:
+    def execute(_: LeasedTask) -> None:
+        env.clock.advance(301)
+        env.tasks.sweep()
 
-    task_id = room.completed()
-    harness = room.harness(execute)
+    task_id = env.completed()
+    harness = env.harness(execute)
     harness.step()
     assert "StaleLease" in harness.status().loops["drain"].last_error
-    assert room.status(task_id) == "completed"
+    assert env.status(task_id) == "completed"
 
 
 class Killed(BaseException):
-    """The end of a process in the middle of its work."""
+    """The process ends in the middle of its work."""
 
 
-def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(room: Room) -> None:
-    """Within its own short lease, not that of a task: it beats by itself, so it needs no long one."""
+def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(env: Env) -> None:
+    """After its own short lease, not that of a task: the harness renews it, so it needs no long one."""
 
-    def die(_: Task) -> None:
+    def die(_: LeasedTask) -> None:
         raise Killed
 
-    task_id = room.completed()
+    task_id = env.completed()
     with pytest.raises(Killed):
-        room.harness(die).step()
+        env.harness(die).step()
     executed: list[str] = []
-    harness = room.harness(lambda decision: executed.append(decision.parent))
+    harness = env.harness(lambda decision: executed.append(decision.parent))
     harness.step()
     assert executed == []
-    room.clock.advance(DECISION_LEASE_S)
+    env.clock.advance(DECISION_LEASE_S)
     harness.step()
     assert executed == [task_id]
-    assert room.status(task_id) == "done"
+    assert env.status(task_id) == "done"
 
 
-def test_a_beat_renews_the_lease_of_a_running_decision(room: Room) -> None:
+def test_a_beat_renews_the_lease_of_a_running_decision(env: Env) -> None:
     harness: Harness
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         for _beat in range(4):
-            room.clock.advance(DECISION_LEASE_S * 2 / 3)
+            env.clock.advance(DECISION_LEASE_S * 2 / 3)
             harness.beat()
 
-    task_id = room.completed()
-    harness = room.harness(execute)
+    task_id = env.completed()
+    harness = env.harness(execute)
     harness.step()
-    assert room.status(task_id) == "done"
+    assert env.status(task_id) == "done"
     assert harness.status().loops["drain"].errors == 0
 
 
@@ -290,9 +290,9 @@ def test_a_beat_renews_the_lease_of_a_running_decision(room: Room) -> None:
 
 
 @contextmanager
-def threaded(room: Room, execute: Execute, **terms: Any) -> Iterator[Harness]:
+def threaded(env: Env, execute: Execute, **terms: Any) -> Iterator[Harness]:
     """A harness whose loops and executions run in threads."""
-    harness = Harness(room.tasks, agents=room.agents, execute=execute, **terms)
+    harness = Harness(env.tasks, agents=env.agents, execute=execute, **terms)
     harness.start()
     try:
         yield harness
@@ -301,17 +301,17 @@ def threaded(room: Room, execute: Execute, **terms: Any) -> Iterator[Harness]:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Room]:
-    """A room with a clock that runs, and retries that follow at once."""
+def live(tmp_path: Path) -> Iterator[Env]:
+    """A data folder with a running clock, and retries without a pause."""
     retry = RetryPolicy(max_retries=2, first_delay_s=0.01)
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}", retry=retry) as tasks:
-        yield Room(tmp_path, ManualClock(), tasks, Agents(tmp_path))
+        yield Env(tmp_path, ManualClock(), tasks, Agents(tmp_path))
 
 
-def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
+def test_decisions_are_executed_at_the_same_time(live: Env) -> None:
     together = threading.Barrier(3)
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         together.wait(HANG_GUARD_S)
 
     done = [live.completed(n) for n in range(6)]
@@ -323,15 +323,15 @@ def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
         assert harness.status().loops["drain"].errors == 0
 
 
-def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) -> None:
-    """The first decision of the slow agent fails twice. Its others wait, those of another agent do not."""
+def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Env) -> None:
+    """The first decision of the slow agent fails twice. Its others wait; those of another agent do not."""
     slow = [live.completed(n, "slow") for n in range(4)]
     quick = [live.completed(n, "quick") for n in range(4)]
     executed: list[tuple[str, int]] = []
     failures = iter([True, True])
     others_done = threading.Event()
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         agent = live.tasks.get(decision.parent).agent
         if agent == "slow":
             assert others_done.wait(HANG_GUARD_S)
@@ -346,10 +346,10 @@ def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) ->
     assert executed == [("quick", n) for n in range(4)] + [("slow", n) for n in range(4)]
 
 
-def test_in_order_a_dead_decision_does_not_block_the_next(live: Room) -> None:
+def test_in_order_a_dead_decision_does_not_block_the_next(live: Env) -> None:
     bad, good = live.completed("bad"), live.completed("good")
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "bad":
             raise ValueError("never")
 
@@ -360,33 +360,33 @@ def test_in_order_a_dead_decision_does_not_block_the_next(live: Room) -> None:
     assert live.tasks.get(dead.task_id).parent == bad
 
 
-def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(room: Room) -> None:
-    first, second = room.completed("first"), room.completed("second")
+def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(env: Env) -> None:
+    first, second = env.completed("first"), env.completed("second")
     executed: list[object] = []
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "first":
             raise ValueError("not here")
         executed.append(decision.payload)
 
-    harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
+    harness = Harness(env.tasks, agents=env.agents, execute=execute, clock=env.clock, in_order=True)
     harness.step()
-    assert executed == []  # the second waits, and keeps its lease
-    room.clock.advance(1)
-    [decision] = room.tasks.claim(agent=DECISIONS)
-    room.tasks.settle(decision)
+    assert executed == []  # the second decision waits, and keeps its lease
+    env.clock.advance(1)
+    [decision] = env.tasks.claim(agent=DECISIONS)
+    env.tasks.settle(decision)
     harness.wake()
     harness.step()
     assert executed == ["second"]
-    assert [room.status(task_id) for task_id in (first, second)] == ["done", "done"]
+    assert [env.status(task_id) for task_id in (first, second)] == ["done", "done"]
 
 
-def test_waiting_decisions_are_released_by_stop(live: Room) -> None:
+def test_waiting_decisions_are_released_by_stop(live: Env) -> None:
     live.completed(1)
     live.completed(2)
     began, end = threading.Event(), threading.Event()
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         began.set()
         assert end.wait(HANG_GUARD_S)
 
@@ -400,11 +400,11 @@ def test_waiting_decisions_are_released_by_stop(live: Room) -> None:
     assert states.get("PROCESSING", 0) == 0
 
 
-def test_an_execution_interrupted_by_stop_is_no_failure(live: Room) -> None:
+def test_an_execution_interrupted_by_stop_is_not_a_failure(live: Env) -> None:
     live.completed(1)
     began, stopping = threading.Event(), threading.Event()
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         began.set()
         assert stopping.wait(HANG_GUARD_S)
         raise ValueError("the program was ended")
@@ -420,61 +420,61 @@ def test_an_execution_interrupted_by_stop_is_no_failure(live: Room) -> None:
     assert (decision.state, live.tasks.get(decision.task_id).retry_count) == ("QUEUED", 0)
 
 
-def test_a_beat_renews_the_lease_of_a_waiting_decision(room: Room) -> None:
-    room.completed("first")
-    room.completed("second")
+def test_a_beat_renews_the_lease_of_a_waiting_decision(env: Env) -> None:
+    env.completed("first")
+    env.completed("second")
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         raise ValueError("not yet")
 
-    harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
+    harness = Harness(env.tasks, agents=env.agents, execute=execute, clock=env.clock, in_order=True)
     harness.step()
     for _ in range(4):
-        room.clock.advance(DECISION_LEASE_S * 2 / 3)
+        env.clock.advance(DECISION_LEASE_S * 2 / 3)
         harness.beat()
-    room.tasks.sweep()
-    assert room.tasks.status().agents[DECISIONS].lapses == 0
+    env.tasks.sweep()
+    assert env.tasks.status().agents[DECISIONS].lapses == 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 257, 1.0, True])
-def test_concurrency_has_limits(room: Room, wrong: Any) -> None:
+def test_concurrency_has_limits(env: Env, wrong: Any) -> None:
     with pytest.raises(InvalidMessage, match="concurrency must be from 1 to 256"):
-        Harness(room.tasks, agents=room.agents, concurrency=wrong)
+        Harness(env.tasks, agents=env.agents, concurrency=wrong)
 
 
 # ---- leases that end ---------------------------------------------------------------------------------
 
 
-def test_the_sweep_runs_when_a_new_short_lease_ends(room: Room) -> None:
-    """Every 60 s would show it as claimed for up to a minute."""
-    harness = room.harness(None)
+def test_the_sweep_runs_when_a_new_short_lease_ends(env: Env) -> None:
+    """A sweep every 60 s would show the task as claimed for up to a minute."""
+    harness = env.harness(None)
     harness.step()
-    task_id = room.tasks.enqueue(agent="triage", payload=1)
-    room.tasks.claim(agent="triage", lease_s=2.0)
+    task_id = env.tasks.enqueue(agent="triage", payload=1)
+    env.tasks.claim(agent="triage", lease_s=2.0)
     harness.lease_given(2.0)
-    room.clock.advance(1)
+    env.clock.advance(1)
     harness.step()
-    assert room.status(task_id) == "claimed"
-    room.clock.advance(1)
+    assert env.status(task_id) == "claimed"
+    env.clock.advance(1)
     harness.step()
-    assert room.status(task_id) == "pending"
+    assert env.status(task_id) == "pending"
 
 
-def test_the_sweep_runs_when_the_next_stored_lease_ends(room: Room) -> None:
-    ids = [room.tasks.enqueue(agent=f"agent-{n}", payload=n) for n in range(3)]
+def test_the_sweep_runs_when_the_next_stored_lease_ends(env: Env) -> None:
+    ids = [env.tasks.enqueue(agent=f"agent-{n}", payload=n) for n in range(3)]
     for n, lease_s in enumerate((9.0, 5.0, 700.0)):
-        room.tasks.claim(agent=f"agent-{n}", lease_s=lease_s)
-    harness = room.harness(None)
+        env.tasks.claim(agent=f"agent-{n}", lease_s=lease_s)
+    harness = env.harness(None)
     shown = []
     for _ in range(10):
         harness.step()
-        shown.append([room.status(task_id) for task_id in ids].count("claimed"))
-        room.clock.advance(1)
+        shown.append([env.status(task_id) for task_id in ids].count("claimed"))
+        env.clock.advance(1)
     assert shown == [3, 3, 3, 3, 3, 2, 2, 2, 2, 1]
 
 
-def test_short_leases_do_not_make_the_sweep_spin(room: Room) -> None:
-    harness = room.harness(None)
+def test_short_leases_do_not_make_the_sweep_spin(env: Env) -> None:
+    harness = env.harness(None)
     harness.step()
     runs = harness.status().loops["sweep"].runs
     for _ in range(100):
@@ -498,7 +498,7 @@ def test_a_sleeping_loop_can_be_rescheduled_earlier(tmp_path: Path) -> None:
         loop.join(HANG_GUARD_S)
 
 
-def test_failures_are_logged(live: Room, tmp_path: Path) -> None:
+def test_failures_are_logged(live: Env, tmp_path: Path) -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
     harness = Harness(live.tasks, agents=live.agents, server_log=server_log)
@@ -523,67 +523,67 @@ def test_failures_are_logged(live: Room, tmp_path: Path) -> None:
 # ---- zombies ---------------------------------------------------------------------------------------
 
 
-def test_a_zombies_late_complete_does_not_run_its_actions_again(room: Room) -> None:
-    """In foreman it moved a done task back to completed, and its actions ran twice."""
+def test_a_zombies_late_complete_does_not_run_its_actions_again(env: Env) -> None:
+    """In foreman a late complete moved a done task back to completed, and its actions ran twice."""
     executed: list[object] = []
-    harness = room.harness(lambda decision: executed.append(decision.payload))
-    task_id = room.tasks.enqueue(agent="triage", payload={})
-    [zombie] = room.tasks.claim(agent="triage")
-    room.clock.advance(301)
-    [second] = room.tasks.claim(agent="triage")
-    room.tasks.complete(task_id, second.lease, "second")
-    drain_for(room, harness, 10)
-    before = room.tasks.get(task_id)
+    harness = env.harness(lambda decision: executed.append(decision.payload))
+    task_id = env.tasks.enqueue(agent="triage", payload={})
+    [zombie] = env.tasks.claim(agent="triage")
+    env.clock.advance(301)
+    [second] = env.tasks.claim(agent="triage")
+    env.tasks.complete(task_id, second.lease, "second")
+    drain_for(env, harness, 10)
+    before = env.tasks.get(task_id)
     with pytest.raises(StaleLease):
-        room.tasks.complete(task_id, zombie.lease, "zombie")
-    drain_for(room, harness, 30)
-    assert room.tasks.get(task_id) == before
+        env.tasks.complete(task_id, zombie.lease, "zombie")
+    drain_for(env, harness, 30)
+    assert env.tasks.get(task_id) == before
     assert before.status == "done"
     assert executed == ["second"]
 
 
-def test_a_failed_task_is_not_resurrected_by_a_late_complete(room: Room) -> None:
-    executed: list[Task] = []
-    harness = room.harness(executed.append)
-    task_id = room.tasks.enqueue(agent="triage", payload={}, max_retries=0)
-    [task] = room.tasks.claim(agent="triage")
-    room.clock.advance(301)
-    drain_for(room, harness, 61)
-    assert room.status(task_id) == "failed"
+def test_a_failed_task_is_not_resurrected_by_a_late_complete(env: Env) -> None:
+    executed: list[LeasedTask] = []
+    harness = env.harness(executed.append)
+    task_id = env.tasks.enqueue(agent="triage", payload={}, max_retries=0)
+    [task] = env.tasks.claim(agent="triage")
+    env.clock.advance(301)
+    drain_for(env, harness, 61)
+    assert env.status(task_id) == "failed"
     with pytest.raises(StaleLease):
-        room.tasks.complete(task_id, task.lease, "late")
-    drain_for(room, harness, 30)
-    assert room.status(task_id) == "failed"
+        env.tasks.complete(task_id, task.lease, "late")
+    drain_for(env, harness, 30)
+    assert env.status(task_id) == "failed"
     assert executed == []
 
 
-def test_the_sweep_requeues_a_lapsed_task(room: Room) -> None:
-    task_id = room.tasks.enqueue(agent="triage", payload={})
-    room.tasks.claim(agent="triage")
-    harness = room.harness(lambda _: None)
-    drain_for(room, harness, 299)
-    assert room.status(task_id) == "claimed"
-    drain_for(room, harness, 61)
-    assert room.status(task_id) == "pending"
-    assert room.tasks.status().agents["triage"].lapses == 1
+def test_the_sweep_requeues_a_lapsed_task(env: Env) -> None:
+    task_id = env.tasks.enqueue(agent="triage", payload={})
+    env.tasks.claim(agent="triage")
+    harness = env.harness(lambda _: None)
+    drain_for(env, harness, 299)
+    assert env.status(task_id) == "claimed"
+    drain_for(env, harness, 61)
+    assert env.status(task_id) == "pending"
+    assert env.tasks.status().agents["triage"].lapses == 1
 
 
 # ---- latency without nudges ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset_s", range(0, 30, 4))
-def test_with_every_nudge_lost_a_decision_is_executed_within_30_s(room: Room, offset_s: int) -> None:
+def test_with_every_nudge_lost_a_decision_is_executed_within_30_s(env: Env, offset_s: int) -> None:
     executed_at: list[int] = []
-    harness = room.harness(lambda _: executed_at.append(room.clock.boot_ns()))
+    harness = env.harness(lambda _: executed_at.append(env.clock.boot_ns()))
     harness.step()
-    room.clock.advance(offset_s + 1)
-    started = room.clock.boot_ns()
-    room.tasks.enqueue(agent="triage", payload={})
+    env.clock.advance(offset_s + 1)
+    started = env.clock.boot_ns()
+    env.tasks.enqueue(agent="triage", payload={})
     for second in range(60):
         if second % AGENT_POLLS_EVERY_S == AGENT_POLLS_EVERY_S - 1:
-            for task in room.tasks.claim(agent="triage"):
-                room.tasks.complete(task.task_id, task.lease, "label")
-        room.clock.advance(1)
+            for task in env.tasks.claim(agent="triage"):
+                env.tasks.complete(task.task_id, task.lease, "label")
+        env.clock.advance(1)
         harness.step()
     [at] = executed_at
     assert (at - started) / 1e9 < 30
@@ -592,61 +592,61 @@ def test_with_every_nudge_lost_a_decision_is_executed_within_30_s(room: Room, of
 # ---- where it stands -------------------------------------------------------------------------------
 
 
-def test_the_position_survives_a_restart(room: Room) -> None:
-    first: list[Task] = []
-    room.completed(1)
-    room.harness(first.append).step()
-    position = json.loads((room.folder / POSITION_FILE).read_bytes())
+def test_the_position_survives_a_restart(env: Env) -> None:
+    first: list[LeasedTask] = []
+    env.completed(1)
+    env.harness(first.append).step()
+    position = json.loads((env.folder / POSITION_FILE).read_bytes())
     assert position["seq"] > 0
-    second: list[Task] = []
-    harness = room.harness(second.append)
+    second: list[LeasedTask] = []
+    harness = env.harness(second.append)
     harness.step()
     assert second == []
-    room.completed(2)
-    drain_for(room, harness, 10)
+    env.completed(2)
+    drain_for(env, harness, 10)
     assert [decision.payload for decision in second] == [2]
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "{", '{"seq": -5}', '{"seq": 99999999}', '{"seq": 3, "ts_us": 1}']
 )
-def test_a_lost_or_foreign_position_loses_no_result(room: Room, text: str | None) -> None:
-    room.harness(lambda _: None).step()
+def test_a_lost_or_foreign_position_loses_no_result(env: Env, text: str | None) -> None:
+    env.harness(lambda _: None).step()
     executed: list[object] = []
-    task_ids = [room.completed(number) for number in range(3)]
-    path = room.folder / POSITION_FILE
+    task_ids = [env.completed(number) for number in range(3)]
+    path = env.folder / POSITION_FILE
     if text is not None:
         path.write_text(text)
-    room.harness(lambda decision: executed.append(decision.payload)).step()
+    env.harness(lambda decision: executed.append(decision.payload)).step()
     assert executed == [0, 1, 2]
     path.unlink()
-    room.harness(lambda decision: executed.append(decision.payload)).step()
+    env.harness(lambda decision: executed.append(decision.payload)).step()
     assert executed == [0, 1, 2]
-    assert {room.status(task_id) for task_id in task_ids} == {"done"}
+    assert {env.status(task_id) for task_id in task_ids} == {"done"}
 
 
-def test_a_crash_between_decision_and_position_opens_nothing_twice(room: Room) -> None:
-    task_id = room.completed()
-    assert room.tasks.open_decision(task_id) is not None
-    executed: list[Task] = []
-    harness = room.harness(executed.append)
-    drain_for(room, harness, 30)
+def test_a_crash_between_decision_and_position_opens_nothing_twice(env: Env) -> None:
+    task_id = env.completed()
+    assert env.tasks.open_decision(task_id) is not None
+    executed: list[LeasedTask] = []
+    harness = env.harness(executed.append)
+    drain_for(env, harness, 30)
     assert [decision.parent for decision in executed] == [task_id]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 50])
-def test_the_newest_event_is_found(room: Room, count: int) -> None:
+def test_the_newest_event_is_found(env: Env, count: int) -> None:
     for _ in range(count):
-        room.tasks.enqueue(agent="triage", payload={})
-    events = room.tasks.events()
-    assert room.tasks.store.newest_event() == (events[-1].seq if events else 0)
+        env.tasks.enqueue(agent="triage", payload={})
+    events = env.tasks.events()
+    assert env.tasks.store.newest_event() == (events[-1].seq if events else 0)
 
 
 # ---- nudges ----------------------------------------------------------------------------------------
 
 
 class Agent:
-    """A listening socket that takes every nudge."""
+    """A listening socket that accepts every nudge."""
 
     def __init__(self) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -680,51 +680,51 @@ def agent() -> Iterator[Agent]:
     listening.close()
 
 
-def test_an_agent_is_nudged_with_an_id_when_there_is_work(room: Room, agent: Agent) -> None:
-    room.agents.add("triage", agent.url)
-    early_id = room.tasks.enqueue(agent="triage", payload="before the harness came")
+def test_an_agent_is_nudged_with_an_id_when_there_is_work(env: Env, agent: Agent) -> None:
+    env.agents.add("triage", agent.url)
+    early_id = env.tasks.enqueue(agent="triage", payload="before the harness came")
     harness = Harness(
-        room.tasks, agents=room.agents, clock=room.clock, allowed_nudge_hosts=["127.0.0.1"]
+        env.tasks, agents=env.agents, clock=env.clock, allowed_nudge_hosts=["127.0.0.1"]
     )  # fmt: skip
     harness.step()
     assert agent.came.acquire(timeout=HANG_GUARD_S)
-    task_id = room.tasks.enqueue(agent="triage", payload={"secret": 1})
-    room.tasks.enqueue(agent="other", payload={})
-    room.clock.advance(10)
+    task_id = env.tasks.enqueue(agent="triage", payload={"secret": 1})
+    env.tasks.enqueue(agent="other", payload={})
+    env.clock.advance(10)
     harness.step()
     assert agent.came.acquire(timeout=HANG_GUARD_S)
     harness.stop()
     assert agent.bodies == [{"task_id": early_id}, {"task_id": task_id}]
 
 
-def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:
-    room.agents.add("triage", agent.url)
+def test_many_new_tasks_are_one_nudge(env: Env, agent: Agent) -> None:
+    env.agents.add("triage", agent.url)
     harness = Harness(
-        room.tasks, agents=room.agents, clock=room.clock, allowed_nudge_hosts=["127.0.0.1"]
+        env.tasks, agents=env.agents, clock=env.clock, allowed_nudge_hosts=["127.0.0.1"]
     )  # fmt: skip
     harness.step()
     for _ in range(100):
-        room.tasks.enqueue(agent="triage", payload={})
-    room.clock.advance(10)
+        env.tasks.enqueue(agent="triage", payload={})
+    env.clock.advance(10)
     harness.step()
     assert agent.came.acquire(timeout=HANG_GUARD_S)
     harness.stop()
     assert len(agent.bodies) == 1
 
 
-def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
-    room.agents.add("triage", "http://127.0.0.1:1")
+def test_a_nudge_that_fails_changes_nothing(env: Env, tmp_path: Path) -> None:
+    env.agents.add("triage", "http://127.0.0.1:1")
     log = (tmp_path / "log").open("w+")
     server_log = ServerLog(log)
-    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, server_log=server_log)
+    harness = Harness(env.tasks, agents=env.agents, clock=env.clock, server_log=server_log)
     harness.step()
-    task_id = room.tasks.enqueue(agent="triage", payload="secret payload")
-    room.clock.advance(10)
+    task_id = env.tasks.enqueue(agent="triage", payload="secret payload")
+    env.clock.advance(10)
     harness.step()
     until(lambda: harness.status().nudges_failed == 1)
     harness.stop()
     server_log.close()
-    assert [task.task_id for task in room.tasks.claim(agent="triage")] == [task_id]
+    assert [task.task_id for task in env.tasks.claim(agent="triage")] == [task_id]
     log.seek(0)
     lines = [json.loads(line) for line in log]
     log.close()
@@ -742,7 +742,7 @@ def test_the_loops_run_as_threads(tmp_path: Path) -> None:
         agents = Agents(tmp_path)
         errors = [Unavailable("first fails")]
 
-        def execute(decision: Task) -> None:
+        def execute(decision: LeasedTask) -> None:
             if errors:
                 raise errors.pop()
             executed.append(decision.payload)

@@ -33,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared: Server) -> Server:
-    """The one server of all tests here, with empty queues."""
+    """The server that all tests here share, with empty queues."""
     for who in ("triage", "review"):
         while (answer := shared.post(who, "/queue/next", limit=100, lease_s=1_000)).status == 200:
             for task in _tasks(answer):
@@ -188,7 +188,7 @@ def test_of_two_simultaneous_decisions_one_is_refused(server: Server) -> None:
         assert sorted(answers[0].status for _, answers in said) == [202, 202, 409, 409]
 
 
-def test_a_full_queue_says_when_to_try_again(server: Server) -> None:
+def test_a_full_queue_replies_with_retry_after(server: Server) -> None:
     with server.tasks() as tasks:
         tasks.limit_queue("small", max_depth=2)
     for _ in range(2):
@@ -251,7 +251,7 @@ def test_health_needs_no_token(server: Server) -> None:
     assert (answer.status, answer.json) == (200, {"status": "ok"})
 
 
-def test_a_token_in_the_query_is_no_token(server: Server) -> None:
+def test_a_token_in_the_query_is_ignored(server: Server) -> None:
     assert server.get(None, f"/queue/status?token={server.tokens['boss']}").status == 401
 
 
@@ -412,7 +412,7 @@ def test_decisions_cannot_be_enqueued(server: Server) -> None:
     assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
 
 
-def test_a_decision_that_fails_is_seen_in_the_status(server: Server) -> None:
+def test_a_failed_decision_is_shown_in_the_status(server: Server) -> None:
     task_id = server.enqueue()
     task = server.claim()
     before = server.get("boss", "/queue/status").json["harness"]["loops"]["drain"]["errors"]
@@ -443,7 +443,7 @@ def test_a_body_has_a_limit(server: Server) -> None:
 
 
 def refused_within(connection: socket.socket, piece: bytes, pieces: int) -> bool:
-    """Whether the server closes the connection before it has taken all of this."""
+    """Whether the server closes the connection before it has read all of this."""
     try:
         for _ in range(pieces):
             connection.sendall(piece)
@@ -467,7 +467,7 @@ def test_an_endless_body_is_not_read(server: Server) -> None:
 def test_a_head_has_a_limit(server: Server) -> None:
     answer = server.get("triage", "/queue/status", X_Long="x" * HEAD_BYTES_MAX)
     assert answer.status == 431
-    many = {f"X-{number}": "" for number in range(HEAD_BYTES_MAX // 8)}  # short, and too many
+    many = {f"X-{number}": "" for number in range(HEAD_BYTES_MAX // 8)}  # short, but too many
     assert server.send("triage", "GET", "/queue/status", headers=many).status == 431
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
@@ -652,7 +652,7 @@ def test_a_result_poll_is_woken_by_another_process(server: Server) -> None:
     assert answers[0].json["status"] == "cancelled"
 
 
-def test_a_wait_that_is_too_short_gives_the_task_as_it_is(server: Server) -> None:
+def test_a_wait_that_times_out_returns_the_current_task(server: Server) -> None:
     task_id = server.enqueue()
     assert server.get("boss", f"/tasks/{task_id}?wait_s=0.05").json["status"] == "pending"
     lease_s = 60.0
@@ -690,7 +690,7 @@ def test_an_agent_sends_where_allowed_and_reads_its_tasks(server: Server) -> Non
     task = server.claim("triage")
     thread, answers = in_thread(lambda: server.get("planner", f"/tasks/{task_id}?wait_s=30"))
     word = {"task_id": task_id, "lease": task["lease"]}
-    assert server.post("planner", "/queue/complete", **word, decision=0).status == 404  # it only reads
+    assert server.post("planner", "/queue/complete", **word, decision=0).status == 404  # it may only read
     server.post("triage", "/queue/complete", **word, decision="done")
     thread.join(HANG_GUARD_S)
     assert answers[0].json["result"] == "done"
@@ -706,11 +706,11 @@ def test_a_refusal_to_send_names_the_missing_permission(server: Server) -> None:
         assert "agent 'critic' may not send to 'review'" in refused.json["message"]
         assert "--may-send-to review" in refused.json["message"]
     assert server.post("critic", "/queue/enqueue", agent="triage", payload=1, sender="boss").status == 400
-    assert server.post("triage", "/queue/next").status == 204  # nothing of it was stored
+    assert server.post("triage", "/queue/next").status == 204  # no part of it was stored
     server.agents.remove("critic")
 
 
-def test_a_name_that_another_sender_has_taken_is_refused(server: Server) -> None:
+def test_a_task_id_of_another_sender_is_refused(server: Server) -> None:
     server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
     task_id = server.enqueue(task_id="taken-by-the-boss")
     refused = server.post("planner", "/queue/enqueue", agent="triage", payload=1, task_id=task_id)
@@ -764,7 +764,7 @@ def test_a_task_of_others_and_no_task_get_the_same_answer(server: Server) -> Non
     server.agents.remove("planner")
 
 
-def test_a_task_for_an_agent_that_nobody_registered_is_stored_with_a_warning(server: Server) -> None:
+def test_a_task_for_an_unregistered_agent_is_stored_with_a_warning(server: Server) -> None:
     one = server.post("boss", "/queue/enqueue", agent="nobody", payload=1)
     assert (one.status, one.json["warning"]) == (201, "no agent 'nobody' is registered here")
     many = [{"agent": agent, "payload": 1} for agent in ("triage", "nobody", "noone")]
@@ -906,7 +906,7 @@ def test_metrics_are_prometheus_text(server: Server) -> None:
 def test_lapses_and_duplicates_are_in_the_log(server: Server) -> None:
     task_id = server.enqueue(task_id="logged-1", max_retries=0)
     server.enqueue(task_id=task_id, max_retries=0)
-    server.claim(lease_s=0.3, worker="sleepy")  # and nobody asks again: the sweep finds it
+    server.claim(lease_s=0.3, worker="sleepy")  # without a further request: the sweep finds it
 
     def logged() -> list[str]:
         return [line["event"] for line in server.lines if line.get("task_id") == task_id]
@@ -953,7 +953,7 @@ def test_sigterm_ends_long_polls_and_streams(tmp_path: Path) -> None:
     with serving(tmp_path / "data") as server:
         polls = [in_thread(lambda: server.post("triage", "/queue/next", wait_s=30)) for _ in range(3)]
         with server.stream("boss", "/events") as stream:
-            # Taken and answered: then the polls before it are waiting.
+            # This one was claimed and answered, so the earlier polls are waiting.
             server.enqueue("review")
             assert len(stream.take(2)) == 2
             until(lambda: waiting(server) == 3)

@@ -1,4 +1,4 @@
-"""The global queue over real HTTP: messages, streams, dead letters, and who may do what."""
+"""The global queue over real HTTP: messages, streams, dead letters and permissions."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def path_of(message_id: str, rest: str = "") -> str:
 
 
 def held(server: Server, who: str = "caller", /, **fields: Any) -> str:
-    """A message that nobody runs."""
+    """A message that no worker runs."""
     return submit(server, who, **{"delay_s": 3600, **fields})
 
 
@@ -54,6 +54,20 @@ def dead(server: Server, who: str = "caller", /, **fields: Any) -> str:
     message_id = submit(server, who, **{"payload": {"fails": True}, "max_retries": 0, **fields})
     assert server.get(who, path_of(message_id, "?wait_s=30")).json["state"] == "DEAD_LETTER"
     return message_id
+
+
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def test_budgets_are_shown_without_what_other_organizations_do(server: Server, worker: Engine) -> None:
+    message_id = submit(server, tokens=100, models=["small"])
+    assert server.get("caller", path_of(message_id, "?wait_s=30")).json["state"] == "COMPLETED"
+    seen = {who: server.get(who, "/engine/tokens").json for who in ("boss", "caller", "spy")}
+    models = {who: facts["providers"]["p"]["models"]["small"] for who, facts in seen.items()}
+    assert (models["boss"]["limit"], models["boss"]["used"], models["boss"]["reserved"]) == (1_000_000, 50, 0)
+    use = {"used": 50, "reserved": 0, "borrowed": 0, "refused": 0}
+    assert models["boss"]["organizations"] == models["caller"]["organizations"] == {"acme": use}
+    assert models["spy"]["organizations"] == {}
 
 
 # ---- messages --------------------------------------------------------------------------------------
@@ -88,9 +102,11 @@ def test_several_messages_are_stored_whole_or_not_at_all(server: Server) -> None
         ({"expires_at": "2020-01-01T00:00:00Z"}, 400, "InvalidExpiry"),
         ({"what": 1}, 400, "InvalidMessage"),
         ({"hop": 0}, 400, "InvalidMessage"),
+        ({"tokens": -1}, 400, "InvalidMessage"),
+        ({"tokens": 5, "models": "small"}, 400, "InvalidMessage"),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(
+def test_an_invalid_message_is_refused(
     server: Server, fields: dict[str, Any], status: int, error: str
 ) -> None:
     answer = server.post("caller", "/engine/messages", **{"type": "tool_call", "payload": {}, **fields})
@@ -145,7 +161,7 @@ def test_a_stream_gives_every_part_and_ends(server: Server, worker: Engine) -> N
     assert (parts[4].data["total_chunks"], parts[4].data["result"]) == (3, {"said": "x"})
 
 
-def test_a_stream_continues_behind_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
+def test_a_stream_continues_after_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
     go = tmp_path / "go"
     message_id = submit(server, payload={"chunks": 3, "waits_for": str(go)})
     with server.stream("caller", path_of(message_id, "/stream")) as stream:
@@ -231,8 +247,8 @@ def test_a_foreign_message_is_answered_like_an_unknown_one(
         for message_id in (foreign, UNKNOWN)
     }
     assert [answer.status for answer in answers.values()] == [404, 404]
-    told = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
-    assert len(told) == 1
+    sentences = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
+    assert len(sentences) == 1
     assert server.get("boss", path_of(foreign)).json["state"] == "DEAD_LETTER"
 
 

@@ -27,7 +27,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def held_store(server: Server) -> Iterator[None]:
-    """The lock of the store in the hands of another process: no write of the server ends meanwhile."""
+    """Another process holds the lock of the store, so no write of the server completes meanwhile."""
     holds, release = threading.Event(), threading.Event()
 
     def hold(tasks: Tasks) -> None:
@@ -54,7 +54,7 @@ def request(server: Server, who: str, path: str, body: object) -> bytes:
 
 
 def begun(server: Server, stack: contextlib.ExitStack, count: int, raw: bytes) -> list[socket.socket]:
-    """So many requests that the server has read and not answered."""
+    """Requests that the server has read and not answered."""
     opened = [stack.enter_context(connected(server)) for _ in range(count)]
     for connection in opened:
         connection.sendall(raw)
@@ -110,7 +110,7 @@ def test_waiting_calls_of_one_agent_are_limited_to_its_share(server: Server) -> 
 
 @contextlib.contextmanager
 def flood_of_reads(server: Server) -> Iterator[list[socket.socket]]:
-    """Requests of one agent that each look at all its tasks, and find nothing."""
+    """Requests of one agent that each read all its tasks and find none."""
     with server.tasks() as tasks:
         tasks.enqueue_many([{"agent": "flood", "payload": 1}] * 20_000)
     look = head("GET", "/tasks?state=DEAD_LETTER", server.tokens["flood"]) + b"\r\n"

@@ -52,7 +52,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def parsed(raw: bytes) -> Answer:
-    """The first answer in what a server sent."""
+    """The first reply in the bytes of a server."""
     first, _, rest = raw.partition(b"\r\n\r\n")
     status, *lines = first.decode().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -61,7 +61,7 @@ def parsed(raw: bytes) -> Answer:
 
 
 def received(connection: socket.socket) -> Answer:
-    """The next answer on a connection that stays open."""
+    """The next reply on a connection that stays open."""
     raw = b""
     while b"\r\n\r\n" not in raw or len(parsed(raw).body) < _length(parsed(raw)):
         raw += connection.recv(PIECE)
@@ -73,7 +73,7 @@ def _length(answer: Answer) -> int:
 
 
 def answered(server: Server, *pieces: bytes) -> Answer:
-    """The answer to raw bytes, after which the server has closed the connection."""
+    """The reply to raw bytes, after which the server has closed the connection."""
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
@@ -82,7 +82,7 @@ def answered(server: Server, *pieces: bytes) -> Answer:
 
 
 def sent_until_closed(connection: socket.socket, piece: bytes, bytes_max: int) -> int:
-    """How many bytes the server takes before it closes the connection; `bytes_max` at most."""
+    """How many bytes the server reads before it closes the connection; at most `bytes_max`."""
     sent = 0
     with contextlib.suppress(ConnectionError):
         while sent < bytes_max:
@@ -142,7 +142,7 @@ def test_every_part_of_a_request_has_a_limit(server: Server, who: str, begin: by
     assert health(server) == 200
 
 
-def test_the_sender_of_a_refused_body_sees_why(server: Server) -> None:
+def test_the_sender_of_a_refused_body_gets_the_reason(server: Server) -> None:
     body = b"Content-Length: 2000000\r\n\r\n" + b" " * 2_000_000
     for token, status in (("", 401), (server.tokens["triage"], 413)):
         answer = answered(server, head("POST", "/queue/next", token) + body)
@@ -194,10 +194,10 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) 
     assert health(server) == 200
 
 
-def test_pipelined_requests_wait_behind_a_long_poll_up_to_a_limit(server: Server) -> None:
+def test_requests_pipelined_after_a_long_poll_wait_up_to_a_limit(server: Server) -> None:
     body = b'{"wait_s": 30}'
     poll = head("POST", "/queue/next", server.tokens["review"]) + b"Content-Length: %d\r\n\r\n" % len(body)
-    while server.post("review", "/queue/next").status == 200:  # what other tests left
+    while server.post("review", "/queue/next").status == 200:  # left by other tests
         pass
     with connected(server) as connection:
         connection.sendall(poll + body)
@@ -327,7 +327,7 @@ def test_deeply_nested_json_is_one_refused_request(server: Server, depth: int) -
 
 @contextlib.contextmanager
 def many(server: Server, count: int, raw: bytes = b"") -> Iterator[list[socket.socket]]:
-    """So many connections that have all sent the same."""
+    """Connections that have all sent the same bytes."""
     with contextlib.ExitStack() as stack:
         opened = []
         for _ in range(count):
@@ -373,7 +373,7 @@ def test_long_polls_of_one_agent_leave_room_for_others(server: Server) -> None:
 
 @pytest.fixture
 def plenty_of_descriptors() -> Iterator[int]:
-    """As many as the system gives this process; the soft limit is usually 1,024."""
+    """As many descriptors as the system allows this process; the soft limit is usually 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield hard

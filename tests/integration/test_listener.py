@@ -22,7 +22,7 @@ LONG_S = 600.0
 
 
 class Place:
-    """A server that is up, and an agent's token."""
+    """A running server, and an agent's token."""
 
     def __init__(self, port: int, data: Path, token: str) -> None:
         self.port = port
@@ -54,7 +54,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit but the one that a test is about ends anything."""
+    """All other limits are so long that they end nothing."""
     for name in ("FIRST_REQUEST_S", "REQUEST_TIMEOUT_S", "WRITE_TIMEOUT_S", "KEEP_ALIVE_S"):
         monkeypatch.setattr(listener, name, LONG_S)
 
@@ -106,7 +106,7 @@ def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed the connection: then nothing can be sent to it."""
+    """Whether the server has closed the connection: then nothing can be sent."""
     try:
         connection.sendall(b"\r\n")
     except ConnectionError:

@@ -37,7 +37,7 @@ def one_client(server: MailServer) -> Iterator[Mail]:
         yield mail
 
 
-def test_a_mailbox_gives_what_was_sent_in_the_order_of_priority(mail: Mail) -> None:
+def test_messages_are_returned_in_the_order_of_priority(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     first = mail.send(box, {"job": 1})
     second = mail.send(box, "stop", priority="critical", headers={"Trace": "t1"})
@@ -62,7 +62,7 @@ def test_a_mailbox_gives_what_was_sent_in_the_order_of_priority(mail: Mail) -> N
     assert [each.msg_id for each in mail.messages(box)] == [third, first]
 
 
-def test_words_of_one_rank_are_read_together(mail: Mail) -> None:
+def test_priorities_of_one_rank_are_read_together(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     for word in ("urgent", "high", "low"):
         mail.send(box, word, priority=word)
@@ -81,14 +81,14 @@ def test_several_threads_may_use_one_client(server: MailServer) -> None:
     assert len(set(boxes)) == 8
 
 
-def test_a_message_that_the_server_does_not_take_is_refused_here(mail: Mail) -> None:
+def test_a_message_above_the_limit_of_the_server_is_refused_by_the_client(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     with pytest.raises(InvalidMessage, match="at most 1048576 bytes"):
         mail.send(box, b"x" * (1 << 20) + b"x")
     assert mail.send(box, b"x" * (1 << 20))
 
 
-def test_a_subscription_gives_what_is_stored_and_then_what_comes(mail: Mail) -> None:
+def test_a_subscription_returns_stored_and_then_new_messages(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     mail.send(box, "stored")
     with mail.subscribe(box) as messages:
@@ -101,7 +101,7 @@ def test_a_subscription_gives_what_is_stored_and_then_what_comes(mail: Mail) -> 
     assert list(messages) == []
 
 
-def test_a_slow_reader_gets_the_most_urgent_of_what_has_come(mail: Mail) -> None:
+def test_a_slow_reader_gets_the_most_urgent_buffered_message(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     with mail.subscribe(box) as messages:
         for number in range(200):
@@ -113,7 +113,7 @@ def test_a_slow_reader_gets_the_most_urgent_of_what_has_come(mail: Mail) -> None
     assert [message.text for message in got if message] == ["stop", *map(str, range(200))]
 
 
-def test_ask_gives_the_answer_that_comes_to_a_private_mailbox(mail: Mail, server: MailServer) -> None:
+def test_ask_returns_the_answer_sent_to_a_private_mailbox(mail: Mail, server: MailServer) -> None:
     box = mail.create(ttl_s=60)
 
     def answer() -> None:
@@ -131,7 +131,7 @@ def test_ask_gives_the_answer_that_comes_to_a_private_mailbox(mail: Mail, server
     assert got.reply_to == ""
 
 
-def test_ask_without_an_answer_says_so_and_leaves_the_message(mail: Mail) -> None:
+def test_ask_without_an_answer_raises_and_keeps_the_message(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     with pytest.raises(MailUnavailable, match="no answer to message") as error:
         mail.ask(box, "anybody?", timeout_s=0.0)
@@ -140,7 +140,7 @@ def test_ask_without_an_answer_says_so_and_leaves_the_message(mail: Mail) -> Non
         mail.ask("no.such.box", "anybody?", timeout_s=HANG_GUARD_S)
 
 
-def test_an_iteration_ends_when_somebody_else_closes_it(mail: Mail) -> None:
+def test_an_iteration_ends_when_another_thread_closes_it(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     mail.send(box, "one")
     messages = mail.subscribe(box)
@@ -168,8 +168,8 @@ def test_a_group_shares_messages(mail: Mail, server: MailServer) -> None:
         assert len(got[0]) == len(got[1]) == 5
 
 
-def test_who_closes_a_subscription_has_told_the_server(server: MailServer) -> None:
-    """Otherwise it would hear of it some time later, and give away what is lost with the connection."""
+def test_close_returns_after_the_server_has_unsubscribed(server: MailServer) -> None:
+    """Otherwise the server could still deliver messages, which would be lost with the connection."""
     said: list[bytes] = []
     ends: list[asyncio.Future[None]] = []
 
@@ -208,7 +208,7 @@ def test_public_mailboxes_can_be_found_and_private_ones_cannot(mail: Mail) -> No
     assert hidden not in found
 
 
-def test_a_mailbox_with_more_than_a_list_shows_is_read_whole(mail: Mail) -> None:
+def test_a_mailbox_above_the_list_limit_is_read_whole(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     for number in range(MANY):
         mail.send(box, str(number), wait=False)
@@ -216,7 +216,7 @@ def test_a_mailbox_with_more_than_a_list_shows_is_read_whole(mail: Mail) -> None
     assert [int(each.payload) for each in mail.messages(box)] == list(range(MANY))
 
 
-def test_a_mailbox_with_more_than_a_reply_holds_is_read_whole(mail: Mail) -> None:
+def test_a_mailbox_above_the_reply_limit_is_read_whole(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     for number in range(4):
         mail.send(box, b"%d" % number * (1 << 19), wait=False)
@@ -224,7 +224,7 @@ def test_a_mailbox_with_more_than_a_reply_holds_is_read_whole(mail: Mail) -> Non
     assert [each.payload[:1] for each in mail.messages(box)] == [b"0", b"1", b"2", b"3"]
 
 
-def test_what_a_server_refuses_is_an_error_with_its_code(mail: Mail) -> None:
+def test_a_refusal_of_the_server_raises_with_its_code(mail: Mail) -> None:
     with pytest.raises(MailRefused, match="does not exist") as refused:
         mail.send("nowhere", "x")
     assert refused.value.code == 404
@@ -232,7 +232,7 @@ def test_what_a_server_refuses_is_an_error_with_its_code(mail: Mail) -> None:
         mail.subscribe("nowhere")
     with pytest.raises(MailRefused, match="needs a name"):
         mail.create(public=True)
-    mail.create()  # and all goes on
+    mail.create()  # and the client continues to work
 
 
 @pytest.mark.parametrize("mail_id", ["", "a b", "a.*", ">", "a\r\nPUB x 0\r\n"])
@@ -241,7 +241,7 @@ def test_nothing_that_would_break_the_protocol_is_sent(mail: Mail, mail_id: str)
         mail.send(mail_id, "x")
 
 
-def test_wrong_words_are_refused_here(mail: Mail) -> None:
+def test_invalid_arguments_of_send_and_subscribe_are_refused(mail: Mail) -> None:
     with pytest.raises(InvalidMessage, match="priority"):
         mail.send("a", "x", priority="soon")  # type: ignore[arg-type]
     with pytest.raises(InvalidMessage, match="header"):
@@ -256,7 +256,7 @@ WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
 
 
 @pytest.mark.parametrize(
-    ("call", "values", "told"),
+    ("call", "values", "sentence"),
     [
         (lambda mail, _, value: mail.send(value, "x"), TEXTS, "mail_id must be text"),
         (lambda mail, _, value: mail.list(value), TEXTS, "mail_id must be text"),
@@ -322,13 +322,13 @@ WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
     ],
 )  # fmt: skip
 def test_arguments_of_the_wrong_kind_are_one_sentence(
-    mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], told: str
+    mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], sentence: str
 ) -> None:
     box = mail.create(ttl_s=60)
     for value in values:
         with pytest.raises(InvalidMessage) as refused:
             call(mail, box, value)
-        assert told in str(refused.value)
+        assert sentence in str(refused.value)
         assert "\n" not in str(refused.value)
     assert mail.list(box) == []
 
@@ -340,7 +340,7 @@ def test_bytes_of_every_kind_are_sent_as_they_are(mail: Mail) -> None:
     assert [each.payload for each in mail.messages(box)] == [b"\x00a"] * 3
 
 
-def test_ensure_says_whether_the_mailbox_is_new(mail: Mail) -> None:
+def test_ensure_returns_whether_the_mailbox_is_new(mail: Mail) -> None:
     assert mail.ensure("ensured", public=True, ttl_s=60) == ("ensured", True)
     assert mail.ensure("ensured", public=True, ttl_s=60) == ("ensured", False)
     assert mail.create("ensured", public=True) == "ensured"
@@ -364,7 +364,7 @@ def test_the_same_calls_for_asyncio(server: MailServer) -> None:
     asyncio.run(work())
 
 
-def test_a_slow_reader_holds_up_no_other_call(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_delays_no_other_call(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postroom.client.mail.QUEUED_BYTES_MAX", 100_000)
     box = mail.create(ttl_s=60)
     with mail.subscribe(box) as messages:
@@ -392,12 +392,12 @@ def test_a_subscription_outlives_its_server(tmp_path: Path) -> None:
             after = mail.send(box, "after", priority="critical")
             message = messages.next(HANG_GUARD_S)
             assert message is not None
-            assert message.msg_id == after  # what it gave before it passes over
+            assert message.msg_id == after  # it skips messages that it returned before
             again = [member.next(HANG_GUARD_S).msg_id for _ in range(2)]  # type: ignore[union-attr]
-            assert again == [before, after]  # somebody has to finish it
+            assert again == [before, after]  # some member has to finish it
 
 
-def test_a_subscription_to_a_mailbox_that_ended_meanwhile_says_so(tmp_path: Path) -> None:
+def test_a_subscription_to_an_expired_mailbox_raises_after_a_reconnect(tmp_path: Path) -> None:
     with serving(tmp_path / "data") as server, Mail(server.url) as mail:
         box = mail.create(ttl_s=0.5)
         with mail.subscribe(box) as messages:
@@ -438,7 +438,7 @@ def test_tls(tmp_path: Path) -> None:
             pass
 
 
-def test_nothing_is_said_in_the_clear_when_tls_is_wanted(server: MailServer) -> None:
+def test_nothing_is_sent_in_the_clear_with_tls(server: MailServer) -> None:
     with pytest.raises(MailRefused, match="no TLS"), Mail(f"tls://127.0.0.1:{server.port}"):
         pass
 
@@ -449,7 +449,7 @@ def say_something_else(listening: socket.socket) -> None:
         accepted.recv(1)
 
 
-def test_who_is_there_and_keeps_no_mailboxes_is_told_apart(tmp_path: Path) -> None:
+def test_a_nats_server_without_mailboxes_is_reported(tmp_path: Path) -> None:
     refused = pytest.raises(MailUnavailable, match="plain NATS server")
     with running("nats-server", tmp_path) as plain, Mail(plain.url) as mail, refused:
         mail.create()
@@ -460,7 +460,7 @@ def test_who_is_there_and_keeps_no_mailboxes_is_told_apart(tmp_path: Path) -> No
             pass
 
 
-def test_the_next_server_of_a_list_is_taken_when_the_first_is_not_there(server: MailServer) -> None:
+def test_the_next_server_of_the_list_is_tried(server: MailServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with Mail(f"nats://127.0.0.1:{port},{server.url}") as mail:
@@ -470,12 +470,12 @@ def test_the_next_server_of_a_list_is_taken_when_the_first_is_not_there(server: 
 
 
 @pytest.mark.parametrize("address", ["", "http://host", "nats://", "nats://host:port"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidSetting):
         Mail(address)
 
 
-def test_addresses_say_who_we_are() -> None:
+def test_credentials_in_addresses_are_used() -> None:
     found = servers_of("nats://a%40b:p%3Aw@h:1, tls://t@[::1], h2", user="u", password="p", token="")  # noqa: S106
     assert [(each.host, each.port, each.tls, each.user, each.password, each.token) for each in found] == [
         ("h", 1, False, "a@b", "p:w", ""),
@@ -508,14 +508,14 @@ def test_a_message_is_read_in_every_form(
     assert found.payload == (body if expected[2] is None else expected[2])
 
 
-def test_a_payload_that_is_no_json_says_so(mail: Mail) -> None:
+def test_a_payload_that_is_not_json_raises(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     mail.send(box, "{")
     with pytest.raises(InvalidMessage, match="not JSON"):
         mail.messages(box)[0].json()
 
 
-def test_a_closed_client_says_so(server: MailServer) -> None:
+def test_a_closed_client_raises(server: MailServer) -> None:
     mail = Mail(server.url)
     box = mail.create(ttl_s=60)
     messages = mail.subscribe(box)

@@ -1,4 +1,4 @@
-"""What the mq9 design promises, asked by each published client of a real `postroom mail serve`."""
+"""The guarantees of the mq9 design, tested by each published client against a real `postroom mail serve`."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ def test_a_private_id_cannot_be_guessed_and_is_in_no_public_list(
     assert not any(one.encode() in data for data in seen)
 
 
-def test_what_was_sent_to_nobody_comes_first_by_priority_and_then_what_is_new(connect: Connect) -> None:
+def test_stored_messages_arrive_by_priority_and_then_new_ones(connect: Connect) -> None:
     client, other = connect(), connect()
     box = client.create()
     for number in range(3):
@@ -93,7 +93,7 @@ def test_what_was_sent_to_nobody_comes_first_by_priority_and_then_what_is_new(co
     assert len({each.msg_id for each in got}) == 9
 
 
-def test_every_subscription_begins_at_the_beginning(connect: Connect) -> None:
+def test_every_subscription_replays_from_the_start(connect: Connect) -> None:
     client, other = connect(), connect()
     box = client.create()
     for number in range(5):
@@ -140,7 +140,7 @@ def is_refused(call: Callable[[], object], code: int) -> bool:
     return False
 
 
-def test_a_group_shares_and_what_a_lost_member_did_not_delete_goes_to_the_others(
+def test_a_group_shares_messages_and_redelivers_those_of_a_lost_member(
     connect: Connect, clients: Clients
 ) -> None:
     client, one, two = connect(), connect(), connect()
@@ -157,7 +157,7 @@ def test_a_group_shares_and_what_a_lost_member_did_not_delete_goes_to_the_others
     assert [each.payload for each in second.take(4)] == [each.payload for each in mine[1:]]
     assert second.rest() == []
     clients.end(two)
-    assert len(client.listen(box, group="workers").take(9)) == 9  # nobody is left who holds anything
+    assert len(client.listen(box, group="workers").take(9)) == 9  # no connected member holds anything
 
 
 def test_list_and_delete(connect: Connect) -> None:
@@ -168,7 +168,7 @@ def test_list_and_delete(connect: Connect) -> None:
     listed = client.list(box)
     assert [word for _, word in listed] == list(client.words)
     client.delete(box, listed[1][0])
-    client.delete(box, listed[1][0])  # it is gone, which is no error
+    client.delete(box, listed[1][0])  # already deleted, which is not an error
     assert client.list(box) == [listed[0], listed[2]]
     assert [each.msg_id for each in client.listen(box).take(2)] == [listed[0][0], listed[2][0]]
 
@@ -200,7 +200,7 @@ def test_refusals_have_codes_and_leave_the_connection_alone(connect: Connect) ->
     assert client.is_connected  # type: ignore[attr-defined]
 
 
-def test_no_wildcard_of_a_stranger_sees_anything(
+def test_wildcards_of_other_clients_match_no_mailbox(
     connect: Connect, clients: Clients, server: MailServer
 ) -> None:
     stranger = clients.connect("nats-py", server.url)
@@ -208,8 +208,8 @@ def test_no_wildcard_of_a_stranger_sees_anything(
     seen: dict[str, list[tuple[str, bytes]]] = {}
 
     def watch(pattern: str) -> None:
-        told = seen.setdefault(pattern, [])
-        stranger.subscribe(pattern, "", lambda subject, data, _number: told.append((subject, data)))
+        received = seen.setdefault(pattern, [])
+        stranger.subscribe(pattern, "", lambda subject, data, _number: received.append((subject, data)))
 
     for pattern in (">", "_INBOX.>", "*.>", "$mq9.>", "$mq9.AI.MAILBOX.MSG.>"):
         watch(pattern)
@@ -222,14 +222,14 @@ def test_no_wildcard_of_a_stranger_sees_anything(
     fence = ("_INBOX.fence", b"behind all that happened before it")
     stranger.publish(*fence)
     until(lambda: all(fence in seen[pattern] for pattern in (">", "_INBOX.>", "*.>")))
-    told = [each for messages in seen.values() for each in messages]
-    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in told)
+    received = [each for messages in seen.values() for each in messages]
+    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in received)
     assert not seen["$mq9.>"]
     assert not seen["$mq9.AI.MAILBOX.MSG.>"]
 
 
 @pytest.mark.parametrize("reading", KINDS)
-def test_what_one_client_sends_every_other_reads_in_its_own_words(
+def test_every_client_reads_messages_of_every_other_client(
     connect: Connect, clients: Clients, server: MailServer, reading: str
 ) -> None:
     sender, reader = connect(), clients.connect(reading, server.url)
@@ -256,7 +256,7 @@ def test_messages_survive_kill_9_except_normal_ones_in_memory(
             boxes[kind] = client.create()
             for word in client.words:
                 client.send(boxes[kind], word.encode(), word)
-            client.list(boxes[kind])  # answered when what was sent before it is stored
+            client.list(boxes[kind])  # answered when earlier messages are stored
             clients.end(client)
         server.end(SIGKILL)
         server.start()
@@ -269,7 +269,7 @@ def test_messages_survive_kill_9_except_normal_ones_in_memory(
             clients.end(client)
 
 
-def test_normal_messages_survive_where_that_is_asked_for(clients: Clients, tmp_path: Path) -> None:
+def test_normal_messages_survive_with_the_group_class(clients: Clients, tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--durable-normal") as server:
         client = clients.connect("Mail", server.url)
         box = client.create()

@@ -86,7 +86,7 @@ def test_shipped_files_are_removed_and_leave_no_descriptor_open(tmp_path: Path) 
     assert shipped(tmp_path / "audit") == ids(0, 500)
 
 
-def test_without_a_shipper_the_files_are_bounded_and_what_is_removed_is_told(
+def test_without_a_shipper_the_files_are_bounded_and_removals_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = opened(tmp_path)
@@ -109,7 +109,7 @@ def test_a_removed_file_that_is_being_shipped_is_read_to_its_end(tmp_path: Path)
     log = opened(tmp_path)
     tell(log, 0, 30)
     with shipper(tmp_path, tmp_path / "audit") as one:
-        assert one.waiting() > 0  # now they are open
+        assert one.waiting() > 0  # now the files are open
         for file in eventfiles.full_files(tmp_path):
             file.path.unlink()
         tell(log, 30, 40)
@@ -118,7 +118,7 @@ def test_a_removed_file_that_is_being_shipped_is_read_to_its_end(tmp_path: Path)
     log.close()
 
 
-def test_shipped_files_go_before_any_that_was_not() -> None:
+def test_shipped_files_are_removed_before_unshipped_ones() -> None:
     files = [
         eventfiles.FullFile(number, Path(f"{number}"), is_shipped=number in (2, 4), size=10)
         for number in range(1, 6)
@@ -145,11 +145,11 @@ while True:
 """
 
 
-def test_a_killed_server_loses_no_event_that_was_written(tmp_path: Path) -> None:
+def test_a_killed_server_loses_no_written_event(tmp_path: Path) -> None:
     written: list[int] = []
     with shipper(tmp_path, tmp_path / "audit") as one:
         for turn in range(KILLS):
-            first = written[-1] + 2 if written else 0  # the next one may have been written, and not told
+            first = written[-1] + 2 if written else 0  # the next one may be written but not acknowledged
             command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(first)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
                 assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""What a mail server tells: every event once, no private id anywhere, and nothing that a full disk breaks."""
+"""The events of a mail server: each once, without private ids, and complete after a full disk."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def everything(server: MailServer) -> str:
-    """One of each event that a healthy server tells; gives the private id."""
+    """One of each event that a healthy server emits. Returns the private id."""
     with Mail(server.url) as mail:
         box = mail.create(ttl_s=60)
         mail.create("all.see", ttl_s=0.3, public=True)
@@ -49,7 +49,7 @@ def everything(server: MailServer) -> str:
             mail.subscribe(box[:-1])
         with mail.subscribe(box, group="g") as member:  # ends without a delete: a failed delivery
             assert member.next(HANG_GUARD_S) is not None
-        until(lambda: mail.list(f"{box}.dead"))  # listed when it is safe
+        until(lambda: mail.list(f"{box}.dead"))  # listed when it is stored
     until(lambda: "expired" in {event["kind"] for event in server.events()})
     return box
 
@@ -67,31 +67,31 @@ def test_events_of_refusals_in_a_loop_reach_the_stream_and_count_every_call(tmp_
             with pytest.raises(MailRefused):
                 mail.send("nobody", "x")
         server.end()
-    told = len(server.events())
-    assert shipped() == told
+    emitted = len(server.events())
+    assert shipped() == emitted
     events = [event for event in Audit(tmp_path / "audit").query(contract="mail") if event.kind == "rejected"]
     assert sum(int(event.detail.get("refused", 1)) for event in events) == calls
 
 
 def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--receipts", "--dead-letter-after", "1") as server:
-        assert shipped() == 0  # nothing was told yet
+        assert shipped() == 0  # no event was emitted yet
         box = everything(server)
-        told = len(server.events())
-        assert shipped() == told
+        emitted = len(server.events())
+        assert shipped() == emitted
         assert shipped() == 0
         server.end(signal.SIGKILL)
         assert shipped() == 0
         server.start()
         with Mail(server.url) as mail:
             mail.create(ttl_s=60)
-        until(lambda: len(server.events()) == told + 1)
+        until(lambda: len(server.events()) == emitted + 1)
         assert shipped() == 1
         events = list(Audit(tmp_path / "audit").query(contract="mail"))
         code, errors = server.end()
     assert (code, errors) == (0, "")
-    assert [event.seq for event in events] == list(range(1, told + 2))
-    assert len({event.event_id for event in events}) == told + 1
+    assert [event.seq for event in events] == list(range(1, emitted + 2))
+    assert len({event.event_id for event in events}) == emitted + 1
     assert {event.kind for event in events} == {
         kind
         for operation, kinds in OPERATIONS["mail"].items()
@@ -105,14 +105,14 @@ def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path:
 
 
 def nowhere(text: str, folder: Path, errors: str) -> bool:
-    """Whether it stands in no file but the mail log itself."""
+    """Whether the id is in no file except the mail log."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("mail-")]
     assert any(path.name == "events.jsonl" for path in files)
     assert any("audit" in path.parts for path in files)
     return text not in errors and not any(text.encode() in path.read_bytes() for path in files)
 
 
-def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
+def test_an_event_line_matches_the_event_of_the_stream(tmp_path: Path) -> None:
     log = opened(tmp_path)
     log("created", queue="all.see", message_id="all.see/7", priority=0, sender="ada", body_bytes=3)
     log("expired", queue="all.see", type="mailbox")
@@ -125,7 +125,7 @@ def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sender", ["", 'ada "the first"'])
-def test_stored_messages_are_told_as_any_other_event(tmp_path: Path, sender: str) -> None:
+def test_events_of_stored_messages_have_the_common_form(tmp_path: Path, sender: str) -> None:
     label = 'a"b\\c.ä'
     sent: list[tuple[Priority, int]] = [("urgent", 1), ("urgent", 1), ("urgent", 20), ("low", 20)]
     letters = [
@@ -178,7 +178,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return writes
 
 
-def test_a_line_that_a_crash_cut_short_is_told_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_becomes_an_alert_and_the_next_line_is_whole(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"kind":"created","ts_us":1}\n{"kind":"crea')
     log = opened(tmp_path)
     log("deleted")
@@ -188,7 +188,7 @@ def test_a_line_that_a_crash_cut_short_is_told_and_the_next_is_whole(tmp_path: P
     assert (found[1].contract, found[1].error_type) == ("mail", "UnreadableLine")
 
 
-def test_events_wait_for_a_full_disk_and_what_is_lost_is_counted(
+def test_events_wait_for_space_and_lost_ones_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mailserver, "EVENTS_WAITING_BYTES_MAX", 2_000)
@@ -233,8 +233,8 @@ def read(folder: Path) -> list[AuditEvent]:
         feeds.close()
 
 
-def test_every_event_of_a_room_is_one_that_the_stream_has(tmp_path: Path) -> None:
-    """Damage and trouble included, which a healthy server does not tell."""
+def test_damage_of_the_log_is_an_event_of_the_stream(tmp_path: Path) -> None:
+    """Damage and alerts, which a healthy server does not emit."""
     harness = Harness(tmp_path / "data", receipts=True)
     link = FakeLink()
     box = harness.create(link, ttl=60)

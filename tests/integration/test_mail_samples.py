@@ -119,7 +119,7 @@ def test_offline_agents_lose_nothing_and_subscribing_is_querying(server: MailSer
         await ask(sender, subject, {"task": 1})
         assert json.loads((await take(before, 1))[0].data) == {"task": 1}
         await before.unsubscribe()
-        await ask(sender, subject, {"task": 2})  # while nobody listens
+        await ask(sender, subject, {"task": 2})  # while there is no subscriber
         for client in (agent, later):
             subscription = await client.subscribe(f"{subject}.*")
             assert [json.loads(each.data)["task"] for each in await take(subscription, 2)] == [1, 2]
@@ -130,7 +130,7 @@ def test_offline_agents_lose_nothing_and_subscribing_is_querying(server: MailSer
 
 def test_two_workers_of_a_queue_group(server: MailServer) -> None:
     async def work(producer: Client, one: Client, two: Client) -> None:
-        for worker in (producer, one, two):  # each makes sure that it exists
+        for worker in (producer, one, two):  # each ensures that the mailbox exists
             reply = await ask(worker, CREATE, {"ttl": 3600, "public": True, "name": "task.queue"})
             assert (reply["mail_id"], reply["is_new"]) == ("task.queue", worker is producer)
         subscriptions = [
@@ -144,7 +144,7 @@ def test_two_workers_of_a_queue_group(server: MailServer) -> None:
             await ask(producer, "$mq9.AI.MAILBOX.MSG.task.queue", {"job": job})
         shares = [await rest(subscription) for subscription in subscriptions]
         assert sorted(json.loads(each.data)["job"] for share in shares for each in share) == list(range(6))
-        # The first completes what it got, and deletes it; the second crashes before it can.
+        # The first completes its messages and deletes them; the second crashes before that.
         for each in shares[0]:
             assert await ask(one, f"$mq9.AI.MAILBOX.DELETE.task.queue.{number(each)}") == {"deleted": True}
         await two.close()
@@ -184,7 +184,7 @@ def test_deduplication_by_msg_id(server: MailServer) -> None:
     with_clients(server, 2, work)
 
 
-def test_a_ttl_cannot_be_changed_and_its_end_is_the_end(server: MailServer) -> None:
+def test_a_ttl_cannot_be_changed_and_ends_the_mailbox(server: MailServer) -> None:
     async def work(client: Client) -> None:
         body = {"ttl": 0.5, "public": True, "name": "fixed.ttl"}
         await ask(client, CREATE, body)
@@ -229,7 +229,7 @@ def test_the_demo_of_the_published_sdk(server: MailServer) -> None:
 
 def test_a_rendezvous_of_two_agents_over_a_public_mailbox(server: MailServer) -> None:
     async def agent(name: str) -> tuple[str, bytes]:
-        """Tells the others where it can be reached, and greets the first that it hears of."""
+        """Announces its address to the others, and greets the first one that it discovers."""
         async with SdkClient(server=server.url) as client:
             meeting = (await client.create(ttl=60, public=True, name="demo.multi-agent.rendezvous")).mail_id
             own = (await client.create(ttl=60)).mail_id

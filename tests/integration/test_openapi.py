@@ -12,7 +12,7 @@ from postroom.runtime.schemas import WAIT_S_MAX
 from tests.integration.servers import Server, serving
 
 EXAMPLES = 8
-# A lease of 7.0 is refused, and so is a bus message whose time is none: a schema cannot say that.
+# A lease of 7.0 and an invalid time of a bus message are refused; a schema cannot express that.
 NOT_ALL_CAN_BE_SAID = schemathesis.checks.positive_data_acceptance
 
 
@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 schema = schemathesis.openapi.from_dict(openapi())
-# It never ends, and has tests of its own.
+# The stream never ends, and has its own tests.
 finite = schema.exclude(path="/events")
 
 
@@ -52,7 +52,7 @@ def test_the_server_does_what_its_document_says(case: "schemathesis.Case[Any]", 
 
 
 def without_waiting(body: Any) -> None:
-    """A long poll has tests of its own."""
+    """Long polls have their own tests."""
     if (
         isinstance(body, dict)
         and isinstance(body.get("wait_s"), (int, float))

@@ -91,7 +91,9 @@ def test_no_flipped_bit_of_a_side_file_delivers_a_wrong_body(root: Path) -> None
         assert message["body"] == "a body that is long enough"
 
 
-def test_a_file_cut_at_any_byte_delivers_what_is_whole_and_goes_on(root: Path, quick_path: Path) -> None:
+def test_a_file_truncated_at_any_byte_delivers_complete_lines_and_continues(
+    root: Path, quick_path: Path
+) -> None:
     with opened(root) as queue:
         for number in range(2):
             queue.send("ask", f"{number}")
@@ -160,7 +162,7 @@ def small_disk(quick_path: Path) -> Iterator[Path]:
 
 
 def fill(queue: Queue, make_body: Callable[[int], str]) -> list[str]:
-    """Send until the disk is full; what was acknowledged."""
+    """Send until the disk is full. Returns the acknowledged messages."""
     acknowledged: list[str] = []
     for number in range(100_000):
         body = make_body(number)
@@ -174,7 +176,7 @@ def fill(queue: Queue, make_body: Callable[[int], str]) -> list[str]:
 
 @pytest.mark.parametrize("durability", ["os", "group", "fsync"])
 @pytest.mark.parametrize("size", [10, 3000])
-def test_a_full_disk_is_an_error_and_no_loss(small_disk: Path, durability: Durability, size: int) -> None:
+def test_a_full_disk_raises_and_loses_nothing(small_disk: Path, durability: Durability, size: int) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * (DISK_BYTES // 2))
     with opened(small_disk / "root", durability) as queue:
@@ -188,7 +190,7 @@ def test_a_full_disk_is_an_error_and_no_loss(small_disk: Path, durability: Durab
         assert queue.check().ok
         assert queue.check().unused_bodies == ()
         received: list[str] = []
-        with suppress(WriteFailed):  # there may be no room for a cursor: then nothing is handed out
+        with suppress(WriteFailed):  # there may be no room for a cursor: then nothing is delivered
             received = bodies(queue.poll("a"))
         with suppress(WriteFailed):
             queue.expire()

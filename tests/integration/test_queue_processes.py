@@ -65,7 +65,7 @@ def check_everything_came_once(root: Path, senders: Iterable[str]) -> None:
 # ---- many at the same time ---------------------------------------------------------------------------
 
 
-def test_eight_processes_tear_lose_and_double_nothing(root: Path) -> None:
+def test_eight_processes_tear_lose_and_duplicate_nothing(root: Path) -> None:
     def sender(name: str) -> Callable[[], None]:
         def job() -> None:
             with Queue(root) as queue:
@@ -78,10 +78,10 @@ def test_eight_processes_tear_lose_and_double_nothing(root: Path) -> None:
     check_everything_came_once(root, names)
 
 
-def test_eight_forked_children_of_one_open_queue_tear_lose_and_double_nothing(root: Path) -> None:
+def test_eight_forked_children_tear_lose_and_duplicate_nothing(root: Path) -> None:
     names = [f"s{number}" for number in range(SENDERS)]
     with Queue(root) as queue:
-        queue.poll("parent")  # every descriptor is open when the children come
+        queue.poll("parent")  # every descriptor is open when the children are forked
 
         def child(name: str) -> Callable[[], None]:
             return lambda: send_all(queue, name)
@@ -125,9 +125,7 @@ def test_children_forked_while_threads_hold_the_lock_are_not_stuck(root: Path) -
     check_everything_came_once(root, names)
 
 
-def test_pollers_and_expire_beside_senders_lose_nothing_that_is_not_expired(
-    root: Path, tmp_path: Path
-) -> None:
+def test_concurrent_pollers_senders_and_expire_lose_no_live_message(root: Path, tmp_path: Path) -> None:
     senders = ["s0", "s1", "s2"]
     pollers = ["p0", "p1", "p2"]
     expected = len(senders) * EACH
@@ -178,7 +176,7 @@ def test_pollers_and_expire_beside_senders_lose_nothing_that_is_not_expired(
     assert report.unused_bodies == ()
 
 
-def test_pollers_under_one_name_share_without_doubles(root: Path, tmp_path: Path) -> None:
+def test_pollers_with_one_name_share_without_duplicates(root: Path, tmp_path: Path) -> None:
     with Queue(root) as queue:
         send_all(queue, "s0")
 
@@ -211,7 +209,7 @@ def wait_until_polled(root: Path, agent_id: str) -> None:
 def test_a_waiting_poll_is_woken_by_another_process(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polling_only: bool
 ) -> None:
-    if polling_only:  # as where there is no inotify
+    if polling_only:  # as without inotify
         monkeypatch.setattr("postroom.nudges.watch.inotify_new", lambda: -1)
 
     def poller() -> None:
@@ -227,7 +225,7 @@ def test_a_waiting_poll_is_woken_by_another_process(
     assert json.loads((tmp_path / "got").read_text()) == ["wake up"]
 
 
-def test_a_poll_that_waits_for_a_session_that_nobody_made_yet_is_woken(root: Path, tmp_path: Path) -> None:
+def test_a_poll_that_waits_for_a_missing_session_is_woken(root: Path, tmp_path: Path) -> None:
     def poller() -> None:
         with Queue(root) as queue:
             found = queue.poll("a", session="new", wait_s=HANG_GUARD_S)
@@ -317,7 +315,7 @@ class Scene:
                     queue.poll("picky", "ask", keep_filtered=True)
                     queue.poll("picky", "answer", keep_filtered=True)
             files = queue._session(None)
-            with files.locked():  # as `ask` does it: one message out of the middle
+            with files.locked():  # as `ask` does: a message out of order
                 offset = [at for at, _ in files.lines(0, 10**6)][10]
                 picky = files.progress_of("picky")
                 files.write_progress("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))

@@ -24,7 +24,7 @@ PRODUCERS = CONSUMERS = 4
 QUEUES = ("left", "right")
 RUN_S = 3.0
 KILLS = 40
-ACKS_MAX = 12  # acknowledgements that a worker gets to report before it is killed, at most
+ACKS_MAX = 12  # acknowledgements that a worker reports at most before it is killed
 SHORT_LEASE_S = 0.2
 ASLEEP_ROUNDS = 10
 ASLEEP_LEASE_S = 0.1
@@ -74,7 +74,7 @@ def consume(url: str, name: str, producing: Callable[[], bool], ledger: Path) ->
 
 
 def check_order(events: list[Event]) -> None:
-    """Whoever was put into a queue first was given out first."""
+    """Tasks of a queue were claimed in the order in which they were enqueued."""
     for queue in QUEUES:
         put = [event.message_id for event in events if event.queue == queue and event.kind == "enqueued"]
         given = [event.message_id for event in events if event.queue == queue and event.kind == "dequeued"]
@@ -102,7 +102,7 @@ def test_four_producers_and_four_consumers(url: str, tmp_path: Path, no_child_le
     done = [task_id for ledger in consumed for task_id in json.loads(ledger.read_text())]
     print(f"{len(acknowledged)} tasks through {PRODUCERS} + {CONSUMERS} processes")
     assert len(acknowledged) > PRODUCERS * CONSUMERS
-    assert Counter(done) == Counter(acknowledged)  # nothing lost, nothing doubled
+    assert Counter(done) == Counter(acknowledged)  # nothing lost, nothing duplicated
     with Tasks.open(url) as tasks:
         assert tasks.status().totals == {"completed": len(done)}
         assert {agent.lapses for agent in tasks.status().agents.values()} == {0}
@@ -150,7 +150,7 @@ def start(crew: Crew, url: str, role: str, number: int) -> Worker:
     return crew.start(f"{role}-{number}", program, url=url, name=f"{role}-{number}")
 
 
-def test_kill_9_loses_nothing_that_was_acknowledged(url: str) -> None:
+def test_kill_9_loses_nothing_acknowledged(url: str) -> None:
     rng = Random(9)
     with Crew() as crew, Tasks.open(url) as tasks:
         roles = ["producer", "producer", "consumer", "consumer"]
@@ -172,7 +172,7 @@ def check_killed(tasks: Tasks, lines: list[str]) -> None:
     stored = [line.removeprefix("stored ") for line in lines if line.startswith("stored ")]
     done = [line.removeprefix("done ") for line in lines if line.startswith("done ")]
     events = all_events(tasks)
-    messages = explained(events)  # also: the events hold no call under a lease that was over
+    messages = explained(events)  # also: no event shows a call under an ended lease
     assert set(stored) <= messages.keys()
     assert {message.state for message in messages.values()} == {"COMPLETED"}
     completed = [event.message_id for event in events if event.kind == "execution_completed"]
@@ -212,7 +212,7 @@ def holder(report: Report, *, url: str, name: str, go: str) -> None:
 
 
 @pytest.mark.parametrize("taken_over", [True, False], ids=["taken over", "nobody else came"])
-def test_a_holder_that_slept_past_its_lease_is_refused(url: str, tmp_path: Path, taken_over: bool) -> None:
+def test_a_holder_paused_beyond_its_lease_is_refused(url: str, tmp_path: Path, taken_over: bool) -> None:
     with Tasks.open(url) as tasks, Crew() as crew:
         for number in range(ASLEEP_ROUNDS):
             task_id = tasks.enqueue(agent="a", payload=number)
@@ -221,7 +221,7 @@ def test_a_holder_that_slept_past_its_lease_is_refused(url: str, tmp_path: Path,
             crew.await_lines(zombie, 1)
             os.kill(zombie.pid, signal.SIGSTOP)
             go.touch()
-            while tasks.store.next_work_ns("a") != 0:  # until its lease has run out
+            while tasks.store.next_work_ns("a") != 0:  # until its lease has ended
                 time.sleep(0.005)
             second = tasks.claim(agent="a") if taken_over else []
             os.kill(zombie.pid, signal.SIGCONT)

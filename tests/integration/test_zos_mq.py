@@ -1,4 +1,4 @@
-"""`zos-mq`: the options, the output and the exit codes of the original, and nothing else."""
+"""`zos-mq`: exactly the options, the output and the exit codes of the original."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ZOS_MQ_ROOT", str(tmp_path / "mq"))
 
 
-def test_it_has_exactly_the_options_of_the_original() -> None:
+def test_the_options_are_those_of_the_original() -> None:
     found = {
         name: {text for option in command.params for text in option.opts}
         for name, command in zosmq.cli.commands.items()

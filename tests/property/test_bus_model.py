@@ -1,7 +1,7 @@
-"""`Bus` against a small model in memory: whatever is done in whatever order, both hold the same messages.
+"""`Bus` against a small model in memory: after any operations in any order, both hold the same messages.
 
-The model is a list of messages per file. Two handles stand for two processes; an original program and
-writers that are killed in the middle of a record take part.
+The model is a list of messages for each file. Two handles stand for two processes. Writers of the original
+program, and writers that are killed in the middle of a record, take part.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ foreign_bodies = st.text(st.characters(exclude_characters="-", exclude_categorie
 
 
 class Sent(NamedTuple):
-    """What the model knows of a message."""
+    """A message as the model knows it."""
 
     msg_id: str
     type: str
@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 
 
 class Follower:
-    """Takes new messages, and fails instead of waiting forever when none comes."""
+    """Reads new messages, and fails instead of waiting forever when none arrives."""
 
     def __init__(self, bus: Bus, begun_at: int) -> None:
         self.position = begun_at  # among all messages ever
@@ -150,12 +150,12 @@ class BusMachine(RuleBasedStateMachine):
 
     @rule(message=drafts, share=st.floats(0, 1))
     def writer_is_killed(self, message: dict[str, Any], share: float) -> None:
-        """Anything from the first byte of a record to all but its last ones."""
+        """Any part of a record, from its first byte to all but its last ones."""
         draft = buswire.draft(message["type"], "p", message["task_id"], "", (), "", message["body"])
         last = max((message.msg_id for message in self.everything()), default="")
         msg_id, ts = ids.bus_id(epoch_ns_of(self.now), ids.origin(1), self.torn, last)
         record = buswire.encode(draft, msg_id, ts)
-        # A foreign body has no length: it runs up to what can be recognised as the start of a record.
+        # A foreign body has no length: it extends to the next recognisable record start.
         least = len(buswire.START) if self.current and "original" in self.current[-1].msg_id else 1
         most = len(record.rstrip(b"\n")) - 1
         torn = record[: least + int(share * (most - least))]
@@ -270,7 +270,7 @@ class BusMachine(RuleBasedStateMachine):
         assert len(report.damaged) <= self.torn
 
 
-def test_the_bus_holds_what_the_model_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_bus_equals_the_model(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "postroom.bus")
     run_state_machine_as_test(BusMachine, settings=settings(max_examples=40, stateful_step_count=30))
 
@@ -281,7 +281,7 @@ batches = st.lists(st.lists(bodies, min_size=1, max_size=4), min_size=1, max_siz
 
 
 class History:
-    """Writers at work in threads, each with a handle of its own, while readers look."""
+    """Writers in threads, each with its own handle, while readers read."""
 
     def __init__(self, path: Path, rotate_bytes: int | None) -> None:
         self.path = path
@@ -308,7 +308,7 @@ class History:
         counts: list[int] = []
 
         def stop() -> bool:
-            """Stop when nothing came in several calls; `stop` is called after each file of a pass."""
+            """Stop when several calls returned nothing; `stop` is called after each file of a pass."""
             counts.append(len(seen) if self.done.is_set() else -1)
             return counts[-1] >= 0 and counts[-QUIET_ASKS:] == [counts[-1]] * QUIET_ASKS
 

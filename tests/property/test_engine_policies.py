@@ -40,7 +40,7 @@ def test_a_claim_is_full_while_messages_wait_and_takes_none_twice(
 
 
 @given(backlogs, weights, limits)
-def test_nobody_waits_longer_than_the_turns_of_the_others(
+def test_no_organization_waits_longer_than_the_turns_of_the_others(
     backlog: dict[str, int], weight: dict[str, float], counts: list[int]
 ) -> None:
     order = served(backlog, weight, counts)
@@ -188,6 +188,36 @@ def _check_failure(
         assert after.open_until == now + round(rule.cooldown_s * NANOS_PER_S)
 
 
+@given(rules, st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), max_size=40))
+def test_shared_breaker_opens_when_enough_organizations_failed(
+    rule: Breaker, failures: list[tuple[str, int]]
+) -> None:
+    circuit, now = CLOSED, 0
+    failed_at: dict[str, int] = {}
+    for org_id, seconds in failures:
+        now += seconds * NANOS_PER_S
+        if circuit.state == "open":
+            break
+        failed_at[org_id] = now
+        recent = [at for at in failed_at.values() if now - at < rule.window_s * NANOS_PER_S]
+        circuit = breaker.failed_shared(circuit, rule, "m", org_id, now)
+        assert (circuit.state == "open") == (len(recent) >= max(rule.failures, 2))
+
+
+@given(rules, st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))
+def test_failed_probe_of_a_shared_breaker_lets_another_message_probe(rule: Breaker, orgs: list[str]) -> None:
+    now = 1_000 * NANOS_PER_S
+    circuit = breaker.opened(rule, 0)
+    for number, org_id in enumerate(orgs):
+        if circuit.state == "open" and number:
+            break  # enough organizations have failed again
+        assert breaker.admits(circuit, org_id, now)
+        circuit = breaker.probed(circuit, org_id, now, LEASE_NS)
+        assert not breaker.admits(circuit, "other", now)
+        circuit = breaker.failed_shared(circuit, rule, org_id, org_id, now)
+        assert (circuit.state == "open") == (number + 1 >= max(rule.failures, 2))
+
+
 # ---- admission -------------------------------------------------------------------------------------
 
 RULE = Backpressure(scale=10, light=50, heavy=100, emergency=500)
@@ -225,7 +255,7 @@ def test_a_more_urgent_message_and_a_lower_stage_are_never_admitted_less(stage: 
 
 
 @given(st.floats(admission.RATE_MIN, 50), st.lists(st.integers(0, 3_000), min_size=1, max_size=80))
-def test_a_throttle_admits_its_rate_and_says_when_to_return(rate: float, pauses_ms: list[int]) -> None:
+def test_a_throttle_admits_its_rate_and_returns_when_to_retry(rate: float, pauses_ms: list[int]) -> None:
     throttle, now, admitted = Throttle(), NANOS_PER_S, 0
     for pause_ms in pauses_ms:
         now += pause_ms * 1_000_000

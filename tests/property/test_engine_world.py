@@ -1,6 +1,6 @@
-"""2,000 seeded histories of an engine keep every rule, and each rule is seen to break when the engine does.
+"""2,000 seeded histories of an engine keep every rule, and a mutant of the engine breaks each rule.
 
-`make simulate` does the same for 100,000 seeds. A seed that failed is replayed with
+`make simulate` does the same for 100,000 seeds. A failed seed is replayed with
 `python -m postroom.testing.world --seed N --store sqlite`.
 """
 
@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from postroom import Engine
 from postroom.contracts.engine import ordering
+from postroom.contracts.engine import tokens as token_books
 from postroom.contracts.engine.cells import EFFECTS, KEYS
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.operations import Operations
-from postroom.core import lifecycle
+from postroom.core import lifecycle, tokens
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World
@@ -34,7 +35,7 @@ MUTANT_SEEDS = 150
 
 
 def failures(parts: list[Part]) -> tuple[list[str], Counter[str]]:
-    """Run parts on all cores: what failed, and how often each action happened."""
+    """Run parts on all cores. Returns the failures, and how often each action happened."""
     failed: list[str] = []
     actions: Counter[str] = Counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -174,6 +175,31 @@ def keep_what_was_rolled_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransaction, "undo", MemoryTransaction.commit)
 
 
+def keep_unused_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The account forgets to take back what a lease had reserved."""
+    settle = tokens.settle
+
+    def keep(account: tokens.Account, grant: tokens.Grant, used: int, *, ran: bool) -> tokens.Account:
+        return replace(settle(account, grant, used, ran=ran), tokens=account.tokens - used)
+
+    patch.setattr(tokens, "settle", keep)
+
+
+def forget_what_was_used(patch: pytest.MonkeyPatch) -> None:
+    settle = tokens.settle
+
+    def forget(account: tokens.Account, grant: tokens.Grant, used: int, *, ran: bool) -> tokens.Account:
+        return settle(account, grant, 0, ran=ran)
+
+    patch.setattr(tokens, "settle", forget)
+
+
+def keep_reservations_of_failures(patch: pytest.MonkeyPatch) -> None:
+    """The lease of a failed attempt goes on holding its tokens, and its message is claimed again."""
+    patch.setattr(Operations, "_settle_failure", lambda *_: None)
+    patch.setattr(token_books, "is_live", lambda *_: True)
+
+
 MUTANTS: dict[Patch, set[str]] = {
     accept_any_token: {"stale", "history"},
     ignore_the_end_of_a_lease: {"stale"},
@@ -192,11 +218,14 @@ MUTANTS: dict[Patch, set[str]] = {
     revive_the_cancelled: {"terminal"},
     miscount: {"books"},
     keep_what_was_rolled_back: {"unknown"},
+    keep_unused_tokens: {"tokens"},
+    forget_what_was_used: {"tokens"},
+    keep_reservations_of_failures: {"tokens"},
 }
 
 
 def broken_rules(seeds: int, wanted: set[str]) -> set[str]:
-    """The rules that the first seeds break; it stops when all wanted ones are among them."""
+    """The rules that the first seeds break. Stops when all wanted rules are broken."""
     found: set[str] = set()
     for seed in range(seeds):
         found |= {one.rule for one in World(seed).run().broken}
@@ -271,7 +300,7 @@ def test_effects_of_handlers_happen_once_under_every_fault() -> None:
     }  # fmt: skip
 
 
-def test_handler_world_tells_how_often_handlers_and_effects_ran() -> None:
+def test_handler_world_counts_runs_of_handlers_and_effects() -> None:
     engine, _ = paying_engine(on_unknown="run")
     reports = [HandlerWorld(engine, seed).run(messages("tool_call")) for seed in range(30)]
     engine.close()

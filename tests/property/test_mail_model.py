@@ -34,7 +34,7 @@ choices = st.integers(0, 1_000_000)
 
 
 class Message:
-    """What the model knows of one message."""
+    """A message as the model knows it."""
 
     def __init__(self, msg_id: int, word: str) -> None:
         self.msg_id = msg_id
@@ -113,7 +113,7 @@ class Mailboxes(RuleBasedStateMachine):
 
     @rule(name=names, word=st.sampled_from(WORDS), count=st.integers(2, 5))
     def send_many(self, name: str, word: str, count: int) -> None:
-        """In a row and without answers; their ids are seen in a list."""
+        """Send several messages without waiting for answers; their ids are read from a list."""
         self.harness.service.published(self.caller, f"{MSG}{name}.{word}", "", 0, [b"x"] * count)
         self.harness.settle()
         if self.lives(name):

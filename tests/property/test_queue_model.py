@@ -77,7 +77,7 @@ class Model:
 
     def add(self, message: Sent) -> None:
         if self.torn:
-            self.lines.append(self.torn)  # the half line of a dead writer got its end
+            self.lines.append(self.torn)  # the unfinished line of a dead writer was ended
             self.torn = b""
         self.lines.append(message)
 
@@ -120,7 +120,7 @@ class AnsweringWatch(Watch):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Every call gives what the model gives."""
+    """Every call returns the result of the model."""
 
     @initialize()
     def begin(self) -> None:
@@ -136,7 +136,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not hasattr(self, "patch"):
             return
         self.patch.undo()
-        for agent in AGENTS:  # what was kept is still there
+        for agent in AGENTS:  # kept messages are still there
             self.poll_all(agent)
             assert self.queue.inbox(agent)["empty"]
         report = self.queue.check()
@@ -321,7 +321,7 @@ TestQueueModel.settings = settings(max_examples=max(10, EXAMPLES // 2), stateful
 # ---- at the same time --------------------------------------------------------------------------------
 
 WORKERS = 3
-POOL = "pool"  # several workers poll under this name: they share what comes
+POOL = "pool"  # several workers poll under this name, and share the messages
 
 steps = st.one_of(
     st.tuples(st.just("send"), topics, st.sampled_from([None, "w0", "w1", "w2", POOL]), st.integers(0, 40)),
@@ -337,7 +337,7 @@ programs = st.lists(st.lists(steps, min_size=5, max_size=15), min_size=WORKERS, 
 
 
 class History:
-    """What one worker did, in its order."""
+    """The operations of one worker, in order."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str | None]] = []
@@ -395,7 +395,7 @@ def check_once(agent: str, got: list[str], sent: list[tuple[str, str | None]]) -
 
 @settings(max_examples=max(10, EXAMPLES // 5))
 @given(programs=programs, shared=st.booleans())
-def test_threads_lose_double_and_reorder_nothing(programs: list[Any], shared: bool) -> None:
+def test_threads_lose_duplicate_and_reorder_nothing(programs: list[Any], shared: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="queue-threads-", dir=QUICK) as folder:
         root = Path(folder)
         one = Queue(root, body_threshold=THRESHOLD_BYTES)
@@ -426,7 +426,7 @@ def test_threads_lose_double_and_reorder_nothing(programs: list[Any], shared: bo
 @pytest.mark.usefixtures("no_child_left")
 @settings(max_examples=max(10, EXAMPLES // 10))
 @given(programs=programs, inherited=st.booleans())
-def test_processes_lose_double_and_reorder_nothing(programs: list[Any], inherited: bool) -> None:
+def test_processes_lose_duplicate_and_reorder_nothing(programs: list[Any], inherited: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="queue-processes-", dir=QUICK) as folder:
         root = Path(folder, "root")
         parent = Queue(root, body_threshold=THRESHOLD_BYTES)

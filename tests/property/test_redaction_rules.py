@@ -196,7 +196,7 @@ def loaded(text: str) -> Any:
     try:
         return json.dumps(json.loads(text)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except ValueError:
-        # What is replaced in place is written as a JSON string, also where the whole is none.
+        # In-place replacements are JSON strings, even when the whole text is not JSON.
         return re.sub(r"[\x00-\x1f]", lambda found: json.dumps(found[0])[1:-1], text)
 
 

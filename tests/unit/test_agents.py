@@ -57,7 +57,7 @@ def test_another_process_adds_and_removes(tmp_path: Path) -> None:
     assert server.identify(second) is not None
 
 
-def test_a_removed_agent_comes_back_with_another_token(tmp_path: Path) -> None:
+def test_a_removed_agent_gets_another_token_when_added_again(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     before = agents.add("triage")
     agents.remove("triage")
@@ -95,7 +95,7 @@ def test_an_unknown_role_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://host", "http://", "http://u:p@host", "file:///etc", "http://h/a?b", "http://h\r\nX: y"]
 )
-def test_a_url_is_checked_before_it_is_kept(tmp_path: Path, url: str) -> None:
+def test_a_url_is_checked_before_it_is_stored(tmp_path: Path, url: str) -> None:
     agents = Agents(tmp_path)
     with pytest.raises(InvalidMessage, match="url"):
         agents.add("triage", url)

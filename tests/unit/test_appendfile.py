@@ -269,7 +269,7 @@ def test_a_roll_back_that_cannot_get_the_lock_leaves_the_file_alone(make: Make, 
 
 
 def test_late_waiter_of_a_reopened_handle_gets_an_error(make: Make, disk: FaultyDisk) -> None:
-    """Its record was rolled back, so an fsync after the reopening must not count for it."""
+    """The late waiter's record was rolled back, so an fsync after the reopening must not count for it."""
     file = make("group")
     early, late = append(file, b"early "), append(file, b"late ")
     disk.failing = True

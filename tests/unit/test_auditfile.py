@@ -53,7 +53,7 @@ def test_each_entry_is_one_line_and_the_folder_is_made(audit: AuditFile, path: P
     assert path.read_bytes() == b'{"n":1}\n{"n":2}\n'
 
 
-def test_only_its_owner_may_read_it(audit: AuditFile, path: Path) -> None:
+def test_only_the_owner_may_read_the_file(audit: AuditFile, path: Path) -> None:
     audit.write(Entry(1))
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -66,7 +66,7 @@ def test_a_closed_file_opens_again(audit: AuditFile, path: Path) -> None:
     assert numbers(path) == [1, 2]
 
 
-def test_a_line_does_not_grow_onto_the_half_line_of_a_dead_writer(audit: AuditFile, path: Path) -> None:
+def test_an_entry_starts_a_new_line_after_an_unfinished_one(audit: AuditFile, path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'{"n":0}\n{"n":')
     audit.write(Entry(1))

@@ -29,7 +29,7 @@ def test_a_bench_yields_figures_with_a_value_and_a_verdict(
 
 OFTEN = 'ping_interval: "50ms"'
 HANG_GUARD_S = 30.0
-PINGS = 4  # of which two without an answer end a connection
+PINGS = 4  # two unanswered pings end a connection
 
 
 def await_ping(connection: socket.socket) -> None:

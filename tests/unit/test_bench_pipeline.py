@@ -1,4 +1,4 @@
-"""What the benchmark of the pipeline counts, and what it waits for."""
+"""The CPU time that the benchmark of the pipeline counts, and the processes that it waits for."""
 
 import subprocess
 import sys
@@ -13,13 +13,13 @@ LEAVE_AN_ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of ours that goes on, as the JVM of a session does."""
+    """A process of ours that continues, as the JVM of a session does."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
-def test_a_command_is_waited_for_with_what_it_leaves_behind_and_nobody_else(
+def test_the_usage_of_a_command_includes_its_descendants_only(
     other: subprocess.Popen[bytes],
 ) -> None:
     taken = spent_by([sys.executable, "-c", LEAVE_AN_ORPHAN])

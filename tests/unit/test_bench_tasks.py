@@ -40,7 +40,7 @@ def test_every_bench_has_a_name_of_its_own_and_each_peer_is_measured(tmp_path: P
         assert any(peer in name for name in names)
 
 
-def test_a_consumer_does_what_was_asked_for_and_stops_in_time(tmp_path: Path) -> None:
+def test_a_consumer_handles_its_number_of_tasks_and_stops(tmp_path: Path) -> None:
     ours = bench_tasks.Ours(tmp_path, batch=3)
     ours.fill(7)
     assert ours.consume(7, float("inf")) == 7

@@ -59,7 +59,7 @@ def bodies_in(data: bytes) -> list[str]:
 # ---- what we write ------------------------------------------------------------------------------
 
 
-def test_a_record_stands_in_the_file_as_documented() -> None:
+def test_a_record_has_the_documented_layout() -> None:
     data = wire("hello", type="agent_started", task_id="task-001", parents=[SECOND], attachment_path="a/b.md")
     head = (
         f"msg_id: {FIRST}\nts: {TS}\ntype: agent_started\nproject_id: p\ntask_id: task-001\n"
@@ -405,7 +405,7 @@ def test_last_foreign_record_without_newline_is_not_damage() -> None:
     assert bodies_in(data[:-1]) == []
 
 
-def test_a_foreign_record_at_the_end_waits_while_a_writer_is_at_work() -> None:
+def test_a_foreign_record_at_the_end_is_held_back_while_a_writer_is_active() -> None:
     decoded = decode(foreign("hello"), legacy_line=0, settled_tail=False)
     assert (decoded.messages, decoded.held_back, decoded.consumed) == ([], True, 0)
     decoded = decode(foreign("hello") + b"\n" + wire("next"), legacy_line=0, settled_tail=False)
@@ -486,7 +486,7 @@ def test_legacy_lines_before_the_first_record_are_messages_with_their_line_numbe
         ("[2026-02-05 14:30:52] T:", "INFO", "T:"),
     ],
 )
-def test_how_a_legacy_line_is_read(line: str, kind: str, body: str) -> None:
+def test_legacy_line_is_parsed(line: str, kind: str, body: str) -> None:
     message = read(line.encode() + b"\r\n")[0]
     assert (message.type, message.body) == (kind, body)
 

@@ -47,7 +47,7 @@ def flip(path: Path, at: int) -> None:
 # ---- the lines -------------------------------------------------------------------------------------
 
 
-def test_anybody_can_compute_the_hashes(tmp_path: Path) -> None:
+def test_hashes_can_be_recomputed_from_the_files(tmp_path: Path) -> None:
     sealed_folder(tmp_path, 3)
     prev = NO_HASH
     for line in lines_of_chain(tmp_path):
@@ -114,7 +114,7 @@ def test_a_clean_folder_has_no_finding(tmp_path: Path) -> None:
         verify(tmp_path / "nowhere")
 
 
-def test_a_flipped_bit_is_named_wherever_it_is(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_reported_at_any_offset(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     size = files[2].stat().st_size
     for at in [0, 1, size // 3, size // 2, size - 1]:

@@ -66,7 +66,7 @@ def test_a_payload_belongs_to_its_event() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "A", "AAAA", "!", "A" * 64, "ü"])
-def test_a_changed_payload_is_one_sentence(text: str) -> None:
+def test_a_changed_payload_raises_with_one_sentence(text: str) -> None:
     with pytest.raises(UnreadablePayload, match="or the payload was changed"):
         Cipher({"k": KEY}).decrypt(replace(EVENT, payload=f"enc:1:k:{text}"))
 
@@ -82,7 +82,7 @@ def test_every_changed_character_is_detected() -> None:
             cipher.decrypt(replace(sealed, payload=changed))
 
 
-def test_a_wrong_or_missing_key_is_one_sentence() -> None:
+def test_a_wrong_or_missing_key_raises_with_one_sentence() -> None:
     sealed = Cipher({"k": KEY}).encrypt(EVENT)
     with pytest.raises(UnreadablePayload, match="this is another key of that name"):
         Cipher({"k": KEY[::-1]}).decrypt(sealed)
@@ -120,13 +120,13 @@ def test_a_key_file_may_have_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["k", "k AAAA", "k !", f"ü {'A' * 43}=", f"a:b {'A' * 43}=", f"{'k' * 65} {'A' * 43}="]
 )
-def test_a_line_that_is_no_key_is_one_sentence_without_the_key(tmp_path: Path, line: str) -> None:
+def test_an_invalid_key_line_is_reported_without_the_key(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidSetting, match=r"line 1 of key file .* is not a key") as caught:
         read_keys(key_file(tmp_path, line + "\n"))
     assert "AAAA" not in str(caught.value)
 
 
-def test_key_files_that_are_refused(tmp_path: Path) -> None:
+def test_invalid_key_files_are_refused(tmp_path: Path) -> None:
     text = base64.urlsafe_b64encode(KEY).decode()
     with pytest.raises(UnsafePath, match="accessible to all users"):
         read_keys(key_file(tmp_path, f"k {text}\n", 0o604))
@@ -145,7 +145,7 @@ def test_key_files_that_are_refused(tmp_path: Path) -> None:
         ("fsspec", "from postroom.sinks.remote import Publisher; Publisher('.', 'memory://x')"),
     ],
 )
-def test_without_the_library_one_sentence_says_what_to_install(missing: str, code: str) -> None:
+def test_missing_library_error_names_the_extra(missing: str, code: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None\n{code}"
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False

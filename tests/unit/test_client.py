@@ -1,4 +1,4 @@
-"""`TaskClient` against a small real server: what it sends, and what it makes of the answers."""
+"""`TaskClient` against a small real server: its requests, and how it handles the replies."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the server says; `cut` ends the connection in front of it, or in the middle of it."""
+    """The reply of the server. `cut` closes the connection before it, or in the middle of it."""
 
     status: int = 200
     body: Any = None
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class Harness:
-    """Answers with what `say` gives for a request, and remembers every request."""
+    """Replies with the result of `say` for each request, and records every request."""
 
     def __init__(self, say: Callable[[Request], Answer]) -> None:
         self.say = say
@@ -115,7 +115,7 @@ class Harness:
 
 @contextmanager
 def harness(*answers: Answer | Callable[[Request], Answer]) -> Iterator[Harness]:
-    """One that gives these answers in turn, and the last one for ever."""
+    """A server that gives these replies in turn, and the last one for all further requests."""
     waiting = list(answers)
 
     def say(request: Request) -> Answer:
@@ -169,7 +169,7 @@ def client_of(server: Harness, **options: Any) -> TaskClient:
 # ---- what it may import ------------------------------------------------------------------------------
 
 
-def test_it_imports_the_standard_library_and_msgspec_alone() -> None:
+def test_client_imports_only_the_standard_library_and_msgspec() -> None:
     code = "import sys; import postroom.client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
@@ -191,7 +191,7 @@ def test_it_imports_the_standard_library_and_msgspec_alone() -> None:
 # ---- next ----------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_asked_for_and_given() -> None:
+def test_next_task_claims_a_task() -> None:
     with harness(given()) as server, client_of(server) as client:
         task = client.next_task(lease_s=60.0)
         assert task is not None
@@ -202,13 +202,13 @@ def test_a_task_is_asked_for_and_given() -> None:
     assert request.body == {"agent": "triage", "limit": 1, "lease_s": 60.0, "wait_s": 0.0, "worker": "w"}
 
 
-def test_no_task_is_none() -> None:
+def test_next_task_returns_none_without_a_task() -> None:
     with harness(NONE) as server, client_of(server) as client:
         assert client.next_task() is None
         assert client.next_tasks(5) == []
 
 
-def test_several_tasks_are_given_at_once() -> None:
+def test_next_tasks_claims_several_tasks() -> None:
     tasks = [given(task_id=f"t{number}", lease=number).body for number in (1, 2)]
     with harness(Answer(200, {"tasks": tasks})) as server, client_of(server) as client:
         assert [(task.task_id, task.lease) for task in client.next_tasks(2)] == [("t1", 1), ("t2", 2)]
@@ -228,7 +228,7 @@ def test_the_worker_is_named_by_machine_and_process() -> None:
 
 
 @pytest.mark.parametrize("answer", [Answer(200, {"task_id": 5}), Answer(200, "tasks"), Answer(200, 5)])
-def test_an_answer_that_is_no_task_is_an_error_of_its_own(answer: Answer) -> None:
+def test_an_answer_that_is_not_a_task_raises(answer: Answer) -> None:
     with (
         harness(answer) as server,
         client_of(server) as client,
@@ -240,7 +240,7 @@ def test_an_answer_that_is_no_task_is_an_error_of_its_own(answer: Answer) -> Non
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def test_a_word_shows_the_lease_that_was_given() -> None:
+def test_a_call_sends_the_lease_of_the_task() -> None:
     with harness(given(), ACCEPTED) as server, client_of(server) as client:
         client.next_task()
         client.heartbeat("t1")
@@ -258,7 +258,7 @@ def test_a_word_shows_the_lease_that_was_given() -> None:
     ]
 
 
-def test_a_task_object_shows_its_own_lease_and_an_id_the_latest() -> None:
+def test_a_task_object_sends_its_own_lease_and_an_id_the_latest() -> None:
     with harness(given(), given(lease=9, attempt=2), ACCEPTED) as server, client_of(server) as client:
         first, second = client.next_task(), client.next_task()
         assert first is not None
@@ -270,13 +270,13 @@ def test_a_task_object_shows_its_own_lease_and_an_id_the_latest() -> None:
     assert [request.body["lease"] for request in server.requests[2:]] == [7, 9, 3, 4]
 
 
-def test_a_task_that_was_never_given_needs_a_lease() -> None:
+def test_a_call_about_an_unclaimed_task_needs_a_lease() -> None:
     with harness(ACCEPTED) as server, client_of(server) as client, pytest.raises(NotHeld, match="'t9'"):
         client.complete_task("t9", 1)
     assert server.requests == []
 
 
-def test_only_so_many_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_leases_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "LEASES_REMEMBERED_MAX", 2)
     claimed = [given(task_id=f"t{number}", lease=number).body for number in range(4)]
     with harness(Answer(200, {"tasks": claimed}), ACCEPTED) as server, client_of(server) as client:
@@ -287,7 +287,7 @@ def test_only_so_many_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
             client.heartbeat("t1")
 
 
-def test_a_decision_that_is_no_json_is_refused_before_it_is_sent() -> None:
+def test_a_decision_that_is_not_json_is_refused_before_it_is_sent() -> None:
     with (
         harness(ACCEPTED) as server,
         client_of(server) as client,
@@ -313,7 +313,7 @@ REFUSALS: dict[str, tuple[Answer, type[PostroomError], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_is_an_error_with_the_servers_words_and_is_not_repeated(case: str) -> None:
+def test_a_refused_call_raises_the_servers_message_without_a_retry(case: str) -> None:
     answer, kind, words = REFUSALS[case]
     with harness(answer) as server, client_of(server) as client, pytest.raises(kind, match=words) as caught:
         client.heartbeat("t1", lease=1)
@@ -350,14 +350,14 @@ def test_errors_are_those_of_the_library_and_carry_the_facts_of_the_call() -> No
         assert unknown.value.task_id == "t 1"
 
 
-def test_an_answer_that_is_no_json_is_an_error() -> None:
+def test_an_answer_that_is_not_json_raises() -> None:
     with harness(Answer(200, b"<html>")) as server, client_of(server) as client:
         with pytest.raises(HarnessRefused, match="not JSON"):
             client.request("GET", "/health")
         assert len(server.requests) == 1
 
 
-def test_an_empty_answer_is_nothing() -> None:
+def test_an_empty_answer_is_none() -> None:
     with harness(Answer(200)) as server, client_of(server) as client:
         assert client.request("GET", "/health") is None
 
@@ -385,7 +385,7 @@ def test_a_call_without_an_answer_is_repeated(lost: Answer) -> None:
     assert server.paths().count("/queue/heartbeat") >= 2
 
 
-def test_after_the_last_try_the_reason_is_told() -> None:
+def test_the_last_retry_raises_the_reason() -> None:
     busy = Answer(503, {"error": "LockTimeout", "message": "the disk sleeps"}, {"Retry-After": "0"})
     with harness(busy) as server, client_of(server, retries=2) as client:
         with pytest.raises(Unreachable, match="the disk sleeps"):
@@ -393,7 +393,7 @@ def test_after_the_last_try_the_reason_is_told() -> None:
         assert len(server.requests) == 3
 
 
-def test_nobody_at_the_address_is_one_sentence() -> None:
+def test_a_refused_connection_raises_one_sentence() -> None:
     with harness(NONE) as server:
         pass
     with client_of(server, retries=0) as client, pytest.raises(Unreachable, match=re.escape(server.url)):
@@ -440,7 +440,7 @@ def test_a_connection_is_kept_and_replaced_when_the_server_closed_it() -> None:
     assert used[3] != used[0]
 
 
-def test_a_kept_connection_that_died_costs_no_retry() -> None:
+def test_replacing_a_dead_idle_connection_uses_no_retry() -> None:
     def cut_second(request: Request) -> Answer:
         return Answer(cut="before") if len(server.requests) == 2 else NONE
 
@@ -471,7 +471,7 @@ def test_threads_that_call_at_the_same_time_have_connections_of_their_own() -> N
 @pytest.mark.parametrize(
     "url", ["", "ftp://x", "127.0.0.1:80", "http://", "http://u:p@host/", "http://host/?q=1"]
 )
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="address of a harness"):
         TaskClient(url, agent="a", token=TOKEN)
 
@@ -491,7 +491,7 @@ def test_a_token_with_a_newline_cannot_become_a_header_and_is_not_shown() -> Non
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "heartbeat_every_s", "poll_every_s"])
-def test_intervals_are_above_nothing(name: str) -> None:
+def test_intervals_must_be_positive(name: str) -> None:
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=name):
             TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN, **{name: wrong})  # type: ignore[arg-type]
@@ -504,7 +504,7 @@ def test_retries_are_counted(retries: object) -> None:
 
 
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])
-def test_a_wait_has_an_end(wait_s: float) -> None:
+def test_an_invalid_wait_is_refused(wait_s: float) -> None:
     client = TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN)
     with pytest.raises(ValueError, match="wait_s must be a number of seconds"):
         client.next_task(wait_s)
@@ -565,7 +565,7 @@ def test_a_wrong_argument_is_one_sentence_and_nothing_is_sent(sentence: str) -> 
     ("argument", "wrong"),
     [("url", 5), ("url", "http://x:99999"), ("agent", 5), ("token", None), ("timeout_s", "5"), ("worker", 5)],
 )
-def test_a_client_of_wrong_arguments_is_not_made(argument: str, wrong: Any) -> None:
+def test_invalid_client_arguments_are_refused(argument: str, wrong: Any) -> None:
     right = {"url": "http://127.0.0.1:1", "agent": "a", "token": TOKEN}
     with pytest.raises(InvalidMessage, match=f"^{argument} must be"):
         TaskClient(**{**right, argument: wrong})
@@ -574,14 +574,14 @@ def test_a_client_of_wrong_arguments_is_not_made(argument: str, wrong: Any) -> N
 # ---- heartbeats --------------------------------------------------------------------------------------------
 
 
-UNHURRIED_S = 3.0  # a lease of which a third, a beat's time to be answered, is enough on a busy machine
+UNHURRIED_S = 3.0  # a third of this lease is enough to answer a heartbeat on a busy machine
 
 
 def held(**facts: Any) -> Task:
     return Task(**{"task_id": "t1", "payload": None, "lease": 7, "attempt": 1, "lease_s": 0.03, **facts})
 
 
-def test_a_kept_task_is_beaten_for_and_not_longer() -> None:
+def test_kept_alive_sends_heartbeats_until_its_block_ends() -> None:
     beaten = threading.Event()
 
     def say(_: Request) -> Answer:
@@ -597,7 +597,7 @@ def test_a_kept_task_is_beaten_for_and_not_longer() -> None:
 
 
 @pytest.mark.parametrize("case", ["stale", "unknown", "state"])
-def test_a_refused_beat_tells_the_handler(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_heartbeat_sets_lost(case: str, caplog: pytest.LogCaptureFixture) -> None:
     kept = held(lease_s=UNHURRIED_S)
     with harness(REFUSALS[case][0]) as server, client_of(server) as client, client.kept_alive(kept) as task:
         assert task.lost.wait(HANG_GUARD_S)
@@ -605,7 +605,7 @@ def test_a_refused_beat_tells_the_handler(case: str, caplog: pytest.LogCaptureFi
     assert len(server.requests) == 1
 
 
-def test_a_lease_that_nobody_confirms_for_its_whole_length_counts_as_lost() -> None:
+def test_a_lease_without_a_confirmed_heartbeat_counts_as_lost() -> None:
     with harness(NONE) as server:
         pass
     with client_of(server) as client, client.kept_alive(held()) as task:
@@ -613,13 +613,13 @@ def test_a_lease_that_nobody_confirms_for_its_whole_length_counts_as_lost() -> N
 
 
 def crossing(last_word: str) -> tuple[Callable[[Request], Answer], threading.Event]:
-    """A harness that accepts the last word while a heartbeat is under way, and then refuses the heartbeat."""
+    """A harness that accepts the ending call during a heartbeat, and then refuses the heartbeat."""
     beating, accepted, refused = threading.Event(), threading.Event(), threading.Event()
 
     def say(request: Request) -> Answer:
         if request.path == "/queue/heartbeat":
             if beating.is_set():
-                refused.set()  # a second one: the client has read the refusal of the first
+                refused.set()  # a second heartbeat: the client has read the refusal of the first
             beating.set()
             accepted.wait(HANG_GUARD_S)
             return REFUSALS["stale"][0]
@@ -632,7 +632,7 @@ def crossing(last_word: str) -> tuple[Callable[[Request], Answer], threading.Eve
 
 
 @pytest.mark.parametrize("verb", ["complete", "fail", "release"])
-def test_a_heartbeat_that_crosses_the_last_word_is_no_loss(
+def test_a_heartbeat_refused_during_the_ending_call_does_not_set_lost(
     verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     say, beating = crossing(f"/queue/{verb}")
@@ -650,7 +650,7 @@ def test_a_heartbeat_that_crosses_the_last_word_is_no_loss(
     assert caplog.text == ""
 
 
-def test_a_worker_whose_heartbeat_crosses_its_completion_says_nothing(
+def test_a_worker_logs_no_loss_when_a_heartbeat_crosses_its_completion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     crossed, beating = crossing("/queue/complete")
@@ -665,7 +665,7 @@ def test_a_worker_whose_heartbeat_crosses_its_completion_says_nothing(
     assert caplog.text == ""
 
 
-def test_a_last_word_that_is_refused_leaves_the_lease_to_the_heartbeats() -> None:
+def test_heartbeats_detect_a_loss_after_a_refused_ending_call() -> None:
     refuse_beats = threading.Event()
 
     def say(request: Request) -> Answer:
@@ -681,7 +681,7 @@ def test_a_last_word_that_is_refused_leaves_the_lease_to_the_heartbeats() -> Non
         assert task.lost.wait(HANG_GUARD_S)
 
 
-def test_a_last_word_that_nobody_confirms_is_not_called_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unconfirmed_ending_call_is_not_reported_as_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     with harness(NONE) as server:
         pass
     with client_of(server, retries=0) as client, client.kept_alive(held()) as task:
@@ -711,7 +711,7 @@ def test_every_call_can_be_awaited() -> None:
     ]  # fmt: skip
 
 
-def test_a_task_that_comes_for_a_cancelled_call_goes_back() -> None:
+def test_a_task_claimed_for_a_cancelled_call_is_released() -> None:
     asked, answer = threading.Event(), threading.Event()
 
     def say(request: Request) -> Answer:
@@ -738,7 +738,7 @@ def test_a_task_that_comes_for_a_cancelled_call_goes_back() -> None:
 
 
 class Queue:
-    """A harness with tasks in it, as the protocol wants it."""
+    """A harness with tasks, which follows the protocol."""
 
     def __init__(self, *payloads: Any) -> None:
         self.waiting = [given(task_id=f"t{n}", lease=n, payload=p).body for n, p in enumerate(payloads)]
@@ -754,8 +754,8 @@ class Queue:
         if verb not in ("result", "heartbeat"):
             body = dict(request.body)
             claimed = [self.waiting.pop(0) for _ in range(body.pop("claim_next", 0)) if self.waiting]
-            told = {k: v for k, v in body.items() if k not in ("agent", "lease", "task_id")}
-            self.words.append((f"{verb} {request.body['task_id']}", told))
+            fields = {k: v for k, v in body.items() if k not in ("agent", "lease", "task_id")}
+            self.words.append((f"{verb} {request.body['task_id']}", fields))
             return Answer(202, {"task_id": request.body["task_id"], "tasks": claimed})
         return ACCEPTED
 
@@ -766,7 +766,7 @@ def worked(queue: Queue, handler: Callable[[Task], Any], **options: Any) -> list
     return queue.words
 
 
-def test_work_handles_everything_that_waits() -> None:
+def test_work_handles_all_waiting_tasks() -> None:
     words = worked(Queue(1, 2, 3), lambda task: task.payload * 10)
     assert words == [(f"complete t{n}", {"decision": (n + 1) * 10}) for n in range(3)]
 
@@ -778,8 +778,8 @@ def test_a_worker_completes_a_task_and_claims_the_next_in_one_request() -> None:
     assert [request.body["claim_next"] for request in server.requests[1:4]] == [1, 1, 1]
 
 
-def test_a_task_that_comes_with_a_completion_is_released_by_a_worker_that_stops() -> None:
-    """The worker is told to stop while its completion is on the way, so the answer still brings a task."""
+def test_a_stopping_worker_releases_the_task_claimed_with_its_completion() -> None:
+    """The worker is stopped while its completion is under way, so the reply still has a task."""
     queue = Queue(1, 2)
 
     def say(request: Request) -> Answer:
@@ -834,11 +834,11 @@ def test_a_failure_with_a_wrong_pause_is_reported_without_it() -> None:
     def handler(_: Task) -> None:
         raise TaskFailed("later", retry_in_s=-1.0)
 
-    ((word, told),) = worked(Queue(1), handler)
-    assert (word, "retry_in_s must be" in told["error"]) == ("fail t0", True)
+    ((word, fields),) = worked(Queue(1), handler)
+    assert (word, "retry_in_s must be" in fields["error"]) == ("fail t0", True)
 
 
-def test_what_a_handler_raises_is_the_failure() -> None:
+def test_an_exception_of_the_handler_is_the_failure() -> None:
     def handler(task: Task) -> None:
         if task.payload:
             raise TaskFailed("come back later", retry_in_s=60.0)
@@ -858,10 +858,10 @@ def test_a_handler_may_be_async() -> None:
     assert worked(Queue("x"), handler) == [("complete t0", {"decision": "x"})]
 
 
-def test_a_decision_that_is_no_json_fails_the_task() -> None:
-    ((word, told),) = worked(Queue(1), lambda _: object())
+def test_a_decision_that_is_not_json_fails_the_task() -> None:
+    ((word, fields),) = worked(Queue(1), lambda _: object())
     assert word == "fail t0"
-    assert "JSON" in told["error"]
+    assert "JSON" in fields["error"]
 
 
 def test_a_decision_that_the_harness_refuses_fails_the_task() -> None:
@@ -870,7 +870,7 @@ def test_a_decision_that_the_harness_refuses_fails_the_task() -> None:
     assert worked(queue, lambda _: 5) == [("fail t0", {"error": "too long"})]
 
 
-def test_a_task_that_went_to_somebody_else_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_claimed_by_another_worker_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     queue = Queue(1, 2)
     queue.refuse["complete"] = REFUSALS["stale"][0]
     assert worked(queue, lambda _: 5) == []
@@ -892,14 +892,14 @@ def test_concurrency_has_limits(wrong: int) -> None:
         TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN).work(print, concurrency=wrong)
 
 
-def test_a_token_that_is_not_known_ends_the_work() -> None:
+def test_an_unknown_token_ends_the_work() -> None:
     queue = Queue()
     queue.refuse["next"] = REFUSALS["no token"][0]
     with running(Harness(queue)) as server, client_of(server) as client, pytest.raises(NotAllowed):
         client.work(print, concurrency=2)
 
 
-def test_a_handler_that_ends_its_process_gives_the_task_back() -> None:
+def test_a_handler_that_exits_releases_its_task() -> None:
     def handler(_: Task) -> None:
         raise SystemExit(3)
 
@@ -909,7 +909,7 @@ def test_a_handler_that_ends_its_process_gives_the_task_back() -> None:
     assert queue.words == [("release t0", {})]
 
 
-def test_done_work_waits_for_a_harness_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_is_retried_until_the_harness_is_back(caplog: pytest.LogCaptureFixture) -> None:
     queue = Queue(1)
     away = Answer(503, {"error": "LockTimeout", "message": "busy"})
     tries = iter([away] * 7)
@@ -925,7 +925,7 @@ def test_done_work_waits_for_a_harness_that_is_away(caplog: pytest.LogCaptureFix
     assert "has to wait" in caplog.text
 
 
-def test_stop_lets_the_running_handler_finish_and_takes_nothing_more() -> None:
+def test_stop_lets_the_running_handler_finish_and_claims_nothing_more() -> None:
     queue = Queue(1, 2)
 
     def handler(task: Task) -> Any:
@@ -937,25 +937,25 @@ def test_stop_lets_the_running_handler_finish_and_takes_nothing_more() -> None:
     assert queue.words == [("complete t0", {"decision": 1})]
 
 
-@pytest.mark.parametrize("how", ["grace is over", "told twice"])
-def test_what_does_not_finish_is_given_back(how: str) -> None:
+@pytest.mark.parametrize("how", ["grace is over", "stopped twice"])
+def test_unfinished_tasks_are_released_after_the_grace(how: str) -> None:
     queue = Queue(1)
-    told = threading.Event()
+    stopped = threading.Event()
 
     def handler(task: Task) -> None:
         client.stop()
-        if how == "told twice":
+        if how == "stopped twice":
             client.stop()
         assert task.lost.wait(HANG_GUARD_S)
-        told.set()
+        stopped.set()
 
     with running(Harness(queue)) as server, client_of(server) as client:
         client.work(handler, grace_s=0.02 if how == "grace is over" else 60.0)
-        assert told.wait(HANG_GUARD_S)
+        assert stopped.wait(HANG_GUARD_S)
         assert queue.words[0] == ("release t0", {})
 
 
-def test_a_harness_that_is_away_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_claims_are_retried_until_the_harness_is_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     answers = [Answer(503, {"error": "X", "message": "not yet"})] * 3
     queue = Queue(1)
@@ -973,7 +973,7 @@ def test_a_harness_that_is_away_is_asked_again(caplog: pytest.LogCaptureFixture)
     assert "not yet; trying again" in caplog.text
 
 
-def test_stop_breaks_a_wait_off_and_gives_back_what_was_on_its_way() -> None:
+def test_stop_aborts_a_long_poll_and_releases_an_arriving_task() -> None:
     waiting = threading.Event()
 
     def say(request: Request) -> Answer:
@@ -981,7 +981,7 @@ def test_stop_breaks_a_wait_off_and_gives_back_what_was_on_its_way() -> None:
             return ACCEPTED
         waiting.set()
         assert request.wait_for_end() == b""
-        return given()  # sent before the end was seen, and must not be lost
+        return given()  # sent before the worker saw the end; it must not be lost
 
     with harness(say) as server, client_of(server, timeout_s=HANG_GUARD_S) as client:
         working = threading.Thread(target=client.work, args=(print,), kwargs={"grace_s": HANG_GUARD_S})

@@ -23,14 +23,12 @@ def test_the_boot_id_is_the_machines_and_the_same_for_all() -> None:
         assert SystemClock().boot_id() == Path(clock._BOOT_ID).read_text(encoding="ascii").strip()
 
 
-def test_without_a_boot_id_the_moment_of_the_start_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_boot_id_the_boot_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "_BOOT_ID", str(tmp_path / "missing"))
     assert uuid.UUID(SystemClock().boot_id()).version == 5
 
 
-def test_the_clock_for_people_is_utc_in_microseconds() -> None:
+def test_the_wall_clock_is_utc_in_microseconds() -> None:
     before = time.time_ns() // 1000
     assert before <= SystemClock().wall_us() <= time.time_ns() // 1000
 

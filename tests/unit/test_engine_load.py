@@ -99,8 +99,6 @@ def test_target_of_p0_is_lower_on_a_fast_disk() -> None:
         (1e6, 2, 1, (1, 1, 1, 1)),
     ],
 )
-def test_load_that_makes_no_sense_is_refused(
-    rate: float, duration_s: float, orgs: int, mix: Sequence[float]
-) -> None:
+def test_invalid_load_is_refused(rate: float, duration_s: float, orgs: int, mix: Sequence[float]) -> None:
     with Engine.open("memory://") as engine, pytest.raises(InvalidSetting):
         soon(run_load(engine, rate=rate, duration_s=duration_s, orgs=orgs, mix=mix))

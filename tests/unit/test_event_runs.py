@@ -1,13 +1,17 @@
 """Events stored as runs are read as the events that the lifecycle emitted."""
 
 import json
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom.core import lifecycle
-from postroom.message import Envelope, Event, Moment, Record
-from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, Part, pack, unpack
+from postroom.message import Envelope, Event, Moment, Noted, Record
+from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, NotedRun, Part, pack, unpack
+from postroom.stores.memory import MemoryStore
+from postroom.stores.sqlite import SqliteStore
+from postroom.testing import ManualClock
 
 NUMBERS = st.integers(0, 2**62)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -33,6 +37,26 @@ def test_runs_of_new_messages(
             expected += step.events
             number += len(step.events)
         assert made(NewRun(seq, ts_us, queue, priority, kind, parent, delay_ns, sizes)) == expected
+
+
+def test_noted_events_are_the_same_in_every_store(tmp_path: Path) -> None:
+    noted = [
+        Noted("tokens_reserved", "org:a", "m", "PROCESSING", 2, 1, 7, {"tokens": 5}),
+        Noted("tokens_rebalanced", detail={"moved": 3}),
+    ]
+    expected = [
+        Event(4, 9, "tokens_reserved", "org:a", "m", "PROCESSING", 2, 1, 7, detail={"tokens": 5}),
+        Event(5, 9, "tokens_rebalanced", "", "", "DONE", detail={"moved": 3}),
+    ]
+    assert made(NotedRun(4, 9, noted)) == expected
+    stores = MemoryStore(clock=ManualClock()), SqliteStore(tmp_path / "queue.db", clock=ManualClock())
+    for store in stores:
+        store.write(lambda transaction: transaction.note(noted))
+        store.write(lambda transaction: transaction.note([]))
+    first, second = (store.events() for store in stores)
+    assert first == second
+    assert [event.detail for event in first] == [event.detail for event in expected]
+    stores[1].close()
 
 
 def record(seq: int, message_id: str, attempt: int) -> Record:

@@ -95,23 +95,23 @@ def test_only_one_process_waits_inside_the_gate(path: Path, lock: FairLock, no_c
 
 
 def test_death_of_the_holder_releases_the_lock(path: Path, lock: FairLock, no_child_left: None) -> None:
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
 
     def hold_for_ever() -> None:
         FairLock(path, LONG_S).acquire()
-        os.write(tell, b"!")
+        os.write(writer, b"!")
         time.sleep(LONG_S)
 
     holder = children.start(hold_for_ever)
-    assert os.read(told, 1) == b"!"
+    assert os.read(reader, 1) == b"!"
     with pytest.raises(LockTimeout):
         lock.acquire()
     os.kill(holder, signal.SIGKILL)
     with pytest.raises(AssertionError):
         children.wait(holder)
     lock.acquire()
-    os.close(told)
-    os.close(tell)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_no_update_is_lost_between_processes(path: Path, no_child_left: None) -> None:

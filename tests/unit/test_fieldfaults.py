@@ -1,4 +1,4 @@
-"""What is wrong with a field is said in plain words."""
+"""An invalid field is described in plain words."""
 
 from typing import Annotated, Any, Literal
 

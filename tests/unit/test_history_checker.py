@@ -18,7 +18,7 @@ HORIZON_US = 3_600 * S
 
 
 class Story:
-    """Events of one source, one second apart unless told otherwise."""
+    """Events of one source, one second apart by default."""
 
     def __init__(self, source: str = "s", contract: Contract = "tasks", first: int = 1) -> None:
         self.source = source
@@ -433,7 +433,7 @@ def test_second_delivery_of_a_result_is_a_violation(story: Story) -> None:
     assert proof(only(story)) == ("terminal", "m", (first, second))
 
 
-def test_a_mail_is_read_by_many_and_deleted_once() -> None:
+def test_a_mail_is_delivered_many_times_and_deleted_once() -> None:
     story = Story(contract="mail")
     story.tell("created")
     for reader in ("a", "b", "a"):
@@ -492,7 +492,7 @@ def test_events_possible_in_a_gap_are_no_violation(story: Story) -> None:
     story.accept()
     story.accept("b")
     first = story.lease()
-    story.seq += 9  # released, replayed, accepted: anything
+    story.seq += 9  # released, replayed, accepted: anything may have happened in the gap
     story.complete(story.lease())
     story.complete(story.lease("b"), "b")
     story.complete(story.lease("c"), "c")
@@ -526,7 +526,7 @@ def test_two_events_with_one_number_are_a_gap(story: Story, change: dict[str, An
     assert proof(only(story)) == ("gap", change.get("message_id", "a"), (2,))
 
 
-def test_events_that_come_out_of_order_are_put_in_order(story: Story) -> None:
+def test_events_that_arrive_out_of_order_are_sorted(story: Story) -> None:
     for number in range(5):
         story.pass_by(f"m-{number}")
     first, *rest = story.events

@@ -30,7 +30,7 @@ def event(detail: dict[str, Any]) -> AuditEvent:
 
 
 def deep_line(levels: int, field: bytes = b"detail") -> bytes:
-    """An event with a field that is nested so deeply: the detail, or one that the schema does not know."""
+    """An event with a field of this nesting: the detail, or a field that the schema does not know."""
     return to_line(event({})).replace(b"}\n", b',"%b":{"x":%b}}\n' % (field, nested(levels - 1)))
 
 
@@ -81,7 +81,7 @@ def test_a_deep_line_of_a_source_becomes_an_alert(levels: int) -> None:
         (b'{"kind":"created","ts_us":1,"attempt":99999999999999999999}', "attempt"),
     ],
 )
-def test_a_mail_line_that_no_reader_can_hold_becomes_an_alert(line: bytes, says: str) -> None:
+def test_an_undecodable_mail_line_becomes_an_alert(line: bytes, says: str) -> None:
     found = of_mail_line(line, "mail:1", 1)
     assert (found.kind, found.error_type, found.ts_us) == ("alert", "UnreadableLine", 0)
     assert says in found.error

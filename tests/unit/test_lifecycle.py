@@ -1,4 +1,4 @@
-"""Every arrow of the table can be walked, everything else is refused, and what a step says is whole."""
+"""Every transition is reachable, every other call is refused, and the events of a step are complete."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -66,7 +66,7 @@ VERBS: dict[str, Verb] = {
     "quarantine": lambda record: lifecycle.quarantine(record, LATER, "bad"),
     "replay": lambda record: lifecycle.replay(record, LATER),
 }
-BY_THE_WAY = {"retry", "bury"}  # FAILED is a moment inside `fail` and `lapse`
+BY_THE_WAY = {"retry", "bury"}  # FAILED exists only inside `fail` and `lapse`
 REPEATED: dict[str, tuple[State, ...]] = {
     "complete": ("COMPLETED", "EXECUTING", "DONE"),
     "fail": ("QUEUED", "RETRYING", "DEAD_LETTER"),
@@ -82,7 +82,7 @@ def accepted(delay_ns: int = 0) -> Step:
 
 
 def check_whole(step: Step, before: Record | None = None) -> None:
-    """The events are numbered on, the last one tells where the record is, and nothing else was touched."""
+    """The events have consecutive numbers, the last one has the record's state, and nothing else changed."""
     assert [event.seq for event in step.events] == list(range(100, 100 + len(step.events)))
     assert step.events[-1].state == step.record.state
     for event in step.events:
@@ -107,7 +107,7 @@ def test_the_table_names_every_verb_and_every_state() -> None:
 
 
 @pytest.mark.parametrize("arrow", FROM_A_STATE, ids=lambda arrow: f"{arrow.verb}-{arrow.source}")
-def test_every_arrow_can_be_walked(arrow: Transition) -> None:
+def test_every_transition_is_reachable(arrow: Transition) -> None:
     assert arrow.source is not None
     before = record_in(arrow.source)
     step = VERBS[arrow.verb](before)
@@ -117,7 +117,7 @@ def test_every_arrow_can_be_walked(arrow: Transition) -> None:
 
 
 @pytest.mark.parametrize(("verb", "state"), PAIRS, ids=str)
-def test_everything_else_is_refused_or_said_already(verb: str, state: State) -> None:
+def test_every_other_call_is_refused_or_a_repeat(verb: str, state: State) -> None:
     if (verb, state) in ALLOWED:
         return
     before = record_in(state)
@@ -131,7 +131,7 @@ def test_everything_else_is_refused_or_said_already(verb: str, state: State) -> 
     assert before == record_in(state)
 
 
-def test_a_release_can_be_repeated_and_is_no_failure() -> None:
+def test_a_release_can_be_repeated_but_not_as_a_failure() -> None:
     released = lifecycle.release(record_in("PROCESSING"), LATER, TOKEN)
     assert released is not None
     assert lifecycle.release(released.record, LATER, TOKEN) is None
@@ -139,7 +139,7 @@ def test_a_release_can_be_repeated_and_is_no_failure() -> None:
         lifecycle.fail(released.record, LATER, TOKEN, "no")
 
 
-def test_a_failure_is_no_release() -> None:
+def test_a_failure_cannot_be_repeated_as_a_release() -> None:
     failed = lifecycle.fail(record_in("PROCESSING"), LATER, TOKEN, "no")
     assert failed is not None
     assert failed.record.state == "QUEUED"
@@ -147,7 +147,7 @@ def test_a_failure_is_no_release() -> None:
         lifecycle.release(failed.record, LATER, TOKEN)
 
 
-def test_accepting_begins_ready_or_waiting() -> None:
+def test_an_accepted_record_is_queued_or_scheduled() -> None:
     ready, waiting = accepted(), accepted(delay_ns=7)
     check_whole(ready)
     check_whole(waiting)
@@ -165,7 +165,7 @@ def test_accepting_begins_ready_or_waiting() -> None:
 
 
 @pytest.mark.parametrize("arrow", [t for t in TRANSITIONS if t.verb in BY_THE_WAY])
-def test_a_failure_goes_where_the_table_says(arrow: Transition) -> None:
+def test_a_failure_follows_the_transition_table(arrow: Transition) -> None:
     delay_ns = {"RETRYING": 1, "QUEUED": 0, "DEAD_LETTER": None}[arrow.target]
     before = record_in("PROCESSING")
     step = lifecycle.fail(before, LATER, TOKEN, "broken", error_type="E", delay_ns=delay_ns)
@@ -204,14 +204,14 @@ def test_another_lease_is_refused(verb: str, token: int) -> None:
 
 
 @pytest.mark.parametrize("verb", OF_A_HOLDER)
-def test_a_lease_that_has_run_out_is_refused_to_the_nanosecond(verb: str) -> None:
+def test_an_expired_lease_is_refused_to_the_nanosecond(verb: str) -> None:
     assert VERBS[verb](record_in("PROCESSING", lease_until=LATER.steady_ns + 1)) is not None
     with pytest.raises(StaleLease):
         VERBS[verb](record_in("PROCESSING", lease_until=LATER.steady_ns))
 
 
 @pytest.mark.parametrize("verb", ["lapse", "cancel", "quarantine"])
-def test_a_lease_that_was_taken_away_cannot_speak_again(verb: str) -> None:
+def test_a_revoked_lease_is_refused(verb: str) -> None:
     step = VERBS[verb](record_in("PROCESSING"))
     assert step is not None
     assert (step.record.lease, step.events[0].lease) == (0, TOKEN)
@@ -229,13 +229,13 @@ def test_every_token_is_larger_than_the_one_before() -> None:
     assert second.record.place == first.record.place
 
 
-def test_a_heartbeat_moves_the_end_of_the_lease_and_of_nothing_else() -> None:
+def test_a_heartbeat_changes_only_the_end_of_the_lease() -> None:
     before = record_in("PROCESSING")
     after = lifecycle.renew(before, LATER, TOKEN).record
     assert after == replace(before, lease_until=60 * NANOS_PER_S, heartbeat_us=LATER.wall_us)
 
 
-def test_how_long_it_took_is_counted_through_heartbeats_and_steps_of_the_clock() -> None:
+def test_the_duration_includes_heartbeats_and_ignores_clock_steps() -> None:
     plain = lifecycle.complete(record_in("PROCESSING"), LATER, TOKEN, b"1")
     beaten = lifecycle.complete(record_in("PROCESSING", heartbeat_us=6_500_000), LATER, TOKEN, b"1")
     stepped = lifecycle.complete(record_in("PROCESSING", heartbeat_us=5), LATER, TOKEN, b"1")
@@ -247,7 +247,7 @@ def test_how_long_it_took_is_counted_through_heartbeats_and_steps_of_the_clock()
 
 
 @pytest.mark.parametrize("verb", ["fail", "lapse"])
-def test_after_its_retries_it_is_dead(verb: str) -> None:
+def test_a_record_without_retries_left_is_a_dead_letter(verb: str) -> None:
     for retries in range(3):
         step = VERBS[verb](record_in("PROCESSING", retries=retries))
         assert step is not None
@@ -259,7 +259,7 @@ def test_after_its_retries_it_is_dead(verb: str) -> None:
     assert step.events[1].error == step.events[0].error
 
 
-def test_a_retry_goes_to_the_end_and_a_pause_is_kept() -> None:
+def test_a_retry_goes_to_the_end_of_the_lane_after_its_pause() -> None:
     at_once = lifecycle.fail(record_in("PROCESSING"), LATER, TOKEN, "x")
     paused = lifecycle.fail(record_in("PROCESSING"), LATER, TOKEN, "x", delay_ns=3 * NANOS_PER_S)
     assert at_once is not None
@@ -277,7 +277,7 @@ def test_an_error_has_a_limit() -> None:
         assert len(event.error) == lifecycle.ERROR_CHARS_MAX
 
 
-def test_a_replay_is_a_new_life_of_the_same_message() -> None:
+def test_a_replay_resets_retries_and_position() -> None:
     before = record_in("DEAD_LETTER", retries=4, attempt=4, expires=1)
     after = lifecycle.replay(before, LATER, priority=0).record
     assert (after.retries, after.attempt, after.lease, after.expires, after.lane) == (0, 4, 0, 0, 0)
@@ -295,7 +295,7 @@ def test_a_replay_is_a_new_life_of_the_same_message() -> None:
         (1, 29, 1), (1, 30, 0), (0, 10**6, 0), (2, 20, 1), (9, 10**6, 9),
     ],
 )  # fmt: skip
-def test_waiting_lifts_lane_by_lane(priority: int, age: int, risen: int) -> None:
+def test_waiting_promotes_lane_by_lane(priority: int, age: int, risen: int) -> None:
     assert lifecycle.effective_lane(priority, age, (30, 20, 10)) == risen
     assert lifecycle.effective_lane(priority, age, ()) == priority
 
@@ -304,7 +304,7 @@ def test_waiting_lifts_lane_by_lane(priority: int, age: int, risen: int) -> None
 
 
 class Life:
-    """One message, and what a store would keep of it: the record and its trail."""
+    """One message as a store keeps it: the record and its trail."""
 
     def __init__(self, delay_ns: int = 0) -> None:
         step = accepted(delay_ns)
@@ -324,7 +324,7 @@ class Life:
     def lease(self) -> None:
         self.take(lifecycle.lease(self.record, self.now, "w", NANOS_PER_S))
 
-    def told(self) -> list[tuple[object, ...]]:
+    def history(self) -> list[tuple[object, ...]]:
         return [_gist(event) for event in lifecycle.history(self.record, self.events[0], self.trail)]
 
     def happened(self) -> list[tuple[object, ...]]:
@@ -335,48 +335,48 @@ def _gist(event: Event) -> tuple[object, ...]:
     return (event.seq, event.ts_us, event.kind, event.state, event.attempt, event.lease, event.error)
 
 
-def test_the_straight_way_needs_no_trail() -> None:
+def test_a_record_without_failures_has_no_trail() -> None:
     life = Life()
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     life.lease()
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     life.take(lifecycle.renew(life.record, life.now, life.record.lease))
     life.take(lifecycle.complete(life.record, life.now, life.record.lease, b"1"))
     assert life.trail == []
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
-def test_a_winding_way_is_told_whole() -> None:
+def test_the_history_includes_failures_and_releases() -> None:
     life = Life(delay_ns=1)
     life.take(lifecycle.wake(life.record, life.now))
     life.take(lifecycle.lease(life.record, life.now, "w", NANOS_PER_S, lane=1))
     life.take(lifecycle.release(life.record, life.now, life.record.lease))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     for _ in range(2):
         life.lease()
         life.take(lifecycle.fail(life.record, life.now, life.record.lease, "no"))
-        assert life.told() == life.happened()
+        assert life.history() == life.happened()
     for _ in range(2):
         life.lease()
         life.take(lifecycle.lapse(life.record, life.now))
-        assert life.told() == life.happened()
+        assert life.history() == life.happened()
     assert life.record.state == "DEAD_LETTER"
     life.take(lifecycle.replay(life.record, life.now))
     life.lease()
     life.take(lifecycle.complete(life.record, life.now, life.record.lease, b"1"))
     life.take(lifecycle.hand_over(life.record, life.now, "d"))
     life.take(lifecycle.settle(life.record, life.now))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
-def test_a_delivery_that_was_cut_short_is_told() -> None:
+def test_the_history_includes_an_interrupted_delivery() -> None:
     life = Life()
     life.lease()
     life.take(lifecycle.cancel(life.record, life.now))
     life.take(lifecycle.replay(life.record, life.now))
     life.lease()
     life.take(lifecycle.quarantine(life.record, life.now, "it kills"))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
 def test_a_duplicate_and_a_purge_are_events_that_change_nothing() -> None:

@@ -54,7 +54,7 @@ def test_a_second_open_file_is_kept_out_until_the_release(fd: int, other_fd: int
     lock.acquire(other_fd, AT_ONCE_S, path)
 
 
-def test_the_timeout_says_what_was_waited_for_and_how_long(fd: int, other_fd: int, path: Path) -> None:
+def test_the_timeout_names_the_file_and_the_time(fd: int, other_fd: int, path: Path) -> None:
     lock.acquire(fd, AT_ONCE_S, path)
     with pytest.raises(LockTimeout) as caught:
         lock.acquire(other_fd, 0.25, path)
@@ -74,7 +74,7 @@ def test_a_waiter_gets_the_lock_when_it_is_released(fd: int, other_fd: int, path
         lock.acquire(fd, AT_ONCE_S, path)
 
 
-def test_releasing_what_is_not_held_is_harmless(fd: int, other_fd: int, path: Path) -> None:
+def test_releasing_an_unheld_lock_is_harmless(fd: int, other_fd: int, path: Path) -> None:
     lock.acquire(fd, AT_ONCE_S, path)
     lock.release(other_fd)
     with pytest.raises(LockTimeout):
@@ -101,7 +101,7 @@ def test_a_plain_flock_of_another_program_excludes_and_its_death_releases(fd: in
         lock.acquire(fd, 60.0, path)
 
 
-def test_the_size_at_rest_is_known_only_while_nobody_writes(fd: int, other_fd: int, path: Path) -> None:
+def test_the_settled_size_is_known_only_without_an_active_writer(fd: int, other_fd: int, path: Path) -> None:
     assert lock.size_at_rest(other_fd) == 5
     lock.acquire(fd, AT_ONCE_S, path)
     assert lock.size_at_rest(other_fd) is None

@@ -1,4 +1,4 @@
-"""What a mailbox counts, and what it marks as held, when a letter comes and when it leaves."""
+"""The counters and holds of a mailbox when letters are added and removed."""
 
 import sys
 
@@ -146,8 +146,8 @@ def test_dead_numbers_are_dropped_when_they_are_more_than_half() -> None:
     for number in range(1, count):
         box.remove(number)
     lane = box.lanes[RANKS["normal"]]
-    assert list(lane.behind(0))[-1] == count
-    assert len(list(lane.behind(0))) <= mailbox.DEAD_NUMBERS_MAX + 2
+    assert list(lane.above(0))[-1] == count
+    assert len(list(lane.above(0))) <= mailbox.DEAD_NUMBERS_MAX + 2
     assert numbers(box) == [count]
 
 

@@ -1,4 +1,4 @@
-"""What clients of mq9 ask, as pure functions."""
+"""Parsing of the calls of mq9 clients, as pure functions."""
 
 import pytest
 from hypothesis import given
@@ -57,7 +57,7 @@ def test_other_subjects_are_refused_with_a_code(subject: str, code: int) -> None
 
 
 @given(st.text())
-def test_no_subject_does_anything_but_parse_or_be_refused(text: str) -> None:
+def test_every_subject_is_parsed_or_refused(text: str) -> None:
     for subject in (text, mq9.PREFIX + text, mq9.ROOT + text, mq9.SEND + text):
         for function in (mq9.parse, mq9.subscription):
             try:
@@ -79,7 +79,7 @@ def test_no_subject_does_anything_but_parse_or_be_refused(text: str) -> None:
         ("task.queue.*", "task.queue", 0b1111),
     ],
 )
-def test_what_a_subscription_asks_for(rest: str, mail_id: str, ranks: int) -> None:
+def test_subscription_subjects_are_parsed(rest: str, mail_id: str, ranks: int) -> None:
     assert mq9.subscription(mq9.SEND + rest) == (mail_id, ranks)
 
 
@@ -91,7 +91,7 @@ def test_a_wildcard_in_the_id_is_refused(rest: str) -> None:
 
 
 @given(st.text(max_size=140))
-def test_a_name_that_is_taken_can_be_sent_to_and_subscribed_to(name: str) -> None:
+def test_an_accepted_name_is_valid_in_send_and_subscribe(name: str) -> None:
     try:
         mq9.checked_name(name)
     except Mq9Error:
@@ -120,7 +120,7 @@ def test_a_fetch_has_the_defaults_of_its_dialect_and_bounds() -> None:
     assert mq9.body(b'{"deliver":"from_time","from_time":1.5}', mq9.Fetch).bound == 1_500_000
 
 
-def test_headers_become_wishes_whatever_their_case() -> None:
+def test_headers_become_options_in_any_case() -> None:
     headers = (
         b"NATS/1.0\r\nMQ9-Priority: Critical\r\nmq9-key:k\r\nmq9-delay: 2\r\nX: y\r\nMq9-Tags: a, b,\r\n\r\n"
     )
@@ -129,7 +129,7 @@ def test_headers_become_wishes_whatever_their_case() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_headers_do_anything_but_parse_or_be_refused(headers: bytes) -> None:
+def test_all_headers_are_parsed_or_refused(headers: bytes) -> None:
     for block in (headers, b"NATS/1.0\r\nmq9-ttl: " + headers, b"NATS/1.0\r\nmq9-tags:" + headers):
         try:
             mq9.send_options(block)

@@ -1,4 +1,4 @@
-"""What clients of mq9 get, as pure functions."""
+"""Replies and deliveries to mq9 clients, as pure functions."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Priority) -> N
 @pytest.mark.parametrize(
     ("word", "subject"), [("normal", "m"), ("critical", "m.critical"), ("low", "m.low"), ("high", "m.high")]
 )
-def test_a_raw_delivery_has_the_word_that_was_sent(word: Priority, subject: str) -> None:
+def test_a_raw_delivery_has_the_priority_of_the_sender(word: Priority, subject: str) -> None:
     batch = replies.raw("m", [letter(word=word), letter(b"y", word=word, number=8)])
     assert batch.subject == mq9.SEND + subject
     assert batch.messages == [
@@ -58,7 +58,7 @@ def test_a_sender_cannot_forge_a_message_id() -> None:
         ("never", "robustmq-mq9-python", False),
     ],
 )
-def test_who_gets_an_envelope(mode: replies.Envelope, name: str, expected: bool) -> None:
+def test_envelopes_are_for_clients_of_the_sdk(mode: replies.Envelope, name: str, expected: bool) -> None:
     assert replies.is_enveloped(mode, name) is expected
 
 
@@ -76,7 +76,7 @@ def test_replies_have_the_error_key_only_in_the_newest_dialect() -> None:
 
 
 @pytest.mark.parametrize(("word", "seen"), [("high", "urgent"), ("low", "normal"), ("critical", "critical")])
-def test_a_fetch_speaks_the_words_of_its_dialect(word: Priority, seen: str) -> None:
+def test_a_fetch_uses_the_priorities_of_its_dialect(word: Priority, seen: str) -> None:
     message = json.loads(replies.fetched([letter(b"\xff", b"NATS/1.0\r\n\r\n", word)]))["messages"][0]
     assert message["priority"] == seen
     assert base64.b64decode(message["payload"]) == b"\xff"

@@ -53,7 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_name_is_given_back(name: str) -> None:
+def test_a_valid_name_is_returned(name: str) -> None:
     assert checked_name("agent", name) == name
     assert is_name(name)
 
@@ -66,7 +66,7 @@ def test_a_bad_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [None, 1, b"agent", ["agent"], ("agent",), object()])
-def test_what_is_no_text_is_refused(name: object) -> None:
+def test_a_name_that_is_not_text_is_refused(name: object) -> None:
     with pytest.raises(InvalidName):
         checked_name("session", name)
 
@@ -104,7 +104,7 @@ def test_the_error_carries_its_facts_and_is_a_value_error() -> None:
         "a b",
     ],
 )
-def test_a_name_of_one_script_is_taken(name: str) -> None:
+def test_a_name_of_one_script_is_accepted(name: str) -> None:
     assert look_alike_fault(name) == ""
 
 
@@ -153,7 +153,7 @@ def test_a_name_of_one_script_is_taken(name: str) -> None:
         "\u0441\u043e\u0441\u043e": "has only letters that look like Latin letters",
     }.items(),
 )
-def test_a_name_that_can_be_taken_for_another_is_refused(name: str, fault: str) -> None:
+def test_a_look_alike_name_is_refused(name: str, fault: str) -> None:
     assert look_alike_fault(name) == fault
 
 

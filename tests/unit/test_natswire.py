@@ -18,7 +18,7 @@ SERVER = (
 
 
 def flat(commands: list[wire.Command]) -> list[object]:
-    """Frames one by one, whether they came in a run or not."""
+    """Frames one by one, whether or not they were read as a run."""
     found: list[object] = []
     for command in commands:
         if isinstance(command, wire.Messages):
@@ -30,7 +30,7 @@ def flat(commands: list[wire.Command]) -> list[object]:
 
 
 def sized(head: wire.ControlLine, size: int) -> wire.ControlLine:
-    """The head of one frame; of bodies of several sizes, the reader gives one for all."""
+    """The head of one frame. For bodies of several sizes the reader returns one head for all."""
     if head.size != wire.ANY_SIZE:
         return head
     before, after = b"", b""
@@ -55,7 +55,7 @@ def published(
     return wire.ControlLine(subject, reply, header_bytes, len(body), b"", before, after), body
 
 
-def test_what_a_client_sends() -> None:
+def test_commands_of_a_client_are_parsed() -> None:
     assert read(CLIENT) == [
         wire.Connect(b'{"verbose":false}'),
         wire.Ping(),
@@ -71,7 +71,7 @@ def test_what_a_client_sends() -> None:
     ]
 
 
-def test_what_a_server_sends() -> None:
+def test_commands_of_a_server_are_parsed() -> None:
     assert flat(wire.ServerReader().feed(SERVER)) == [
         wire.Info(b'{"headers":true}'),
         wire.Pong(),
@@ -86,12 +86,12 @@ def test_what_a_server_sends() -> None:
 
 
 @pytest.mark.parametrize("step", range(1, len(CLIENT)))
-def test_any_pieces_give_the_same(step: int) -> None:
+def test_chunking_does_not_change_the_commands_of_a_client(step: int) -> None:
     assert read(CLIENT, step=step) == read(CLIENT)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
-def test_any_pieces_of_what_a_server_sends_give_the_same(step: int) -> None:
+def test_chunking_does_not_change_the_commands_of_a_server(step: int) -> None:
     reader = wire.ServerReader()
     pieces = [SERVER[start : start + step] for start in range(0, len(SERVER), step)]
     assert flat([command for piece in pieces for command in reader.feed(piece)]) == flat(
@@ -126,7 +126,7 @@ MIXED_BODIES = [b"x" * (number % 7) for number in range(600)]
 def test_bodies_of_several_sizes_to_one_subject_are_few_commands() -> None:
     data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
     reader = wire.ClientReader()
-    reader.feed(data)  # from here on it knows the lines
+    reader.feed(data)  # from here on the reader has cached the lines
     commands = reader.feed(data)
     assert len(commands) <= 5
     assert flat(commands) == [published(b"a", body) for body in MIXED_BODIES]
@@ -151,11 +151,11 @@ def test_rows_of_several_sizes_lose_and_mix_nothing(
         for subject, size, reply, headed in frames
     ]
     data = b"".join([*pieces[:at], odd, *pieces[at:]])
-    read(b"".join(pieces))  # all lines are known
+    read(b"".join(pieces))  # all lines are cached
     assert read(data) == read(data, step=1)
 
 
-def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
+def test_a_row_of_several_sizes_is_forwarded_like_single_messages() -> None:
     data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
     reader = wire.ClientReader()
     reader.feed(data)
@@ -165,7 +165,7 @@ def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
     assert found == b"".join(wire.messages(b"a", b"7", b"", [(b"", body)]) for body in MIXED_BODIES)
 
 
-def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
+def test_a_run_that_breaks_yields_the_frames_before_it() -> None:
     good, bad = wire.publish(b"a", b"four"), b"PUB a 4\r\nfour!\n"
     found = read(good * 500 + bad + good * 500)
     assert found == [published(b"a", b"four")] * 500 + [wire.Fault(wire.UNKNOWN_OPERATION)]
@@ -187,7 +187,7 @@ def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
         (b"\n", wire.UNKNOWN_OPERATION),
     ],
 )
-def test_what_breaks_a_rule_is_told_and_nothing_is_read_after_it(data: bytes, text: str) -> None:
+def test_a_protocol_violation_yields_a_fault_and_ends_the_stream(data: bytes, text: str) -> None:
     for step in (1, 1 << 30):
         reader = wire.ClientReader(payload_bytes_max=100)
         assert read(b"PING\r\n" + data, step=step, reader=reader) == [wire.Ping(), wire.Fault(text)]
@@ -212,7 +212,7 @@ def test_control_lines_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         assert len(reader._heads) <= 10
 
 
-def test_a_connect_line_is_never_among_what_is_kept() -> None:
+def test_a_connect_line_is_never_cached() -> None:
     reader = wire.ClientReader()
     read(b'CONNECT {"pass":"secret"}\r\nPUB a 1\r\nx\r\n', reader=reader)
     assert not any(b"secret" in line for line in reader._heads)
@@ -221,26 +221,32 @@ def test_a_connect_line_is_never_among_what_is_kept() -> None:
 # ---- CONNECT -----------------------------------------------------------------------------------------
 
 
-def test_what_a_connect_leaves_out() -> None:
-    said = wire.connect_options(b"{}")
-    assert said.verbose
-    assert said.echo
-    assert not said.headers
-    assert not said.no_responders
-    assert said.name == said.user == said.password == said.auth_token == ""
+def test_missing_connect_options_have_defaults() -> None:
+    options = wire.connect_options(b"{}")
+    assert options.verbose
+    assert options.echo
+    assert not options.headers
+    assert not options.no_responders
+    assert options.name == options.user == options.password == options.auth_token == ""
 
 
-def test_what_a_connect_says() -> None:
-    said = wire.connect_options(
+def test_connect_options_are_decoded() -> None:
+    options = wire.connect_options(
         b'{"verbose":false,"name":"n","user":"u","pass":"p","new":[1],"headers":true}'
     )
-    assert (said.verbose, said.name, said.user, said.password, said.headers) == (False, "n", "u", "p", True)
+    assert (options.verbose, options.name, options.user, options.password, options.headers) == (
+        False,
+        "n",
+        "u",
+        "p",
+        True,
+    )
 
 
-@pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
-def test_what_is_no_connect(said: bytes) -> None:
+@pytest.mark.parametrize("options", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
+def test_invalid_connect_options_are_refused(options: bytes) -> None:
     with pytest.raises(wire.Broken):
-        wire.connect_options(said)
+        wire.connect_options(options)
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ def test_what_is_no_connect(said: bytes) -> None:
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("headers", [b"", b"NATS/1.0\r\nK: v\r\n\r\n"])
 @pytest.mark.parametrize("reply", [b"", b"in.box"])
-def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
+def test_a_published_message_round_trips_through_a_server(
     reply: bytes, headers: bytes, count: int, with_headers: bool
 ) -> None:
     sent = wire.publish(b"a.b", b"hello", reply=reply, headers=headers) * count
@@ -264,7 +270,7 @@ def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
 
 
 def test_commands_read_back() -> None:
-    said = b"".join(
+    options = b"".join(
         (
             wire.connect({"name": "n"}),
             wire.subscribe(b"a", b"1"),
@@ -273,7 +279,7 @@ def test_commands_read_back() -> None:
             wire.unsubscribe(b"2", 5),
         )
     )
-    assert read(said) == [
+    assert read(options) == [
         wire.Connect(msgspec.json.encode({"name": "n"})),
         wire.Subscribe(b"a", b"", b"1"),
         wire.Subscribe(b"a", b"g", b"2"),

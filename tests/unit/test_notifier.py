@@ -14,7 +14,7 @@ from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import small_disk
 
-LONG_S = 60.0  # a hang, not a measurement
+LONG_S = 60.0  # a hang guard, not a measurement
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
@@ -102,7 +102,7 @@ def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_ch
         ringing.join()
 
 
-def test_without_inotify_other_processes_are_not_heard(
+def test_without_inotify_notifications_of_other_processes_are_missed(
     notifier: Notifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "inotify_new", lambda: -1)
@@ -110,15 +110,13 @@ def test_without_inotify_other_processes_are_not_heard(
         assert not notifier.hears_other_processes
 
 
-def test_a_folder_that_cannot_be_watched_is_no_error(
-    notifier: Notifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwatchable_folder_is_not_an_error(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "inotify_add", lambda *_: -1)
     with notifier.subscribed("q", lambda: None):
         assert not notifier.hears_other_processes
 
 
-def test_a_notification_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_notification_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     heard = threading.Event()
     notifier = Notifier(tmp_path / "file" / "bells")
@@ -153,7 +151,7 @@ def test_a_closed_notifier_closes_its_files_and_works_again(notifier: Notifier) 
 
 
 def test_on_a_full_disk_only_the_wake_up_is_lost(small_disk: Path, no_child_left: None) -> None:
-    """A page that cannot be had ends a process, so it is asked for before it is written to."""
+    """Writing to a page that cannot be allocated kills the process, so the page is allocated first."""
     with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while filler.write(b"x" * 4096):
             pass

@@ -25,7 +25,7 @@ OK = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
 
 
 class Agent(NamedTuple):
-    """A listening socket, and every request that it got."""
+    """A listening socket, and every request that it received."""
 
     port: int
     requests: list[bytes]
@@ -34,7 +34,7 @@ class Agent(NamedTuple):
 
 @contextmanager
 def listening(answer: bytes | None = OK) -> Iterator[Agent]:
-    """An agent that answers every request with the same bytes; with None it keeps silent."""
+    """An agent that answers every request with the same bytes; with None it does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         agent = Agent(server.getsockname()[1], [], threading.Event())
         open_ones: list[socket.socket] = []
@@ -121,7 +121,7 @@ def test_a_listed_host_may_be_private() -> None:
 
 
 def test_the_list_names_hosts_and_not_addresses() -> None:
-    """A name that comes to mean a private address is not covered by that address's entry."""
+    """A host name that resolves to a private address is not covered by an entry for that address."""
     with listening() as agent, pytest.raises(NudgeRefused):
         Nudger(allowed_hosts=["127.0.0.1"]).send(f"http://localhost:{agent.port}", "task-1")
 
@@ -160,7 +160,7 @@ def test_a_name_with_a_public_and_a_private_address_is_refused(monkeypatch: pyte
 
 
 def test_a_host_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that means another address a moment later does not lead there."""
+    """A host name that later resolves to another address does not redirect the nudge."""
     answers = iter(["127.0.0.1", "192.0.2.1"])
     asked: list[str] = []
     real = socket.getaddrinfo

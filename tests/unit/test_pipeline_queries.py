@@ -1,4 +1,4 @@
-"""Which functions a query may call. Which statements are refused is shown with a real Spark."""
+"""The functions that a query may call. Refused statements are tested with a real Spark."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a local session asks of the machine that it is on."""
+"""The memory, compiler and page settings of a local session."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ GIB = 1 << 30
         (2, f"{GIB}\n", "1g"),
     ],
 )
-def test_memory_goes_by_the_cores_and_by_what_a_container_may_have(
+def test_memory_depends_on_the_cores_and_the_container_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, limit: str, memory: str
 ) -> None:
     (tmp_path / "limit").write_text(limit)
@@ -31,26 +31,27 @@ def test_memory_goes_by_the_cores_and_by_what_a_container_may_have(
 
 
 @pytest.mark.parametrize(
-    ("told", "used"), [("always [madvise] never\n", True), ("always madvise [never]\n", False), (None, False)]
+    ("content", "used"),
+    [("always [madvise] never\n", True), ("always madvise [never]\n", False), (None, False)],
 )
-def test_huge_pages_are_asked_for_only_where_there_are_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, used: bool
+def test_huge_pages_are_requested_only_where_they_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, used: bool
 ) -> None:
-    if told is not None:
-        (tmp_path / "enabled").write_text(told)
+    if content is not None:
+        (tmp_path / "enabled").write_text(content)
     monkeypatch.setattr(session, "HUGE_PAGES", tmp_path / "enabled")
     options = session.settings("local[*]", {})[session.DRIVER_OPTIONS]
     assert ("UseTransparentHugePages" in options) == used
 
 
-def test_a_folder_with_a_space_in_its_name_is_one_word_for_java() -> None:
+def test_a_folder_name_with_a_space_is_one_java_argument() -> None:
     assert f"={session.LOG_SETTINGS.as_uri()}" in session.SETTINGS[session.DRIVER_OPTIONS].split()[-1]
 
 
 @pytest.mark.parametrize(
     "master", ["nonsense", "", "local[0]", "local[]", "sc://127.0.0.1:15002", "spark://"]
 )
-def test_a_master_that_is_none_is_named_before_a_jvm_is_tried(master: str) -> None:
+def test_an_invalid_master_is_refused_before_a_jvm_starts(master: str) -> None:
     with pytest.raises(InvalidSetting, match="is no master: it is local"):
         session.spark_session(master)
 
@@ -58,7 +59,7 @@ def test_a_master_that_is_none_is_named_before_a_jvm_is_tried(master: str) -> No
 @pytest.mark.parametrize(
     "master", ["local", "local[*]", "local[2]", "local[2,4]", "spark://a:7077,b:7077", "k8s://https://h:443"]
 )
-def test_what_spark_takes_is_a_master(master: str) -> None:
+def test_masters_of_spark_are_accepted(master: str) -> None:
     assert session.MASTER.fullmatch(master)
 
 

@@ -150,7 +150,7 @@ def test_a_symlink_in_place_of_a_file_is_refused(files: SessionFiles, folder: Pa
     assert victim.read_text() == "precious"
 
 
-def test_a_symlink_that_comes_later_is_refused(files: SessionFiles, folder: Path) -> None:
+def test_a_symlink_created_later_is_refused(files: SessionFiles, folder: Path) -> None:
     add(files, b"one\n")
     files.messages.rename(folder / "moved")
     files.messages.symlink_to(folder / "moved")
@@ -160,7 +160,7 @@ def test_a_symlink_that_comes_later_is_refused(files: SessionFiles, folder: Path
 
 
 def test_a_refusal_does_not_keep_the_lock(files: SessionFiles, folder: Path) -> None:
-    test_a_symlink_that_comes_later_is_refused(files, folder)
+    test_a_symlink_created_later_is_refused(files, folder)
     files.messages.unlink()
     add(files, b"two\n")
     assert files.messages.read_bytes() == b"two\n"
@@ -175,7 +175,7 @@ def test_removed_session_is_created_again(files: SessionFiles, folder: Path) -> 
     assert files.messages.read_bytes() == b"two\n"
 
 
-def test_a_session_that_is_replaced_again_and_again_is_given_up(
+def test_locking_gives_up_on_a_session_that_keeps_being_replaced(
     files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queuefile, "REOPENS_MAX", 3)
@@ -184,9 +184,7 @@ def test_a_session_that_is_replaced_again_and_again_is_given_up(
         hold(files)
 
 
-def test_a_lock_file_that_was_replaced_while_it_was_waited_for_is_opened_again(
-    files: SessionFiles, folder: Path
-) -> None:
+def test_a_lock_file_replaced_during_the_wait_is_opened_again(files: SessionFiles, folder: Path) -> None:
     with files.locked():
         (folder / ".lock").unlink()
         other = SessionFiles(folder, "os", 10.0)
@@ -213,14 +211,14 @@ def test_a_reopening_thread_waits_for_the_holder(files: SessionFiles) -> None:
 # ---- lines -----------------------------------------------------------------------------------------
 
 
-def test_a_line_does_not_grow_onto_a_half_line(files: SessionFiles, folder: Path) -> None:
+def test_a_line_starts_a_new_line_after_an_unfinished_one(files: SessionFiles, folder: Path) -> None:
     folder.mkdir(parents=True)
     files.messages.write_bytes(b"half")
     add(files, b"one\n", b"two\n")
     assert files.messages.read_bytes() == b"half\none\ntwo\n"
 
 
-def test_a_half_line_that_comes_later_is_noticed(files: SessionFiles) -> None:
+def test_an_unfinished_line_written_later_is_noticed(files: SessionFiles) -> None:
     add(files, b"one\n")
     with files.messages.open("ab") as foreign:
         foreign.write(b"half")
@@ -228,7 +226,7 @@ def test_a_half_line_that_comes_later_is_noticed(files: SessionFiles) -> None:
     assert files.messages.read_bytes() == b"one\nhalf\ntwo\n"
 
 
-def test_lines_come_whole_from_windows_smaller_than_they_are(
+def test_lines_longer_than_a_window_are_read_whole(
     files: SessionFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queuefile, "WINDOW_BYTES", SMALL_WINDOW_BYTES)
@@ -307,7 +305,7 @@ def test_invalid_topics_file_is_damaged_state(files: SessionFiles, text: bytes) 
 
 @pytest.mark.parametrize("name", ["a.cursor", "a.topics"])
 @pytest.mark.parametrize("kind", ["symlink", "folder"])
-def test_what_is_no_file_is_a_damaged_cursor(files: SessionFiles, name: str, kind: str) -> None:
+def test_a_cursor_that_is_not_a_file_is_damaged(files: SessionFiles, name: str, kind: str) -> None:
     add(files, b"one\n")
     files.cursors.mkdir()
     path = files.cursors / name
@@ -430,7 +428,7 @@ def leftovers(files: SessionFiles) -> set[str]:
     return {path.name for path in files.folder.iterdir()} - known
 
 
-def test_compaction_keeps_every_other_byte_and_moves_every_place(files: SessionFiles) -> None:
+def test_compaction_keeps_every_other_byte_and_moves_every_cursor(files: SessionFiles) -> None:
     filled(files, b"half a li")
     assert compact(files) == 3
     assert files.messages.read_bytes() == KEPT + b"half a li"
@@ -452,7 +450,7 @@ def test_a_window_smaller_than_a_line_changes_nothing(
     files: SessionFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queuefile, "WINDOW_BYTES", 3)
-    test_compaction_keeps_every_other_byte_and_moves_every_place(files)
+    test_compaction_keeps_every_other_byte_and_moves_every_cursor(files)
 
 
 def test_compaction_can_remove_every_line(files: SessionFiles) -> None:
@@ -465,7 +463,7 @@ def test_compaction_can_remove_every_line(files: SessionFiles) -> None:
     assert files.messages.read_bytes() == b"keep\n"
 
 
-def test_a_handle_that_was_open_follows_to_the_new_file(files: SessionFiles, folder: Path) -> None:
+def test_an_open_handle_follows_to_the_new_file(files: SessionFiles, folder: Path) -> None:
     other = SessionFiles(folder, "os", 10.0)
     filled(other)
     add(other, b"keep-7\n")
@@ -586,7 +584,7 @@ def test_damaged_epoch_loses_no_message(files: SessionFiles, folder: Path) -> No
     assert places(files) == READERS
 
 
-def test_a_failed_rewrite_says_so_and_leaves_the_file(
+def test_a_failed_rewrite_raises_and_keeps_the_file(
     files: SessionFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(files)

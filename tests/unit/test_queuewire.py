@@ -117,7 +117,7 @@ def test_a_foreign_line_needs_no_checksum() -> None:
 
 
 @pytest.mark.parametrize("missing", ["to", "in_reply_to", "ttl_s"])
-def test_a_foreign_line_may_leave_out_what_has_a_default(missing: str) -> None:
+def test_a_foreign_line_may_omit_fields_with_a_default(missing: str) -> None:
     message = wire.decode_line(foreign(**{missing: ...}))
     assert message == wire.decode_line(foreign())
 
@@ -137,7 +137,7 @@ def test_reserved_keys_of_foreign_lines_are_removed(extra: str) -> None:
     assert wire.decode_line(foreign(**{extra: OURS_ALONE[extra]})) == wire.decode_line(foreign())
 
 
-def test_keys_that_nobody_documented_are_dropped() -> None:
+def test_undocumented_keys_are_dropped() -> None:
     assert wire.decode_line(foreign(priority="high")) == wire.decode_line(foreign())
 
 
@@ -202,7 +202,7 @@ def test_no_other_body_names_a_file(msg_id: str, body: str) -> None:
     assert not wire.in_side_file(wire.decode_line(foreign(msg_id=msg_id, body=body)))
 
 
-def test_a_side_file_is_held_against_length_and_checksum() -> None:
+def test_a_side_file_is_compared_with_length_and_checksum() -> None:
     raw = b"long text"
     message = wire.decode_line(
         foreign(body="@file:f-1.txt", body_bytes=len(raw), body_crc=wire.body_checksum(raw))
@@ -212,7 +212,7 @@ def test_a_side_file_is_held_against_length_and_checksum() -> None:
     assert "checksum" in wire.body_fault(message, raw[::-1])
 
 
-def test_a_foreign_side_file_is_taken_as_it_is() -> None:
+def test_a_foreign_side_file_is_accepted_unchecked() -> None:
     message = wire.decode_line(foreign(body="@file:f-1.txt"))
     assert wire.body_fault(message, b"whatever") == ""
 
@@ -254,7 +254,7 @@ def test_a_foreign_ttl_below_zero_is_over_at_once(ttl_s: float) -> None:
 
 
 @pytest.mark.parametrize("ts", ["yesterday", "2026-06-10", "2026-06-10T00:00:00", "2026-13-40T00:00:00Z", ""])
-def test_a_line_whose_time_cannot_be_read_never_expires(ts: str) -> None:
+def test_a_line_with_an_invalid_time_never_expires(ts: str) -> None:
     assert not wire.is_expired(aged(0, ts), 2**62)
 
 

@@ -102,20 +102,20 @@ def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], 
         ("order 4111111111111112, 1770000000000000", "order 4111111111111112, 1770000000000000"),
     ],
 )
-def test_medium_takes_matches_out_and_leaves_the_rest(text: str, redacted: str) -> None:
+def test_medium_replaces_matches_only(text: str, redacted: str) -> None:
     assert medium.text(text) == redacted
     assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
     assert medium.value([text]) == [redacted]
 
 
-def test_full_keeps_the_words_of_an_error_so_that_errors_of_one_kind_stay_alike() -> None:
+def test_full_keeps_the_words_of_an_error() -> None:
     one = full.text("can't open 'a b.txt' for \"Anna\" (job 1234567, a@b.example): it's `gone`")
     two = full.text("can't open 'c.txt' for \"Bob Ng\" (job 7654321, x@y.example): it's `away`")
     assert one == two == "can't open <quoted> for <quoted> (job <digits>, <email>): it's <quoted>"
     assert full.text('cut off "in the mid') == "cut off <quoted>"
 
 
-def test_a_quotation_goes_with_the_markers_in_it_and_one_of_a_marker_alone_stays() -> None:
+def test_a_quotation_is_replaced_unless_it_holds_only_a_marker() -> None:
     assert full.text("no 'bill of anna@example.com for May' here") == "no <quoted> here"
     assert full.text('no "bill of <email> for May') == "no <quoted>"
     assert (
@@ -171,7 +171,7 @@ def test_own_patterns_come_first_and_replace_their_group() -> None:
     assert Redactor("medium", patterns={"pin": r"\b\d{5}\b"}).payload('{"n":12345}') == '{"n":"<pin>"}'
 
 
-def test_full_leaves_the_shape_of_strings_and_no_number() -> None:
+def test_full_keeps_lengths_of_strings_and_no_number() -> None:
     text = '{"name":"Anna Bell","mail":"a@b.example","n":-4.5,"big":123456789012345,"t":true,"z":null,"e":""}'
     assert (
         full.payload(text) == '{"name":"<text:16>","mail":"<email>","n":0,"big":0,"t":true,"z":null,"e":""}'
@@ -182,7 +182,7 @@ def test_full_leaves_the_shape_of_strings_and_no_number() -> None:
     ]  # fmt: skip
 
 
-def test_medium_leaves_the_text_of_a_payload_alone_apart_from_what_it_takes_out() -> None:
+def test_medium_changes_only_the_matches_of_a_payload() -> None:
     text = '{ "a": 1.10,\n  "b": [1e5, "x"],  "c": "%s" }'
     assert medium.payload(text % "plain words") == text % "plain words"
     assert medium.payload(text % "to a@b.example") == text % "to <email>"
@@ -227,7 +227,7 @@ def test_too_deep_payload_is_replaced() -> None:
     assert "<deep>" in medium.payload('[{"pin":1},' * 200 + "1" + "]" * 200)
 
 
-def test_what_json_does_not_know_becomes_other_and_subclasses_what_they_are() -> None:
+def test_values_outside_json_become_other_and_subclasses_their_base() -> None:
     class Word(str):
         __slots__ = ()
 
@@ -300,7 +300,7 @@ GITHUB = "ghp_abcdEFGH1234ijklMNOP5678qrst"
         "\x1b[1;31m",
     ],
 )
-def test_an_escape_in_front_of_a_key_is_no_part_of_it(escape: str, secret: str) -> None:
+def test_an_escape_before_a_key_is_not_part_of_it(escape: str, secret: str) -> None:
     text = f"HTTP 401{escape}{secret}"
     assert medium.text(text) == f"HTTP 401{escape}<key>"
     assert full.text(text).endswith("<key>")
@@ -309,7 +309,7 @@ def test_an_escape_in_front_of_a_key_is_no_part_of_it(escape: str, secret: str) 
 
 
 @pytest.mark.parametrize("nestings", [1, 2, 3])
-def test_json_in_a_string_of_json_is_looked_into(nestings: int) -> None:
+def test_json_in_a_json_string_is_redacted(nestings: int) -> None:
     lines = [GITHUB, "4111111111111111", "203.0.113.77", "bob@example.com", "123-45-6789", "555-234-5678"]
     found = ["<key>", "<card>", "<ip>", "<email>", "<ssn>", "<phone>"]
     document, redacted = (json.dumps({"stdout": "\n".join(["done", *each])}) for each in (lines, found))
@@ -360,7 +360,7 @@ def test_quotation_continues_after_an_escaped_quote() -> None:
         ('x {"Authorization":["Bearer x y"]}', 'x {"Authorization":<redacted>}'),
     ],
 )  # fmt: skip
-def test_the_whole_value_of_an_assignment_goes(text: str, redacted: str) -> None:
+def test_the_whole_value_of_an_assignment_is_redacted(text: str, redacted: str) -> None:
     assert medium.text(text) == medium.payload(text) == redacted
     assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
 
@@ -379,7 +379,7 @@ def test_separators_in_cards_and_phones_are_recognised(gap: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["-4111111111111111", "4111111111111111.0", "-4111111111111111.00"])
-def test_a_card_as_any_number_goes(number: str) -> None:
+def test_a_card_as_any_number_is_redacted(number: str) -> None:
     assert medium.payload(f'{{"n":{number}}}') == '{"n":"<card>"}'
     assert medium.value({"n": json.loads(number)}) == {"n": "<card>"}
     keyed = Redactor("medium", key=b"k")
@@ -416,7 +416,7 @@ def test_precision_and_recall_on_texts_written_by_hand() -> None:
     assert overall(found).precision >= BY_HAND_PRECISION_MIN
 
 
-def test_a_card_behind_the_colour_of_a_terminal_goes() -> None:
+def test_a_card_after_a_terminal_colour_code_is_redacted() -> None:
     assert Redactor("medium").text("\x1b[0m4111111111111111") == "\x1b[0m<card>"
 
 
@@ -429,7 +429,7 @@ def test_number_of_missed_secrets_matches_the_docs() -> None:
     assert len(found.left) == KNOWN_LEFT, [secret.text for secret in found.left]
 
 
-def test_ordinary_texts_stay_as_they_are() -> None:
+def test_ordinary_texts_are_not_changed() -> None:
     assert redactionsecrets.measured().false == []
 
 
@@ -447,11 +447,11 @@ def test_ordinary_texts_stay_as_they_are() -> None:
         "SKU SK12345, a SKILL",
     ],
 )
-def test_what_only_looks_like_a_command_with_a_password_stays(text: str) -> None:
+def test_texts_that_resemble_password_options_are_not_changed(text: str) -> None:
     assert Either("medium").text(text) == text
 
 
-def test_precision_and_recall_on_the_list_of_an_outsider() -> None:
+def test_precision_and_recall_on_texts_from_operations() -> None:
     found = redactionoutside.measured()
     assert len(redactionoutside.SECRETS) >= 50
     assert len(redactionoutside.HARMLESS) >= 50
@@ -498,7 +498,7 @@ def test_a_field_that_is_called_value_keeps_its_meaning() -> None:
         ("联系 li.wei@公司.example.cn 了", "联系 <email> 了"),
     ],
 )
-def test_forms_that_were_missed_once(text: str, redacted: str) -> None:
+def test_previously_missed_forms_are_redacted(text: str, redacted: str) -> None:
     assert medium.text(text) == redacted
     assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
 
@@ -522,7 +522,7 @@ def test_forms_that_were_missed_once(text: str, redacted: str) -> None:
         ),
     ],
 )
-def test_a_payload_with_something_in_it_keeps_its_spaces_and_numbers(text: str, redacted: str) -> None:
+def test_a_redacted_payload_keeps_its_spaces_and_numbers(text: str, redacted: str) -> None:
     assert medium.payload(text) == redacted
 
 
@@ -544,7 +544,7 @@ def test_a_payload_with_something_in_it_keeps_its_spaces_and_numbers(text: str, 
 def test_no_input_is_slow(piece: str) -> None:
     """A pattern that is not linear would run into the timeout of the tests."""
     text = piece * (HOSTILE_CHARS // len(piece))
-    full.text(text)  # has the rules of the others, and its own
+    full.text(text)  # has the rules of the defaults, and its own
     medium.payload(json.dumps({"a": text}))
 
 

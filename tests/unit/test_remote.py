@@ -71,7 +71,7 @@ def test_a_copy_on_a_disk_is_private(tmp_path: Path) -> None:
     assert modes == {(True, "0o700"), (False, "0o600")}
 
 
-def test_another_publisher_goes_on_where_one_ended(tmp_path: Path, url: str) -> None:
+def test_another_publisher_continues_after_the_last_segment(tmp_path: Path, url: str) -> None:
     sealed_folder(tmp_path / "audit", 2)
     assert Publisher(tmp_path / "audit", url).publish() == 2
     grown(tmp_path / "audit", 41)
@@ -108,7 +108,7 @@ def test_next_publish_completes_after_any_error(
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_a_crash_at_any_step_neither_loses_nor_doubles(tmp_path: Path) -> None:
+def test_a_crash_at_any_step_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     sealed_folder(tmp_path / "audit", 2)
     for step in range(children.STEPS_MAX):
         url = f"file://{tmp_path}/copy{step}"

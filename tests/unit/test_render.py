@@ -33,7 +33,7 @@ class Terminal(io.TextIOWrapper):
 
 
 class Printed:
-    """An output, and what came out of it."""
+    """An output, and the text that it printed."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def test_a_terminal_gets_a_record() -> None:
     )
 
 
-def test_header_keys_that_others_wrote_are_made_visible_too() -> None:
+def test_foreign_header_keys_are_escaped_too() -> None:
     printed = Printed(terminal=True, environ={"NO_COLOR": "1"})
     nasty = BusMessage("\x1b[1m", MESSAGE.ts, "t", "p", "", "", [], "", "", {"\x1b[2J": {"deep": ["\x07"]}})
     printed.output.bus_message(nasty)
@@ -151,7 +151,7 @@ def test_an_id(form: Form, terminal: bool, bare: bool, expected: str) -> None:
     assert printed.text == expected
 
 
-def test_a_table_is_aligned_by_what_a_terminal_shows() -> None:
+def test_a_table_is_aligned_by_display_width() -> None:
     rows: list[dict[str, Any]] = [
         {"name": "漢字", "by_topic": {"ask": 1}, "n": 1},
         {"name": "e\u0301\n", "by_topic": {}, "n": None},
@@ -162,7 +162,7 @@ def test_a_table_is_aligned_by_what_a_terminal_shows() -> None:
     assert (width("abc"), width("漢字"), width("e\u0301")) == (3, 4, 1)
 
 
-def test_rows_without_any() -> None:
+def test_empty_tables_print_a_sentence() -> None:
     piped, shown = Printed(), Printed(terminal=True)
     piped.output.rows(["a"], [], empty="none")
     shown.output.rows(["a"], [], empty="none")
@@ -178,7 +178,7 @@ def test_facts_and_numbers() -> None:
     assert (piped.text, shown.text) == ('{"a":1}\n3\n4\n', "a is \\x1b 1\nthree things\n4\n")
 
 
-def test_a_terminal_that_lacks_a_letter_gets_an_escape_and_json_stays_utf8() -> None:
+def test_unencodable_characters_are_escaped_and_json_stays_utf8() -> None:
     shown = Printed(terminal=True, encoding="ascii")
     shown.output.text("grün 漢")
     assert shown.text == "gr\\xfcn \\u6f22\n"
@@ -187,7 +187,7 @@ def test_a_terminal_that_lacks_a_letter_gets_an_escape_and_json_stays_utf8() -> 
     assert piped.text == '"grün 漢"\n'
 
 
-def test_json_survives_what_is_no_text() -> None:
+def test_json_keeps_bytes_that_are_not_text() -> None:
     assert json_text({"body": "a\udcff\x7f"}) == '{"body":"a\\udcff\\u007f"}'
     assert json_text({"when": MESSAGE.ts}) == '{"when":"2026-11-15 01:02:03.000456+00:00"}'
     assert "extra" not in bus_object(BusMessage("i", MESSAGE.ts, "t", "p", "", "", [], "", "", {}))
@@ -198,14 +198,14 @@ def pour(output: Output) -> None:
     output.flush()
 
 
-def test_output_that_cannot_be_written_is_our_error() -> None:
+def test_a_failed_output_write_raises_output_failed() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         with pytest.raises(OutputFailed, match="No space left"):
             pour(Output(full))
         let_it_close(full)
 
 
-def test_a_closed_pipe_stays_what_it_is() -> None:
+def test_a_closed_pipe_raises_broken_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
@@ -215,7 +215,7 @@ def test_a_closed_pipe_stays_what_it_is() -> None:
 
 
 def let_it_close(stream: TextIO) -> None:
-    """What is still buffered goes nowhere."""
+    """The buffered output is dropped."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""When a failed task is tried again."""
+"""When a failed task is retried."""
 
 import pytest
 

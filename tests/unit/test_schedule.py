@@ -8,7 +8,7 @@ NEEDS = {"a": ("outside",), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ()}
 HANG_GUARD_S = 30.0
 
 
-def test_each_is_done_once_and_none_before_what_it_needs() -> None:
+def test_each_job_runs_once_and_after_its_inputs() -> None:
     begun: list[str] = []
     others = threading.Event()
     beside: list[str] = []
@@ -27,13 +27,13 @@ def test_each_is_done_once_and_none_before_what_it_needs() -> None:
     assert begun[-1] == "d"
 
 
-def test_one_at_a_time_the_most_urgent_that_can_be_done_comes_first() -> None:
+def test_the_most_urgent_ready_job_runs_first() -> None:
     done: list[str] = []
     run_in_order(NEEDS, done.append, 1)
     assert done == ["a", "b", "c", "d", "e"]
 
 
-def test_those_that_wait_for_nothing_are_done_at_once() -> None:
+def test_jobs_without_inputs_run_at_once() -> None:
     meeting = threading.Barrier(2, timeout=HANG_GUARD_S)
 
     def do(_: str) -> None:
@@ -42,13 +42,13 @@ def test_those_that_wait_for_nothing_are_done_at_once() -> None:
     run_in_order({"a": (), "b": ()}, do, 2)
 
 
-def test_a_name_waits_only_for_names_before_it() -> None:
+def test_a_job_depends_only_on_earlier_jobs() -> None:
     done: list[str] = []
     run_in_order({"a": ("b",), "b": ("a",)}, done.append, 2)
     assert done == ["a", "b"]
 
 
-def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
+def test_the_first_failure_is_raised_and_no_further_job_starts() -> None:
     begun: list[str] = []
 
     def do(name: str) -> None:

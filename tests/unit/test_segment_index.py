@@ -36,14 +36,14 @@ def test_the_hash_of_an_id_is_the_same_on_every_machine() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "ü", "\ud800", "x" * 300]), max_size=40))
-def test_every_place_of_an_id_is_found(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
+def test_every_offset_of_an_id_is_found(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
     index = built(tmp_path_factory.mktemp("index") / "i.idx", ids)
     for one in {*ids, "missing"}:
         assert index.offsets(one) == [10 * at for at, other in enumerate(ids) if other == one]
     index.close()
 
 
-def test_two_ids_with_one_hash_share_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ids_with_one_hash_share_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "key_of", lambda _: 7 << 28)
     index = built(tmp_path / "i.idx", ["a", "b", "a"])
     assert index.offsets("a") == index.offsets("b") == [0, 10, 20]
@@ -94,7 +94,7 @@ def test_the_index_of_another_segment_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=60), st.sets(st.sampled_from("abcdx")))
-def test_many_ids_at_once_give_the_places_of_each(
+def test_many_ids_at_once_give_the_offsets_of_each(
     tmp_path_factory: pytest.TempPathFactory, ids: list[str], wanted: set[str]
 ) -> None:
     index = built(tmp_path_factory.mktemp("index") / "i.idx", ids)
@@ -122,9 +122,9 @@ def test_find_by_message_parent_and_trace(tmp_path: Path, wanted: str) -> None:
     sealed_folder(tmp_path, 3, 23)
     with SegmentSink(tmp_path) as sink:
         sink.write(events(70, 11))  # not sealed yet
-        told: list[str] = []
-        assert seqs(Segments(tmp_path, on_trouble=told.append).find([wanted])) == expected(wanted)
-    assert told == []
+        troubles: list[str] = []
+        assert seqs(Segments(tmp_path, on_trouble=troubles.append).find([wanted])) == expected(wanted)
+    assert troubles == []
 
 
 def test_find_of_many_ids_gives_each_event_once(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_find_reads_the_segment_without_a_valid_index_and_reports_it(
 ) -> None:
     sealed_folder(tmp_path)
     damage(tmp_path / INDEX / "00000002.idx")
-    told: list[str] = []
-    assert seqs(Segments(tmp_path, on_trouble=told.append).find([wanted])) == expected(wanted)
-    [sentence] = told
+    troubles: list[str] = []
+    assert seqs(Segments(tmp_path, on_trouble=troubles.append).find([wanted])) == expected(wanted)
+    [sentence] = troubles
     assert "00000002-" in sentence
     assert "read completely" in sentence
 
@@ -157,26 +157,26 @@ def test_find_ignores_swapped_indexes(tmp_path: Path) -> None:
     data = second.read_bytes(), third.read_bytes()
     second.write_bytes(data[1])
     third.write_bytes(data[0])
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     for wanted in IDS:
         assert seqs(segments.find([wanted])) == expected(wanted)
-    assert ["is the index of another segment" in sentence for sentence in told] == [True, True]
+    assert ["is the index of another segment" in sentence for sentence in troubles] == [True, True]
 
 
-def test_a_search_gives_each_event_once_however_often_it_is_asked(tmp_path: Path) -> None:
+def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
     sealed_folder(tmp_path, 3, 23)
     (tmp_path / INDEX / "00000002.idx").unlink()
     with SegmentSink(tmp_path) as sink:
         sink.write(events(70, 11))
-        told: list[str] = []
-        with Segments(tmp_path, on_trouble=told.append).searching() as find:
+        troubles: list[str] = []
+        with Segments(tmp_path, on_trouble=troubles.append).searching() as find:
             assert seqs(find([f"{SOURCE}-m9"])) == [45, 46, 47, 48, 49]
             assert seqs(find([f"{SOURCE}-trace2"])) == [*range(40, 45), *range(50, 60)]
             assert find([f"{SOURCE}-trace2"]) == []
             rest = seqs(find([f"{SOURCE}-m{n}" for n in range(100)]))
             assert rest == [*range(1, 40), *range(60, 81)]
-    assert len(told) == 1
+    assert len(troubles) == 1
 
 
 def test_a_search_keeps_few_indexes_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +218,12 @@ def test_events_opens_only_matching_segments(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     for path in (files[0], files[1], files[3]):
         path.unlink()
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     assert seqs(list(segments.events(FIRST_WALL_US + 41, FIRST_WALL_US + 61))) == list(range(41, 61))
-    assert told == []
+    assert troubles == []
     assert seqs(list(segments.events())) == list(range(41, 61))
-    assert [sentence.endswith("is missing") for sentence in told] == [True] * 3
+    assert [sentence.endswith("is missing") for sentence in troubles] == [True] * 3
 
 
 def emptied(data: bytes) -> bytes:
@@ -246,15 +246,15 @@ def with_one_more(data: bytes) -> bytes:
 def test_changed_segment_length_is_reported_once(tmp_path: Path, change: Any) -> None:
     files = sealed_folder(tmp_path)
     files[1].write_bytes(change(files[1].read_bytes()))
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     for _ in range(2):
         assert set(seqs(list(segments.events()))) >= {*range(1, 21), *range(41, 81)}
-    [sentence] = [sentence for sentence in told if "is not as it was sealed" in sentence]
+    [sentence] = [sentence for sentence in troubles if "is not as it was sealed" in sentence]
     assert files[1].name in sentence
 
 
-def test_a_reader_keeps_its_place_while_the_writer_seals(tmp_path: Path) -> None:
+def test_a_reader_keeps_its_position_while_the_writer_seals(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write(events(1, 10))
         reader = Segments(tmp_path).events()

@@ -40,9 +40,7 @@ def growing_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("durability", CLASSES)
-def test_what_is_written_can_be_read_at_once_and_after_sealing(
-    tmp_path: Path, durability: Durability
-) -> None:
+def test_events_can_be_read_at_once_and_after_sealing(tmp_path: Path, durability: Durability) -> None:
     with SegmentSink(tmp_path / "audit", durability=durability) as sink:
         sink.write(events(1, 30))
         assert list(Segments(tmp_path / "audit").events()) == events(1, 30)
@@ -66,7 +64,7 @@ def test_a_sealed_segment_is_plain_lines_under_the_hour_of_sealing(tmp_path: Pat
     assert not list((tmp_path / OPEN).iterdir())
 
 
-def test_the_chain_says_what_is_in_a_segment(tmp_path: Path) -> None:
+def test_the_chain_describes_each_segment(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write([*events(5, 3), *events(7, 2, "bus:b")])
         sink.seal()
@@ -122,7 +120,7 @@ def test_nothing_is_sealed_where_nothing_was_written(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
 
 
-def test_lines_that_are_encoded_already(tmp_path: Path) -> None:
+def test_encoded_lines_are_written_unchanged(tmp_path: Path) -> None:
     story = events(1, 10)
     with SegmentSink(tmp_path) as sink:
         sink.write_lines([to_line(event) for event in story], story)
@@ -185,7 +183,7 @@ def test_a_second_writer_is_refused_until_the_first_has_closed(tmp_path: Path) -
     first.close()
     with SegmentSink(tmp_path) as second:
         assert second.position(SOURCE) == 1
-    first.write(events(2, 1))  # takes the folder back
+    first.write(events(2, 1))  # takes the lock of the folder again
     assert first.position(SOURCE) == 2
     first.close()
 
@@ -220,7 +218,7 @@ def test_files_are_private(tmp_path: Path) -> None:
 # ---- what a crash leaves ---------------------------------------------------------------------------
 
 
-def test_the_next_writer_goes_on_with_the_open_segment(tmp_path: Path) -> None:
+def test_the_next_writer_continues_the_open_segment(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write(events(1, 7))
     with SegmentSink(tmp_path) as sink:
@@ -265,7 +263,7 @@ def test_a_torn_line_of_the_chain_was_never_sealed(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
 
 
-def test_a_line_that_was_damaged_in_the_open_segment_stays_in_place(tmp_path: Path) -> None:
+def test_a_damaged_line_of_the_open_segment_stays_in_place(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write(events(1, 6))
     path = growing_file(tmp_path)
@@ -273,11 +271,11 @@ def test_a_line_that_was_damaged_in_the_open_segment_stays_in_place(tmp_path: Pa
     with SegmentSink(tmp_path) as sink:
         assert sink.position(SOURCE) == 6
         sink.seal()
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     assert seqs(list(segments.events())) == [1, 2, 4, 5, 6]
     assert segments.bad_lines == 1
-    [sentence] = told
+    [sentence] = troubles
     assert "00000001" in sentence
     assert seqs(segments.find({f"{SOURCE}-m1"})) == [5, 6]
     assert verify(tmp_path) == []
@@ -305,7 +303,7 @@ def shipped_until(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_a_crash_at_any_step_neither_loses_nor_doubles(quick_path: Path) -> None:
+def test_a_crash_at_any_step_loses_and_duplicates_nothing(quick_path: Path) -> None:
     for step in range(children.STEPS_MAX):
         folder = quick_path / f"{step}"
         died = shipped_until(folder, step)
@@ -346,7 +344,7 @@ class FailingWrites:
 
 @pytest.mark.parametrize("durability", CLASSES)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_failed_write_keeps_nothing_and_can_be_tried_again(
+def test_a_failed_write_stores_nothing_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability, code: int
 ) -> None:
     disk = FailingWrites(monkeypatch, code)
@@ -489,7 +487,7 @@ def write_without_end(sink: SegmentSink) -> None:
         sink.write(events(sink.position(SOURCE) + 1, 500, payload="x" * 500))
 
 
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+def test_a_real_full_disk_stores_nothing(small_disk: Path) -> None:
     folder = small_disk / "audit"
     with SegmentSink(folder, seal_bytes=3 << 20, durability="os") as sink:
         with pytest.raises(WriteFailed, match="No space left"):
@@ -499,13 +497,13 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
         assert seqs(list(Segments(folder).events())) == list(range(1, kept + 1))
         with pytest.raises(WriteFailed, match="No space left"):
             sink.write(events(kept + 1, 5_000, payload="x" * 500))
-        files_of(folder)[0].unlink()  # make space the wrong way
+        files_of(folder)[0].unlink()  # free space in an unsupported way
         sink.write(events(kept + 1, 500, payload="x" * 500))
         assert sink.position(SOURCE) == kept + 500
         sink.seal()
     assert [finding.reason for finding in verify(folder)] == ["it was removed"]
 
 
-def test_a_line_of_a_segment_is_what_from_line_reads(tmp_path: Path) -> None:
+def test_from_line_reads_a_line_of_a_segment(tmp_path: Path) -> None:
     [path] = sealed_folder(tmp_path, 1, 3)
     assert [from_line(line) for line in path.read_bytes().splitlines()] == events(1, 3)

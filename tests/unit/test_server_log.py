@@ -108,7 +108,7 @@ def test_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1]["lines"] == 5
 
 
-def test_a_closed_stream_is_no_error() -> None:
+def test_a_closed_stream_is_not_an_error() -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
     stream.close()
@@ -169,7 +169,7 @@ def test_close_waits_for_a_thread_that_is_just_starting(
     assert [line["event"] for line in lines_of(stream)] == ["nudge_failed"]
 
 
-def test_it_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     server_log = ServerLog()
     server_log.write("serving")
     server_log.close()

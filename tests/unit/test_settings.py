@@ -33,7 +33,7 @@ def test_defaults() -> None:
     assert settings.queue.body_threshold == DEFAULT_BODY_THRESHOLD
 
 
-def test_the_file_is_stronger_than_the_defaults_and_its_paths_are_relative_to_it(tmp_path: Path) -> None:
+def test_the_file_overrides_defaults_and_its_paths_are_relative_to_it(tmp_path: Path) -> None:
     settings = load(
         written(
             tmp_path,
@@ -61,7 +61,7 @@ def test_a_home_folder_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(written(tmp_path, '[queue]\nroot = "~/q"\n'), HOME).queue.root == Path("/home/other/q")
 
 
-def test_the_environment_is_stronger_than_the_file(tmp_path: Path) -> None:
+def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
     file = written(
         tmp_path, '[bus]\npath = "b"\nrotate_bytes = 5\n[queue]\nroot = "q"\nsession = "s"\ndisabled = 1\n'
     )

@@ -29,12 +29,12 @@ def test_patterns(subject: bytes) -> None:
 @pytest.mark.parametrize(
     "subject", [b"", b".", b"a.", b".a", b"a..b", b">.a", b"a b", b"a\tb", b"a\n", b"a\r"]
 )
-def test_what_is_no_pattern(subject: bytes) -> None:
+def test_invalid_patterns_are_refused(subject: bytes) -> None:
     assert not subjects.is_pattern(subject)
     assert not subjects.is_literal(subject)
 
 
-def test_a_pattern_has_an_end() -> None:
+def test_a_pattern_has_a_maximum_length() -> None:
     assert subjects.is_pattern(b"a" * subjects.SUBJECT_BYTES_MAX)
     assert not subjects.is_pattern(b"a" * (subjects.SUBJECT_BYTES_MAX + 1))
     assert subjects.is_pattern(b".".join([b"a"] * subjects.TOKENS_MAX))
@@ -71,7 +71,7 @@ def test_matches(pattern: bytes, subject: bytes, matches: bool) -> None:
     st.lists(LITERALS),
     st.data(),
 )
-def test_the_tree_finds_what_matching_one_by_one_finds(
+def test_the_tree_matches_like_single_patterns(
     wanted: list[tuple[bytes, bytes]], published: list[bytes], data: st.DataObject
 ) -> None:
     tree: SubjectIndex[Interest] = SubjectIndex()
@@ -104,7 +104,7 @@ def check(tree: SubjectIndex[Interest], interests: list[Interest], subject: byte
     assert set(tree.literal(subject)) == {interest for interest in interests if interest.pattern == subject}
 
 
-def test_what_was_matched_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_matches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
     tree: SubjectIndex[Interest] = SubjectIndex()
     tree.add(b"in.*", Interest(b"in.*"))
@@ -123,7 +123,7 @@ def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch
         kept = subscriptions._cache.values()
         assert sum(len(made.each) + sum(map(len, made.groups)) for made in kept) <= 100
     own = Interest(b"a.19")
-    for _ in range(10):  # what is forgotten makes room
+    for _ in range(10):  # dropped entries make room
         subscriptions.add(b"a.19", own)
         subscriptions.match(b"a.19")
         subscriptions.remove(b"a.19", own)

@@ -61,12 +61,12 @@ def test_visible_json_keeps_the_value_and_escapes_controls(text: str) -> None:
     encoded = visible_json(json.dumps(text, ensure_ascii=False))
     encoded.encode("utf-8")
     assert visible_line(encoded) == encoded
-    if not any("\ud800" <= char <= "\udfff" for char in text):  # two lone ones in a row would read as a pair
+    if not any("\ud800" <= char <= "\udfff" for char in text):  # two in a row would read as a pair
         assert json.loads(encoded) == text
 
 
 @given(st.binary())
-def test_bytes_that_are_no_text_survive_json(raw: bytes) -> None:
+def test_bytes_that_are_not_text_survive_json(raw: bytes) -> None:
     text = raw.decode("utf-8", "surrogateescape")
     decoded = json.loads(visible_json(json.dumps(text, ensure_ascii=False)))
     assert decoded.encode("utf-8", "surrogateescape") == raw

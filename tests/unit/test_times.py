@@ -17,7 +17,7 @@ from postroom.core.times import (
 )
 from postroom.errors import InvalidMessage
 
-NAIVE = datetime  # under a name that says that no time zone is meant
+NAIVE = datetime  # named to say that a time without a zone is intended
 KATHMANDU = timezone(timedelta(hours=5, minutes=45))
 
 
@@ -55,12 +55,12 @@ def test_a_preset_text_moves_to_utc_and_keeps_its_digits(given_text: str, stored
         "2026-02-05T14:30:52+99:99",
     ],
 )
-def test_what_is_no_rfc_3339_time_is_refused(text: str) -> None:
+def test_an_invalid_rfc_3339_time_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage):
         normal_utc(text)
 
 
-def test_digits_below_a_microsecond_are_cut_when_read() -> None:
+def test_digits_below_a_microsecond_are_truncated() -> None:
     assert parse_utc("2026-02-05T14:30:52.123456999Z").microsecond == 123456
 
 
@@ -79,13 +79,13 @@ def test_digits_below_a_microsecond_are_cut_when_read() -> None:
         (["x" * 100], f"['{'x' * 58}..."),
     ],
 )
-def test_a_wrong_length_of_time_is_shown_as_it_was_given(value: object, shown: str) -> None:
+def test_an_invalid_duration_is_shown_as_given(value: object, shown: str) -> None:
     with pytest.raises(InvalidMessage) as refused:
         checked_seconds("wait_s", value, 10)
     assert str(refused.value) == f"wait_s must be a number of seconds from 0 to 10, not {shown}"
 
 
-def test_a_length_of_time_may_be_as_long_as_its_limit() -> None:
+def test_a_duration_may_equal_its_limit() -> None:
     assert checked_seconds("wait_s", 10, 10) == 10
     assert checked_seconds("wait_s", SECONDS_MAX) == SECONDS_MAX
 

@@ -1,4 +1,4 @@
-"""From events to the tree of a request."""
+"""The tree of a request, built from events."""
 
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.core.tracing import related, spans
@@ -44,7 +44,7 @@ def test_messages_that_name_each_other_as_parents_are_all_shown() -> None:
     assert [(span.message_id, span.depth) for span in found] == [("a", 0), ("b", 1)]
 
 
-def test_a_long_chain_needs_no_stack() -> None:
+def test_a_long_chain_does_not_recurse() -> None:
     chain = [event(n, "created", f"m{n}", f"m{n - 1}" if n > 1 else "") for n in range(1, 5_001)]
     assert [span.depth for span in spans(chain)] == list(range(5_000))
 
@@ -60,7 +60,7 @@ def test_related_finds_parents_and_children() -> None:
     assert related(found, {"a"}) == {"root", "b", "t"}
 
 
-def test_every_failed_attempt_is_told_with_its_error() -> None:
+def test_every_failed_attempt_is_shown_with_its_error() -> None:
     [span] = spans(
         [
             event(1, "created", "a"),

@@ -35,7 +35,7 @@ def write(path: Path) -> None:
 
 
 def drained(watch: Watch) -> Watch:
-    """Armed, with nothing left from before."""
+    """A watcher that is armed and has no pending wake-up."""
     watch.arm()
     while watch._changes(AT_ONCE_S):
         os.read(watch._fd, 65536)
@@ -118,7 +118,7 @@ def test_the_poll_interval_bounds_the_wait(path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["instance", "watches"])
-def test_without_inotify_it_pauses_for_the_poll_interval(
+def test_without_inotify_a_wait_takes_the_poll_interval(
     path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "inotify_new" if missing == "instance" else "inotify_add"

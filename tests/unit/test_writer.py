@@ -24,7 +24,7 @@ Work = Callable[[Tasks, StoreWriter], Awaitable[Any]]
 
 
 def run(work: Work, store: Any = None) -> Any:
-    """Do something with a writer in an event loop."""
+    """Run a coroutine with a writer in an event loop."""
 
     async def inside() -> Any:
         writer = StoreWriter(tasks, asyncio.get_running_loop())
@@ -176,7 +176,7 @@ def test_bytes_of_waiting_calls_have_a_limit() -> None:
 
     async def work(_: Tasks, writer: StoreWriter) -> None:
         large = writer.submit(find, ONE, each_max)
-        for _attempt in range(2 * module.WAITING_A_TOKEN_MAX):  # a call that is refused counts nowhere
+        for _attempt in range(2 * module.WAITING_A_TOKEN_MAX):  # a refused call is not counted
             with pytest.raises(TooMany, match="bytes of calls that wait"):
                 writer.submit(find, ONE)
         other = writer.submit(find, TWO)
@@ -187,7 +187,7 @@ def test_bytes_of_waiting_calls_have_a_limit() -> None:
 
 
 class Order:
-    """Calls that note in which commit they were done."""
+    """Calls that record the commit in which they ran."""
 
     def __init__(self, writer: StoreWriter) -> None:
         self.writer = writer

@@ -72,10 +72,12 @@ def bus() -> None:
 
 @bus.command()
 @bus_option
-@click.option("--type", "kind", required=True, metavar="TYPE", help="What happened, such as agent_started.")
-@click.option("--project", "project_id", required=True, metavar="ID", help="The project it belongs to.")
-@click.option("--task", "task_id", default="", metavar="ID", help="The task it belongs to.")
-@click.option("--run", "run_id", default="", metavar="ID", help="The run it belongs to.")
+@click.option(
+    "--type", "kind", required=True, metavar="TYPE", help="The type of the message, such as agent_started."
+)
+@click.option("--project", "project_id", required=True, metavar="ID", help="The project of the message.")
+@click.option("--task", "task_id", default="", metavar="ID", help="The task of the message.")
+@click.option("--run", "run_id", default="", metavar="ID", help="The run of the message.")
 @click.option(
     "--parent",
     "parents",
@@ -308,7 +310,7 @@ def verify(shell: Shell, path: Path | None) -> int:
     """Check every record, and list damage and duplicate ids.
 
     The exit code is 1 when there are any. The file is not changed: damaged bytes stay where they are, and
-    readers skip them. An unfinished record at the end is reported, but is no damage.
+    readers skip them. An unfinished record at the end is reported, but is not damage.
 
     \b
     Example:

@@ -20,6 +20,7 @@ from postroom.cli.shell import (
     path_option,
     read_body,
     reader_gone,
+    stop_with_stdin,
     together,
 )
 from postroom.errors import InvalidMessage, InvalidSetting
@@ -159,6 +160,8 @@ def mail() -> None:
 @password_option
 @path_option("--users-file", metavar="FILE", text="The users of the server: lines of user:password.")
 @token_option
+@path_option("--tokens", metavar="DIR", text="Accept the tokens of this data folder: see `postroom token`.")
+@click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @click.option("--durable-normal", is_flag=True, help="Also fsync normal and low messages: --normal group.")
 @click.option(
     "--critical", type=STORAGES, default="group", show_default=True, help="Durability of critical messages."
@@ -237,12 +240,15 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
         shell.output.flush()
 
     shell.show_warnings()
+    if chosen["while_stdin"]:
+        stop_with_stdin()
     run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=print_address)
 
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
-    from postroom.runtime.mailserver import read_users, tls_context
+    from postroom.runtime.mailserver import read_users
     from postroom.runtime.natsoptions import ServerOptions
+    from postroom.system.tls import server_context
 
     users = read_users(chosen["users_file"]) if chosen["users_file"] else {}
     password = chosen["password"] or os.environ.get(PASSWORD_VARIABLE, "")
@@ -260,11 +266,27 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
         port=chosen["port"],
         users=users,
         token=chosen["token"] or os.environ.get(TOKEN_VARIABLE, ""),
-        tls=tls_context(chosen["tls_cert"], chosen["tls_key"]) if chosen["tls_cert"] else None,
+        identify=None if chosen["tokens"] is None else _identify(chosen["tokens"]),
+        tls=server_context(chosen["tls_cert"], chosen["tls_key"]) if chosen["tls_cert"] else None,
         tls_first=chosen["tls_first"],
         ping_interval_s=chosen["ping_interval_s"],
         **{name: chosen[name] for name in names},
     )
+
+
+def _identify(data: Path) -> Callable[[str], str | None]:
+    """Find the user of a token. Users of organizations have names that no other organization has."""
+    from postroom.runtime.agents import Agents
+
+    agents = Agents(data)
+
+    def user_of(token: str) -> str | None:
+        identity = agents.identify(token)
+        if identity is None:
+            return None
+        return f"{identity.org}/{identity.name}" if identity.org else identity.name
+
+    return user_of
 
 
 def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
@@ -456,7 +478,7 @@ def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | Non
 @server_options
 @click.pass_obj
 def delete(shell: Shell, /, mail_id: str, msg_ids: tuple[int, ...], **where: Any) -> None:
-    """Delete messages of a mailbox. A missing message is no error.
+    """Delete messages of a mailbox. A missing message is not an error.
 
     \b
     Example:

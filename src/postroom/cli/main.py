@@ -12,6 +12,9 @@ from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
 from postroom.cli.shell import HELP_OPTIONS, Shell, leave, path_option, run
 from postroom.cli.tasks import tasks
+from postroom.cli.tls import tls
+from postroom.cli.token import token
+from postroom.cli.up import init, up
 from postroom.cli.verify import verify_command
 
 PROGRAM = "postroom"
@@ -49,6 +52,10 @@ cli.add_command(mail)
 cli.add_command(pipeline)
 cli.add_command(queue)
 cli.add_command(tasks)
+cli.add_command(tls)
+cli.add_command(token)
+cli.add_command(up)
+cli.add_command(init)
 cli.add_command(verify_command)
 
 

@@ -192,9 +192,7 @@ def status(shell: Shell, /, session: str | None, root: Path | None = None) -> No
 
 def send_options() -> list[click.Parameter]:
     return [
-        click.Option(
-            ["--topic"], required=True, type=click.Choice(TOPICS), help="What kind of message it is."
-        ),
+        click.Option(["--topic"], required=True, type=click.Choice(TOPICS), help="The topic of the message."),
         body_option(),
         click.Option(["--to"], metavar="ID", help="The recipient.  [default: every agent]"),
         ttl_option(),

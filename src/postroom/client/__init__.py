@@ -22,7 +22,10 @@ from postroom.errors import (
     StaleLease,
     Unavailable,
     UnknownTask,
+    UnknownType,
     Unreachable,
+    UnsupportedVersion,
+    ValidationError,
     WrongState,
 )
 
@@ -50,6 +53,9 @@ __all__ = [
     "TaskView",
     "Unavailable",
     "UnknownTask",
+    "UnknownType",
     "Unreachable",
+    "UnsupportedVersion",
+    "ValidationError",
     "WrongState",
 ]

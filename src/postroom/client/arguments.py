@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, shown
 
 _encode = msgspec.json.Encoder().encode
 
 
 def text(name: str, value: str) -> str:
     if not isinstance(value, str):
-        raise InvalidMessage(f"{name} must be a text, not {value!r}")
+        raise InvalidMessage(f"{name} must be a text, not {shown(value)}")
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidMessage(f"{name} holds lone surrogates, which are not Unicode text")
     return value
@@ -20,19 +20,19 @@ def text(name: str, value: str) -> str:
 
 def count(name: str, number: int, *, least: int = 0) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise InvalidMessage(f"{name} must be a whole number, {least} or more, not {number!r}")
+        raise InvalidMessage(f"{name} must be a whole number, {least} or more, not {shown(number)}")
     return number
 
 
 def seconds(name: str, value: float) -> float:
     if not _is_number(value) or not 0 <= value < float("inf"):
-        raise InvalidMessage(f"{name} must be a number of seconds, 0 or more, not {value!r}")
+        raise InvalidMessage(f"{name} must be a number of seconds, 0 or more, not {shown(value)}")
     return value
 
 
 def positive_seconds(name: str, value: float) -> float:
     if not _is_number(value) or not 0 < value < float("inf"):
-        raise InvalidMessage(f"{name} must be a number of seconds above 0, not {value!r}")
+        raise InvalidMessage(f"{name} must be a number of seconds above 0, not {shown(value)}")
     return value
 
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class HttpClient:
-    """What every client has. Safe to share between threads."""
+    """The base of every client. Safe to share between threads."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S, retries: int = RETRIES) -> None:
         self.timeout_s = arguments.positive_seconds("timeout_s", timeout_s)

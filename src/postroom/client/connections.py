@@ -20,7 +20,10 @@ from postroom.client import arguments
 from postroom.errors import (
     GuardTripped,
     HarnessRefused,
+    InvalidExpiry,
     InvalidMessage,
+    InvalidParent,
+    InvalidPriority,
     KeyReused,
     NotAllowed,
     Overloaded,
@@ -28,7 +31,10 @@ from postroom.errors import (
     ResultGone,
     StaleLease,
     UnknownTask,
+    UnknownType,
     Unreachable,
+    UnsupportedVersion,
+    ValidationError,
     WrongState,
 )
 
@@ -37,6 +43,9 @@ PAUSE_S_MAX = 2.0
 RETRY_AFTER_S_MAX = 30.0  # a longer `Retry-After` is cut to this
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 IDLE_CONNECTIONS_MAX = 64
+
+_ONLY_SENTENCES = (InvalidExpiry, InvalidParent, InvalidPriority, ValidationError)
+"""Errors that have no facts besides their sentence."""
 
 _SUCCESS_BELOW = 300
 _WRONG_ARGUMENT = (400, 413)
@@ -245,6 +254,9 @@ def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: byt
         "KeyReused": KeyReused("", "", message),
         "ResultGone": ResultGone("", "", message),
         "GuardTripped": GuardTripped("", "", 0, 0, message),
+        "UnknownType": UnknownType("", (), message),
+        "UnsupportedVersion": UnsupportedVersion("", "", message),
+        **{kind.__name__: kind(message) for kind in _ONLY_SENTENCES},
     }
     other = InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
     return named.get(answer.error, other)

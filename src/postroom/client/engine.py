@@ -4,7 +4,7 @@
         message_id = client.submit(type="tool_call", payload={"tool": "search"})
         print(client.result(message_id, timeout_s=30))
 
-Rule 1: the standard library, msgspec and `postroom.errors`, and nothing else of postroom.
+Rule 1: imports only the standard library, msgspec and `postroom.errors`.
 Rule 2: the client makes the id of a message, so that a submit can be repeated when its answer is lost.
 Rule 3: no secret is logged or shown.
 """
@@ -23,7 +23,7 @@ import msgspec
 from postroom.client import arguments
 from postroom.client.calls import HttpClient
 from postroom.client.connections import Call, pause_s
-from postroom.errors import InvalidMessage, MessageFailed, Unreachable
+from postroom.errors import InvalidMessage, Unreachable, failure_of
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
 STREAM_SILENCE_S = 45.0  # after which a stream is taken for lost; the server sends something every 15 s
@@ -97,7 +97,7 @@ class EngineClient(HttpClient):
         return self._converted(answer, _Submitted).message_ids
 
     def get(self, message_id: str, *, wait_s: float = 0.0) -> MessageView:
-        """Look at a message, or wait up to `wait_s` (at most 30) for its end."""
+        """Return a message, or wait up to `wait_s` (at most 30) for its end."""
         path = _message_path(message_id)
         if arguments.seconds("wait_s", wait_s):
             path += f"?wait_s={min(wait_s, WAIT_S_MAX):.3f}"
@@ -118,7 +118,7 @@ class EngineClient(HttpClient):
             if message.succeeded:
                 return message.result
             if message.ended:
-                raise MessageFailed(message_id, message.state, message.errors)
+                raise failure_of(message_id, message.state, message.errors)
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"message {message_id} has not ended within {timeout_s:g} s")
 
@@ -162,7 +162,7 @@ class EngineClient(HttpClient):
         return str(self.request("GET", f"{_message_path(message_id)}/explain")["explanation"])
 
     def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more."""
+        """Cancel a message. Its running handler is cancelled within a second."""
         self.request("POST", f"{_message_path(message_id)}/cancel")
 
     # ---- the queue -----------------------------------------------------------------------------
@@ -170,6 +170,10 @@ class EngineClient(HttpClient):
     def status(self) -> dict[str, Any]:
         """Depths, stages, workers, breakers and pauses; with an agent's token, of its organization."""
         return dict(self.request("GET", "/engine/status"))
+
+    def tokens(self) -> dict[str, Any]:
+        """The token budgets; with an agent's token, without what other organizations do."""
+        return dict(self.request("GET", "/engine/tokens"))
 
     def pause(self, *, org_id: str = "", type: str = "", kill: bool = False) -> None:  # noqa: A002
         """Stop deliveries of an organization, of a type, of both together, or all of them."""
@@ -220,7 +224,7 @@ class DeadLetters:
     def purge(
         self, message_ids: Iterable[str] | None = None, *, dry_run: bool = False, **filters: Any
     ) -> Ids:
-        """Forget dead letters; returns their ids."""
+        """Delete dead letters; returns their ids."""
         return self._changed("purge", {**_choice(message_ids, filters), "dry_run": dry_run})
 
     def _changed(self, verb: str, body: dict[str, Any]) -> Ids:

@@ -3,7 +3,7 @@
     with TaskClient("http://127.0.0.1:8800", agent="triage", token=TOKEN) as client:
         client.work(lambda task: {"label": "bug"})
 
-Rule 1: the standard library, msgspec and `postroom.errors`, and nothing else of postroom.
+Rule 1: imports only the standard library, msgspec and `postroom.errors`.
 Rule 2: every call about a task carries its lease. Repeating a call under the same lease changes nothing, so a
         call is repeated when its answer is lost. A claimed task whose answer is lost is redelivered when its
         lease ends.
@@ -46,7 +46,7 @@ HEARTBEAT_EVERY_S = 25.0
 HEARTBEATS_PER_LEASE = 3  # at least, so that two may be lost
 POLL_EVERY_S = 10.0  # the longest delay that a lost nudge causes
 WAIT_S_MAX = 30.0  # of one long poll; a longer wait is several of them
-GRACE_S = 20.0  # for the tasks that are in flight when a worker is told to stop
+GRACE_S = 20.0  # for the tasks that are in flight when a worker is stopped
 LEASES_REMEMBERED_MAX = 10_000
 CONCURRENCY_MAX = 1_000
 PORT_MAX = 65_535
@@ -300,7 +300,7 @@ class TaskClient(HttpClient):
                 confirmed, wait_s = sent, every_s
             except LEASE_OVER as error:
                 wait_s = every_s
-                if not heartbeats.ending:  # else the answer to the ending call tells whether it was in time
+                if not heartbeats.ending:  # else the answer to the ending call shows whether it was in time
                     self._mark_lost(task, heartbeats, f"is lost: {error}")
                     return
             except PostroomError as error:
@@ -355,7 +355,7 @@ class TaskClient(HttpClient):
         return stored.task_id
 
     def get(self, task_id: str) -> TaskView:
-        """Look at a task. Raises `UnknownTask` unless this agent received or sent it."""
+        """Return a task. Raises `UnknownTask` unless this agent received or sent it."""
         return self._converted(self.request("GET", _task_path(task_id)), TaskView)
 
     def wait(self, task_id: str, timeout_s: float | None = None) -> TaskView:
@@ -448,7 +448,7 @@ class TaskClient(HttpClient):
         worker. `on_end` is called after each task, in the handler's thread.
 
         An idle worker waits in a long poll at the harness. With a `nudge_port` it waits for `POST /task` at
-        that port instead, and polls every `poll_every_s`. When told to stop, it claims nothing more; tasks in
+        that port instead, and polls every `poll_every_s`. A stopping worker claims nothing more; tasks in
         flight have `grace_s` to finish and are then released. With `until_empty` it ends when its queue is
         empty.
         """

@@ -264,15 +264,15 @@ class Worker:
 
     def _handle(self, task: "Task") -> "Task | None":
         """Handle a task in flight. Returns the task that was claimed with its completion, or None."""
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
             report, following = self._send(task, self._run_handler(task))
         except BaseException:
-            self._call_on_end(TaskEnd(task, "released", time.monotonic() - begun))
+            self._call_on_end(TaskEnd(task, "released", time.monotonic() - started_s))
             raise
         finally:
             self._stop_heartbeats(task)
-        self._call_on_end(TaskEnd(task, report.outcome, time.monotonic() - begun, report.error))
+        self._call_on_end(TaskEnd(task, report.outcome, time.monotonic() - started_s, report.error))
         return following
 
     def _call_on_end(self, end: TaskEnd) -> None:

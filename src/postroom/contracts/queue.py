@@ -183,7 +183,7 @@ class Queue(Closing):
         )  # fmt: skip
         if to is not None and to not in wire.EVERYONE and self._is_unknown(files, to):
             entry = msgspec.structs.replace(entry, unknown_recipient=True)
-            _log.warning("%s is sent to %r, who is not registered in session %r", msg_id, to, files.name)
+            _log.warning("%s is sent to %r, which is not registered in session %r", msg_id, to, files.name)
         try:
             ticket = files.append(data, partial(self._audit.write, entry))
             if ticket:
@@ -435,19 +435,19 @@ class Queue(Closing):
         begin = os.fstat(fd).st_size
         window = TAIL_FIRST_BYTES
         now_ns = self._now_ns()
-        behind = b""  # the end of a line whose start is in the next window
+        line_end = b""  # the end of a line whose start is in the next window
         live: list[QueueMessage] = []
         torn = True  # the bytes after the last newline are not yet a line
         while begin > 0 and len(live) < n:
             end, begin = begin, max(0, begin - window)
-            data = os.pread(fd, end - begin, begin) + behind
+            data = os.pread(fd, end - begin, begin) + line_end
             head, *lines = data.split(b"\n")
             if begin == 0:
                 lines.insert(0, head)
             if torn and lines:
                 lines.pop()
                 torn = False
-            behind = head
+            line_end = head
             found = [message for message in map(wire.readable, lines) if message is not None]
             live[:0] = [m for m in found if include_expired or not wire.is_expired(m, now_ns)]
             window *= 2
@@ -533,7 +533,7 @@ class Queue(Closing):
         """Register an agent. Once any agent is registered, a send to an unknown recipient logs a warning."""
         checked_name("agent", agent_id)
         if self._disabled():
-            raise QueueDisabledError("the queue is disabled by its kill switch: nobody was registered")
+            raise QueueDisabledError("the queue is disabled by its kill switch: no agent was registered")
         files = self._session(session)
         entry = msgspec.json.encode({"agent_id": agent_id, "since": utc_text(self._now_ns())})
         with files.locked():

@@ -10,7 +10,7 @@ from postroom.core.fieldfaults import unencodable
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
-from postroom.errors import InvalidMessage, UnknownTask
+from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.stores.base import CLAIM_MAX
 from postroom.stores.transaction import Claim
 
@@ -71,15 +71,15 @@ def _parts(outer: Any) -> Iterable[Any]:
 def check_durability(durability: object) -> None:
     """Raise unless it is a durability class, or None for the default."""
     if durability not in (None, "os", "group", "fsync"):
-        raise InvalidMessage(f"durability must be one of os, group, fsync, not {durability!r}")
+        raise InvalidMessage(f"durability must be one of os, group, fsync, not {shown(durability)}")
 
 
 def check_page(after: object, limit: object) -> None:
     """Raise unless `after` and `limit` describe a page of a list."""
     if type(after) is not int or not 0 <= after <= NUMBER_MAX:
-        raise InvalidMessage(f"after must be the number of the last entry seen, or 0, not {after!r}")
+        raise InvalidMessage(f"after must be the number of the last entry seen, or 0, not {shown(after)}")
     if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
-        raise InvalidMessage(f"limit must be from 1 to {PAGE_MAX}, not {limit!r}")
+        raise InvalidMessage(f"limit must be from 1 to {PAGE_MAX}, not {shown(limit)}")
 
 
 def checked_id(task_id: object) -> str:
@@ -92,7 +92,7 @@ def checked_id(task_id: object) -> str:
 def checked_token(lease: object) -> int:
     """Return the token of a lease."""
     if type(lease) is not int:
-        raise InvalidMessage(f"lease must be the number that claim gave, not {lease!r}")
+        raise InvalidMessage(f"lease must be the number that claim gave, not {shown(lease)}")
     return lease
 
 
@@ -122,7 +122,7 @@ def checked_key(key: object, sender: str) -> str:
 
 def checked_retries(max_retries: object) -> int:
     if type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX:
-        raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
+        raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {shown(max_retries)}")
     return max_retries
 
 
@@ -141,7 +141,7 @@ def checked_results(finished: Iterable[tuple[str, int, Any]]) -> dict[str, tuple
         try:
             task_id, lease, result = each
         except (TypeError, ValueError):
-            raise InvalidMessage(f"a finished task is (task_id, lease, result), not {each!r}") from None
+            raise InvalidMessage(f"a finished task is (task_id, lease, result), not {shown(each)}") from None
         if (
             type(task_id) is not str or not task_id.isascii() or type(lease) is not int
         ):  # skip two calls in the usual case
@@ -164,4 +164,4 @@ def checked_terms(agent: str, limit: int, lease_s: float, worker: str | None) ->
 def check_claim_limit(limit: object, name: str = "limit", least: int = 1) -> None:
     """Raise unless `limit` tasks can be claimed at once."""
     if type(limit) is not int or not least <= limit <= CLAIM_MAX:
-        raise InvalidMessage(f"{name} must be from {least} to {CLAIM_MAX}, not {limit!r}")
+        raise InvalidMessage(f"{name} must be from {least} to {CLAIM_MAX}, not {shown(limit)}")

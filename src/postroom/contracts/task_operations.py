@@ -39,7 +39,7 @@ MESSAGE_ID_CHARS = 36  # every message of an organization has a UUID as its id; 
 _decode = msgspec.json.Decoder().decode
 
 
-class Task(msgspec.Struct, frozen=True):
+class LeasedTask(msgspec.Struct, frozen=True):
     """A claimed task. `lease` is the token that every later call about it must carry."""
 
     task_id: str
@@ -124,7 +124,7 @@ class TaskOperations:
 
     # ---- lease holders -------------------------------------------------------------------------
 
-    def claim(self, terms: Claim) -> list[Task]:
+    def claim(self, terms: Claim) -> list[LeasedTask]:
         """Lease ready tasks, oldest first."""
         return [_task(delivery) for delivery in self.transaction.claim(terms)]
 
@@ -133,7 +133,7 @@ class TaskOperations:
         token = checked_token(lease)
         self._apply(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
 
-    def complete(self, results: Mapping[str, tuple[int, bytes]], claim_next: int = 0) -> list[Task]:
+    def complete(self, results: Mapping[str, tuple[int, bytes]], claim_next: int = 0) -> list[LeasedTask]:
         """Complete tasks (id to token and result). Then claim more with the same worker and lease length."""
         if not results:
             return []
@@ -251,8 +251,8 @@ def _differ_in_payload_alone(one: NewTask, other: NewTask) -> bool:
     )
 
 
-def _task(delivery: Delivery) -> Task:
-    return Task(
+def _task(delivery: Delivery) -> LeasedTask:
+    return LeasedTask(
         delivery.message_id,
         _decode(delivery.payload),
         delivery.lease,

@@ -1,4 +1,4 @@
-"""What `Tasks` shows about tasks and queues. Nothing here writes."""
+"""Views of tasks and queues, as `Tasks` returns them. Nothing here writes."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

@@ -26,9 +26,9 @@ from postroom.contracts.task_input import (
 from postroom.contracts.task_operations import (
     DECISIONS,
     LEASE_S,
+    LeasedTask,
     NewTask,
     Rules,
-    Task,
     TaskCall,
     TaskOperations,
 )
@@ -67,9 +67,9 @@ __all__ = [
     "LEASE_S",
     "STATUS",
     "AgentStatus",
+    "LeasedTask",
     "Retention",
     "Status",
-    "Task",
     "TaskInfo",
     "TaskLine",
     "Tasks",
@@ -205,7 +205,7 @@ class Tasks(Closing):
         lease_s: float = LEASE_S,
         wait_s: float = 0.0,
         worker: str | None = None,
-    ) -> list[Task]:
+    ) -> list[LeasedTask]:
         """Lease up to `limit` tasks of an agent, oldest first. With `wait_s`, wait for the first task."""
         terms = checked_terms(agent, limit, lease_s, worker)
         if not checked_seconds("wait_s", wait_s):
@@ -221,7 +221,7 @@ class Tasks(Closing):
                     return tasks
                 woken.wait(min(left_s, self.pause_s(agent)))
 
-    def claim_now(self, terms: Claim) -> list[Task]:
+    def claim_now(self, terms: Claim) -> list[LeasedTask]:
         """Lease the tasks that are ready now."""
         self._purge.run_if_due(terms.limit)
         return self._write(lambda operations: operations.claim(terms))
@@ -238,7 +238,9 @@ class Tasks(Closing):
         """Renew a lease: it runs its full length from now. Raises `StaleLease` when it is over."""
         self._write(lambda operations: operations.heartbeat(task_id, lease), makes_room=True)
 
-    def complete(self, task_id: str, lease: int, result: Any = None, *, claim_next: int = 0) -> list[Task]:
+    def complete(
+        self, task_id: str, lease: int, result: Any = None, *, claim_next: int = 0
+    ) -> list[LeasedTask]:
         """Complete a task. Repeating the call under the same lease changes nothing.
 
         `claim_next` claims up to that many further tasks in the same commit, with the same worker and lease
@@ -246,7 +248,9 @@ class Tasks(Closing):
         """
         return self.complete_many([(task_id, lease, result)], claim_next=claim_next)
 
-    def complete_many(self, finished: Iterable[tuple[str, int, Any]], *, claim_next: int = 0) -> list[Task]:
+    def complete_many(
+        self, finished: Iterable[tuple[str, int, Any]], *, claim_next: int = 0
+    ) -> list[LeasedTask]:
         """Complete each (task_id, lease, result) in one commit: all or none."""
         check_claim_limit(claim_next, "claim_next", 0)
         results = checked_results(finished)
@@ -304,7 +308,7 @@ class Tasks(Closing):
         """Turn the result of a completed task into a decision. Returns None if that was done before."""
         return self._write(lambda operations: operations.open_decision(task_id))
 
-    def settle(self, decision: Task) -> None:
+    def settle(self, decision: LeasedTask) -> None:
         """Mark a decision as executed: it completes, and its task is done, in one commit."""
         self._write(lambda operations: operations.settle(decision.task_id, decision.lease), makes_room=True)
 

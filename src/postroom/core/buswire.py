@@ -43,7 +43,7 @@ MARKER = b"\n" + START
 LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
 OPENING_BYTES = 256  # identify a record that does not begin with `START` and its id
-_PASSED_BEHIND_BODY = b"\n-"  # a dash: the newline is missing and the next record's separator follows
+_ACCEPTED_AFTER_BODY = b"\n-"  # a dash: the newline is missing and the next record's separator follows
 _SEPARATOR = b"---\n"
 _ID_KEY = b"msg_id: "
 _CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
@@ -393,7 +393,7 @@ def _decode_any(
     except _UnendedForeign:
         return -1
     except _Unfinished:
-        if _start_behind(data, start, at_file_end) < 0:
+        if _start_after(data, start, at_file_end) < 0:
             return -1
         reason = "cut short"
     except _Damaged as error:
@@ -446,7 +446,7 @@ def _next_start(data: bytes, position: int, at_file_end: bool, floor: int | None
     return -1
 
 
-def _start_behind(data: bytes, start: int, at_file_end: bool) -> int:
+def _start_after(data: bytes, start: int, at_file_end: bool) -> int:
     """Offset of the record after the unreadable record at `start`; -1 when there is none."""
     try:
         body_start = _header_closing(data, start, at_file_end).end()
@@ -549,7 +549,7 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     end = body_end if body.endswith(b"\n") else body_end + 1
     if end > len(data):
         raise _Unfinished
-    if end > body_end and data[body_end] not in _PASSED_BEHIND_BODY:
+    if end > body_end and data[body_end] not in _ACCEPTED_AFTER_BODY:
         end = body_end  # the message is complete; the byte after it is separate damage
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
@@ -606,7 +606,7 @@ def _moment(raw: bytes) -> datetime:
 
 def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
     """Record the damage and return its end: the next record's start, or -1 while that is unknown."""
-    following = _start_behind(data, start, at_file_end)
+    following = _start_after(data, start, at_file_end)
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
         return -1
     end = following if following >= 0 else len(data)

@@ -87,13 +87,15 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "too many crashes": ("quarantined", "alert"),
         "replay": ("replayed", "enqueued"),
         "a breaker": ("breaker_opened", "breaker_closed"),
-        "a token budget": ("tokens_reserved", "tokens_returned"),
+        "claim of a message with tokens": ("tokens_reserved", "tokens_borrowed", "tokens_refused"),
+        "the end of its lease": ("tokens_returned",),
+        "the beginning of a window of a model": ("tokens_rebalanced",),
         "a response": ("delivered",),
         "retention": ("deleted",),
     },
     "audit": {},
 }
-"""The kinds of events that each contract's operations emit. Those of "engine" come with that contract."""
+"""The kinds of events that each contract's operations emit."""
 
 
 class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
@@ -205,57 +207,22 @@ _LIFTED: Final = frozenset(
 def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:
     """An event of a store, in the stream.
 
-    The queue of an agent belongs to `contract`. Organizations and breakers belong to the engine.
+    The queue of an agent belongs to `contract`. Organizations, breakers and budgets belong to the engine.
     """
     org_id = org_of(event.queue)
-    if org_id or event.kind in ("breaker_opened", "breaker_closed"):
-        return _of_engine(event, source, org_id, payload)
+    detail = event.detail
+    if org_id or event.kind in ("breaker_opened", "breaker_closed", "tokens_rebalanced"):
+        contract = "engine"
+        names = _lifted(detail)
+        detail = {name: value for name, value in detail.items() if name not in _LIFTED}
+    else:
+        names = {"agent_id": event.queue, "task_id": event.message_id}
     return AuditEvent(
         event_id=event_id(source, event.seq),
         seq=event.seq,
         ts_us=event.ts_us,
         kind=event.kind,
         contract=contract,
-        source=source,
-        schema=SCHEMA,
-        queue=event.queue,
-        agent_id=event.queue,
-        message_id=event.message_id,
-        task_id=event.message_id,
-        parent_message_id=event.parent_message_id,
-        type=event.type,
-        priority=event.priority if event.message_id else None,
-        state=event.state if event.message_id else None,
-        attempt=event.attempt,
-        worker_id=event.worker_id,
-        duration_us=event.duration_us,
-        error_type=event.error_type,
-        error=event.error,
-        body_bytes=event.body_bytes,
-        payload=payload,
-        lease=event.lease,
-        detail=event.detail,
-        prior=event.prior,
-    )
-
-
-def _cost(reported: Any) -> Decimal | None:
-    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
-    if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
-        return None
-    return round(Decimal(str(reported)), COST_DECIMALS)
-
-
-def _of_engine(event: Event, source: str, org_id: str, payload: str) -> AuditEvent:
-    lifted = {name: value for name, value in event.detail.items() if name in _LIFTED}
-    if "cost_usd" in lifted:
-        lifted["cost_usd"] = _cost(lifted["cost_usd"])
-    return AuditEvent(
-        event_id=event_id(source, event.seq),
-        seq=event.seq,
-        ts_us=event.ts_us,
-        kind=event.kind,
-        contract="engine",
         source=source,
         schema=SCHEMA,
         queue=event.queue,
@@ -273,7 +240,22 @@ def _of_engine(event: Event, source: str, org_id: str, payload: str) -> AuditEve
         body_bytes=event.body_bytes,
         payload=payload,
         lease=event.lease,
-        detail={name: value for name, value in event.detail.items() if name not in _LIFTED},
+        detail=detail,
         prior=event.prior,
-        **lifted,
+        **names,
     )
+
+
+def _lifted(detail: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a detail that become fields."""
+    lifted = {name: value for name, value in detail.items() if name in _LIFTED}
+    if "cost_usd" in lifted:
+        lifted["cost_usd"] = _cost(lifted["cost_usd"])
+    return lifted
+
+
+def _cost(reported: Any) -> Decimal | None:
+    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
+    if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
+        return None
+    return round(Decimal(str(reported)), COST_DECIMALS)

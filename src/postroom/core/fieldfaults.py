@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from postroom.errors import NAME_RULE
+from postroom.errors import NAME_RULE, shown
 
 _WORDS = {
     "int": "a whole number",
@@ -51,8 +51,11 @@ def _out_of_bounds(match: re.Match[str]) -> str:
 
 
 _SENTENCES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
-    (r"Object missing required field `(.+)`", lambda match: f"lacks the field {match[1]!r}"),
-    (r"Object contains unknown field `(.+)`", lambda match: f"has a field {match[1]!r}, which is not known"),
+    (r"Object missing required field `(.+)`", lambda match: f"lacks the field {shown(match[1])}"),
+    (
+        r"Object contains unknown field `(.+)`",
+        lambda match: f"has a field {shown(match[1])}, which is not known",
+    ),
     (r"Expected `([^`]+)`, got `([^`]+)`", _wrong_type),
     (r"Expected `(\w+)` of length (<=|>=) (\d+)", _wrong_length),
     (r"Expected `(\w+)` (<=|>=|<|>) (\S+)", _out_of_bounds),

@@ -3,7 +3,7 @@
 Rule 1: nothing else changes a record. A store only commits the `Step` that a function here returns.
 Rule 2: nothing here reads a clock or counts events: both come in as a `Moment`.
 Rule 3: a call about a leased record carries the token of the lease. A stale token is refused, and nothing
-        changes. The call that ended a lease may be repeated: it then changes nothing and is no error.
+        changes. The call that ended a lease may be repeated: it then changes nothing and is not an error.
 Rule 4: a function raises before it decides, or not at all.
 """
 
@@ -20,7 +20,7 @@ LAPSED: Final = "the lease ran out"
 
 
 class Transition(NamedTuple):
-    """One arrow of the diagram."""
+    """One transition of the state diagram."""
 
     verb: str
     source: State | None
@@ -68,15 +68,30 @@ TRANSITIONS: Final = (
     *_from(("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"), "replay", "QUEUED", "replayed"),
 )
 
-_ARROWS: Final = {(t.verb, t.source, t.target): t.kind for t in TRANSITIONS}
+_KINDS: Final = {(t.verb, t.source, t.target): t.kind for t in TRANSITIONS}
 
 
-def _arrow(verb: str, record: Record, target: State) -> EventKind:
+def _kind_of(verb: str, record: Record, target: State) -> EventKind:
     """The kind of event of a transition. Raises `WrongState` when the table has no such transition."""
-    kind = _ARROWS.get((verb, record.state, target))
+    kind = _KINDS.get((verb, record.state, target))
     if kind is None:
-        raise WrongState(record.message_id, "retry" if verb == "replay" else verb, record.state)
+        raise _wrong_state(record, "retry" if verb == "replay" else verb)
     return kind
+
+
+def _wrong_state(record: Record, verb: str) -> WrongState:
+    if not org_of(record.queue):
+        return WrongState(record.message_id, verb, record.state)
+    text = f"cannot {verb} message {record.message_id!r}: it is {record.state}"
+    return WrongState(record.message_id, verb, record.state, text)
+
+
+def stale(record: Record, token: int) -> StaleLease:
+    """The error for a call under a lease that is over."""
+    if not org_of(record.queue):
+        return StaleLease(record.message_id, token)
+    text = f"lease {token} of message {record.message_id!r} is no longer valid: stop working on it"
+    return StaleLease(record.message_id, token, text)
 
 
 def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **facts: Any) -> Event:
@@ -100,17 +115,17 @@ def _holds(record: Record, moment: Moment, token: int, ended_in: tuple[State, ..
     to a late call would depend on when the next claim or sweep runs.
     """
     if record.lease != token or not token:
-        raise StaleLease(record.message_id, token)
+        raise stale(record, token)
     if record.state == "PROCESSING":
         if record.lease_until <= moment.steady_ns:
-            raise StaleLease(record.message_id, token)
+            raise stale(record, token)
         return True
     if record.state not in ended_in:
-        raise StaleLease(record.message_id, token)
+        raise stale(record, token)
     return False
 
 
-# ---- coming in -------------------------------------------------------------------------------------
+# ---- acceptance ------------------------------------------------------------------------------------
 
 
 def accept(envelope: Envelope, moment: Moment, message_id: str) -> Step:
@@ -153,23 +168,23 @@ def duplicate(record: Record, moment: Moment, key: str) -> Event:
 
 
 def occurrence(moment: Moment, kind: EventKind, queue: str = "", **facts: Any) -> Event:
-    """Something that happened to no message."""
+    """An event that concerns no message."""
     return Event(moment.number, moment.wall_us, kind, queue, "", "DONE", **facts)
 
 
 def purged(moment: Moment, records: int) -> Event:
-    """Ended records were purged. The event is about many records, so it names none."""
+    """Ended records were purged. The event concerns many records, so it names none."""
     return Event(moment.number, moment.wall_us, "deleted", "", "", "DONE", detail={"records": records})
 
 
 def alert(moment: Moment, error_type: str, error: str) -> Event:
-    """An event for a person to look at. It is about no message."""
+    """An event that needs the attention of a person. It concerns no message."""
     return Event(moment.number, moment.wall_us, "alert", "", "", "DONE", error_type=error_type, error=error)
 
 
 def wake(record: Record, moment: Moment) -> Step:
     """The delay is over: the record goes to the end of its lane."""
-    kind = _arrow("wake", record, "QUEUED")
+    kind = _kind_of("wake", record, "QUEUED")
     after = replace(record, state="QUEUED", place=moment.number, due=0, ready_at=moment.steady_ns)
     return Step(after, (_event(kind, after, moment),))
 
@@ -195,12 +210,12 @@ def claim_order(record: Record, now_ns: int, promote_after_ns: tuple[int, ...]) 
 
 
 def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int, lane: int | None = None) -> Step:
-    """Hand the record to a worker. The number of the event is the token, so tokens only grow.
+    """Lease the record to a worker. The number of the event is the token, so tokens only grow.
 
     `lane` is the effective lane. A promotion is an event of its own and does not change the record.
     """
     if record.state != "QUEUED":
-        raise WrongState(record.message_id, "lease", record.state)
+        raise _wrong_state(record, "lease")
     promoted = () if lane is None or lane == record.lane else (_promoted(record, moment, lane),)
     number, now, wall_us = moment.number + len(promoted), moment.steady_ns, moment.wall_us
     attempt = record.attempt + 1
@@ -218,7 +233,7 @@ def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int, lane: i
 
 
 def _promoted(record: Record, moment: Moment, lane: int) -> Event:
-    kind = _arrow("promote", record, "QUEUED")
+    kind = _kind_of("promote", record, "QUEUED")
     event = _event(kind, record, moment, detail={"from": record.lane})
     return replace(event, priority=lane)
 
@@ -229,14 +244,14 @@ def renew(record: Record, moment: Moment, token: int) -> Step:
     after = replace(
         record, lease_until=moment.steady_ns + record.lease_ns, heartbeat_us=moment.wall_us
     )  # fmt: skip
-    kind = _arrow("renew", record, "PROCESSING")
+    kind = _kind_of("renew", record, "PROCESSING")
     return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
 
 
 def complete(
     record: Record, moment: Moment, token: int, result: bytes, detail: dict[str, Any] | None = None
 ) -> Step | None:
-    """The work is done, and this is its result. `detail` becomes that of the event."""
+    """Complete the record with its result. `detail` becomes that of the event."""
     if not _holds(record, moment, token, ("COMPLETED", "EXECUTING", "DONE")):
         return None
     wall_us = moment.wall_us
@@ -260,7 +275,7 @@ def release(record: Record, moment: Moment, token: int) -> Step | None:
     if record.lease == -token and record.state == "QUEUED" and token > 0:
         return None
     _holds(record, moment, token)
-    kind = _arrow("release", record, "QUEUED")
+    kind = _kind_of("release", record, "QUEUED")
     # The sign marks a release, as opposed to a failure. `ready_at` stays, because lanes are in its order.
     after = replace(record, state="QUEUED", lease=-token, lease_until=0)
     return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
@@ -268,7 +283,7 @@ def release(record: Record, moment: Moment, token: int) -> Step | None:
 
 def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int = 0) -> Step:
     """Delay a waiting record, or a leased one that its holder cannot work on now. No retry is counted."""
-    kind = _arrow("defer", record, "SCHEDULED")
+    kind = _kind_of("defer", record, "SCHEDULED")
     facts: dict[str, Any] = {}
     if token or record.state == "PROCESSING":
         _holds(record, moment, token)
@@ -301,7 +316,7 @@ def fail(
 def lapse(record: Record, moment: Moment, error: str = LAPSED, error_type: str = "LeaseLapsed") -> Step:
     """The lease ran out: a crash. The record is ready again at once.
 
-    In an agent's queue a crash is also a failure. In an organization's queue the two are counted apart.
+    In an agent's queue a crash is also a failure. In an organization's queue the two are counted separately.
     """
     retries = record.retries if org_of(record.queue) else record.retries + 1
     crashed = replace(record, crashes=record.crashes + 1, retries=retries)
@@ -329,7 +344,7 @@ def _failed(
     token_after: int | None = None,
     lane: int | None = None,
 ) -> Step:
-    kind = _arrow(verb, record, "FAILED")
+    kind = _kind_of(verb, record, "FAILED")
     token = record.lease if token_after is None else token_after
     failed = replace(record, state="FAILED", lease=token, lease_until=0)
     happened = _event(
@@ -347,10 +362,10 @@ def _failed(
     if lane is not None:
         failed = replace(failed, lane=lane)
     if delay_ns <= 0:
-        kind = _arrow("retry", failed, "QUEUED")
+        kind = _kind_of("retry", failed, "QUEUED")
         after = replace(failed, state="QUEUED", place=moment.number + 1, ready_at=moment.steady_ns)
         return Step(after, (happened, _event(kind, after, moment, 1)))
-    kind = _arrow("retry", failed, "RETRYING")
+    kind = _kind_of("retry", failed, "RETRYING")
     now = moment.steady_ns  # a store opened after a reboot continues its clock from `ready_at`
     after = replace(failed, state="RETRYING", due=now + delay_ns, ready_at=now)
     scheduled = _event(kind, after, moment, 1, detail={"delay_s": delay_ns / NANOS_PER_S})
@@ -358,30 +373,30 @@ def _failed(
 
 
 def _buried(failed: Record, moment: Moment, happened: Event) -> Step:
-    kind = _arrow("bury", failed, "DEAD_LETTER")
+    kind = _kind_of("bury", failed, "DEAD_LETTER")
     after = replace(failed, state="DEAD_LETTER", ended_us=moment.wall_us)
     dead = _event(kind, after, moment, 1, error_type=happened.error_type, error=happened.error)
     return Step(after, (happened, dead))
 
 
-# ---- the harness's part ----------------------------------------------------------------------------
+# ---- results of the harness ------------------------------------------------------------------------
 
 
 def hand_over(record: Record, moment: Moment, decision_id: str) -> Step:
-    """The result became a message of its own, which is to be executed."""
-    kind = _arrow("hand_over", record, "EXECUTING")
+    """The result was stored as a decision: a message that the harness executes."""
+    kind = _kind_of("hand_over", record, "EXECUTING")
     after = replace(record, state="EXECUTING")
     return Step(after, (_event(kind, after, moment, detail={"decision": decision_id}),))
 
 
 def settle(record: Record, moment: Moment) -> Step:
-    """The result was acted on."""
-    kind = _arrow("settle", record, "DONE")
+    """The decision was executed."""
+    kind = _kind_of("settle", record, "DONE")
     after = replace(record, state="DONE")
     return Step(after, (_event(kind, after, moment, prior=record.state),))
 
 
-# ---- other ends, and the way back ------------------------------------------------------------------
+# ---- other ends, and replay ------------------------------------------------------------------------
 
 
 def cancel(record: Record, moment: Moment) -> Step:
@@ -400,7 +415,7 @@ def quarantine(record: Record, moment: Moment, error: str) -> Step:
 
 
 def _ended(record: Record, moment: Moment, verb: str, target: State, **facts: Any) -> Step:
-    kind = _arrow(verb, record, target)
+    kind = _kind_of(verb, record, target)
     after = replace(record, state=target, lease=0, lease_until=0, due=0, ended_us=moment.wall_us)
     if record.state == "PROCESSING":
         facts |= {"lease": record.lease, "worker_id": record.worker_id}
@@ -408,8 +423,8 @@ def _ended(record: Record, moment: Moment, verb: str, target: State, **facts: An
 
 
 def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
-    """A person retries an ended message, with all its retries."""
-    kind = _arrow("replay", record, "QUEUED")
+    """Queue an ended message again, with its full number of retries."""
+    kind = _kind_of("replay", record, "QUEUED")
     after = replace(
         record,
         state="QUEUED",
@@ -426,26 +441,26 @@ def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
     return Step(after, (replayed, _event("enqueued", after, moment, 1)))
 
 
-# ---- what happened ---------------------------------------------------------------------------------
+# ---- histories -------------------------------------------------------------------------------------
 
 _NOTABLE: Final = frozenset({"lease_lapsed", "retry_scheduled", "dead_letter", "duplicate"})
 
 
 def is_notable(event: Event) -> bool:
-    """Whether a person may want to know: a lapse, a retry, a dead letter, a duplicate, a second enqueue."""
+    """Whether servers log the event: a lapse, a retry, a dead letter, a duplicate, a second enqueue."""
     return event.kind in _NOTABLE or (event.attempt > 0 and event.kind == "enqueued")
 
 
-_STRAIGHT: Final = frozenset({"created", "dequeued", "execution_completed", "heartbeat"})
+_IMPLIED: Final = frozenset({"created", "dequeued", "execution_completed", "heartbeat"})
 
 
 def trail(before: Record, step: Step) -> list[Event]:
     """The events of a step that must be stored with the record, because its columns do not imply them.
 
-    The columns imply the straight way: created, claimed by a worker, completed. When a step leaves that way,
-    the next delivery would overwrite the columns of the current one, so its event is stored first.
+    The columns imply the normal course: created, claimed by a worker, completed. Any other step stores the
+    event of the current delivery first, because the next delivery overwrites its columns.
     """
-    events = [event for event in step.events if event.kind not in _STRAIGHT]
+    events = [event for event in step.events if event.kind not in _IMPLIED]
     if events and before.state == "PROCESSING":
         events.insert(0, _delivery(before))
     return events

@@ -124,7 +124,7 @@ class SortedNumbers:
             self._numbers = [number for number in self._numbers if number in alive]
             self._dead = 0
 
-    def behind(self, number: int) -> Iterator[int]:
+    def above(self, number: int) -> Iterator[int]:
         """The numbers above `number`, dead ones included. The sequence may change meanwhile."""
         numbers = self._numbers
         for index in range(bisect_right(numbers, number), len(numbers)):
@@ -175,7 +175,7 @@ class PullGroup:
         """The letters that a connection can fetch: neither acknowledged nor held by another connection."""
         found: list[Letter] = []
         for rank, lane in enumerate(lanes):
-            for number in lane.behind(self.through[rank]):
+            for number in lane.above(self.through[rank]):
                 if len(found) == limit:
                     break
                 letter = self._alive.get(number)
@@ -225,7 +225,7 @@ class PullGroup:
     def advance(self, lanes: "list[SortedNumbers]") -> None:
         """Move the position past leading letters that are acknowledged or removed, and forget those."""
         for rank, lane in enumerate(lanes):
-            for number in lane.behind(self.through[rank]):
+            for number in lane.above(self.through[rank]):
                 if number in self._alive and number not in self.done:
                     break
                 self.through[rank] = number
@@ -346,7 +346,7 @@ class Mailbox:
         """The letters that are not expired, in the order of delivery."""
         for rank, lane in enumerate(self.lanes):
             if ranks & (1 << rank):
-                for number in lane.behind(0):
+                for number in lane.above(0):
                     letter = self.letters.get(number)
                     if letter is not None and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
                         yield letter
@@ -409,7 +409,7 @@ class Mailbox:
     def _last_before(self, lane: SortedNumbers, instant_us: int) -> int:
         """The last number before an instant. Wall clocks step: the first letter after it decides."""
         last = 0
-        for number in lane.behind(0):
+        for number in lane.above(0):
             letter = self.letters.get(number)
             if letter is not None and letter.created_us >= instant_us:
                 break

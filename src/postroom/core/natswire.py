@@ -386,7 +386,7 @@ def _client_other(line: bytes) -> Command:
         return Okay()
     if verb == b"INFO":
         return Info(rest)
-    return _beat(verb)
+    return _ping_or_pong(verb)
 
 
 def _server_other(line: bytes) -> Command:
@@ -397,10 +397,10 @@ def _server_other(line: bytes) -> Command:
         return Error(rest.decode("utf-8", "replace").strip("'"))
     if verb == b"INFO":
         return Info(rest)
-    return _beat(verb)
+    return _ping_or_pong(verb)
 
 
-def _beat(verb: bytes) -> Ping | Pong:
+def _ping_or_pong(verb: bytes) -> Ping | Pong:
     if verb == b"PING":
         return Ping()
     if verb == b"PONG":

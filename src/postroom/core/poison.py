@@ -19,5 +19,5 @@ def own_crashes(record: Record) -> int:
 
 
 def is_poison(record: Record, crashes_max: int) -> bool:
-    """Whether the message has crashed alone so often that nobody should get it again."""
+    """Whether the message has crashed alone too often to be delivered again."""
     return own_crashes(record) >= crashes_max

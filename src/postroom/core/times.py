@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, shown
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NANOS_PER_S = 1_000_000_000
@@ -45,12 +45,12 @@ def parse_utc(text: str) -> datetime:
     """RFC 3339 text as an aware UTC datetime, truncated to microseconds."""
     match = _RFC3339.fullmatch(text)
     if match is None:
-        msg = f"{text!r} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z"
+        msg = f"{shown(text)} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z"
         raise InvalidMessage(msg)
     try:
         return datetime.fromisoformat(text.upper()).astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        msg = f"{text!r} is not a time that exists: {error}"
+        msg = f"{shown(text)} is not a time that exists: {error}"
         raise InvalidMessage(msg) from error
 
 

@@ -182,7 +182,7 @@ class AppendFile:
     ) -> bool:
         """After a failed group fsync: remove the unsynced appends if nothing was written after them.
 
-        `was_read` tells whether a reader has read past an offset; such appends stay.
+        `was_read` returns whether a reader has read past an offset; such appends stay.
         """
         if self.fd >= 0 and self.dead:  # not when another thread has reopened it since
             with suppress(LockTimeout):  # another process is writing after them

@@ -393,9 +393,9 @@ class BusReader:
         archives are listed again, and an inserted file is read first.
         """
         while True:
-            behind = self._archives_after(place)
-            following = _open_position(behind[0] if behind else self._path)
-            if behind and following is not None:
+            later = self._archives_after(place)
+            following = _open_position(later[0] if later else self._path)
+            if later and following is not None:
                 self._note_gap(place)
                 return following
             if not self._archives_after(place):

@@ -48,8 +48,8 @@ LOCK_WAIT_S = 2.0  # for a server that is shutting down
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
 
 Fail = Callable[..., object]
-"""Is called with the facts of a task and the reason when its batch could not be written."""
-Task = tuple[Callable[..., object], tuple[object, ...], Fail | None]
+"""Called with the facts of a callback and the reason when its batch could not be written."""
+Callback = tuple[Callable[..., object], tuple[object, ...], Fail | None]
 
 
 class _SyncJob(NamedTuple):
@@ -58,7 +58,7 @@ class _SyncJob(NamedTuple):
     fds: list[int]  # to sync; all but the last are closed afterwards
     new_name: bool  # whether a file was created, so that the folder has to be synced first
     nbytes: int
-    tasks: list[Task]  # callbacks to run on the loop afterwards
+    tasks: list[Callback]  # callbacks to run on the loop afterwards
     remove: list[Path]  # segments to remove; the thread leaves those that it could not remove
     suspect: tuple[Path, int] | None = None  # a segment to check, and how many bytes of it were synced
 
@@ -94,9 +94,9 @@ class SegmentLog:
         self._buffer: list[bytes] = []
         self._droppable: list[int] = []  # indexes of records to drop when the batch cannot be written
         self._unsynced: deque[bytes] = deque()  # chunks that were written but not synced
-        self._write_tasks: list[Task] = []
-        self._sync_tasks: list[Task] = []
-        self._due: deque[Task] = deque()  # callbacks whose bytes are synced
+        self._write_tasks: list[Callback] = []
+        self._sync_tasks: list[Callback] = []
+        self._due: deque[Callback] = deque()  # callbacks whose bytes are synced
         self._is_scheduled = False  # whether these continue in the next turn
         self._backlog_bytes = 0  # written but not synced,
         self._unrequested_bytes = 0  # and those of them for which no fsync was requested
@@ -110,7 +110,7 @@ class SegmentLog:
         self._has_garbage = False  # whether a record was superseded since the last copy began,
         self._garbage_since_s = math.inf  # and when that was first seen
         self._new_name = False
-        self._failed: list[Task] = []  # callbacks of failed jobs, in order
+        self._failed: list[Callback] = []  # callbacks of failed jobs, in order
         self._jobs_pending = 0  # jobs without a result yet
         self._is_dead = False  # set by the thread: a later fsync of this handle proves nothing
         self._jobs: queue.SimpleQueue[_SyncJob | None] = queue.SimpleQueue()

@@ -5,37 +5,24 @@ Rule 2: the token alone identifies a caller, never the text of a request.
 Rule 3: when the file cannot be read, every caller is refused.
 """
 
-import hashlib
 import hmac
-import os
-import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from postroom.contracts.tasks import DECISIONS
-from postroom.core.fieldfaults import field_fault
 from postroom.core.names import checked_name
-from postroom.errors import AgentExists, InvalidMessage, StoreDamaged, UnknownAgent
+from postroom.errors import AgentExists, InvalidMessage, UnknownAgent
 from postroom.runtime.nudger import checked_url
-from postroom.system import lock
-from postroom.system.atomic import make_folder, open_safely, read_file, replace_file
+from postroom.runtime.registry_file import RegistryFile
+from postroom.runtime.tokens import TOKEN_CHARS, Role, Tokens, digest_of, new_token
 
 FILE_NAME = "agents.json"
-TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
-TOKEN_BYTES = 32
-TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 AGENTS_MAX = 10_000
 MAY_SEND_TO_MAX = 1_000  # agents that one agent may send to
-LOCK_TIMEOUT_S = 10.0
-CHECK_EVERY_S = 0.2  # between checks of the file, so that not every request needs one
-
-Role = Literal["agent", "operator"]
 
 
 class RegisteredAgent(msgspec.Struct, frozen=True):
@@ -51,6 +38,11 @@ class RegisteredAgent(msgspec.Struct, frozen=True):
     org: str = ""
     """The organization whose messages it may submit and see in the global queue; empty for none."""
 
+    @property
+    def identity(self) -> "Identity":
+        """The owner of the token that was made with the agent."""
+        return Identity(self.name, self.role, self.url, self.may_send_to, self.org)
+
 
 class Identity(msgspec.Struct, frozen=True):
     """The owner of a token."""
@@ -60,29 +52,34 @@ class Identity(msgspec.Struct, frozen=True):
     url: str | None = None
     may_send_to: tuple[str, ...] = ()
     org: str = ""
+    """Empty for an operator or admin of all organizations, and for an agent of none."""
+    token_id: str = ""
+    """Empty for the token that was made with the agent."""
 
     @property
     def is_operator(self) -> bool:
-        """Whether the caller may use every queue."""
-        return self.role == "operator"
+        """Whether the caller may use every queue of every organization."""
+        return self.role != "agent" and not self.org
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether the caller may make and revoke tokens."""
+        return self.role == "admin" and not self.org
+
+    def operates(self, org_id: str) -> bool:
+        """Whether the caller may do everything with the messages of an organization."""
+        return self.role != "agent" and self.org in ("", org_id)
 
 
-class _File(msgspec.Struct, frozen=True):
-    agents: list[RegisteredAgent]
-
-
-class _Known(NamedTuple):
-    """The content of the file when it was last read, and the version of the file then."""
+class _Index(NamedTuple):
+    """The agents of one version of the file."""
 
     version: tuple[int, int, int]
-    agents: tuple[RegisteredAgent, ...]
     by_digest: dict[str, tuple[str, Identity]]
-    names: frozenset[str]
+    by_name: dict[str, RegisteredAgent]
 
 
-_NO_AGENTS = _Known((0, 0, 0), (), {}, frozenset())
-_encoder = msgspec.json.Encoder()
-_decode = msgspec.json.Decoder(_File).decode
+_NO_AGENTS = _Index((0, 0, 0), {}, {})
 
 
 class Agents:
@@ -90,9 +87,10 @@ class Agents:
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        self._path = data / FILE_NAME
+        self.tokens = Tokens(data)
+        """Further tokens, which can expire and be rotated."""
+        self._file = RegistryFile(data / FILE_NAME, "agents", RegisteredAgent)
         self._known = _NO_AGENTS
-        self._checked = -CHECK_EVERY_S
 
     def add(
         self,
@@ -114,20 +112,20 @@ class Agents:
             checked_name("organization", org)
             if role == "operator":
                 raise InvalidMessage("an operator belongs to no organization: it may act for every one")
-        token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-        with self._changing() as agents:
+        token = new_token()
+        with self._file.changing() as agents:
             if any(agent.name == name for agent in agents):
                 raise AgentExists(name)
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, which is the limit")
             agents.append(
-                RegisteredAgent(name, role, checked, _digest(token), datetime.now(UTC), targets, org)
+                RegisteredAgent(name, role, checked, digest_of(token), datetime.now(UTC), targets, org)
             )
         return token
 
     def remove(self, name: str) -> None:
         """Remove an agent or operator. Its token is invalid from now on."""
-        with self._changing() as agents:
+        with self._file.changing() as agents:
             kept = [agent for agent in agents if agent.name != name]
             if len(kept) == len(agents):
                 raise UnknownAgent(name)
@@ -152,7 +150,7 @@ class Agents:
     def _change_targets(
         self, name: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]
     ) -> tuple[str, ...]:
-        with self._changing() as agents:
+        with self._file.changing() as agents:
             for index, agent in enumerate(agents):
                 if agent.name == name:
                     if agent.role == "operator":
@@ -163,73 +161,48 @@ class Agents:
 
     def list(self) -> list[RegisteredAgent]:
         """All agents and operators in the order in which they were added."""
-        return [*self._read().agents]
+        return [*self._file.read()]
 
     def identify(self, token: str) -> Identity | None:
         """The owner of a token. A new token is known at once, a removed one for `CHECK_EVERY_S` more."""
         if len(token) != TOKEN_CHARS:
             return None
-        digest = _digest(token)
-        now = time.monotonic()
-        known = self._known if now < self._checked + CHECK_EVERY_S else self._read()
-        found = known.by_digest.get(digest) or self._read().by_digest.get(digest)
-        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
+        digest = digest_of(token)
+        found = self._recent().by_digest.get(digest) or self._index().by_digest.get(digest)
+        if found is not None:
+            return found[1] if hmac.compare_digest(found[0], digest) else None
+        return self._by_further_token(digest)
+
+    def _by_further_token(self, digest: str) -> Identity | None:
+        token = self.tokens.find(digest)
+        if token is None:
+            return None
+        agent = self._recent().by_name.get(token.agent)
+        url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
+        name = token.agent or token.token_id
+        return Identity(
+            name, token.role, url, (*may_send_to, *token.may_send_to), token.org, token.token_id
+        )  # fmt: skip
 
     def knows(self, name: str) -> bool:
         """Whether an agent or operator of this name is registered."""
-        known = self._known if time.monotonic() < self._checked + CHECK_EVERY_S else self._read()
-        return name in known.names or name in self._read().names
+        return name in self._recent().by_name or name in self._index().by_name
 
     def with_url(self) -> dict[str, str]:
         """The nudge addresses by agent, of the agents that have one."""
-        return {agent.name: agent.url for agent in self._read().agents if agent.url is not None}
+        return {agent.name: agent.url for agent in self._file.read() if agent.url is not None}
 
-    @contextmanager
-    def _changing(self) -> Iterator[MutableSequence[RegisteredAgent]]:
-        """A list of the agents under the lock. The list is written at the end of the block."""
-        make_folder(self.data, "fsync")
-        fd = open_safely(self._path.with_name(f"{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT)
-        try:
-            lock.acquire(fd, LOCK_TIMEOUT_S, self._path)
-            agents = [*self._read().agents]
-            yield agents
-            data = msgspec.json.format(_encoder.encode(_File(agents)), indent=1)
-            replace_file(self._path, data + b"\n", "fsync")
-        finally:
-            os.close(fd)
+    def _recent(self) -> _Index:
+        """The agents as they were a moment ago."""
+        is_recent = self._file.is_fresh and self._known.version == self._file.version
+        return self._known if is_recent else self._index()
 
-    def _read(self) -> _Known:
-        self._checked = time.monotonic()
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
-            self._known = _NO_AGENTS
-            return _NO_AGENTS
-        except OSError as error:
-            raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
-        version = (found.st_ino, found.st_mtime_ns, found.st_size)
-        known = self._known
-        if known.version != version:
-            known = self._known = self._load(version)
-        return known
-
-    def _load(self, version: tuple[int, int, int]) -> _Known:
-        try:
-            agents = _decode(read_file(self._path)).agents
-        except msgspec.ValidationError as error:
-            fault = field_fault(error, "the file")
-            raise StoreDamaged(f"{self._path} is not a list of agents: {fault}") from error
-        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
-            raise StoreDamaged(f"{self._path} is not a list of agents: {error}") from error
-        by_digest = {
-            agent.token_sha256: (
-                agent.token_sha256,
-                Identity(agent.name, agent.role, agent.url, agent.may_send_to, agent.org),
-            )
-            for agent in agents
-        }
-        names = frozenset(agent.name for agent in agents)
-        return _Known(version, tuple(agents), by_digest, names)
+    def _index(self) -> _Index:
+        agents = self._file.read()
+        if self._known.version != self._file.version:
+            by_digest = {agent.token_sha256: (agent.token_sha256, agent.identity) for agent in agents}
+            self._known = _Index(self._file.version, by_digest, {agent.name: agent for agent in agents})
+        return self._known
 
 
 def _targets(names: Iterable[str]) -> tuple[str, ...]:
@@ -238,7 +211,3 @@ def _targets(names: Iterable[str]) -> tuple[str, ...]:
     if len(targets) > MAY_SEND_TO_MAX:
         raise InvalidMessage(f"an agent may send to at most {MAY_SEND_TO_MAX} agents by name")
     return targets
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()

@@ -94,7 +94,7 @@ Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
 
 
 class ServedRoute(NamedTuple):
-    """A route, its handler, and who may send it how much."""
+    """A route with its handler, its limit of body bytes and its callers."""
 
     route: Route
     handler: Handler

@@ -5,7 +5,7 @@ Rule 2: a message of another organization is answered like a message that does n
 Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,14 +13,15 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.engine import dlq
+from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
-from postroom.contracts.engine.messages import CreatedBy, Prepared
+from postroom.contracts.engine.messages import CreatedBy, Prepared, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
-from postroom.contracts.task_input import checked_id
+from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
-from postroom.errors import GuardTripped, InvalidMessage, Overloaded, UnknownTask
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import Stored, org_of
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
@@ -38,7 +39,7 @@ from postroom.runtime.engine_schemas import (
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
-from postroom.runtime.schemas import ShowQuery
+from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
 
@@ -153,13 +154,24 @@ async def stream(server: TaskServer, request: HttpRequest) -> None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            data = b"".join(sse(at.text, part.type, _encode(part)) for at, part in parts)
-            return data, None if is_complete else parts[-1][0] if parts else position
+            return stream_page(parts, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
 
     run = partial(server.read_for, request)
     await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+
+
+def stream_page(
+    parts: Sequence[tuple[Position, Part]], position: Position, *, is_complete: bool
+) -> tuple[bytes, Position | None]:
+    """The parts of an answer as events, until a page is full, and the last position; None at the end."""
+    data, sent = bytearray(), 0
+    while sent < len(parts) and len(data) < STREAM_PAGE_BYTES_MAX:
+        position, part = parts[sent]
+        data += sse(position.text, part.type, _encode(part))
+        sent += 1
+    return bytes(data), None if is_complete and sent == len(parts) else position
 
 
 async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -173,7 +185,7 @@ async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    message_id, policy = checked_id(request.path_param("id")), server.engine.policy
+    message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
 
     def work(task_operations: TaskOperations) -> None:
         operations = Operations(task_operations.transaction, policy)
@@ -190,7 +202,7 @@ def visible(operations: Operations, message_id: str, identity: Identity) -> Stor
     """A message that the caller may see. Raises `UnknownTask` for one of another organization."""
     stored = operations.loaded(message_id)
     if not identity.is_operator and org_of(stored.record.queue) != identity.org:
-        raise UnknownTask(message_id, f"there is no message {message_id!r}")
+        raise unknown_message(message_id)
     return stored
 
 
@@ -200,7 +212,7 @@ async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable
 
 def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
     """Read about the message of the path, if the caller may see it."""
-    message_id = checked_id(request.path_param("id"))
+    message_id = checked_message_id(request.path_param("id"))
 
     def work(operations: Operations) -> T:
         visible(operations, message_id, request.identity)
@@ -266,21 +278,18 @@ def _changed(
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.read_for(request, lambda: engine_status(server))
-    services = set(server.engine.core.services.values())
-    return HttpReply(200, _encode(_status_for(request.identity, found, services)))
+    org_id = None if request.identity.is_operator else request.identity.org
+    found = await server.read_for(request, lambda: engine_status(server, org_id))
+    return HttpReply(200, _encode(_status_for(request.identity, found)))
 
 
-def engine_status(server: TaskServer) -> EngineStatus:
-    """How the engine of a server stands."""
-    return _read(server, lambda operations: status_of(operations, server.engine.policy))
+def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus:
+    """How the engine of a server stands. With `org_id`, breakers are those of this organization."""
+    return _read(server, lambda operations: status_of(operations, server.engine.policy, org_id))
 
 
-def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> EngineStatus:
-    """An agent sees its organization, the breakers of handlers, and no workers.
-
-    Messages name services, too. Such a name may tell something about another organization.
-    """
+def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
+    """An agent sees its organization, the breakers that hold for it, and no workers."""
     if identity.is_operator:
         return found
     own = {name: each for name, each in found.organizations.items() if name == identity.org}
@@ -291,9 +300,16 @@ def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> 
         stage=max((each.stage for each in own.values()), default=0),
         workers={},
         wanted_workers=0,
-        breakers={name: each for name, each in found.breakers.items() if name in services},
         pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
     )
+
+
+async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+    rules, identity = server.engine.policy.token_rules, request.identity
+    found = await server.read_for(
+        request, lambda: _read(server, lambda operations: token_status_of(operations.transaction, rules))
+    )
+    return HttpReply(200, _encode(found if identity.is_operator else found.of_organization(identity.org)))
 
 
 async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:

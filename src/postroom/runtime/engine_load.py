@@ -60,13 +60,13 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 def targets_ms(fsync_ms: float) -> tuple[float, ...]:
-    """The targets on a disk whose fsync takes so long."""
+    """The targets on a disk whose fsync takes `fsync_ms`."""
     p0_ms = P0_TARGET_FAST_DISK_MS if fsync_ms < FAST_FSYNC_MS else TARGETS_MS[0]
     return (p0_ms, *TARGETS_MS[1:])
 
 
 def register_probe(engine: Engine, work_s: float = WORK_S) -> None:
-    """Have the workers of an engine handle the messages of `run_load`: each one sleeps for `work_s`."""
+    """Register the handler for the messages of `run_load`. It sleeps for `work_s`."""
 
     @engine.handler(PROBE_TYPE)
     async def probe(message: Any, _ctx: Any) -> float:
@@ -110,10 +110,10 @@ async def run_load(
         else:
             handles.append((priority, handle))
 
-    begun = time.monotonic()
+    started_s = time.monotonic()
     async with asyncio.TaskGroup() as submits:
         for number, priority in enumerate(_priorities(count, mix, chooser)):
-            await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+            await asyncio.sleep(max(0.0, started_s + number / rate - time.monotonic()))
             submits.create_task(submit(priority))
     latencies = await _latencies(handles)
     finished = sum(map(len, latencies))

@@ -14,6 +14,7 @@ from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
 from postroom.core.names import NAME_CHARS_MAX
+from postroom.core.tokens import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, Id, Name, Text
@@ -55,6 +56,8 @@ class NewMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: dict[str, Any] | None = None
     token_needs: dict[str, Any] | None = None
     model_preferences: list[str] | None = None
+    tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0
+    models: list[str] | None = None
     service: Text = ""
     idempotency_key: Key | None = None
     ordering_key: Key | None = None

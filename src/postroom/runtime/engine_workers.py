@@ -3,7 +3,7 @@
 Rule 1: a worker that dies is noticed within a second. Its leases end at once, and it is started again.
 Rule 2: the number of workers follows backpressure (`core.admission.wanted_workers`): up at most every 10 s,
         down at most every 60 s.
-Rule 3: at SIGTERM no worker claims any more; what runs has 30 s to finish, and the rest is released.
+Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to finish; the rest is released.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +31,9 @@ _log = logging.getLogger("postroom.engine")
 
 LOOK_S: Final = 0.2
 SCALE_LOOK_S: Final = 1.0
-RESTART_PAUSE_S: Final = 0.5  # doubled at each death that follows soon
+RESTART_PAUSE_S: Final = 0.5  # doubled after each further early death
 RESTART_PAUSE_S_MAX: Final = 30.0
-HEALTHY_S: Final = 10.0  # a worker that lived so long is started again at once
+HEALTHY_S: Final = 10.0  # a worker that ran for at least this long is restarted at once
 KILL_AFTER_S: Final = DRAIN_S + 5.0
 
 
@@ -69,11 +70,14 @@ class WorkerProcesses:
         *,
         least: int = 1,
         most: int | None = None,
+        on_drain: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_drain` is called with the number of messages in flight when the workers begin to end."""
         if engine.store.url.startswith("memory:"):
             raise InvalidSetting("worker processes need a store in a file: memory:// belongs to one process")
         self._engine = engine
         self._command = command
+        self._on_drain = on_drain
         self._least = least
         self._most = max(least, engine.policy.backpressure.max_workers if most is None else most)
         self._children: list[_Child] = []
@@ -86,7 +90,7 @@ class WorkerProcesses:
 
     @property
     def count(self) -> int:
-        """How many workers run and are not being ended."""
+        """The number of running workers that are not being stopped."""
         return sum(not child.is_ending for child in self._children)
 
     def stop(self) -> None:
@@ -165,6 +169,12 @@ class WorkerProcesses:
             pause_s = min(RESTART_PAUSE_S * 2 ** (self._deaths - 1), RESTART_PAUSE_S_MAX)
             self._start_after = now + (0.0 if self._deaths == 1 else pause_s)
 
+    def _say_drain(self) -> None:
+        worker_ids = {child.worker_id for child in self._children}
+        read = self._engine.core.read(lambda operations: operations.in_flight(worker_ids))
+        with suppress(PostroomError):
+            self._on_drain(self._engine.blocking.wait(read))
+
     def _put_back(self, child: _Child) -> None:
         try:
             self._engine.blocking.put_back(child.worker_id)
@@ -172,6 +182,7 @@ class WorkerProcesses:
             _log.warning("the messages of worker %s wait for their leases: %s", child.worker_id, error)
 
     def _end_all(self) -> None:
+        self._say_drain()
         for child in self._children:
             child.process.terminate()
         deadline = time.monotonic() + KILL_AFTER_S

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from postroom.contracts.tasks import Task
+from postroom.contracts.tasks import LeasedTask
 
 WAITING_MAX = 100  # decisions that wait for an earlier decision of their agent
 CONCURRENCY_MAX = 256
 
-Run = Callable[[Task], bool]
+Run = Callable[[LeasedTask], bool]
 """Executes a decision. Returns whether it has ended, so that no retry follows."""
 
 
@@ -26,7 +26,7 @@ class Executions:
         self,
         run: Run,
         *,
-        agent_of: Callable[[Task], str],
+        agent_of: Callable[[LeasedTask], str],
         has_room: Callable[[], None],
         concurrency: int = 1,
         in_order: bool = False,
@@ -39,19 +39,19 @@ class Executions:
         self._mutex = threading.Lock()
         self._first: dict[str, str] = {}
         """By agent: the decision that its other decisions wait for."""
-        self._waiting: dict[str, deque[Task]] = {}
-        self._executing: dict[int, Task] = {}  # by lease
-        self._jobs: queue.SimpleQueue[tuple[str, Task] | None] = queue.SimpleQueue()
+        self._waiting: dict[str, deque[LeasedTask]] = {}
+        self._executing: dict[int, LeasedTask] = {}  # by lease
+        self._jobs: queue.SimpleQueue[tuple[str, LeasedTask] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     @property
-    def executing(self) -> list[Task]:
+    def executing(self) -> list[LeasedTask]:
         """The decisions that are executed or handed to a thread."""
         with self._mutex:
             return [*self._executing.values()]
 
     @property
-    def held(self) -> list[Task]:
+    def held(self) -> list[LeasedTask]:
         """All decisions whose lease has to be renewed."""
         with self._mutex:
             queued = [decision for waiting in self._waiting.values() for decision in waiting]
@@ -70,7 +70,7 @@ class Executions:
             self._threads.append(thread)
             thread.start()
 
-    def stop(self, timeout_s: float) -> list[Task]:
+    def stop(self, timeout_s: float) -> list[LeasedTask]:
         """Wait for running decisions, then end the threads. Returns the decisions that have not begun."""
         with self._mutex:
             left = [decision for waiting in self._waiting.values() for decision in waiting]
@@ -83,7 +83,7 @@ class Executions:
             thread.join(max(0.0, deadline - time.monotonic()))
         return left
 
-    def begin(self, decision: Task) -> None:
+    def begin(self, decision: LeasedTask) -> None:
         """Execute a decision, now or when its turn comes."""
         agent = self._agent_of(decision) if self._in_order else decision.task_id
         with self._mutex:
@@ -107,7 +107,7 @@ class Executions:
             if following is not None:
                 self._submit(stuck[first], following)
 
-    def _submit(self, agent: str, decision: Task) -> None:
+    def _submit(self, agent: str, decision: LeasedTask) -> None:
         if self._threads:
             self._jobs.put((agent, decision))
         else:
@@ -118,7 +118,7 @@ class Executions:
             self._execute(*job)
             self._has_room()
 
-    def _execute(self, agent: str, decision: Task | None) -> None:
+    def _execute(self, agent: str, decision: LeasedTask | None) -> None:
         while decision is not None:
             ended = False
             try:
@@ -128,7 +128,7 @@ class Executions:
                     self._executing.pop(decision.lease, None)
             decision = self._next(agent) if ended or not self._in_order else None
 
-    def _next(self, agent: str) -> Task | None:
+    def _next(self, agent: str) -> LeasedTask | None:
         """Make the next waiting decision of an agent its first one, and return it."""
         with self._mutex:
             waiting = self._waiting.get(agent)

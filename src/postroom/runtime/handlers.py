@@ -1,6 +1,6 @@
 """The handlers of the task routes.
 
-Rule 1: the token alone decides whose tasks a request is about. A body that names another agent is refused.
+Rule 1: the token alone decides which agent a request acts for. A body that names another agent is refused.
 Rule 2: a task of another agent is answered like a task that does not exist.
 Rule 3: writes go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_results
-from postroom.contracts.task_operations import DECISIONS, Task, TaskOperations
+from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
 from postroom.contracts.task_views import TaskInfo, totals
 from postroom.contracts.tasks import Tasks
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
@@ -79,7 +79,9 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode(answers[0] if body.limit == 1 else ClaimedTasks(answers)))
 
 
-async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float) -> list[Task]:
+async def _long_poll(
+    server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float
+) -> list[LeasedTask]:
     """Wait for tasks. Tasks claimed for a client that has disconnected are released at once."""
     async with poll_share(server, request) as disconnected:
         claimed = await server.long_polls.claim(terms, request.identity, wait_s, disconnected)
@@ -101,24 +103,24 @@ async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator[
         disconnected.cancel()
 
 
-async def _release_all(server: TaskServer, request: HttpRequest, claimed: list[Task]) -> None:
+async def _release_all(server: TaskServer, request: HttpRequest, claimed: list[LeasedTask]) -> None:
     for task in claimed:
         with suppress(PostroomError):
             await server.writer.submit(_releasing(task), request.identity, makes_room=True)
 
 
-def _releasing(task: Task) -> Callable[[TaskOperations], None]:
+def _releasing(task: LeasedTask) -> Callable[[TaskOperations], None]:
     return lambda operations: operations.release(task.task_id, task.lease)
 
 
-def _log_claims(server: TaskServer, claimed: list[Task]) -> None:
+def _log_claims(server: TaskServer, claimed: list[LeasedTask]) -> None:
     if claimed:  # all leases of a claim have the same length
         server.harness.lease_given(claimed[0].lease_s)
     for task in claimed:
         server.server_log.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
 
 
-def _claimed_task(task: Task) -> ClaimedTask:
+def _claimed_task(task: LeasedTask) -> ClaimedTask:
     return ClaimedTask(
         task.task_id, task.payload, task.lease, task.attempt, task.lease_s, task.type, task.parent
     )  # fmt: skip
@@ -128,7 +130,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: CompleteBody = request.body
     owner = _owner(request)
 
-    def work(operations: TaskOperations) -> tuple[bool, list[Task]]:
+    def work(operations: TaskOperations) -> tuple[bool, list[LeasedTask]]:
         """Whether the task was completed before, and the tasks claimed next."""
         record = _own_record(operations, body.task_id, owner)
         if record.queue == DECISIONS:
@@ -321,7 +323,7 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
 
 
-# ---- whose task it is ------------------------------------------------------------------------------
+# ---- ownership -------------------------------------------------------------------------------------
 
 
 def visible_queue(identity: Identity) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from postroom.contracts.task_operations import DECISIONS, Task
+from postroom.contracts.task_operations import DECISIONS, LeasedTask
 from postroom.contracts.tasks import Tasks
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, StaleLease, UnknownTask
@@ -36,7 +36,7 @@ SWEEPS_MAX = 100  # batches of one sweep; the next run takes the rest
 STOP_TIMEOUT_S = 5.0
 WORKER = "harness"
 
-Execute = Callable[[Task], None]
+Execute = Callable[[LeasedTask], None]
 
 
 class HarnessStatus(msgspec.Struct, frozen=True):
@@ -182,7 +182,7 @@ class Harness:
         if next_work_ns is not None:
             self._drain.run_within(next_work_ns / NANOS_PER_S)
 
-    def _run_decision(self, decision: Task) -> bool:
+    def _run_decision(self, decision: LeasedTask) -> bool:
         """Execute a decision and record the outcome. Returns whether the decision has ended."""
         try:
             return self._execute_and_settle(decision)
@@ -190,7 +190,7 @@ class Harness:
             self._drain.failed(error)
             return False
 
-    def _execute_and_settle(self, decision: Task) -> bool:
+    def _execute_and_settle(self, decision: LeasedTask) -> bool:
         execute = self._execute
         try:
             if execute is not None:
@@ -206,7 +206,7 @@ class Harness:
         self._log("decision_executed", task_id=decision.parent, decision=decision.task_id)
         return True
 
-    def _record_failure(self, decision: Task, error: BaseException) -> bool:
+    def _record_failure(self, decision: LeasedTask, error: BaseException) -> bool:
         """Fail a decision. Returns whether that was its last attempt."""
         self._drain.failed(error)
         self._log(
@@ -217,7 +217,7 @@ class Harness:
         )
         return bool(self._tasks.ended([decision.task_id]))
 
-    def _agent_of(self, decision: Task) -> str:
+    def _agent_of(self, decision: LeasedTask) -> str:
         """The agent whose result became this decision. A decision without its task waits for no other."""
         try:
             [record] = self._tasks.store.find(ByIds((decision.parent,)))

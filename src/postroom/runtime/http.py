@@ -183,13 +183,14 @@ def serve(
     server_log: ServerLog | None = None,
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
+    tls: tuple[Path, Path | None] | None = None,
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
     `beside` is entered once the server has its port and its folder. A server that cannot start removes the
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
-    types of `app_engine`, but not its store.
+    types of `app_engine`, but not its store. `tls` is a certificate and its key.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
@@ -224,12 +225,16 @@ def serve(
             lease_s_max=lease_s_max,
         )
 
-        _run(app, listening, server_log, ready)
+        _run(app, listening, server_log, ready, tls)
     server_log.close()
 
 
 def _run(
-    app: TasksApp, listening: socket.socket, server_log: ServerLog, ready: Callable[[int], None] | None
+    app: TasksApp,
+    listening: socket.socket,
+    server_log: ServerLog,
+    ready: Callable[[int], None] | None,
+    tls: tuple[Path, Path | None] | None,
 ) -> None:
     """Serve until a signal, with a log line at the start and at the end."""
     host, port = listening.getsockname()[:2]
@@ -239,7 +244,7 @@ def _run(
         if ready is not None:
             ready(port)
 
-    HttpServer(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
+    HttpServer(listener_config(app, tls), end_waits=app.end_waits, started=started).run(sockets=[listening])
     server_log.write("stopped")
 
 

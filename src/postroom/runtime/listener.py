@@ -13,6 +13,7 @@ from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -267,7 +268,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._ending = True
         self._stop_timer()
         self._unset_keepalive_if_required()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._start_timer(LINGER_S)
 
@@ -352,8 +354,9 @@ class ListenerConfig(uvicorn.Config):
     connections: Connections
 
 
-def listener_config(app: Any) -> ListenerConfig:
-    """The configuration of uvicorn for an application."""
+def listener_config(app: Any, tls: tuple[Path, Path | None] | None = None) -> ListenerConfig:
+    """The configuration of uvicorn for an application; `tls` is a certificate and its key."""
+    certificate, key = tls or (None, None)
     config = ListenerConfig(
         app,
         http=LimitedProtocol,
@@ -366,6 +369,8 @@ def listener_config(app: Any) -> ListenerConfig:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,  # type: ignore[arg-type]
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
     )
     config.connections = Connections(allowed_connections())
     return config

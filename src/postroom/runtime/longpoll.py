@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
 from typing import cast
 
-from postroom.contracts.tasks import Task, Tasks
+from postroom.contracts.tasks import LeasedTask, Tasks
 from postroom.runtime.agents import Identity
 from postroom.runtime.writer import StoreWriter
 from postroom.stores.transaction import Claim
@@ -31,7 +31,7 @@ class _Waiter:
     def __init__(self, terms: Claim, identity: Identity, loop: asyncio.AbstractEventLoop) -> None:
         self.terms = terms
         self.identity = identity
-        self.future: asyncio.Future[list[Task]] = loop.create_future()
+        self.future: asyncio.Future[list[LeasedTask]] = loop.create_future()
         self.claiming = False
         self.leaving = False
 
@@ -59,7 +59,7 @@ class LongPolls:
 
     async def claim(
         self, terms: Claim, identity: Identity, wait_s: float, disconnected: "asyncio.Future[None]"
-    ) -> list[Task]:
+    ) -> list[LeasedTask]:
         """Lease tasks as soon as there are any; none after `wait_s` or when the client is `disconnected`."""
         waiter = _Waiter(terms, identity, self._loop)
         queue = self._queues.get(terms.queue)
@@ -90,9 +90,9 @@ class LongPolls:
         """Forget the queue of an agent, because no request waits in it."""
         del self._queues[agent]
 
-    async def claim_now(self, terms: Claim, identity: Identity) -> list[Task]:
+    async def claim_now(self, terms: Claim, identity: Identity) -> list[LeasedTask]:
         """Lease the tasks that are ready now."""
-        return cast("list[Task]", await self._writer.submit(terms, identity))
+        return cast("list[LeasedTask]", await self._writer.submit(terms, identity))
 
     async def look(self, agent: str) -> float:
         """How long the queue may wait for a wake-up; 0 when a task is ready."""
@@ -112,7 +112,7 @@ class _WaitQueue:
     def join(self, waiter: _Waiter) -> None:
         self._waiters.append(waiter)
 
-    async def leave(self, waiter: _Waiter) -> list[Task]:
+    async def leave(self, waiter: _Waiter) -> list[LeasedTask]:
         """Remove a waiter and return its tasks. A claim under way is awaited, so that no lease is lost."""
         if not waiter.future.done() and not waiter.claiming:
             self._waiters.remove(waiter)

@@ -1,6 +1,6 @@
 """Background work in a thread: on an interval, and earlier when it is woken.
 
-Rule 1: a loop survives every exception. It counts the error, keeps the last one for the status, and goes on.
+Rule 1: a loop survives every exception. It counts the error, keeps the last one for the status, and runs on.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The mail server: the mail service behind a NATS server, with its events in files.
+"""The mail server: a NATS server with the mail service as its handler, and its events in files.
 
 Rule 1: a data folder belongs to one server.
 Rule 2: events are whole lines, with one write for each turn of the loop. The operating system has them then:
@@ -11,7 +11,6 @@ Rule 4: the files of events are bounded. Shipped files are removed first; events
 import gc
 import logging
 import os
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from time import time_ns
@@ -216,17 +215,6 @@ def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callab
     finally:
         for events in opened:  # after the service, which emits events while it closes
             events.close()
-
-
-def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """The TLS context of a server."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or type(error).__name__
-        raise InvalidSetting(f"cannot use the certificate {certificate} with its key: {why}") from None
-    return context
 
 
 def read_users(path: Path) -> dict[str, str]:

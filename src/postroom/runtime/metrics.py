@@ -95,7 +95,8 @@ def _organizations(engine: EngineStatus) -> Iterator[Metric]:
             messages.add_metric([name, state], count)
         stage.add_metric([name], found.stage)
     for service, breaker in engine.breakers.items():
-        breakers.add_metric([service], breaker.state != "closed")
+        if breaker.is_declared:  # messages can name any number of other services
+            breakers.add_metric([service], breaker.state != "closed")
     yield from (depth, messages, stage, breakers)
     yield GaugeMetricFamily("postroom_engine_workers", "Workers that reported lately.", len(engine.workers))
     yield GaugeMetricFamily(

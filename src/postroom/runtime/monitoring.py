@@ -1,4 +1,4 @@
-"""The routes by which a server is watched: health, metrics and its OpenAPI document."""
+"""The routes for monitoring: health, metrics and the OpenAPI document."""
 
 import msgspec
 
@@ -19,6 +19,13 @@ async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa
         return _unavailable("a thread of the server has ended: restart it")
     parts = await server.degraded()
     return HttpReply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
+
+
+async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Like `health`, but degraded parts are a refusal: a load balancer should choose another server."""
+    reply = await health(server, request)
+    parts = await server.degraded()
+    return _unavailable("; ".join(f"{name}: {why}" for name, why in parts.items())) if parts else reply
 
 
 def _unavailable(message: str) -> HttpReply:

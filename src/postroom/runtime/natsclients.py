@@ -1,4 +1,4 @@
-"""What the clients of a NATS server use, and whether they may use more.
+"""The connections, output and subscriptions of each client of a NATS server, and their limits.
 
 Rule 1: a client is a user, or a network address without a login. A connection counts against its address, and
         from its login on against its user.

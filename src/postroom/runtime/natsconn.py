@@ -257,6 +257,7 @@ class ServerConnection(asyncio.Protocol):
             "slice_ends",
             "subscription_bytes",
             "subscriptions",
+            "token",
             "user",
         ),
         "verbose",
@@ -265,7 +266,7 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = self.client = self.network = ""
+        self.user = self.name = self.client = self.network = self.token = ""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, ServerSubscription] = {}

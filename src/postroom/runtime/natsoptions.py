@@ -1,9 +1,9 @@
-"""The options and limits of a NATS server, and who its clients are."""
+"""The options and limits of a NATS server, and the identity of its clients."""
 
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from postroom.core import natswire as wire
@@ -24,6 +24,7 @@ MAILBOX_GROUP_COST_BYTES = 1_200  # memory of its queue group: 1,120 measured
 LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before its login
 LOGINS_MAX = 64  # connections of one address that have not logged in
 INCOMPLETE_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages on all connections of one address
+TOKEN_CHECK_S = 1.0  # between checks that the tokens of connections are still valid
 WRONG_LOGIN_S = 0.2  # delay of the answer to a wrong password
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
@@ -42,6 +43,8 @@ class ServerOptions:
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Passwords by user."""
     token: str = field(default="", repr=False)
+    identify: Callable[[str], str | None] | None = None
+    """The user of a token of a registry; None for a token that is not valid."""
     tls: ssl.SSLContext | None = None
     tls_first: bool = False
     """Start with the TLS handshake. By default NATS clients expect INFO in the clear first."""
@@ -56,7 +59,7 @@ class ServerOptions:
 
     @property
     def needs_auth(self) -> bool:
-        return bool(self.users or self.token)
+        return bool(self.users or self.token or self.identify)
 
     @property
     def client_connections_max(self) -> int:
@@ -68,8 +71,15 @@ class ServerOptions:
             return ""
         if self.token and _same(options.auth_token, self.token):
             return TOKEN_USER
+        if self.identify is not None and (user := self.identify(token_of(options))) is not None:
+            return user
         password = self.users.get(options.user)
         return options.user if password is not None and _same(options.password, password) else None
+
+
+def token_of(options: wire.ConnectOptions) -> str:
+    """The token of a login. Clients without tokens send it as the password."""
+    return options.auth_token or options.password
 
 
 def client_of(user: str, network: str) -> str:

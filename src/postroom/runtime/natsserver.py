@@ -37,11 +37,14 @@ from postroom.runtime.natsoptions import (
     MAILBOX_GROUP_COST_BYTES,
     MAILBOX_SUBSCRIPTION_COST_BYTES,
     SUBSCRIPTION_COST_BYTES,
+    TOKEN_CHECK_S,
+    TOKEN_USER,
     WILDCARD_TOKEN_COST_BYTES,
     ServerOptions,
     allowed_connections,
     client_of,
     network_of,
+    token_of,
 )
 from postroom.runtime.natsrouter import Router
 from postroom.system.callbacks import attempt
@@ -66,6 +69,8 @@ class NatsServer:
         self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
         self.needs_auth = options.needs_auth
+        self._fixed = {TOKEN_USER, *options.users}
+        """Users whose login is an option of the server."""
         self.port = options.port
         self.connections: set[ServerConnection] = set()
         self._handler = handler
@@ -83,6 +88,7 @@ class NatsServer:
         self._flushing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_ping_s = 0.0
+        self._next_token_check_s = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         self._lame = False
         self._stop = asyncio.Event()
@@ -291,6 +297,7 @@ class NatsServer:
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
         link.user, link.admitted = user, True
+        link.token = "" if options is None else token_of(options)
         return ""
 
     def _move(self, link: ServerConnection, client: str) -> bool:
@@ -435,6 +442,20 @@ class NatsServer:
         if now_s >= self._next_ping_s:
             self._next_ping_s = now_s + self.options.ping_interval_s
             self._ping_silent_clients()
+        if now_s >= self._next_token_check_s:
+            self._next_token_check_s = now_s + TOKEN_CHECK_S
+            self._end_revoked()
+
+    def _end_revoked(self) -> None:
+        """Close the connections whose token was revoked or has expired."""
+        identify = self.options.identify
+        if identify is None:
+            return
+        of_registry = [link for link in self.connections if link.admitted and link.user not in self._fixed]
+        owners = {token: identify(token) for token in {link.token for link in of_registry}}
+        for link in of_registry:
+            if owners[link.token] is None and not link.is_closing:
+                link.fail(AUTHORIZATION_VIOLATION)
 
     def _ping_silent_clients(self) -> None:
         for link in list(self.connections):

@@ -1,4 +1,4 @@
-"""Nudges to agents: `POST {url}/task` tells an agent that there is work.
+"""Nudges to agents: `POST {url}/task` notifies an agent of new work.
 
 Rule 1: a nudge that fails is logged and not repeated. The agent also looks into its queue without nudges.
 Rule 2: a host is resolved once, and the request goes to exactly the address that was checked.

@@ -6,6 +6,7 @@ from typing import Any
 
 from postroom.contracts.engine.dlq import DeadLetter
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
+from postroom.contracts.engine.token_status import TokenStatus
 from postroom.contracts.goals.cells import Decision
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_views import TaskInfo
@@ -264,6 +265,10 @@ ROUTES: Sequence[ServedRoute] = (
         engine_handlers.status,
     ),
     ServedRoute(
+        Route("GET", "/engine/tokens", "The token budgets of models", {200: (TokenStatus,)}, _READ),
+        engine_handlers.tokens,
+    ),
+    ServedRoute(
         Route(
             "POST",
             "/engine/pause",
@@ -351,6 +356,12 @@ ROUTES: Sequence[ServedRoute] = (
             "GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
         ),
         monitoring.health,
+    ),
+    ServedRoute(
+        Route(
+            "GET", "/ready", "Whether all parts run", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
+        ),
+        monitoring.ready,
     ),
     ServedRoute(
         Route(

@@ -7,26 +7,52 @@ of the pipe and stops.
 import logging
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Literal
 
 PAUSE_S = 1.0  # before a restart, doubled each time
 PAUSE_S_MAX = 30.0
+STEADY_S = 60.0  # after this time without a failure, the next restart is quick again
 STOP_GRACE_S = 10.0
 
-_log = logging.getLogger("postroom.audit")
+State = Literal["starting", "running", "restarting", "stopped"]
+
+_log = logging.getLogger("postroom.supervisor")
 
 
 class Supervisor:
-    """Keeps a command running until `stop`. Its stderr is logged; its stdout is not read."""
+    """Keeps a command running until `stop`.
 
-    def __init__(self, command: Sequence[str], *, pause_s: float = PAUSE_S) -> None:
-        self._command = list(command)
+    `on_output` gets each line of its stdout, and `on_log` each line of its stderr; without them, stdout is
+    not read and stderr is logged.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "the process",
+        pause_s: float = PAUSE_S,
+        stop_grace_s: float = STOP_GRACE_S,
+        on_output: Callable[[str], None] | None = None,
+        on_log: Callable[[str], None] | None = None,
+        on_exit: Callable[[int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.state: State = "starting"
+        self.restarts = 0
+        self.command = list(command)
+        """The next start uses it."""
         self._pause_s = pause_s
+        self._stop_grace_s = stop_grace_s
+        self._on_output = on_output
+        self._on_log = on_log or (lambda line: _log.warning("%s", line))
+        self._on_exit = on_exit
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._mutex = threading.Lock()
-        self._thread = threading.Thread(target=self._keep_running, name="postroom-supervisor", daemon=True)
-        self.restarts = 0
+        self._thread = threading.Thread(target=self._keep_running, name=f"postroom-{name}", daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -36,23 +62,41 @@ class Supervisor:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Terminate the process, and kill it after `STOP_GRACE_S`."""
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the process, and start no other one."""
         with self._mutex:
             self._stopping.set()
             process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+
+    def stop(self) -> None:
+        """Terminate the process, and kill it after `stop_grace_s`."""
+        self.ask_to_stop()
+        process = self._process
         if process is not None:
-            _end(process)
-        self._thread.join()
+            try:
+                process.wait(self._stop_grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.state = "stopped"
 
     def _keep_running(self) -> None:
         pause_s = self._pause_s
         while (process := self._start_process()) is not None:
-            code = _log_until_exit(process)
+            started = time.monotonic()
+            code = self._follow(process)
             if self._stopping.is_set():
                 return
+            if time.monotonic() - started >= STEADY_S:
+                pause_s = self._pause_s
             self.restarts += 1
-            _log.warning("the shipper ended with %d and is restarted in %g s", code, pause_s)
+            self.state = "restarting"
+            if self._on_exit is not None:
+                self._on_exit(code)
+            _log.warning("%s ended with %d and is restarted in %g s", self.name, code, pause_s)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -60,23 +104,30 @@ class Supervisor:
         with self._mutex:
             if self._stopping.is_set():
                 return None
+            output = subprocess.DEVNULL if self._on_output is None else subprocess.PIPE
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                self.command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
             )
+            if self._on_output is None:
+                self.state = "running"
             return self._process
 
+    def _follow(self, process: subprocess.Popen[bytes]) -> int:
+        """Read the output of a process until it ends. Returns its exit code."""
+        with process:
+            reader = threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True)
+            reader.start()
+            for line in process.stderr or ():
+                self._on_log(_text(line))
+            reader.join()
+        return process.returncode
 
-def _log_until_exit(process: subprocess.Popen[bytes]) -> int:
-    """Log the stderr of a process until it ends. Returns its exit code."""
-    with process:
-        for line in process.stderr or ():
-            _log.warning("%s", line.decode("utf-8", "replace").rstrip())
-    return process.returncode
+    def _read_output(self, output: IO[bytes] | None) -> None:
+        for line in output or ():
+            self.state = "running"  # the first line says that it is ready
+            if self._on_output is not None:
+                self._on_output(_text(line))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip()

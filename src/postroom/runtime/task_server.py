@@ -20,6 +20,7 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.http_messages import HttpRequest
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
+from postroom.runtime.parts import degraded_parts
 from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.shares import Shares
@@ -124,7 +125,7 @@ class TaskServer:
         full = len(self.buses.full())
         if full:
             parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
-        return parts
+        return parts | degraded_parts(self.agents.data)
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.task_operations import Task, TaskCall
+from postroom.contracts.task_operations import LeasedTask, TaskCall
 from postroom.contracts.tasks import Tasks
 from postroom.errors import HandleDead, Unavailable
 from postroom.runtime.agents import Identity
@@ -249,7 +249,7 @@ def _shares(job: _Job, outcome: Any) -> list[Any]:
     """Divide claimed tasks among the submissions, the first one first."""
     if isinstance(outcome, Exception):
         return [outcome] * len(job.submissions)
-    tasks: list[Task] = outcome
+    tasks: list[LeasedTask] = outcome
     shares = []
     for limit in job.limits:
         shares.append(tasks[:limit])

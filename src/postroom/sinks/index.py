@@ -160,8 +160,8 @@ class Index:
         self._check_blocks(max(0, first - 1), min(self._count, end + 1))
         found = list(words[first:end])
         before = words[first - 1] if first else -1
-        behind = words[end] if end < self._count else 1 << 64
-        if not before < key or not behind >= key + SEGMENT_BYTES_MAX or any(word < key for word in found):
+        after = words[end] if end < self._count else 1 << 64
+        if not before < key or not after >= key + SEGMENT_BYTES_MAX or any(word < key for word in found):
             raise IndexDamaged(f"{self._path} is not in order")
         return found
 

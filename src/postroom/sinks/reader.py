@@ -130,11 +130,11 @@ class Segments:
 
     def before_last(self, count: int) -> StreamPosition:
         """A position with at least the last `count` events after it, or the start when there are fewer."""
-        place, behind = StreamPosition(0, 0), 0
+        place, found = StreamPosition(0, 0), 0
         for entry in reversed(self.entries()):
-            if behind >= count:
+            if found >= count:
                 break
-            place, behind = StreamPosition(entry.n, 0), behind + entry.events
+            place, found = StreamPosition(entry.n, 0), found + entry.events
         return place
 
     def last_of(self, source: str, count: int) -> list[AuditEvent]:
@@ -155,11 +155,11 @@ class Segments:
             for entry in entries:
                 if entry.n >= place.n:
                     with self._opened(entry) as opened:
-                        yield from self._behind(opened, entry.n, place) if opened else ()
+                        yield from self._blocks_after(opened, entry.n, place) if opened else ()
             for opened in growing:
-                yield from self._behind(opened, int(Path(opened.name).stem), place)
+                yield from self._blocks_after(opened, int(Path(opened.name).stem), place)
 
-    def _behind(
+    def _blocks_after(
         self, opened: _OpenFile, n: int, place: StreamPosition
     ) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
         start = place.offset if n == place.n else 0

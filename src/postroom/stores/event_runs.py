@@ -15,7 +15,7 @@ import msgspec
 
 from postroom.core.ids import new_id
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.message import Event, State
+from postroom.message import Event, Noted, State
 
 IMPLIED_MAX = 256  # new records whose events are not written yet
 EVENTS_PER_NEW = 2  # `created` and `enqueued`
@@ -124,7 +124,19 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
             )  # fmt: skip
 
 
-Run: TypeAlias = NewRun | OnesRun | LeasedRun | CompletedRun
+class NotedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="noted"):
+    """Events that change no record, such as the reservations of one claim."""
+
+    seq: int
+    ts_us: int
+    noted: Sequence[Noted]
+
+    def events(self, _store_id: str) -> Iterator[Event]:
+        for seq, one in enumerate(self.noted, self.seq):
+            yield one.event(seq, self.ts_us)
+
+
+Run: TypeAlias = NewRun | OnesRun | LeasedRun | CompletedRun | NotedRun
 Part: TypeAlias = Event | Run
 """A row of events is a list of these, in the order of their numbers."""
 

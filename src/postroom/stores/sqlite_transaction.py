@@ -17,7 +17,7 @@ import msgspec
 
 from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
-from postroom.message import Envelope, Event, Record, Stored, org_of
+from postroom.message import Envelope, Event, Noted, Record, Stored, org_of
 from postroom.stores.base import (
     FOREVER_NS,
     LANE_COUNTS,
@@ -43,6 +43,7 @@ from postroom.stores.event_runs import (
     Implied,
     LeasedRun,
     NewRun,
+    NotedRun,
     OnesRun,
     Part,
     implied_runs,
@@ -445,6 +446,10 @@ class SqliteTransaction(Transaction):
         if self._new:
             self._write_new()
         self.parts += parts
+
+    def note(self, noted: Sequence[Noted]) -> None:
+        if noted:
+            self._append(NotedRun(self.take_numbers(len(noted)), self.wall_us, noted))
 
     def flush(self) -> None:
         """Write what is left: new records, the events, and after `FOLD_EVENTS` events the counters."""

@@ -15,7 +15,7 @@ import msgspec
 from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
-from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
+from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -41,6 +41,7 @@ from postroom.stores.base import (
 
 NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
+EVENTS_LOOKED_MAX: Final = 1_000_000  # of one purge
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
 
@@ -116,6 +117,8 @@ class Transaction(Ledger, Lanes):
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
+    lapsed: Sequence[int] = ()
+    """The leases that `put_back` ended."""
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
@@ -318,6 +321,7 @@ class Transaction(Ledger, Lanes):
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
+        self.lapsed = [*self.lapsed, *(step.events[0].lease for step in steps)]
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
@@ -365,10 +369,19 @@ class Transaction(Ledger, Lanes):
         outbox = self.outbox()
         if outbox is not None:
             up_to = min(up_to, outbox.shipped)
+        old = self._events_before(up_to, before_us, limit)
+        while old:
+            self.forget((), old[-1].seq)
+            is_stuck = len(old) == limit <= EVENTS_LOOKED_MAX and self.events(0, 1) == old[:1]
+            if not is_stuck:
+                return
+            limit *= 4  # the events of one commit may be stored together: they go only as a whole
+            old = self._events_before(up_to, before_us, limit)
+
+    def _events_before(self, up_to: int, before_us: int, limit: int) -> list[Event]:
         old = [event for event in self.events(0, limit) if event.seq <= up_to]
         young = next((index for index, event in enumerate(old) if event.ts_us >= before_us), len(old))
-        if young:
-            self.forget((), old[young - 1].seq)
+        return old[:young]
 
     # ---- other facts ---------------------------------------------------------------------------
 
@@ -389,6 +402,11 @@ class Transaction(Ledger, Lanes):
     def emit(self, kind: EventKind, queue: str = "", **facts: Any) -> None:
         """Emit an event that is about no message."""
         self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
+
+    def note(self, noted: Sequence[Noted]) -> None:
+        """Emit events that change no record."""
+        first = self.take_numbers(len(noted))
+        self.save((), [one.event(seq, self.wall_us) for seq, one in enumerate(noted, first)])
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""

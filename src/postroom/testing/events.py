@@ -23,8 +23,18 @@ class DerivedState(NamedTuple):
 
 
 _LEGAL = {(arrow.source, arrow.kind, arrow.target) for arrow in lifecycle.TRANSITIONS}
-_WITHOUT_EFFECT: frozenset[EventKind] = frozenset({"duplicate", "deleted", "promoted"})
-_TAKES_THE_LEASE: frozenset[EventKind] = frozenset(
+_WITHOUT_EFFECT: frozenset[EventKind] = frozenset(
+    {
+        "duplicate",
+        "deleted",
+        "promoted",
+        "tokens_reserved",
+        "tokens_returned",
+        "tokens_refused",
+        "tokens_borrowed",
+    }
+)
+_ENDS_LEASE: frozenset[EventKind] = frozenset(
     {"lease_lapsed", "cancelled", "expired", "quarantined", "replayed", "deferred"}
 )
 _COUNTS: frozenset[EventKind] = frozenset({"execution_failed", "lease_lapsed"})
@@ -35,14 +45,15 @@ def explained(events: Iterable[Event]) -> dict[str, DerivedState]:
 
     Raises `ValueError` at an event that does not follow from those before it.
     """
-    told: dict[str, DerivedState] = {}
+    derived: dict[str, DerivedState] = {}
     last_kind: dict[str, EventKind] = {}
     for event in events:
         if event.kind in _WITHOUT_EFFECT or not event.message_id:
             continue
-        told[event.message_id] = _after(event, told.get(event.message_id), last_kind.get(event.message_id))
+        before = derived.get(event.message_id)
+        derived[event.message_id] = _after(event, before, last_kind.get(event.message_id))
         last_kind[event.message_id] = event.kind
-    return told
+    return derived
 
 
 def _after(event: Event, before: DerivedState | None, last_kind: EventKind | None) -> DerivedState:
@@ -68,7 +79,7 @@ def _after(event: Event, before: DerivedState | None, last_kind: EventKind | Non
         event.priority,
         event.attempt,
         retries,
-        0 if event.kind in _TAKES_THE_LEASE else lease,
+        0 if event.kind in _ENDS_LEASE else lease,
     )
 
 
@@ -80,12 +91,12 @@ def check_consistency(store: Store) -> None:
     events = store.events(limit=CHECKED_MAX)
     assert [event.seq for event in events] == list(range(1, len(events) + 1)), "the events have a gap"
     records = store.find(Listing(limit=CHECKED_MAX))
-    told = explained(events)
+    derived = explained(events)
     for record in records:
-        shown = DerivedState(
+        stored = DerivedState(
             record.queue, record.state, record.lane, record.attempt, record.retries, record.lease
         )  # fmt: skip
-        assert told[record.message_id] == shown, "the record differs from the state that the events imply"
+        assert derived[record.message_id] == stored, "the record differs from the state that the events imply"
     recount: dict[str, dict[Counted, int]] = {}
     for record in records:
         counts = recount.setdefault(record.queue, {})

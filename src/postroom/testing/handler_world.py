@@ -50,7 +50,7 @@ EVENTS_MAX: Final = 100_000
 
 
 class MessageReport(msgspec.Struct, kw_only=True):
-    """What became of one message."""
+    """The outcome of one message."""
 
     message_id: str
     type: str
@@ -64,7 +64,7 @@ class MessageReport(msgspec.Struct, kw_only=True):
 
 
 class HandlerReport(msgspec.Struct, kw_only=True):
-    """What one seed gave."""
+    """The result of one seed."""
 
     seed: int
     messages: list[MessageReport]
@@ -82,7 +82,7 @@ class HandlerReport(msgspec.Struct, kw_only=True):
 
 
 class _Crash(BaseException):
-    """The worker is gone: nobody catches this, and the lease ends by itself."""
+    """The worker crashed. Nothing catches this, and the lease lapses."""
 
 
 class HandlerWorld:
@@ -159,7 +159,7 @@ class HandlerWorld:
     # ---- faults --------------------------------------------------------------------------------
 
     def _strikes(self, report: MessageReport, point: Point) -> bool:
-        """Whether a fault happens here. A message meets a few faults only, so that it ends."""
+        """Whether a fault happens here. A message gets only a few faults, so that it ends."""
         if len(report.faults) >= FAULTS_A_MESSAGE_MAX or self._random.random() >= self._share:
             return False
         report.faults.append(point)
@@ -231,7 +231,7 @@ class HandlerWorld:
 
 
 class _WorldWorker(InlineWorker):
-    """A worker whose crash loses the outcome of an attempt and leaves its lease behind."""
+    """A worker whose crash loses the outcome of an attempt; its lease lapses later."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core, worker_id="world", slots=1)

@@ -85,7 +85,7 @@ def names_of(deliveries: list[Delivery]) -> list[str]:
 
 
 def apply(store: Store, message_id: str, decide: Decide) -> list[Step]:
-    """Decide about one record."""
+    """Apply a decision to one record."""
     return store.write(lambda transaction: transaction.apply(ByIds((message_id,)), decide))
 
 
@@ -144,7 +144,7 @@ def counts(store: Store) -> dict[str, dict[Counted, int]]:
 
 
 def set_limits(store: Store, queue: str, limits: Limits) -> None:
-    """Change what a queue may hold."""
+    """Set the limits of a queue."""
     store.write(lambda transaction: transaction.set_limits(queue, limits))
 
 
@@ -159,12 +159,12 @@ def set_outbox(store: Store, outbox: Outbox | None) -> None:
 
 
 def purge_events(store: Store, up_to: int, before_us: int) -> None:
-    """Forget old events."""
+    """Purge old events."""
     store.write(lambda transaction: transaction.purge_events(up_to, before_us, 1_000), makes_room=True)
 
 
 def oldest_ns(store: Store) -> int | None:
-    """For how long the oldest record has been ready."""
+    """The age of the oldest ready record."""
     return store.read(lambda transaction: transaction.oldest_ns(MINE))
 
 
@@ -196,7 +196,7 @@ class StoreContract(ABC):
         finally:
             store.close()
 
-    # ---- coming in -----------------------------------------------------------------------------
+    # ---- acceptance ----------------------------------------------------------------------------
 
     def test_an_inserted_message_can_be_loaded(self, tmp_path: Path) -> None:
         facts: dict[str, Any] = {
@@ -420,7 +420,7 @@ class StoreContract(ABC):
             claim(store, lanes=(3,))
             assert store.depths()[MINE] == {"P0": 1, "P3": 1, "PROCESSING": 1}
 
-    def test_a_deferred_record_waits_and_nothing_is_counted(self, tmp_path: Path) -> None:
+    def test_a_deferred_record_waits_without_counting_a_retry(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             first, second = put_in(store, 2)
@@ -443,7 +443,7 @@ class StoreContract(ABC):
             assert [event.prior for event in deferred] == ["PROCESSING", "QUEUED"]
             assert deferred[0].detail == {"reason": "breaker", "delay_s": 10.0}
 
-    def test_crashes_are_counted_apart_from_retries(self, tmp_path: Path) -> None:
+    def test_crashes_are_counted_separately_from_retries(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             [name] = put_in(store, max_retries=5)
@@ -477,7 +477,7 @@ class StoreContract(ABC):
             assert store.read(lambda transaction: transaction.cell("a", "2")) == b"two"
             assert store.read(lambda transaction: transaction.cell("a", "9")) is None
 
-    def test_a_lease_runs_out_on_the_clock_that_does_not_step(self, tmp_path: Path) -> None:
+    def test_a_lease_ends_by_the_steady_clock(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             [name] = put_in(store)
@@ -785,7 +785,7 @@ class StoreContract(ABC):
                 store.write(lambda transaction: [transaction.insert([new()]), fails()])
             assert len(notified) == 4
 
-    def test_on_commit_tells_that_a_record_ended(self, tmp_path: Path) -> None:
+    def test_on_commit_reports_ended_records(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             notified: list[bool] = []
             store.on_commit = lambda transaction: notified.append(True) if transaction.ended else None
@@ -811,7 +811,7 @@ class StoreContract(ABC):
                 with raises(InvalidMessage):
                     insert(store, new(sender=other, message_id="x"))
 
-    # ---- keeping -------------------------------------------------------------------------------
+    # ---- retention -----------------------------------------------------------------------------
 
     def test_ended_records_are_purged_after_their_retention(self, tmp_path: Path) -> None:
         clock = ManualClock()
@@ -828,7 +828,7 @@ class StoreContract(ABC):
             clock.advance(6)
             assert (
                 purge(store, keep_s=5, limit=1) == left[0].seq
-            )  # each batch continues behind the previous one
+            )  # each batch continues after the previous one
             assert purge(store, keep_s=5, after=left[0].seq, limit=10) == 0
             assert len(store.find(Listing(limit=10))) == 2
             deleted = [event.detail for event in store.events() if event.kind == "deleted"]
@@ -870,7 +870,7 @@ class StoreContract(ABC):
         assert store.newest_event() == everything[-1].seq
         store.close()
 
-    def test_shipped_events_are_forgotten_but_for_the_latest(self, tmp_path: Path) -> None:
+    def test_shipped_events_are_purged_except_the_latest(self, tmp_path: Path) -> None:
         store = self.open(tmp_path, ManualClock())
         for _ in range(LIVE_EVENTS // 1_000 + 2):
             put_in(store, 500)  # two events each
@@ -912,7 +912,7 @@ class StoreContract(ABC):
             assert (alert.error_type, alert.error) == ("Trouble", "the roof leaks")
             assert alert.seq == store.newest_event()
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------
 
     def test_records_are_found_by_queue_state_and_deadline(self, tmp_path: Path) -> None:
         clock = ManualClock()
@@ -980,7 +980,7 @@ class StoreContract(ABC):
             happened = [event for event in store.events() if event.kind != "heartbeat"]
             assert [gist(event) for event in stored.history] == [gist(event) for event in happened]
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- handles -------------------------------------------------------------------------------
 
     def test_a_closed_store_can_be_used_again(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:

@@ -24,11 +24,13 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 
 from postroom.contracts.engine.admission import ALL
+from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.cells import CIRCUITS, GOALS, SEPARATOR, Part
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Submitted, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
+from postroom.contracts.engine.token_status import status_of
 from postroom.core import breaker, conflicts, lifecycle
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker, Circuit
@@ -38,6 +40,7 @@ from postroom.core.history_checker import History
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.core.tokens import WINDOW_NS, WINDOWS, Observed
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -71,8 +74,16 @@ ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
 TARGETS: Final = ("deploy", "ledger")
+HANDLER_SERVICES: Final = {"model_call": "model"}
+"""Model calls that name no service call the one that their handler declares."""
 KEYS: Final = ("", "", "", "a", "b")
 GOALS_OF_THE_WORLD: Final = ("g1", "g2")
+MODELS: Final[dict[str, Any]] = {
+    "large": {"tokens_per_minute": 200, "requests_per_minute": 6},
+    "small": {"tokens_per_minute": 100, "tokens_per_day": 1_000},
+}
+MODELS_ASKED: Final[tuple[list[str], ...]] = ([], ["small"], ["large"], ["small", "large"])
+TOKENS_ASKED_MAX: Final = 50  # P3 can get them of every model
 _ENDS: Final[dict[str, State]] = {
     "dead_letter": "DEAD_LETTER",
     "expired": "EXPIRED",
@@ -207,6 +218,7 @@ class World:
             self._replay: 3,
             self._purge: 1,
             self._outage: 3,
+            self._throttle: 1,
             self._sweep: 3,
             self._wait: 9,
             self._step_wall: 1,
@@ -217,6 +229,7 @@ class World:
         self._counts[name] = self._counts.get(name, 0) + 1
         action()
         self._hear()
+        self._check_tokens()
 
     def _note(self, *words: object) -> None:
         self._trace.append(f"{self._now_ns() / NANOS_PER_S:9.3f}  {' '.join(map(str, words))}")
@@ -287,6 +300,7 @@ class World:
     def _message(self) -> Prepared:
         chance = self._random
         delay_s = chance.choice((0, 0, 0, 0, chance.uniform(0, 20)))
+        key = chance.choice(KEYS) or None
         fields: dict[str, Any] = {
             "type": chance.choice(TYPES),
             "org_id": chance.choice(ORGANIZATIONS),
@@ -297,11 +311,15 @@ class World:
             "delay_s": delay_s,
             "max_retries": chance.randrange(4),
             "service": chance.choice(SERVICES),
-            "ordering_key": chance.choice(KEYS) or None,
-            "on_dead": chance.choice(("continue", "continue", "stop")),
+            "ordering_key": key,
+            "on_dead": chance.choice(("continue", "continue", "stop")) if key else "continue",
             "operation": self._operation() if chance.random() < 0.3 else None,
             "idempotency_key": f"k{chance.getrandbits(40)}" if chance.random() < 0.5 else None,
+            "tokens": chance.choice((0, chance.randint(1, TOKENS_ASKED_MAX))),
+            "models": chance.choice(MODELS_ASKED),
         }
+        if self.checker.accepted and chance.random() < 0.5:
+            fields["parent_message_id"] = chance.choice(self.checker.accepted[-4:])
         if chance.random() < 0.15:
             lives = timedelta(seconds=delay_s + chance.uniform(1, 40))
             fields["expires_at"] = EPOCH + self.clock.wall_us() * MICROSECOND + lives
@@ -374,7 +392,7 @@ class World:
         circuits = self._open_circuits()
 
         def work(transaction: Transaction) -> list[Claimed]:
-            return Claims(transaction, policy, worker, rotation, {}).claim(limit)
+            return Claims(transaction, policy, worker, rotation, HANDLER_SERVICES).claim(limit)
 
         claimed = self._store.write(work)
         self._hear({one.record.message_id: one for one in claimed})
@@ -385,6 +403,9 @@ class World:
         held = [_Held(one, worker) for one in claimed]
         for one in held:
             self._note(worker, "claimed", one.message_id, "lease", one.lease)
+            if (grant := one.claimed.grant) is not None:
+                self._note("  with", grant.tokens, "tokens of", grant.model, f"({grant.borrowed} borrowed)")
+                self.checker.reserved(one.message_id, one.lease, grant.model, grant.tokens)
         self._held += held
         return held
 
@@ -423,9 +444,9 @@ class World:
 
     def _outcome(self, held: _Held) -> Outcome:
         claimed, chance = held.claimed, self._random
-        service = claimed.body.service if claimed.body else ""
+        service = _service_of(claimed)
         kind: OutcomeKind = "failed"
-        if service not in self._down:
+        if service is None or service.name not in self._down:
             kind = chance.choices(_OUTCOMES, (60, 18, 8, 8, 6))[0]
         return Outcome(
             kind=kind, message_id=held.message_id, lease=held.lease, type=claimed.type, service=service,
@@ -433,9 +454,9 @@ class World:
             result=msgspec.json.encode(f"{held.worker} under {held.lease}"), body=claimed.body,
             error="the call failed", error_type="Failed", is_final=chance.random() < 0.1,
             retry_in_s=chance.choice((None, None, 0.0, 5.0)), spread=chance.random(),
-            delay_s=chance.uniform(0, 10), counts_for_breaker=bool(service),
+            delay_s=chance.uniform(0, 10), counts_for_breaker=service is not None,
             usage=Usage(tokens_in=chance.randrange(50)) if chance.random() < 0.3 else None,
-            keeps_priority=chance.random() < 0.3,
+            keeps_priority=chance.random() < 0.3, grant=claimed.grant,
         )  # fmt: skip
 
     def _commit(self, outcomes: list[Outcome]) -> None:
@@ -615,6 +636,12 @@ class World:
         self._down ^= {service}
         self._note("service", service, "is down" if service in self._down else "is up")
 
+    def _throttle(self) -> None:
+        """A provider asks for a pause."""
+        model = self._random.choice([*MODELS])
+        self._write(lambda operations: operations.observe("p", model, Observed(retry_after_s=5.0)))
+        self._note("the provider of", model, "asks for a pause")
+
     def _sweep(self) -> None:
         self._write(lambda operations: operations.sweep())
 
@@ -632,12 +659,12 @@ class World:
 
     # ---- what a claim must not return ----------------------------------------------------------
 
-    def _open_circuits(self) -> dict[str, tuple[Circuit, int]]:
-        """The services whose breaker is not closed, each with the time of the store."""
+    def _open_circuits(self) -> dict[tuple[str, str], tuple[Circuit, int]]:
+        """The breakers that are not closed, by organization and service, each with the time of the store."""
         return self._store.read(
             lambda transaction: {
-                service: (circuit, transaction.steady_ns)
-                for service, circuit in CIRCUITS.scan(transaction)
+                _scope_of(key): (circuit, transaction.steady_ns)
+                for key, circuit in CIRCUITS.scan(transaction)
                 if circuit.state != breaker.CLOSED.state
             }
         )
@@ -651,15 +678,17 @@ class World:
         scopes = {(ALL, ALL), (org_id, ALL), (ALL, type_name), (org_id, type_name)}
         return not scopes.isdisjoint(self._paused)
 
-    def _check_services(self, claimed: list[Claimed], circuits: dict[str, tuple[Circuit, int]]) -> None:
+    def _check_services(
+        self, claimed: list[Claimed], circuits: dict[tuple[str, str], tuple[Circuit, int]]
+    ) -> None:
         """One message probes a service after the cooldown, and another one when the probe is overdue."""
-        for service, (circuit, now_ns) in circuits.items():
-            reached = [one for one in claimed if one.body is not None and one.body.service == service]
+        for (org_id, name), (circuit, now_ns) in circuits.items():
+            reached = [one for one in claimed if _holds_for(org_id, name, _service_of(one))]
             may_probe = now_ns >= max(circuit.open_until, circuit.probe_until)
             for number, one in enumerate(reached):
                 is_probe = one.record.message_id == circuit.probe
                 if number or not (may_probe or is_probe):
-                    self.checker.report("breaker", one.record.message_id, f"the breaker of {service} is open")
+                    self.checker.report("breaker", one.record.message_id, f"the breaker of {name} is open")
 
     def _check_operations(self, claimed: list[Claimed]) -> None:
         """No two operations whose leases live have a conflict."""
@@ -696,6 +725,8 @@ class World:
             body = msgspec.json.decode(stored.envelope.payload)
             if not body.keys().isdisjoint({"service", "ordering_key", "operation"}):
                 continue
+            if stored.envelope.type in HANDLER_SERVICES:
+                continue
             if self._is_paused(org_of(record.queue), stored.envelope.type):
                 continue
             age_ns = steady_ns - record.ready_at
@@ -704,6 +735,24 @@ class World:
                 self.checker.report(
                     "priority", record.message_id, f"it waits in class {lane} while P{max(lanes)} was claimed"
                 )
+
+    # ---- what must hold at every instant -------------------------------------------------------
+
+    def _check_tokens(self) -> None:
+        rules = self.policy.token_rules
+        if rules is None:
+            return
+        status = self._store.read(lambda transaction: status_of(transaction, rules))
+        for name, model in status.providers["p"].models.items():
+            for window, found in model.windows.items():
+                is_whole = found.used + found.reserved + found.free == found.limit == MODELS[name][window]
+                if not is_whole or min(found.used, found.reserved, found.free) < 0:
+                    self.checker.report("tokens", "", f"{window} of {name} does not add up: {found}")
+            begun_ns = self._now_ns() + round(model.resets_in_s * NANOS_PER_S)
+            begun_ns -= WINDOW_NS[WINDOWS.index(model.window)]
+            self.checker.books(name, model.used, model.reserved, self._now_ns(), begun_ns)
+            if sum(tier.limit for tier in model.tiers) != model.limit:
+                self.checker.report("tokens", "", f"the pools of {name} are not its limit: {model.tiers}")
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -726,7 +775,7 @@ class World:
         body = held.claimed.body
         return Outcome(
             kind="completed", message_id=held.message_id, lease=held.lease, type=held.claimed.type,
-            service=body.service if body else "", body=body,
+            service=_service_of(held.claimed), body=body,
         )  # fmt: skip
 
     def _move_on(self) -> bool:
@@ -750,6 +799,7 @@ class World:
         for record in self._records():
             records[record.message_id] = (record.state, self._loaded(record.message_id).result)
         self.checker.drained(records)
+        self._check_tokens()
         self._check_books()
         if self.policy.guard.is_set:
             for key, use in self._store.read(GOALS.scan):
@@ -786,12 +836,36 @@ def _policy(chance: random.Random) -> Policy:
         ),
         capacities={"seats": 3.0},
         guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(messages=20))),
+        tokens=chance.choice(({}, _budgets(chance))),
         organizations={
             "acme": Organization(weight=chance.choice((0.5, 1.0, 3.0))),
             "bolt": Organization(max_depth=chance.choice((None, 5))),
             "crux": Organization(rate_per_s=chance.choice((None, 2.0))),
         },
     )
+
+
+def _budgets(chance: random.Random) -> dict[str, Any]:
+    return {
+        "providers": {"p": {"models": MODELS}},
+        "tiers": chance.choice(([0.4, 0.3, 0.2, 0.1], [0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.0, 0.0])),
+        "shortage": chance.choice(("defer", "queue", "degrade")),
+    }
+
+
+def _service_of(claimed: Claimed) -> Service | None:
+    named = claimed.body.service if claimed.body else ""
+    return service_called(org_of(claimed.record.queue), named, HANDLER_SERVICES.get(claimed.type, ""))
+
+
+def _scope_of(key: str) -> tuple[str, str]:
+    """The organization and the service of a breaker."""
+    org_id, _, service = key.partition(SEPARATOR)
+    return org_id, service
+
+
+def _holds_for(org_id: str, name: str, service: Service | None) -> bool:
+    return service is not None and service.name == name and org_id in service.scopes
 
 
 def _then(result: T, *, fails: bool) -> T:

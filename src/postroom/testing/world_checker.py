@@ -31,6 +31,7 @@ RULES: Final[dict[str, str]] = {
     "conflict": "two operations that conflict were leased at the same time",
     "effect": "an effect was to run again, or had two outcomes",
     "usage": "the usage of a goal is not the sum of the accepted completions",
+    "tokens": "the books of a model are not what live leases reserved and accepted outcomes used",
     "books": "the counters or the events of the store do not match its records",
     "history": "the events break a rule of the history checker",
 }
@@ -94,6 +95,10 @@ class Checker:
         self._forgotten: set[str] = set()
         self._effects: dict[tuple[str, str], _EffectLife] = {}
         self._tokens: dict[tuple[str, str], int] = {}
+        self._reserved: dict[tuple[str, int], tuple[str, int]] = {}
+        """Message and lease -> the model and its tokens."""
+        self._spent: list[tuple[str, int, int]] = []
+        """Model, time and tokens of outcomes."""
 
     def report(self, rule: str, message_id: str, sentence: str) -> None:
         """Note a broken rule."""
@@ -203,6 +208,9 @@ class Checker:
         if not accepted or grant is None or grant.lease != lease:
             return
         grant.ended_by = kind
+        if kind in ("completed", "failed") and (message_id, lease) in self._reserved:
+            model, reserved = self._reserved[message_id, lease]
+            self._spent.append((model, now_ns, min(tokens, reserved)))
         if kind == "completed":
             life.ended, life.result = "COMPLETED", result
             goal = life.sent.org_id, life.sent.goal_id
@@ -214,6 +222,27 @@ class Checker:
             self.report("stale", message_id, f"{what} was accepted under lease {lease}, which was over")
         elif live and not accepted:
             self.report("refused", message_id, f"{what} was refused under lease {lease}, which is alive")
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    def reserved(self, message_id: str, lease: int, model: str, tokens: int) -> None:
+        """A claim returned tokens of a model with a lease."""
+        self._reserved[message_id, lease] = model, tokens
+
+    def books(self, model: str, used: int, reserved: int, now_ns: int, begun_ns: int) -> None:
+        """Compare the books of a model with the leases, and with what was used since its window began."""
+        live = sum(
+            tokens
+            for (message_id, lease), (name, tokens) in self._reserved.items()
+            if name == model and self.is_live(message_id, lease, now_ns)
+        )
+        if reserved != live:
+            self.report(
+                "tokens", "", f"{reserved} tokens of {model} are reserved, and live leases hold {live}"
+            )
+        spent = sum(tokens for name, at_ns, tokens in self._spent if name == model and at_ns >= begun_ns)
+        if used != spent:
+            self.report("tokens", "", f"{used} tokens of {model} count as used, and outcomes used {spent}")
 
     def over(self, message_id: str, why: str) -> None:
         """The lease of a message was ended by somebody else than its holder."""

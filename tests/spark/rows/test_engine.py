@@ -32,6 +32,7 @@ POLICY = Policy(
     retries={"tool_call": Retry(max_retries=1)},
     breakers={"slack": Breaker(failures=3, cooldown_s=60)},
     organizations={"slow": Organization(rate_per_s=1)},
+    tokens={"providers": {"p": {"models": {"small": {"tokens_per_minute": 10**6}}}}},
 )
 
 
@@ -70,7 +71,7 @@ class World:
             for priority in range(4):
                 self.engine.submit(
                     type="model_call", org_id=org_id, priority=priority, goal_id=f"g{priority % 2}",
-                    agent_id="a1", user_id="u1",
+                    agent_id="a1", user_id="u1", tokens=1_000,
                 )  # fmt: skip
         self.engine.clock.advance(0.2)
         self.engine.run_all()
@@ -90,7 +91,7 @@ class World:
         """Three failures open the breaker. The rest is deferred, and one message dies of its last retry."""
         self.engine.submit_many(3, type="tool_call", org_id="zen", goal_id="g4")
         self.engine.run_all()
-        self.engine.submit_many(2, type="tool_call", org_id="acme", goal_id="g4", max_retries=0)
+        self.engine.submit_many(2, type="tool_call", org_id="zen", goal_id="g4", max_retries=0)
         self.engine.clock.advance(5)
         self.engine.run_all()
         self.engine.clock.advance(60)
@@ -189,6 +190,7 @@ def test_stream_of_an_engine_breaks_no_rule_of_a_history(stream: Path, world: Wo
     assert {event.kind for event in events} >= {
         "promoted", "deferred", "retry_scheduled", "dead_letter", "replayed", "quarantined", "cancelled",
         "expired", "duplicate", "rejected", "breaker_opened", "breaker_closed", "lease_lapsed", "alert",
+        "tokens_reserved", "tokens_returned",
     }  # fmt: skip
     assert {bool(event.lease) for event in events if event.kind == "deferred"} == {True, False}
 

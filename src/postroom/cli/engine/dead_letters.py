@@ -1,6 +1,7 @@
 """For operators: `postroom engine dlq`, the dead letters."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import click
 
 from postroom.cli.engine.options import PRIORITY, message_argument, org_option, type_option, where_options
 from postroom.cli.engine.places import open_place
+from postroom.cli.render import COLUMN_GAP
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, together
 
 LIST_DEFAULT = 100
 LIMIT = click.IntRange(1, 1_000)
+REASON_CHARS_MIN = 20
 
 message_arguments = click.argument("message_ids", metavar="[MESSAGE_ID]...", nargs=-1)
 filter_options = together(
@@ -59,11 +62,22 @@ def list_letters(
             shell.output.json_line(letter)
         return
     rows = [
-        {**letter, **{name: letter["original_message"].get(name) for name in ("org_id", "type")}}
+        {
+            "message_id": letter["message_id"],
+            **{name: letter["original_message"].get(name) or "" for name in ("org_id", "type")},
+        }
         for letter in letters
     ]
-    columns = ["message_id", "org_id", "type", "state", "failure_reason", "dlq_timestamp"]
-    shell.output.rows(columns, rows, empty="there is no such dead letter")
+    names = ("message_id", "org_id", "type")
+    used = sum(max(map(len, (name, *(row[name] for row in rows)))) + len(COLUMN_GAP) for name in names)
+    room = max(REASON_CHARS_MIN, shutil.get_terminal_size().columns - used)
+    for row, letter in zip(rows, letters, strict=True):
+        row["failure_reason"] = _clipped(letter["failure_reason"], room)
+    shell.output.rows([*names, "failure_reason"], rows, empty="there is no such dead letter")
+
+
+def _clipped(text: str, chars: int) -> str:
+    return text if len(text) <= chars else f"{text[: chars - 3]}..."
 
 
 @dlq.command()

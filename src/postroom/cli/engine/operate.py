@@ -13,6 +13,7 @@ from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
 BAR_COLUMNS = 30
+ORGANIZATIONS_NAMED = 5  # in the line of one breaker
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 COLUMNS = [
     "organization", "P0", "P1", "P2", "P3", "depth", "stage", "in_flight", "done", "dead", "paused"
@@ -99,7 +100,11 @@ def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{len(workers)} workers with {slots} slots, {facts['wanted_workers']} wanted"
     for service, found in facts["breakers"].items():
         if found["state"] != "closed":
-            yield f"the breaker of service {service} is {found['state']} for {found['opens_again_s']:.0f} s"
+            whose = ", ".join(found["organizations"][:ORGANIZATIONS_NAMED]) or "all organizations"
+            yield (
+                f"the breaker of service {service} for {whose} is {found['state']} "
+                f"for {found['opens_again_s']:.0f} s"
+            )
     for pause in facts["pauses"]:
         yield f"{scope_text(pause['org_id'], pause['type'])} is paused"
 

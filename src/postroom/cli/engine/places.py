@@ -1,4 +1,4 @@
-"""Where the messages are: in a data folder, or behind the address of a server."""
+"""Where the messages are: in a data folder, or on a server."""
 
 import os
 from collections.abc import Iterator
@@ -33,6 +33,9 @@ class Folder:
 
     def status(self) -> dict[str, Any]:
         return _builtins(self._blocking.status())
+
+    def tokens(self) -> dict[str, Any]:
+        return _builtins(self._blocking.tokens.status())
 
     def explain(self, message_id: str) -> str:
         return self._blocking.explain(message_id)
@@ -103,6 +106,9 @@ class Remote:
 
     def status(self) -> dict[str, Any]:
         return self._client.status()
+
+    def tokens(self) -> dict[str, Any]:
+        return self._client.tokens()
 
     def explain(self, message_id: str) -> str:
         return self._client.explain(message_id)
@@ -179,23 +185,27 @@ def open_place(
 ) -> Iterator[Folder | Remote]:
     if data is not None and url is not None:
         raise click.UsageError("--data and --url name two places for the messages: give one of them")
-    if data is None and url is None:
+    if data is None and url is None and app is None:
         raise click.UsageError("say where the messages are: --data DIR, or --url URL with --token TOKEN")
-    if data is not None:
+    if url is None:
         shell.show_warnings()
         with open_engine(shell, data, app, create=create) as engine:
             yield Folder(engine)
         return
     if app is not None:
-        raise click.UsageError("--app belongs to --data: a server knows its types and rules itself")
-    with open_client(str(url), token) as client:
+        raise click.UsageError("--app is not for --url: a server knows its types and rules itself")
+    with open_client(url, token) as client:
         yield Remote(client)
 
 
-def open_engine(shell: Shell, data: Path, app: str | None, *, create: bool) -> "Engine":
-    """The engine of a data folder, with the types and the rules of an app."""
+def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: bool) -> "Engine":
+    """The engine of a data folder, with the types and the rules of an app; else the app's own engine."""
     from postroom.contracts.engine import Engine
 
+    if data is None:
+        from postroom.runtime.engine_workers import load_app
+
+        return load_app(str(app))
     database = data / DATABASE
     if not database.exists():
         if not create:

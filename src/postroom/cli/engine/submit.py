@@ -25,7 +25,9 @@ from postroom.errors import MessageFailed, UnknownType
 @click.option("--delay-s", type=parse_wait, metavar="S", help="Hold the message back for S seconds.")
 @click.option("--ordering-key", metavar="TEXT", help="Messages with the same key run one after the other.")
 @click.option("--max-retries", type=click.IntRange(0, 1000), metavar="N", help="[default: by the type]")
-@click.option("--app", metavar="MODULE:ENGINE", help="With --data: an app whose types and rules hold.")
+@click.option("--tokens", type=click.IntRange(0), metavar="N", help="Tokens to reserve when it is claimed.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="A model it may use; repeatable.")
+@click.option("--app", metavar="MODULE:ENGINE", help="An app: its types, rules, and store unless --data.")
 @click.option("--wait-s", type=parse_wait, metavar="S", help="Wait up to S seconds for the result, too.")
 @click.pass_obj
 def submit(
@@ -52,9 +54,9 @@ def submit(
       postroom engine submit --data run --type model_call --org acme --priority 0 --payload-file call.json
       postroom engine submit --url http://127.0.0.1:8800 --type tool_call --payload '{}' --wait-s 30
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    if data is not None and "org_id" not in given:
-        raise click.UsageError("--data needs --org, the organization of the message")
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    if url is None and "org_id" not in given:
+        raise click.UsageError("--data and --app need --org, the organization of the message")
     fields = {"type": type_name, "payload": read_json("--payload", payload, payload_file), **given}
     with open_place(shell, data, url, token, app=app, create=True) as place:
         message_id = _submit(place, fields, has_app=app is not None)

@@ -53,6 +53,7 @@ def work(
     """
     import asyncio
 
+    from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
 
     shell.show_warnings()
@@ -62,7 +63,13 @@ def work(
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
-    processes = WorkerProcesses(engine, default_command(app), least=least, most=most)
+
+    def drains(in_flight: int) -> None:
+        facts = {"said": "drain", "in_flight": in_flight, "at_most_s": DRAIN_S}
+        shell.output.facts(facts, f"draining {in_flight} messages, at most {DRAIN_S:g} s")
+        shell.output.flush()
+
+    processes = WorkerProcesses(engine, default_command(app), least=least, most=most, on_drain=drains)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: processes.stop())
     facts = {"app": app, "pid": os.getpid(), "store": engine.store.url, "workers": least}
@@ -80,7 +87,7 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    watch = asyncio.create_task(_stop_when_told(engine, stopping, supervisor))
+    watch = asyncio.create_task(_stop_on_signal(engine, stopping, supervisor))
     try:
         await engine.run(worker_id=worker_id)
     finally:
@@ -88,7 +95,7 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
         engine.close()
 
 
-async def _stop_when_told(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
+async def _stop_on_signal(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
     import asyncio
 
     from postroom.runtime.engine_workers import parent_is_alive

@@ -40,7 +40,7 @@ ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 @click.option("--task-id", metavar="ID", help="The id; a known id is not stored again.  [default: a new id]")
 @click.option("--key", "idempotency_key", metavar="TEXT", help="An idempotency key, unique for the agent.")
 @click.option("--delay-s", type=parse_wait, default=0.0, metavar="S", help="Delay the task by S seconds.")
-@click.option("--type", "kind", default="", metavar="TYPE", help="What kind of task it is.")
+@click.option("--type", "kind", default="", metavar="TYPE", help="The type of the task.")
 @click.option("--parent", default="", metavar="ID", help="The id of the parent task.")
 @click.option(
     "--max-retries", type=click.IntRange(0, 1000), metavar="N", help="How often to retry.  [default: 3]"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.program import end_programs, run_program
-from postroom.cli.shell import Shell, parse_wait, path_option
+from postroom.cli.shell import Shell, parse_wait, path_option, stop_with_stdin
 from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, needed_data_option
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.contracts.engine import Engine
-    from postroom.contracts.tasks import Task, Tasks
+    from postroom.contracts.tasks import LeasedTask, Tasks
 
 PORT_DEFAULT = 8800
 BUS_MAX_BYTES_DEFAULT = 1 << 30
@@ -75,6 +75,9 @@ CONCURRENCY_DEFAULT = 4
     metavar="MODULE:ENGINE",
     help="An engine whose types and rules the global queue has; see `engine work`.",
 )
+@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
+@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @durability_option("group")
 @click.pass_obj
 def serve(
@@ -88,10 +91,13 @@ def serve(
     bus_max_bytes: int,
     audit: Path | None,
     app: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    while_stdin: bool,
     durability: Any,
     **terms: Any,
 ) -> None:
-    """Run the harness: an HTTP server for the agents, and the loops behind it.
+    """Run the harness: an HTTP server for the agents, and its background loops.
 
     Agents claim their tasks there and report their decisions; --execute acts on the decisions. Without
     --execute, tasks stay completed. The address is printed once the server listens. The log is JSON lines on
@@ -109,12 +115,15 @@ def serve(
         raise click.ClickException(missing) from None
 
     def print_address(bound_port: int) -> None:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        scheme = "http" if tls_cert is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound_port}"
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
     from postroom.contracts.tasks import Tasks
 
+    if while_stdin:
+        stop_with_stdin()
     with Tasks.open(f"sqlite:///{data / DATABASE}") as store:  # opens no file before its first use
         act = None if execute is None else executor(store, execute)
         try:
@@ -122,10 +131,22 @@ def serve(
                 data, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts, ready=print_address,
                 durability=durability or "group", bus_max_bytes=bus_max_bytes,
                 beside=shipping(shell, data, audit), app_engine=None if app is None else load_engine(app),
-                **terms,
+                tls=check_tls(tls_cert, tls_key), **terms,
             )  # fmt: skip
         finally:
             end_programs()
+
+
+def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
+    """The files of TLS, after a check that they fit."""
+    from postroom.system.tls import server_context
+
+    if certificate is None:
+        if key is not None:
+            raise click.UsageError("--tls-key needs --tls-cert")
+        return None
+    server_context(certificate, key)
+    return certificate, key
 
 
 @contextmanager
@@ -138,7 +159,8 @@ def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
     what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
-    shipper = Supervisor([sys.executable, "-m", "postroom.cli.main", *config, *what])
+    command = [sys.executable, "-m", "postroom.cli.main", *config, *what]
+    shipper = Supervisor(command, name="the shipper")
     shipper.start()
     try:
         yield
@@ -152,10 +174,10 @@ def load_engine(app: str) -> "Engine":
     return load_app(app)
 
 
-def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
+def executor(store: "Tasks", command: str) -> Callable[["LeasedTask"], None]:
     """The function that a harness calls with each decision."""
 
-    def execute(decision: "Task") -> None:
+    def execute(decision: "LeasedTask") -> None:
         task = store.get(decision.parent)
         run_program(
             command,

@@ -323,7 +323,7 @@ def end_printer(shell: Shell, agent: str) -> "Callable[[TaskEnd], None]":
         if end.error:
             facts["error"] = end.error
             sentence += f"  {end.error.splitlines()[0]}"
-        # The work goes on when the reader of the lines has gone.
+        # The work continues when the reader of the lines has closed the pipe.
         with mutex, suppress(OSError, OutputFailed):
             shell.output.facts(facts, sentence)
             shell.output.flush()

@@ -156,4 +156,5 @@ class Admission:
                 raise GuardTripped(goal_id, "tokens", used.tokens, guard.tokens)
             if guard.usd is not None and used.usd >= guard.usd:
                 raise GuardTripped(goal_id, "US dollars", used.usd, guard.usd)
-            GOALS.put(transaction, replace(used, messages=used.messages + count), org_id, goal_id)
+            more = replace(used, messages=used.messages + count, seen_us=transaction.wall_us)
+            GOALS.put(transaction, more, org_id, goal_id)

@@ -124,6 +124,18 @@ class BlockingDeadLetters:
         return self._wait(self._dlq.purge(message_ids, **options))
 
 
+class BlockingTokens:
+    """`engine.tokens` for plain code."""
+
+    def __init__(self, engine: "Engine", wait: Wait) -> None:
+        self._tokens = engine.tokens
+        self._wait = wait
+
+    def status(self) -> Any:
+        """As `Tokens.status`."""
+        return self._wait(self._tokens.status())
+
+
 class Blocking:
     """`engine.blocking`: the verbs of an engine for plain code."""
 
@@ -132,6 +144,7 @@ class Blocking:
         self._thread = LoopThread()
         self.wait = self._thread.wait
         self.dlq = BlockingDeadLetters(engine, self.wait)
+        self.tokens = BlockingTokens(engine, self.wait)
 
     def submit(self, **fields: Any) -> BlockingHandle:
         """As `Engine.submit`."""

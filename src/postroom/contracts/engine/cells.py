@@ -10,6 +10,7 @@ import msgspec
 
 from postroom.core.admission import Throttle
 from postroom.core.breaker import Circuit
+from postroom.core.tokens import Account, Grant
 
 T = TypeVar("T")
 
@@ -71,12 +72,19 @@ class Kind(Generic[T]):
         found = transaction.cells(self.name, prefix, limit)
         return [(key, self._decode(value)) for key, value in found if key.startswith(prefix)]
 
-    def drop_under(self, transaction: Cells, *parts: str | int) -> None:
-        """Remove every key that begins with these parts and has more."""
+    def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:
+        """Remove keys that begin with these parts and have more, at most `limit`; how many."""
         prefix = joined(*parts) + SEPARATOR
-        while found := [key for key, _ in transaction.cells(self.name, prefix) if key.startswith(prefix)]:
+        dropped = 0
+        while limit is None or dropped < limit:
+            page = SCAN_MAX if limit is None else min(SCAN_MAX, limit - dropped)
+            found = [key for key, _ in transaction.cells(self.name, prefix, page) if key.startswith(prefix)]
             for key in found:
                 transaction.put_cell(self.name, key, None)
+            dropped += len(found)
+            if len(found) < page:
+                break
+        return dropped
 
 
 class UsedKey(msgspec.Struct, frozen=True):
@@ -143,6 +151,15 @@ class GoalUse(msgspec.Struct, frozen=True, omit_defaults=True):
     messages: int = 0
     tokens: int = 0
     usd: float = 0.0
+    seen_us: int = 0
+    """When the goal was used last."""
+
+
+class PurgeTurn(msgspec.Struct, frozen=True):
+    """The process that purges the store, and until when others leave it to that one."""
+
+    name: str
+    until_ns: int
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -167,8 +184,30 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     total_chunks: int | None = None
 
 
+class Hold(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Tokens that are reserved for an attempt, until its lease ends."""
+
+    message_id: str
+    lease: int
+    attempt: int
+    org_id: str
+    grant: Grant
+
+
+class TokenUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What an organization used of a model in the window that ends at `until_ns`."""
+
+    until_ns: int = 0
+    used: int = 0
+    borrowed: int = 0
+    refused: int = 0
+
+
 KEYS: Final = Kind("engine.key", UsedKey)
+KEY_ENDS: Final = Kind("engine.key_end", bool)
+"""Keys whose message is forgotten: time of use, organization, key -> True."""
 CIRCUITS: Final = Kind("engine.breaker", Circuit)
+"""Breakers: organization, service -> circuit. An empty organization stands for all of them."""
 PRESSURES: Final = Kind("engine.pressure", Pressure)
 PAUSES: Final = Kind("engine.pause", Pause)
 PARKED: Final = Kind("engine.parked", str)
@@ -182,6 +221,15 @@ PARTS: Final = Kind("engine.part", Part)
 WORKERS: Final = Kind("engine.worker", WorkerInfo)
 GOALS: Final = Kind("engine.goal", GoalUse)
 RATES: Final = Kind("engine.rate", Bucket)
+ACCOUNTS: Final = Kind("engine.tokens", Account)
+"""Provider, model -> the books of the model."""
+HOLDS: Final = Kind("engine.token_holds", list[Hold])
+"""The complement of the first lease of a claim -> what the claim has reserved and still holds."""
+TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
+"""Provider, model, organization -> its use."""
+DEPENDANTS: Final = Kind("engine.dependant", bool)
+"""Parent, child -> True, while an engine has budgets: messages that a message holds up."""
+PURGES: Final = Kind("engine.purge", PurgeTurn)
 BODY_USES: Final = Kind("engine.body_use", bool)
 """Digest, message id -> True: the messages that refer to a large payload."""
 BODIES: Final = "engine.body"

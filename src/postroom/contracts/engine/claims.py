@@ -11,14 +11,16 @@ from math import ceil
 import msgspec
 
 from postroom.contracts.engine import ends, ordering
-from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SEPARATOR
+from postroom.contracts.engine.breakers import Breakers, Service, service_called
+from postroom.contracts.engine.cells import PARKED, PAUSES, SEPARATOR
 from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.tokens import TokenBooks, short_text
 from postroom.contracts.goals.registry import OPERATION, OperationRegistry
 from postroom.core import breaker, lifecycle, poison
-from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short, TokenRules
 from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Counted, Head
 from postroom.stores.transaction import Transaction
@@ -30,6 +32,8 @@ PROMOTED = LANES
 PAUSED = "its type is paused"
 ORDERED = b'"ordering_key":'
 """Stands in the body of every message with an ordering key, and perhaps in a payload."""
+SPENDS = b'"tokens":'
+"""Stands in the body of every message with tokens, and perhaps in a payload."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -45,6 +49,8 @@ class Claimed(msgspec.Struct, frozen=True):
     """None when it cannot be decoded."""
     raw: bytes
     is_promoted: bool
+    grant: Grant | None = None
+    """The tokens that are reserved for it."""
 
 
 class Claims:
@@ -60,14 +66,14 @@ class Claims:
         self._services = services
         self._lease_ns = round(policy.lease_s * NANOS_PER_S)
         self._ages = policy.promote_after_ns
+        self._books = None if policy.token_rules is None else TokenBooks(transaction, policy.token_rules)
+        self._grants: dict[str, tuple[Grant, Body]] = {}
+        """Tokens of messages that are about to be leased, and their bodies."""
         self._held_back = 0
         self._operations = OperationRegistry(transaction, policy)
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
-        self._has_circuits = False
-        """Whether any service has failed lately. Without one, no message is decoded here."""
-        self._circuits: dict[str, Circuit | None] = {}
-        """The breakers that were looked up: messages name services, so there may be very many breakers."""
+        self._breakers = Breakers(transaction, policy)
         self._counts: Mapping[Counted, int] = {}
         """The counters of all organizations together, before the claim."""
         self._filled: list[int] = []
@@ -77,8 +83,17 @@ class Claims:
 
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
-        transaction = self._transaction
-        transaction.put_back(OVERDUE_A_CLAIM_MAX)
+        if self._books is None:
+            self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
+            return self._claim(limit)
+        self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
+        if self._transaction.lapsed:
+            self._books.settle_all(self._transaction.lapsed)
+        claimed = self._claim(limit)
+        self._books.flush()
+        return claimed
+
+    def _claim(self, limit: int) -> list[Claimed]:
         if not limit or not self._look_at_rules():
             return []
         chosen: list[tuple[Head, int]] = []
@@ -104,7 +119,7 @@ class Claims:
         self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
 
     def _look_at_rules(self) -> bool:
-        """Read pauses, and whether there are breakers; False when everything is paused."""
+        """Read pauses; False when everything is paused."""
         for key, _ in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition(SEPARATOR)
             if not org_id and not type_name:
@@ -113,7 +128,6 @@ class Claims:
                 self._paused_types.add((org_id, type_name))
             else:
                 self._paused_orgs.add(org_id)
-        self._has_circuits = bool(CIRCUITS.scan(self._transaction, limit=1))
         return True
 
     # ---- choosing ------------------------------------------------------------------------------
@@ -234,13 +248,11 @@ class Claims:
             ordering.park(self._transaction, record.message_id, PAUSED)
         elif OPERATION in head.payload:
             body = body_of(head.payload)
-            may_run = (
-                self._is_next(head) and self._operation_admits(head, body) and self._service_admits(head)
-            )
+            may_run = self._is_next(head) and self._operation_admits(head, body) and self._admits(head)
             if may_run:
                 self._operations.enter(head, body)
                 return True
-        elif self._is_next(head) and self._service_admits(head):
+        elif self._is_next(head) and self._admits(head):
             return True
         self._held_back += 1
         return False
@@ -262,44 +274,78 @@ class Claims:
         """Whether no operation that is under way conflicts with that of a message."""
         return self._operations.admits(head, body)
 
-    def _service_admits(self, head: Head) -> bool:
-        if not self._has_circuits:
-            return True
-        service = self._service_of(head)
-        circuit = self._circuit(service)
-        if circuit is None or circuit.state == "closed":
-            return True
-        transaction, record, now = self._transaction, head.record, self._transaction.steady_ns
-        if breaker.admits(circuit, record.message_id, now):
-            circuit = breaker.probed(circuit, record.message_id, now, self._lease_ns)
-            CIRCUITS.put(transaction, circuit, service)
-            self._circuits[service] = circuit
-            return True
-        reason = f"the breaker of service {service} is open"
-        if self._policy.breaker_of(service).on_open == "fail":
-            [leased] = transaction.lease([(head, record.lane)], self._worker_id, self._lease_ns)
-            self._end(
-                leased,
-                lambda one, moment: _required(
-                    lifecycle.fail(one, moment, leased.lease, reason, error_type="BreakerOpen", delay_ns=None)
-                ),
-            )
+    def _admits(self, head: Head) -> bool:
+        """Whether a message has its tokens, and its service may be called."""
+        if self._books is None or SPENDS not in head.payload:
+            return self._service_admits(head)
+        body = body_of(head.payload)
+        if body is None or not body.tokens:
+            return self._service_admits(head)
+        found = self._books.take(head.record, body)
+        if not isinstance(found, Grant):
+            self._hold_back(head, body, found)
             return False
-        delay_ns = breaker.wait_ns(circuit, now)
-        transaction.apply(
+        if not self._service_admits(head):
+            self._books.give_back(found)
+            return False
+        self._grants[head.record.message_id] = found, body
+        return True
+
+    def _hold_back(self, head: Head, body: Body, short: Short | None) -> None:
+        """No model has the tokens of a message. P0 fails at once when all are exhausted; others wait."""
+        books, rules, record = self._books, self._policy.token_rules, head.record
+        assert books is not None  # noqa: S101 - for the type checker: there are budgets
+        assert rules is not None  # noqa: S101 - the same
+        if short is None:
+            self._fail(head, _never(body, rules), "TokensExhausted")
+            return
+        books.refuse(record, body)
+        reason = short_text(body, rules, record.priority)
+        if record.priority == 0 and short.is_exhausted:
+            self._fail(head, reason, "TokensExhausted")
+            return
+        delay_ns = short.due_ns - self._transaction.steady_ns
+        if rules.shortage == "queue":
+            delay_ns = min(delay_ns, QUEUE_LOOK_NS)
+        self._defer(record, delay_ns, reason)
+
+    def _fail(self, head: Head, reason: str, error_type: str) -> None:
+        """Make a message a dead letter without running it."""
+        [leased] = self._transaction.lease([(head, head.record.lane)], self._worker_id, self._lease_ns)
+        self._end(
+            leased,
+            lambda one, moment: _required(
+                lifecycle.fail(one, moment, leased.lease, reason, error_type=error_type, delay_ns=None)
+            ),
+        )
+
+    def _defer(self, record: Record, delay_ns: int, reason: str) -> None:
+        self._transaction.apply(
             ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
         )
+
+    def _service_admits(self, head: Head) -> bool:
+        if not self._breakers.any:  # then no message has to be decoded here
+            return True
+        service = self._service_of(head)
+        if service is None:
+            return True
+        record = head.record
+        circuit = self._breakers.held_by(service, record.message_id)
+        if circuit is None:
+            self._breakers.let_through(service, record.message_id, self._lease_ns)
+            return True
+        reason = f"the breaker of service {service.name} is open"
+        if self._policy.breaker_of(service.name).on_open == "fail":
+            self._fail(head, reason, "BreakerOpen")
+            return False
+        self._defer(record, breaker.wait_ns(circuit, self._transaction.steady_ns), reason)
         return False
 
-    def _circuit(self, service: str) -> Circuit | None:
-        if service not in self._circuits:
-            self._circuits[service] = CIRCUITS.get(self._transaction, service) if service else None
-        return self._circuits[service]
-
-    def _service_of(self, head: Head) -> str:
+    def _service_of(self, head: Head) -> Service | None:
         body = body_of(head.payload)
         named = "" if body is None else body.service
-        return named or self._services.get(head.type, "")
+        return service_called(org_of(head.record.queue), named, self._services.get(head.type, ""))
 
     # ---- leasing -------------------------------------------------------------------------------
 
@@ -311,6 +357,8 @@ class Claims:
             [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
         self._operations.leased(leased)
+        if self._grants:
+            return self._with_tokens(chosen, leased)
         return [
             Claimed(
                 record, head.type, head.parent_message_id, body_of(head.payload), head.payload,
@@ -318,6 +366,30 @@ class Claims:
             )
             for (head, lane), record in zip(chosen, leased, strict=True)
         ]  # fmt: skip
+
+    def _with_tokens(self, chosen: list[tuple[Head, int]], leased: list[Record]) -> list[Claimed]:
+        """The same for messages of which some have tokens: those are tied to the leases."""
+        claimed: list[Claimed] = []
+        held: list[tuple[Record, Grant]] = []
+        for (head, lane), record in zip(chosen, leased, strict=True):
+            grant, body = self._grants.get(record.message_id, (None, None))
+            if grant is not None:
+                held.append((record, grant))
+            else:
+                body = body_of(head.payload)
+            promoted = head.record.lane > lane
+            claimed.append(
+                Claimed(record, head.type, head.parent_message_id, body, head.payload, promoted, grant)
+            )
+        if self._books is not None:
+            self._books.hold(held)
+        return claimed
+
+
+def _never(body: Body, rules: TokenRules) -> str:
+    if not rules.candidates(body.models):
+        return f"none of its models has a budget: {', '.join(body.models)}"
+    return f"its {body.tokens} tokens are more than any of its models can give"
 
 
 def _required(step: Step | None) -> Step:

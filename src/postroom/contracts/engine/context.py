@@ -1,7 +1,7 @@
 """What a handler gets besides its message: progress, streams, effects, children, cancellation."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,15 +14,18 @@ from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
 from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
 from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.sandbox.sandbox import Sandbox
-from postroom.contracts.task_input import checked_text
+from postroom.contracts.task_input import checked_text, encoded
+from postroom.core import tokens
 from postroom.core.advice import ReversalClass
 from postroom.core.times import utc_text
-from postroom.errors import EffectUnknown, InvalidMessage
+from postroom.core.tokens import Grant
+from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
 EFFECT_KEY_CHARS_MAX = 512
+EFFECT_BYTES_MAX = 64 * 1024
 USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
@@ -33,8 +36,16 @@ Call = Callable[[], Any]
 class Context:
     """One attempt of a message, for an `async` handler."""
 
-    def __init__(self, core: "EngineCore", message: Message, lease: int, attempt: int) -> None:
+    def __init__(
+        self,
+        core: "EngineCore",
+        message: Message,
+        lease: int,
+        attempt: int,
+        grant: Grant | None = None,
+    ) -> None:
         self._core = core
+        self._grant = grant
         self._lease = lease
         self._index = 0
         self.message = message
@@ -76,9 +87,9 @@ class Context:
         checked_text("model", model)
         for name, value in (("tokens_in", tokens_in), ("tokens_out", tokens_out)):
             if type(value) is not int or not 0 <= value <= USAGE_MAX:
-                raise InvalidMessage(f"{name} must be a whole number from 0 to {USAGE_MAX}, not {value!r}")
+                raise InvalidMessage(f"{name} must be a whole number up to {USAGE_MAX}, not {shown(value)}")
         if type(cost_usd) not in (int, float) or not 0 <= cost_usd <= USAGE_MAX:
-            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {cost_usd!r}")
+            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {shown(cost_usd)}")
         used = self.used or Usage()
         self.used = Usage(
             model or used.model,
@@ -86,6 +97,57 @@ class Context:
             used.tokens_out + tokens_out,
             used.cost_usd + cost_usd,
         )
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> str:
+        """The model whose tokens are reserved; without a reservation, the first one of `models`."""
+        if self._grant is not None:
+            return self._grant.model
+        return self.message.models[0] if self.message.models else ""
+
+    @property
+    def provider(self) -> str:
+        """The provider of the reserved model."""
+        return "" if self._grant is None else self._grant.provider
+
+    @property
+    def tokens(self) -> int:
+        """The reserved tokens that are left."""
+        return 0 if self._grant is None else max(0, self._grant.tokens - self._spent)
+
+    @property
+    def _spent(self) -> int:
+        return 0 if self.used is None else self.used.tokens_in + self.used.tokens_out
+
+    def use_tokens(self, n: int) -> int:
+        """Count tokens as used. Returns how many are left of the reservation.
+
+        Raises `TokensExhausted` when the reservation does not hold them: it is used up then.
+        """
+        if type(n) is not int or not 0 <= n <= USAGE_MAX:
+            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {n!r}")
+        is_over = self._grant is not None and n > self.tokens
+        self.usage(model=self.model, tokens_out=self.tokens if is_over else n)
+        if is_over and self._grant is not None:
+            message_id = self.message.message_id
+            used_up = f"message {message_id} has used up its {self._grant.tokens} tokens of {self.model}"
+            raise TokensExhausted(message_id, "PROCESSING", [], used_up)
+        return self.tokens
+
+    async def provider_headers(self, headers: Mapping[str, str]) -> None:
+        """Tell the budgets what the answer of the provider said: `x-ratelimit-*` and `retry-after`."""
+        grant = self._grant
+        if grant is None:
+            return
+        if not isinstance(headers, Mapping):
+            raise InvalidMessage(f"headers must be names with values, not {type(headers).__name__}")
+
+        def work(operations: Operations, wall_us: int) -> None:
+            operations.observe(grant.provider, grant.model, tokens.observed(headers, wall_us))
+
+        await self._core.write_at(work)
 
     async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
         """Submit a child: it inherits organization, goal, trace and the limits of the goal."""
@@ -137,6 +199,7 @@ class Context:
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
             )
+        _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
         if reversal_class is None:
             reversal_class = await reversal_class_of(self._core, self.message, key, reversal)
@@ -157,9 +220,7 @@ class Context:
         except _UNCERTAIN:
             raise
         except Exception:
-            await self._write(
-                lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
-            )
+            await self._drop(key)
             raise
         return await self._end(key, outcome)
 
@@ -195,13 +256,32 @@ class Context:
         return await prompt_additions(self._core, self.message)
 
     async def _end(self, key: str, outcome: Any) -> Any:
+        _check_size("the outcome", key, outcome)
         await self._write(
             lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
         )
         return outcome
 
+    async def _drop(self, key: str) -> None:
+        await self._write(
+            lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
+        )
+
     async def _write(self, work: Callable[[Operations], Any]) -> Any:
         return await self._core.write(work, makes_room=True)
+
+
+def _check_size(what: str, key: str, value: Any) -> None:
+    """Refuse a value that the store cannot hold. An outcome that is refused leaves the intent behind."""
+    name = f"{what} of effect {shown(key)}"
+    try:
+        size = len(encoded(name, value))
+    except InvalidMessage as error:
+        raise ValidationError(str(error)) from None
+    if size > EFFECT_BYTES_MAX:
+        raise ValidationError(
+            f"{name} has {size} bytes, and at most {EFFECT_BYTES_MAX} are kept: return less, such as an id"
+        )
 
 
 async def _called(call: Callable[[], Any]) -> Any:
@@ -234,6 +314,29 @@ class ThreadContext:
     def usage(self, **facts: Any) -> None:
         """As `Context.usage`."""
         self._context.usage(**facts)
+
+    @property
+    def model(self) -> str:
+        """As `Context.model`."""
+        return self._context.model
+
+    @property
+    def provider(self) -> str:
+        """As `Context.provider`."""
+        return self._context.provider
+
+    @property
+    def tokens(self) -> int:
+        """As `Context.tokens`."""
+        return self._context.tokens
+
+    def use_tokens(self, n: int) -> int:
+        """As `Context.use_tokens`."""
+        return self._context.use_tokens(n)
+
+    def provider_headers(self, headers: Mapping[str, str]) -> None:
+        """As `Context.provider_headers`."""
+        self._wait(self._context.provider_headers(headers))
 
     def submit(self, *, type: str, payload: Any, **fields: Any) -> Any:  # noqa: A002
         """As `Context.submit`; returns a handle that blocks."""

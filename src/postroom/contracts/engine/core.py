@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 from postroom.contracts.engine.commits import Commits
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
-from postroom.contracts.engine.messages import Prepared, Registry
+from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
-from postroom.contracts.goals import retention
+from postroom.contracts.engine.retention import Purge
+from postroom.contracts.goals.retention import purge as purge_goals
 from postroom.contracts.sandbox.pools import Sandboxes
-from postroom.contracts.task_input import checked_id
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
-from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError, UnknownTask
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError
 from postroom.message import Stored, org_of
 from postroom.nudges.notifier import QUIET_S, Notifier
-from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
+from postroom.stores.base import FOREVER_NS, Ending
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 READY = ".engine"  # no agent has a name that begins with a dot
 REFUSALS_NOTED_S = 1.0  # refused submits of one organization become at most one event in this time
-PURGE_ROUNDS = 4
 
 
 class EngineCore:
@@ -56,11 +55,14 @@ class EngineCore:
         self._endings = Endings()
         self._notifier = Notifier(notifier_folder(store.url))
         self._refusals: dict[str, tuple[float, int]] = {}
-        self._purged_to = 0
-        self._keys_purged_to = ""
-        self._cells_purged_to: dict[str, str] = {}
+        self._purge = Purge(self)
         self._goals_purged_to: dict[str, str] = {}
         store.add_commit_listener(self._committed)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the store belongs to this process: a forked process has a copy of it."""
+        return self.store.url.startswith("memory:")
 
     def share(self, other: "EngineCore") -> None:
         """Use the types, handlers and services of another engine, also those registered later."""
@@ -125,7 +127,7 @@ class EngineCore:
         )
 
     async def write_at(self, work: Callable[[Operations, int], T]) -> T:
-        """As `_write`, with the time of the commit for people."""
+        """As `write`, with the wall-clock time of the commit."""
         policy = self.policy
         return await self._commits.write(
             lambda transaction: work(Operations(transaction, policy), transaction.wall_us), makes_room=True
@@ -142,20 +144,10 @@ class EngineCore:
         return await self.read(lambda operations: operations.loaded(message_id))
 
     async def purge(self) -> None:
-        for _ in range(PURGE_ROUNDS):
-            self._purged_to = await self.write(
-                lambda operations: operations.purge(self._purged_to, PURGE_BATCH_MAX), makes_room=True
-            )
-            if not self._purged_to:
-                break
-        self._keys_purged_to = await self.write(
-            lambda operations: operations.purge_keys(self._keys_purged_to), makes_room=True
-        )
-        self._cells_purged_to = await self.write(
-            lambda operations: operations.purge_cells(self._cells_purged_to), makes_room=True
-        )
+        """Forget what has passed its retention. Workers do this by themselves."""
+        await self._purge.run()
         self._goals_purged_to = await self.write_raw(
-            lambda transaction: retention.purge(transaction, self._goals_purged_to), makes_room=True
+            lambda transaction: purge_goals(transaction, self._goals_purged_to), makes_room=True
         )
 
     # ---- waking up -----------------------------------------------------------------------------
@@ -196,7 +188,7 @@ class EngineCore:
 
     async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
         """Return when a message has ended. Raises `TimeoutError`."""
-        checked_id(message_id)
+        checked_message_id(message_id)
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
         with self._notifier.subscribed(TASK_ENDED, partial(self._endings.ring, [message_id])):
             pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
@@ -214,9 +206,9 @@ class EngineCore:
                 pause_s = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
     async def has_ended(self, message_id: str) -> bool:
-        [record] = await self._commits.read(lambda transaction: transaction.find(ByIds((message_id,))))
-        if not org_of(record.queue):
-            raise UnknownTask(message_id)
+        record = await self._commits.read(lambda transaction: transaction.record(message_id))
+        if record is None or not org_of(record.queue):
+            raise unknown_message(message_id)
         return record.state in lifecycle.ENDED
 
     async def wait_for_news(self, message_id: str, pause_s: float) -> None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from postroom.contracts.engine.messages import decode_body, message_of
+from postroom.contracts.engine.messages import checked_message_id, decode_body, message_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import error_history
 from postroom.contracts.goals.questions import patterns
-from postroom.contracts.task_input import checked_id
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
-from postroom.errors import InvalidMessage, UnknownTask, WrongState
+from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
 from postroom.message import Record, Stored
 
 if TYPE_CHECKING:
@@ -31,13 +30,14 @@ MAX_RETRIES_EXCEEDED = "Max retries exceeded"
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A message that nobody will be given again, unless it is replayed."""
+    """A message that no worker gets again unless it is replayed."""
 
     message_id: str
     original_message: dict[str, Any]
     failure_reason: str
     error_history: list[dict[str, Any]]
     can_replay: bool
+    """Whether a replay can run the message; a quarantined one is replayed only by its id."""
     dlq_timestamp: str
     state: str = "DEAD_LETTER"
     original_bytes: bytes = b""
@@ -88,9 +88,9 @@ class DeadLetters:
         Without ids, the filters choose, and quarantined messages stay. `dry_run` only returns the ids.
         """
         if priority is not None and (type(priority) is not int or not 0 <= priority <= 3):  # noqa: PLR2004
-            raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {priority!r}")
+            raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {shown(priority)}")
         if rate_per_s is not None and (type(rate_per_s) not in (int, float) or not rate_per_s > 0):
-            raise InvalidMessage(f"rate_per_s must be a positive number, not {rate_per_s!r}")
+            raise InvalidMessage(f"rate_per_s must be a positive number, not {shown(rate_per_s)}")
         chosen = await self._chosen(message_ids, filters, replayed=True)
         if dry_run:
             return chosen
@@ -117,11 +117,15 @@ class DeadLetters:
             if isinstance(message_ids, str):
                 message_ids = [message_ids]
             if not isinstance(message_ids, Iterable):
-                raise InvalidMessage(f"message_ids must be a list of ids, not {message_ids!r}")
-            given = dict.fromkeys(map(checked_id, message_ids))  # an id that is given twice counts once
+                raise InvalidMessage(f"message_ids must be a list of ids, not {shown(message_ids)}")
+            given = dict.fromkeys(map(checked_message_id, message_ids))  # a repeated id counts once
             return [(await self.show(message_id)).message_id for message_id in given]
         found = await self.list(**filters)
-        return [letter.message_id for letter in found if letter.can_replay or not replayed]
+        return [
+            letter.message_id
+            for letter in found
+            if not replayed or (letter.can_replay and letter.state == "DEAD_LETTER")
+        ]
 
 
 def _replay(operations: Operations, message_id: str, priority: int | None) -> None:
@@ -138,7 +142,7 @@ def checked_filters(filters: dict[str, Any]) -> Filters:
     try:
         wanted = msgspec.convert(filters, Filters)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise InvalidMessage(f"a filter of dead letters does not fit: {error}") from None
+        raise InvalidMessage(f"a filter of dead letters does not fit: {clipped(error)}") from None
     if not 1 <= wanted.limit <= LETTERS_MAX:
         raise InvalidMessage(f"limit must be from 1 to {LETTERS_MAX}, not {wanted.limit}")
     return wanted
@@ -172,7 +176,7 @@ def _us(moment: Any) -> int:
         return 0
     value = parse_utc(moment) if isinstance(moment, str) else moment
     if not isinstance(value, datetime):
-        raise InvalidMessage(f"since and until are times, not {moment!r}")
+        raise InvalidMessage(f"since and until are times, not {shown(moment)}")
     return epoch_ns_of(value) // 1000
 
 
@@ -182,7 +186,7 @@ def letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
     if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
         state = stored.record.state
         raise WrongState(
-            message_id, "replay", state, f"message {message_id!r} is no dead letter: it is {state}"
+            message_id, "replay", state, f"message {shown(message_id)} is no dead letter: it is {state}"
         )
     return _letter(operations, stored)
 
@@ -195,7 +199,7 @@ def _letter(operations: Operations, stored: Stored) -> DeadLetter:
         original_message=original or {},
         failure_reason=_reason(record, stored),
         error_history=error_history(stored),
-        can_replay=record.state == "DEAD_LETTER" and original is not None,
+        can_replay=original is not None,
         dlq_timestamp=utc_text(record.ended_us * 1000),
         state=record.state,
         original_bytes=b"" if original is not None else stored.envelope.payload,

@@ -10,7 +10,7 @@ class Endings:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
     def add(self, message_id: str) -> "asyncio.Future[None]":
-        """A future that is done when the message has ended, or when somebody should look."""
+        """A future that is done when the message may have ended: the caller looks at the store."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(message_id, set()).add(future)
         return future
@@ -23,7 +23,7 @@ class Endings:
             self._waiting.pop(message_id, None)
 
     def ring(self, message_ids: list[str]) -> None:
-        """Wake who waits for these messages. From any thread."""
+        """Wake the coroutines that wait for these messages. May be called from any thread."""
         for message_id in message_ids:
             for future in list(self._waiting.get(message_id, ())):
                 future.get_loop().call_soon_threadsafe(_done, future)

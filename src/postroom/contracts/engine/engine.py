@@ -16,10 +16,11 @@ from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.dlq import DeadLetters
 from postroom.contracts.engine.explanation import explain
 from postroom.contracts.engine.handle import Handle
-from postroom.contracts.engine.handlers import Handler, checked_handler
+from postroom.contracts.engine.handlers import Handler, check_shape, checked_handler
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.token_status import Tokens
 from postroom.contracts.engine.worker import DRAIN_S, Worker
 from postroom.contracts.goals.adviser import Adviser
 from postroom.contracts.goals.context import ContextProvider, GoalContextProvider
@@ -33,7 +34,7 @@ from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.task_input import checked_text
 from postroom.core.names import is_name
 from postroom.core.versions import Migration
-from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.errors import InvalidMessage, InvalidSetting, clipped, shown
 from postroom.stores.open import open_store
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
@@ -60,6 +61,7 @@ class Engine(Closing):
         rules = Policy() if policy is None else policy
         self._core = self._new_core(store, rules if adviser is None else replace(rules, adviser=adviser))
         self.dlq = DeadLetters(self._core)
+        self.tokens = Tokens(self._core)
         self.blocking = Blocking(self)
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
@@ -128,7 +130,7 @@ class Engine(Closing):
         `falkordb://host:port/name`, when it is not in the store.
         """
         if not isinstance(url, str):
-            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {url!r}")
+            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
         return cls(open_store(url, clock=clock), policy, adviser=adviser, graph=graph)
 
     # ---- types and handlers --------------------------------------------------------------------
@@ -144,8 +146,11 @@ class Engine(Closing):
             try:
                 handler = checked_handler(Handler(run=run, **options))
             except TypeError as error:
-                raise InvalidSetting(f"an option of the handler does not fit: {error}") from None
+                raise InvalidSetting(f"an option of the handler does not fit: {clipped(error)}") from None
             self.register_type(type, payload=handler.payload)
+            if type in self._core.handlers:
+                name = getattr(self._core.handlers[type].run, "__name__", "a function")
+                raise InvalidSetting(f"type {type} has a handler already: {name}")
             self._core.handlers[type] = handler
             self._core.services[type] = handler.service
             return run
@@ -155,7 +160,8 @@ class Engine(Closing):
     def register_type(self, type: str, *, payload: Any = None) -> None:  # noqa: A002
         """Accept messages of this type, with payloads of this shape. None accepts any JSON object."""
         if not isinstance(type, str) or not is_name(type):
-            raise InvalidSetting(f"a message type is a name, not {type!r}")
+            raise InvalidSetting(f"a message type is a name, not {shown(type)}")
+        check_shape(payload)
         if payload is not None or type not in self._core.registry.types:
             self._core.registry.types[type] = payload
 
@@ -195,7 +201,8 @@ class Engine(Closing):
 
         Also: priority (0 to 3), agent_id, user_id, goal_id, task_id, parent_message_id, created_by,
         idempotency_key, ordering_key, on_dead, delay_s, expires_at, max_retries, service, context, metadata,
-        resource_limits, token_needs, model_preferences, traceparent, tracestate, version, durability.
+        resource_limits, tokens, models, token_needs, model_preferences, traceparent, tracestate, version,
+        durability.
         """
         [handle] = await self.submit_many([fields])
         return handle
@@ -217,7 +224,7 @@ class Engine(Closing):
         if worker_id is not None:
             checked_text("worker_id", worker_id)
         if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
-            raise InvalidSetting(f"concurrency must be a whole number from 1 on, not {concurrency!r}")
+            raise InvalidSetting(f"concurrency must be a whole number from 1 on, not {shown(concurrency)}")
         worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
         self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
         return self._run(worker)
@@ -250,7 +257,7 @@ class Engine(Closing):
         return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
 
     async def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more. Its running handler is cancelled within a second.
+        """Cancel a message. Its running handler is cancelled within a second.
 
         Raises `WrongState` when the message has ended.
         """
@@ -284,7 +291,7 @@ class Engine(Closing):
     def _check_scope(self, org_id: str, type_name: str) -> None:
         for name, value in (("org_id", org_id), ("type", type_name)):
             if not isinstance(value, str) or (value and not is_name(value)):
-                raise InvalidMessage(f"{name} must be a name, not {value!r}")
+                raise InvalidMessage(f"{name} must be a name, not {shown(value)}")
 
     def handle(self, message_id: str) -> Handle:
         """The handle of a message that was submitted earlier."""
@@ -306,7 +313,7 @@ class Engine(Closing):
         return InlineEngine(self)
 
     def close(self) -> None:
-        """Close files and threads. The engine can be used again; it opens them anew."""
+        """Close files and threads. The next call opens them again."""
         self.blocking.close()
         self._place.close()
         self._core.close()

@@ -6,14 +6,17 @@ import msgspec
 
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.admission import ALL
-from postroom.contracts.engine.cells import CIRCUITS, PAUSES, SEPARATOR
+from postroom.contracts.engine.breakers import Breakers, service_called
+from postroom.contracts.engine.cells import PAUSES, SEPARATOR
 from postroom.contracts.engine.messages import Body, decode_body
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.results import error_history
+from postroom.contracts.engine.tokens import TokenBooks, short_text
 from postroom.core import poison
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.core.tokens import Short
 from postroom.message import Record, Stored, org_of
 from postroom.stores.base import LANE_COUNTS
 from postroom.stores.transaction import Transaction
@@ -56,7 +59,7 @@ def _why_ended(stored: Stored) -> str:
         case "EXPIRED":
             return ": it waited longer than its expires_at allowed."
         case "CANCELLED":
-            return ": somebody cancelled it."
+            return ": it was cancelled."
         case _:
             return f" since {EPOCH + record.ended_us * MICROSECOND:%Y-%m-%d %H:%M:%S} UTC: it is done."
 
@@ -98,11 +101,17 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
     if poison.is_poison(record, policy.poison_crashes):
         return ": it crashed too often while it ran alone (poison). The next claim quarantines it."
     body = _body(stored)
-    service = (body.service if body else "") or services.get(kind, "")
-    circuit = CIRCUITS.get(transaction, service) if service else None
-    if circuit is not None and circuit.state != "closed":
+    service = service_called(org_id, body.service if body else "", services.get(kind, ""))
+    circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None
+    if circuit is not None and service is not None:
         left_s = max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S
-        return f": the breaker of service {service} is {circuit.state}. A probe is allowed in {left_s:.0f} s."
+        return (
+            f": the breaker of service {service.name} is {circuit.state}. "
+            f"A probe is allowed in {left_s:.0f} s."
+        )
+    short = _why_short(transaction, policy, record, body)
+    if short:
+        return short
     if not operations.workers():
         return f": no worker is running. Start one with `postroom engine work`.{_expiry(record, transaction)}"
     ahead = _ahead(transaction, record)
@@ -110,6 +119,18 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
         f" with priority P{record.lane}: {ahead} messages of its organization are before it. "
         f"It runs when a worker is free.{_expiry(record, transaction)}"
     )
+
+
+def _why_short(transaction: Transaction, policy: Policy, record: Record, body: Body | None) -> str:
+    """Which token budget would hold a message now; empty when none does."""
+    rules = policy.token_rules
+    if rules is None or body is None or not body.tokens:
+        return ""
+    found = TokenBooks(transaction, rules).decide(record, body, prunes=False)
+    if not isinstance(found, Short):
+        return ""
+    wait_s = max(0, found.due_ns - transaction.steady_ns) / NANOS_PER_S
+    return f": {short_text(body, rules, record.priority)}. They are filled again in {wait_s:.0f} s."
 
 
 def _ahead(transaction: Transaction, record: Record) -> int:

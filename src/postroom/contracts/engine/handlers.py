@@ -8,10 +8,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import Outcome, Usage
 from postroom.contracts.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
+from postroom.core.lifecycle import ERROR_CHARS_MAX
 from postroom.core.retry import RATE_LIMIT_S, Retry
 from postroom.errors import (
     EffectUnknown,
@@ -21,13 +23,16 @@ from postroom.errors import (
     Overloaded,
     RateLimited,
     SandboxUnavailable,
+    TokensExhausted,
     ValidationError,
+    clipped,
+    shown,
 )
 from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
-_FINAL = (ValidationError, EffectUnknown, GuardTripped)
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted)
 """Errors that another attempt would meet again."""
 
 Pool = Literal["thread", "process"]
@@ -68,16 +73,19 @@ def _takes_two(run: Callable[..., Any]) -> bool:
 def checked_handler(handler: Handler) -> Handler:
     """The handler itself, or an error that says what does not fit."""
     if not callable(handler.run):
-        raise InvalidSetting(f"a handler is a function, not {handler.run!r}")
+        raise InvalidSetting(f"a handler is a function, not {shown(handler.run)}")
     if not _takes_two(handler.run):
         raise InvalidSetting("a handler takes two arguments: the message and its context")
     if handler.retry is not None and not isinstance(handler.retry, Retry):
-        raise InvalidSetting(f"retry must be a Retry, such as Retry(max_retries=3), not {handler.retry!r}")
+        raise InvalidSetting(
+            f"retry must be a Retry, such as Retry(max_retries=3), not {shown(handler.retry)}"
+        )
     if handler.timeout_s is not None and not 0 < handler.timeout_s <= TIMEOUT_S_MAX:
-        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {handler.timeout_s!r}")
+        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {shown(handler.timeout_s)}")
     if handler.pool not in ("thread", "process"):
-        raise InvalidSetting(f'pool must be "thread" or "process", not {handler.pool!r}')
+        raise InvalidSetting(f'pool must be "thread" or "process", not {shown(handler.pool)}')
     _check_types(handler)
+    check_shape(handler.payload)
     if handler.batch < 1 or (handler.batch > 1 and handler.pool == "process"):
         raise InvalidSetting("batch must be at least 1, and a batch runs in the worker itself")
     return handler
@@ -85,13 +93,23 @@ def checked_handler(handler: Handler) -> Handler:
 
 def _check_types(handler: Handler) -> None:
     checked_text("service", handler.service)
-    if handler.retry is not None and not isinstance(handler.retry, Retry):
-        raise InvalidSetting(f"retry must be a Retry, not {handler.retry!r}")
     if type(handler.batch) is not int:
-        raise InvalidSetting(f"batch must be a whole number, not {handler.batch!r}")
+        raise InvalidSetting(f"batch must be a whole number, not {shown(handler.batch)}")
     within_ms = handler.within_ms
     if type(within_ms) not in (int, float) or not 0 <= within_ms <= TIMEOUT_S_MAX * 1000:
-        raise InvalidSetting(f"within_ms must be a number of milliseconds, not {within_ms!r}")
+        raise InvalidSetting(f"within_ms must be a number of milliseconds, not {shown(within_ms)}")
+
+
+def check_shape(payload: Any) -> None:
+    """Raise unless payloads can be decoded as this type."""
+    if payload is None:
+        return
+    try:
+        msgspec.json.Decoder(payload)
+    except (TypeError, ValueError) as error:
+        raise InvalidSetting(
+            f"payload must be a type, such as a msgspec.Struct, not {shown(payload)}: {clipped(error)}"
+        ) from None
 
 
 def timeout_of(handler: Handler, message: Message) -> float | None:
@@ -150,6 +168,10 @@ def completed(claimed: Claimed, handler: Handler, result: Any, usage: Usage | No
     )  # fmt: skip
 
 
+CUT: Final = {"cut_at": "tokens"}
+"""The result of a stream that used up its reservation."""
+
+
 def _check_size(data: bytes) -> None:
     if len(data) > RESULT_BYTES_MAX:
         raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
@@ -163,6 +185,7 @@ def failed(
     spread: float = 0.0,
     keeps_priority: bool = False,
     error_type: str = "",
+    usage: Usage | None = None,
 ) -> Outcome:
     """The handler raised."""
     record = claimed.record
@@ -177,16 +200,18 @@ def failed(
         kind="failed",
         message_id=record.message_id,
         lease=record.lease,
-        error=_text_of(error) or type(error).__name__,
+        error=_text_of(error)[:ERROR_CHARS_MAX] or type(error).__name__,
         error_type=error_type or type(error).__name__,
         is_final=is_final,
         retry_in_s=retry_in_s,
         keeps_priority=keeps_priority,
         spread=spread,
         type=claimed.type,
-        service="" if handler is None else service_of(claimed, handler),
+        service=None if handler is None else service_of(claimed, handler),
         counts_for_breaker=not isinstance(error, (*_FINAL, RateLimited, Overloaded)),
         body=claimed.body,
+        usage=usage,
+        grant=claimed.grant,
     )
 
 
@@ -204,9 +229,10 @@ def deferred(claimed: Claimed, error: SandboxUnavailable) -> Outcome:
     )  # fmt: skip
 
 
-def service_of(claimed: Claimed, handler: Handler) -> str:
+def service_of(claimed: Claimed, handler: Handler) -> Service | None:
     """The service that an attempt calls."""
-    return (claimed.body.service if claimed.body is not None else "") or handler.service
+    named = "" if claimed.body is None else claimed.body.service
+    return service_called(org_of(claimed.record.queue), named, handler.service)
 
 
 def _text_of(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """An engine for tests of handlers: in memory, on a clock that tests move, and without background work."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -27,7 +28,9 @@ LOOK_S = 0.001  # how often a wait looks whether another wait has run its messag
 
 
 class InlineWorker(Worker):
-    """Runs every handler in this process: what another process writes to a store in memory is lost."""
+    """Runs every handler in this process, so that a debugger and a test see what it does."""
+
+    failure_level = logging.INFO  # tests let handlers fail on purpose
 
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         call = self._batches.call if handler.batch > 1 else self._call

@@ -43,16 +43,21 @@ class MessageInfo(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nobody will work on it any more."""
+        """Whether the message is delivered no more."""
         return self.state in lifecycle.ENDED
 
 
 class BreakerStatus(msgspec.Struct, frozen=True):
-    """The breaker of one service."""
+    """The breakers of one service."""
 
     state: breaker.BreakerState
+    """That of the breaker that stays open longest."""
     opens_again_s: float = 0.0
     """How long an open breaker stays open."""
+    organizations: list[str] = []
+    """The organizations whose own breaker is not closed. Empty when the breaker of all of them is open."""
+    is_declared: bool = True
+    """Whether a handler declares the service; else only messages name it."""
 
 
 class OrganizationStatus(msgspec.Struct, frozen=True):
@@ -105,8 +110,8 @@ def info_of(operations: Operations, message_id: str) -> MessageInfo:
 # ---- status ----------------------------------------------------------------------------------------
 
 
-def status_of(operations: Operations, policy: Policy) -> EngineStatus:
-    """How the engine stands."""
+def status_of(operations: Operations, policy: Policy, org_id: str | None = None) -> EngineStatus:
+    """How the engine stands. With `org_id`, breakers are those that hold for this organization."""
     transaction = operations.transaction
     pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}
@@ -133,7 +138,7 @@ def status_of(operations: Operations, policy: Policy) -> EngineStatus:
         wanted_workers=admission.wanted_workers(
             len(workers), stage, promoted_share(workers), 0.0, policy.backpressure
         ),
-        breakers=_breakers(transaction),
+        breakers=_breakers(transaction, org_id),
         pauses=[{"org_id": org_id, "type": type_name} for org_id, type_name in pauses],
     )
 
@@ -166,14 +171,25 @@ def promoted_share(workers: Mapping[str, WorkerInfo]) -> float:
     return sum(info.promoted for info in workers.values()) / claims if claims else 0.0
 
 
-def _breakers(transaction: Transaction) -> dict[str, BreakerStatus]:
-    return {
-        service: BreakerStatus(
-            _shown(circuit, transaction.steady_ns),
-            max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S,
-        )
-        for service, circuit in CIRCUITS.all(transaction)
-    }
+def _breakers(transaction: Transaction, visible: str | None) -> dict[str, BreakerStatus]:
+    """The breakers by service, of all organizations or of one."""
+    of_service: dict[str, dict[str, breaker.Circuit]] = {}
+    for key, circuit in CIRCUITS.all(transaction):
+        org_id, _, service = key.partition(SEPARATOR)
+        if visible is None or org_id in (ALL, visible):
+            of_service.setdefault(service, {})[org_id] = circuit
+    return {service: _breaker(circuits, transaction.steady_ns) for service, circuits in of_service.items()}
+
+
+def _breaker(circuits: Mapping[str, breaker.Circuit], now_ns: int) -> BreakerStatus:
+    longest = max(circuits.values(), key=lambda one: (one.state != "closed", one.open_until))
+    held = {org_id for org_id, one in circuits.items() if one.state != "closed"}
+    return BreakerStatus(
+        _shown(longest, now_ns),
+        max(0, longest.open_until - now_ns) / NANOS_PER_S,
+        [] if ALL in held else sorted(held),
+        is_declared=ALL in circuits,
+    )
 
 
 def _shown(circuit: breaker.Circuit, now_ns: int) -> breaker.BreakerState:

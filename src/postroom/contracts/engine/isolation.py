@@ -1,6 +1,8 @@
-"""A handler in a process of its own: what crashes or must be killed there harms nobody else.
+"""A handler in a process of its own, where a crash or a kill harms no other message.
 
-The child is forked, so it knows every handler, also one that is defined inside a function.
+Rule 1: the child is forked, so it knows every handler, also one that is defined inside a function.
+Rule 2: the end of the child ends the call, also when a process that the handler started keeps the pipe open.
+Rule 3: a child that must be killed is killed with the processes that it started.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ _PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 65_536
 EXIT_S = 1.0  # a child that lives longer after it has closed its pipe is killed
 EXIT_LOOK_S = 0.001
+CHILD_LOOK_S = 0.05  # how often a child whose pipe is open is checked for its end
 
 
 class ProcessDied(PostroomError):
@@ -57,12 +60,13 @@ async def run_alone(call: Callable[[], bytes]) -> bytes:
     os.close(write_fd)
     status: int | None = None
     try:
-        data = await _read_all(read_fd)
-        status = await _exit_status(pid)
+        data, status = await _read_all(read_fd, pid)
+        if status is None:
+            status = await _exit_status(pid)
     finally:
         os.close(read_fd)
         if status is None:
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
             _, status = await asyncio.shield(asyncio.to_thread(os.waitpid, pid, 0))
     if status:
         raise ProcessDied(status)
@@ -74,6 +78,8 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
     code = 1
     try:
         os.close(read_fd)
+        with suppress(OSError):
+            os.setpgid(0, 0)
         with suppress(OSError, AttributeError):  # the child ends with its parent, also when that is killed
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
@@ -90,38 +96,58 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
         os._exit(code)
 
 
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError, PermissionError):  # the child was killed before it had a group
+        os.killpg(pid, signal.SIGKILL)
+
+
 async def _exit_status(pid: int) -> int | None:
     """The status of a child that has closed its pipe; None when it runs on, as a daemon would."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + EXIT_S
     while loop.time() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - it does not wait
-        if ended:
+        if (status := _ended(pid)) is not None:
             return status
         await asyncio.sleep(EXIT_LOOK_S)
     return None
 
 
-async def _read_all(fd: int) -> bytes:
-    """Everything up to the end of a pipe, without blocking the event loop."""
+def _ended(pid: int) -> int | None:
+    """The status of a child that has ended."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return status if ended else None
+
+
+async def _read_all(fd: int, pid: int) -> tuple[bytes, int | None]:
+    """Everything that a child writes, and its status if the child ended before its pipe was closed."""
     loop = asyncio.get_running_loop()
     os.set_blocking(fd, False)
     parts: list[bytes] = []
     done: asyncio.Future[None] = loop.create_future()
 
-    def readable() -> None:
+    def readable() -> bool:
+        """Read what is there; False when there is nothing."""
         try:
             part = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
-            return
+            return False
         if part:
             parts.append(part)
         elif not done.done():
             done.set_result(None)
+        return bool(part)
 
+    status: int | None = None
     loop.add_reader(fd, readable)
     try:
-        await done
+        while status is None and not done.done():
+            await asyncio.wait([done], timeout=CHILD_LOOK_S)
+            if not done.done():
+                status = _ended(pid)
+        while readable():
+            pass
     finally:
         loop.remove_reader(fd)
-    return b"".join(parts)
+    return b"".join(parts), status

@@ -30,8 +30,21 @@ from postroom.core.conflicts import Operation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, epoch_ns_of, parse_utc
+from postroom.core.tokens import TOKENS_MAX, TokenRules
 from postroom.core.versions import Migration
-from postroom.errors import InvalidMessage, InvalidName, PostroomError, UnknownType, ValidationError
+from postroom.errors import (
+    InvalidExpiry,
+    InvalidMessage,
+    InvalidName,
+    InvalidParent,
+    InvalidPriority,
+    PostroomError,
+    UnknownTask,
+    UnknownType,
+    ValidationError,
+    clipped,
+    shown,
+)
 from postroom.message import ENGINE_PREFIX, Durability, Envelope, Record
 
 PRIORITY_DEFAULT: Final = 2
@@ -47,18 +60,6 @@ TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]
 NO_PAYLOAD: Final = msgspec.Raw(b"null")
 
 CreatorType: TypeAlias = Literal["user", "agent", "system"]
-
-
-class InvalidPriority(InvalidMessage):
-    """A priority that is not a whole number from 0 to 3."""
-
-
-class InvalidExpiry(InvalidMessage):
-    """An expiry in the past, without a time zone, or before the end of the delay."""
-
-
-class InvalidParent(InvalidMessage):
-    """A message that names itself as its parent."""
 
 
 class CreatedBy(msgspec.Struct, frozen=True):
@@ -95,6 +96,10 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}
     model_preferences: list[str] = []
+    tokens: int = 0
+    """Tokens that are reserved when it is claimed."""
+    models: list[str] = []
+    """The models that it may use, the preferred one first; empty for any."""
     service: str = ""
     idempotency_key: str = ""
     ordering_key: str = ""
@@ -136,6 +141,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}
     model_preferences: list[str] = []
+    tokens: int = 0
+    models: list[str] = []
     service: str = ""
     idempotency_key: str = ""
     ordering_key: str = ""
@@ -169,6 +176,8 @@ class NewMessage(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: Any = None
     token_needs: Any = None
     model_preferences: Any = None
+    tokens: Any = 0
+    models: Any = None
     service: Any = ""
     idempotency_key: Any = None
     ordering_key: Any = None
@@ -231,7 +240,8 @@ class Registry:
         except PostroomError:
             raise
         except Exception as error:
-            text = f"the migration of version {fields.get('version')} failed: {type(error).__name__}: {error}"
+            what = f"{type(error).__name__}: {clipped(error)}"
+            text = f"the migration of version {fields.get('version')} failed: {what}"
             raise ValidationError(text) from error
 
     def _prepared(self, new: NewMessage, extra: dict[str, Any], policy: Policy, wall_us: int) -> Prepared:
@@ -249,6 +259,8 @@ class Registry:
         body = _body(new, extra, expires_us, payload, new.version or policy.version)
         check_durability(new.durability)
         priority = _priority(new.priority)
+        if policy.token_rules is not None and (body.tokens or body.models):
+            _check_budget(policy.token_rules, body, priority)
         durability: Durability = new.durability or ("os" if priority == 0 else "group")
         envelope = Envelope(
             queue=ENGINE_PREFIX + org_id,
@@ -282,7 +294,19 @@ class Registry:
         try:
             return msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
         except msgspec.DecodeError as error:
-            raise ValidationError(f"the payload of {type_name} does not fit: {error}") from None
+            raise ValidationError(f"the payload of {type_name} does not fit: {clipped(error)}") from None
+
+
+def unknown_message(message_id: object) -> UnknownTask:
+    """The error for an id that no message has, or none that the caller may see."""
+    return UnknownTask(message_id, f"there is no message {shown(message_id)}")  # type: ignore[arg-type]
+
+
+def checked_message_id(message_id: object) -> str:
+    """The id of a message. Raises `UnknownTask` for text that is not ASCII, because every id is."""
+    if not isinstance(message_id, str) or not message_id.isascii():
+        raise unknown_message(message_id)
+    return message_id
 
 
 def digest_of(type_name: str, payload: bytes) -> str:
@@ -335,6 +359,8 @@ def message_of(record: Record, type_name: str, parent: str, body: Body, payload:
         resource_limits=body.resource_limits,
         token_needs=body.token_needs,
         model_preferences=body.model_preferences,
+        tokens=body.tokens,
+        models=body.models,
         service=body.service,
         idempotency_key=body.idempotency_key,
         ordering_key=body.ordering_key,
@@ -351,7 +377,7 @@ def message_of(record: Record, type_name: str, parent: str, body: Body, payload:
 
 def _check_extra(extra: dict[str, Any], version: Any, current: str) -> None:
     if not versions.may_have_unknown_fields(version, current):
-        names = ", ".join(sorted(extra))
+        names = shown(", ".join(sorted(extra)))
         raise InvalidMessage(f"a message of version {version} has no field {names}")
     if len(extra) > EXTRA_FIELDS_MAX:
         raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
@@ -366,7 +392,9 @@ def _org(org_id: object) -> str:
 
 def _priority(priority: object) -> int:
     if type(priority) is not int or not 0 <= priority <= PRIORITY_LAST:
-        raise InvalidPriority(f"priority must be a whole number from 0 to {PRIORITY_LAST}, not {priority!r}")
+        raise InvalidPriority(
+            f"priority must be a whole number from 0 to {PRIORITY_LAST}, not {shown(priority)}"
+        )
     return priority
 
 
@@ -376,13 +404,13 @@ def _message_id(message_id: object) -> str:
     try:
         return str(uuid.UUID(message_id))  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError):
-        raise InvalidMessage(f"message_id must be a UUID, not {message_id!r}") from None
+        raise InvalidMessage(f"message_id must be a UUID, not {shown(message_id)}") from None
 
 
 def _delay_ns(delay_s: object) -> int:
     if isinstance(delay_s, bool) or not isinstance(delay_s, int | float) or not 0 <= delay_s <= DELAY_S_MAX:
         raise InvalidMessage(
-            f"delay_s must be a number of seconds from 0 to {DELAY_S_MAX:g}, not {delay_s!r}"
+            f"delay_s must be a number of seconds from 0 to {DELAY_S_MAX:g}, not {shown(delay_s)}"
         )
     return round(delay_s * NANOS_PER_S)
 
@@ -394,14 +422,14 @@ def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
         moment = _moment(expires_at)
         expires_us = epoch_ns_of(moment) // 1000
     except InvalidMessage as error:
-        raise InvalidExpiry(f"expires_at must be a time with a time zone: {error}") from None
+        raise InvalidExpiry(f"expires_at must be a time with a time zone: {clipped(error)}") from None
     if expires_us <= wall_us:
         raise InvalidExpiry(f"expires_at {moment.isoformat()} is in the past")
     if expires_us - wall_us > EXPIRES_S_MAX * 1_000_000:
         raise InvalidExpiry(f"expires_at {moment.isoformat()} is too far away: leave it out instead")
     if delay_ns // 1000 >= expires_us - wall_us:
         raise InvalidExpiry(
-            f"delay_s ends after expires_at {moment.isoformat()}: nobody would get the message"
+            f"delay_s ends after expires_at {moment.isoformat()}: the message would never be delivered"
         )
     return expires_us
 
@@ -419,7 +447,7 @@ def _retries(max_retries: object, type_name: str, policy: Policy) -> int:
         return policy.retry_of(type_name).max_retries
     if type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX:
         raise InvalidMessage(
-            f"max_retries must be a whole number from 0 to {RETRIES_MAX}, not {max_retries!r}"
+            f"max_retries must be a whole number from 0 to {RETRIES_MAX}, not {shown(max_retries)}"
         )
     return max_retries
 
@@ -427,7 +455,11 @@ def _retries(max_retries: object, type_name: str, policy: Policy) -> int:
 def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: bytes, version: str) -> Body:
     user_id, agent_id = _text("user_id", new.user_id), _text("agent_id", new.agent_id)
     if new.on_dead not in ("continue", "stop"):
-        raise InvalidMessage(f'on_dead must be "continue" or "stop", not {new.on_dead!r}')
+        raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(new.on_dead)}')
+    if new.on_dead == "stop" and new.ordering_key is None:
+        raise InvalidMessage(
+            'on_dead="stop" needs an ordering_key: a dead letter stops the messages of its key'
+        )
     return Body(
         payload=msgspec.Raw(payload),
         version=version,
@@ -442,6 +474,8 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         resource_limits=_resource_limits(new.resource_limits),
         token_needs=_object("token_needs", new.token_needs),
         model_preferences=_texts("model_preferences", new.model_preferences),
+        tokens=_tokens(new.tokens),
+        models=_texts("models", new.models),
         service=_text("service", new.service),
         idempotency_key=_key("idempotency_key", new.idempotency_key),
         ordering_key=_key("ordering_key", new.ordering_key),
@@ -464,9 +498,29 @@ def _operation(value: object) -> Operation | None:
         raise InvalidMessage(str(error)) from None
 
 
+def _tokens(tokens: object) -> int:
+    if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
+        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {tokens!r}")
+    return tokens
+
+
+def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
+    """Refuse models without a budget, and more tokens than any of the models can ever give."""
+    unknown = [name for name in body.models if name not in rules.named]
+    if unknown:
+        known = ", ".join(sorted({rule.name for rule in rules.models}))
+        raise InvalidMessage(f"there is no model {unknown[0]!r}: the models with a budget are {known}")
+    most = max(rule.reach[priority] for rule in rules.candidates(body.models))
+    if body.tokens > most:
+        raise InvalidMessage(
+            f"a message of P{priority} that asks for {body.tokens} tokens would never run: "
+            f"its models give at most {most}"
+        )
+
+
 def _hop(hop: object) -> int:
     if type(hop) is not int or not 0 <= hop <= HOPS_MAX:
-        raise InvalidMessage(f"hop must be a whole number from 0 to {HOPS_MAX}, not {hop!r}")
+        raise InvalidMessage(f"hop must be a whole number from 0 to {HOPS_MAX}, not {shown(hop)}")
     return hop
 
 
@@ -494,7 +548,7 @@ def _creator(created_by: object, user_id: str, agent_id: str) -> CreatedBy:
         creator = msgspec.convert(created_by, CreatedBy, from_attributes=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidMessage(
-            f"created_by must be an object with a type (user, agent or system) and an id: {error}"
+            f"created_by must be an object with a type (user, agent or system) and an id: {clipped(error)}"
         ) from None
     checked_text("the id of created_by", creator.id)
     return creator
@@ -527,13 +581,15 @@ def _resource_limits(value: object) -> ResourceLimits | None:
     try:
         limits = msgspec.convert(value, ResourceLimits, from_attributes=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise InvalidMessage(f"resource_limits does not fit: {error}") from None
+        raise InvalidMessage(f"resource_limits does not fit: {clipped(error)}") from None
     if limits.time is not None and not 0 < limits.time <= DELAY_S_MAX:
         raise InvalidMessage(
-            f"resource_limits.time must be a positive number of seconds, not {limits.time!r}"
+            f"resource_limits.time must be a positive number of seconds, not {shown(limits.time)}"
         )
     if limits.memory is not None and MEMORY_TEXT.fullmatch(limits.memory) is None:
-        raise InvalidMessage(f'resource_limits.memory must be a text such as "1GB", not {limits.memory!r}')
+        raise InvalidMessage(
+            f'resource_limits.memory must be a text such as "1GB", not {shown(limits.memory)}'
+        )
     return limits
 
 
@@ -542,14 +598,14 @@ def _key(name: str, value: object) -> str:
         return ""
     text = checked_text(name, value, limit=KEY_CHARS_MAX)
     if not text or not text.isprintable():
-        raise InvalidMessage(f"{name} must be printable text that is not empty, not {text!r}")
+        raise InvalidMessage(f"{name} must be printable text that is not empty, not {shown(text)}")
     return text
 
 
 def _traceparent(value: object) -> str:
     text = _text("traceparent", value)
     if text and TRACEPARENT.fullmatch(text) is None:
-        raise InvalidMessage(f"traceparent is not of the form of W3C Trace Context: {text!r}")
+        raise InvalidMessage(f"traceparent is not of the form of W3C Trace Context: {shown(text)}")
     return text
 
 

@@ -4,7 +4,7 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -12,36 +12,45 @@ from msgspec.structs import replace
 
 from postroom.contracts.engine import ends, ordering
 from postroom.contracts.engine.admission import ALL, Admission
+from postroom.contracts.engine.breakers import Breakers, Service
 from postroom.contracts.engine.cells import (
     BODIES,
     BODY_USES,
-    CIRCUITS,
+    DEPENDANTS,
     EFFECTS,
     GOALS,
+    KEY_ENDS,
     KEYS,
     PARKED,
     PARTS,
     PAUSES,
-    RATES,
     SEPARATOR,
     WORKERS,
     Effect,
     GoalUse,
-    Kind,
     Part,
     Pause,
     UsedKey,
     WorkerInfo,
     joined,
 )
-from postroom.contracts.engine.messages import Body, Prepared, decode_body, digest_of, stored
-from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
+from postroom.contracts.engine.messages import (
+    Body,
+    Prepared,
+    checked_message_id,
+    decode_body,
+    digest_of,
+    stored,
+    unknown_message,
+)
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.tokens import NOTHING, Spent, TokenBooks, note_dependant
 from postroom.contracts.goals import registry, tracking
-from postroom.contracts.task_input import checked_id
-from postroom.core import breaker, lifecycle
+from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
 from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.retry import demoted
+from postroom.core.tokens import Grant, Observed, TokenRules
 from postroom.errors import (
     EffectUnknown,
     InvalidMessage,
@@ -60,7 +69,7 @@ from postroom.stores.transaction import Accepted, Decide, Transaction
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
-QUIET_NS = 3_600 * lifecycle.NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
+HELD_LOOKED_MAX = 10_000  # messages in flight among which those of one worker are looked for
 PARTS_MAX = 100_000  # of one attempt
 
 OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
@@ -101,10 +110,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """A random number from 0 to 1, for the jitter."""
     delay_s: float = 0.0
     type: str = ""
-    service: str = ""
+    service: Service | None = None
+    """The service that the attempt called."""
     counts_for_breaker: bool = False
     body: Body | None = None
     usage: Usage | None = None
+    grant: Grant | None = None
+    """The tokens that were reserved for the attempt."""
 
 
 class Operations:
@@ -113,6 +125,8 @@ class Operations:
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self.transaction = transaction
         self._policy = policy
+        self._breakers = Breakers(transaction, policy)
+        self._books = None if policy.token_rules is None else TokenBooks(transaction, policy.token_rules)
 
     # ---- submitting ----------------------------------------------------------------------------
 
@@ -151,7 +165,8 @@ class Operations:
         """The message that was accepted under the same key before."""
         key = message.body.idempotency_key
         used = KEYS.get(self.transaction, message.org_id, key)
-        if used is None:
+        kept_us = round(self._policy.keep_keys_s * MICROS_PER_S)
+        if used is None or used.seen_us < self.transaction.wall_us - kept_us:
             return None
         if used.digest != message.digest:
             raise KeyReused(key, used.message_id)
@@ -219,6 +234,8 @@ class Operations:
         transaction, body = self.transaction, message.body
         if len(message.payload) > self._policy.body_inline_bytes_max:
             self._store_body(message.digest, message.payload, message_id)
+        if self._books is not None and message.envelope.parent_message_id:
+            note_dependant(transaction, message.envelope.parent_message_id, message_id)
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
@@ -241,12 +258,15 @@ class Operations:
                     self._finish(outcome)
                 except (StaleLease, UnknownTask, WrongState):
                     stale.append(outcome.message_id)
+        if self._books is not None:
+            self._books.flush()
         return stale
 
     def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
         together = {one.message_id: one for one in outcomes}
         repeated = [one for one in outcomes if together[one.message_id] is not one]
-        details = {one.message_id: _spent(one) for one in outcomes if one.usage is not None}
+        rules = self._policy.token_rules
+        details = {one.message_id: _spent(one, rules) for one in outcomes if one.usage is not None}
         try:
             new = self.transaction.complete(
                 {message_id: (one.lease, one.result) for message_id, one in together.items()}, details
@@ -260,7 +280,8 @@ class Operations:
         """Complete one message; False when the lease was over."""
         result = {outcome.message_id: (outcome.lease, outcome.result)}
         try:
-            new = self.transaction.complete(result, {outcome.message_id: _spent(outcome)})
+            details = {outcome.message_id: _spent(outcome, self._policy.token_rules)}
+            new = self.transaction.complete(result, details)
         except (StaleLease, UnknownTask):
             return False
         self._after_success([outcome], new)
@@ -268,17 +289,16 @@ class Operations:
 
     def _after_success(self, outcomes: Sequence[Outcome], new: Sequence[str]) -> None:
         """Tell breakers, ordering keys and goals. `new` are the messages that were not completed before."""
-        services = {one.service for one in outcomes if one.service}
-        circuits = {service: CIRCUITS.get(self.transaction, service) for service in services}
         for outcome in outcomes:
-            circuit = circuits.get(outcome.service)
-            if circuit is not None:
-                after = breaker.succeeded(circuit, outcome.message_id)
-                self._set_circuit(outcome.service, circuit, after)
-                circuits[outcome.service] = after
+            if outcome.service is not None:
+                self._breakers.succeeded(outcome.service, outcome.message_id)
             if outcome.body is not None and outcome.body.ordering_key:
                 self._ended(outcome.message_id)
             self._after_work(outcome, is_new=outcome.message_id in new)
+        if self._books is not None:
+            for outcome in outcomes:
+                if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
+                    self._settle(outcome, Spent(_tokens_of(outcome), ran=True))
         if self._policy.guard.is_set:
             self._count_usage([one for one in outcomes if one.message_id in new])
 
@@ -304,7 +324,7 @@ class Operations:
         for goal, cost in costs.items():
             used = GOALS.get(self.transaction, *goal) or GoalUse()
             more = replace(used, tokens=used.tokens + cost.tokens, usd=used.usd + cost.usd)
-            GOALS.put(self.transaction, more, *goal)
+            GOALS.put(self.transaction, replace(more, seen_us=self.transaction.wall_us), *goal)
 
     def _finish(self, outcome: Outcome) -> None:
         match outcome.kind:
@@ -312,11 +332,13 @@ class Operations:
                 self._fail(outcome)
             case "released":
                 self._apply(outcome, lambda record, moment: lifecycle.release(record, moment, outcome.lease))
+                self._settle(outcome, NOTHING)
             case "crashed":
                 self._apply(
                     outcome,
                     lambda record, moment: lifecycle.crash(record, moment, outcome.lease, outcome.error),
                 )
+                self._settle(outcome, NOTHING)
             case "deferred":
                 delay_ns = round(outcome.delay_s * lifecycle.NANOS_PER_S)
                 self._apply(
@@ -325,6 +347,12 @@ class Operations:
                         record, moment, delay_ns, outcome.error, outcome.lease
                     ),
                 )
+                self._settle(outcome, NOTHING)
+
+    def _settle(self, outcome: Outcome, spent: Spent) -> None:
+        """Book what an attempt used of its reservation, and return the rest."""
+        if self._books is not None:
+            self._books.settle(outcome.lease, spent)
 
     def _fail(self, outcome: Outcome) -> None:
         rule = self._policy.retry_of(outcome.type)
@@ -342,12 +370,27 @@ class Operations:
             )  # fmt: skip
 
         is_first = self._apply(outcome, decide)
-        if is_first and outcome.counts_for_breaker and outcome.service:
-            circuit = CIRCUITS.get(self.transaction, outcome.service) or breaker.CLOSED
-            rule_of_service = self._policy.breaker_of(outcome.service)
-            now = self.transaction.steady_ns
-            after = breaker.failed(circuit, rule_of_service, outcome.message_id, now)
-            self._set_circuit(outcome.service, circuit, after)
+        self._settle_failure(outcome)
+        if is_first and outcome.counts_for_breaker and outcome.service is not None:
+            self._breakers.failed(outcome.service, outcome.message_id)
+
+    def _settle_failure(self, outcome: Outcome) -> None:
+        """Book what a failed attempt used. A provider that limits the rate is left alone for a while."""
+        if self._books is None:
+            return
+        if outcome.grant is not None and outcome.error_type == "RateLimited":
+            said = Observed(retry_after_s=outcome.retry_in_s)
+            self._books.observe(outcome.grant.provider, outcome.grant.model, said)
+        self._settle(
+            outcome,
+            Spent(_tokens_of(outcome), ran=True, facts=_spent(outcome, self._policy.token_rules)),
+        )
+
+    def observe(self, provider: str, model: str, said: Observed) -> None:
+        """Follow what the headers of a provider say about a model."""
+        if self._books is not None:
+            self._books.observe(provider, model, said)
+            self._books.flush()
 
     def _apply(self, outcome: Outcome, decide: Decide) -> bool:
         """Apply an outcome; False when it was applied before."""
@@ -362,16 +405,6 @@ class Operations:
     def _ended(self, message_id: str) -> None:
         for record in self.transaction.find(ByIds((message_id,))):
             ordering.ended(self.transaction, record)
-
-    def _set_circuit(self, service: str, before: breaker.Circuit, after: breaker.Circuit) -> None:
-        if after == before:
-            return
-        CIRCUITS.put(self.transaction, after, service)
-        detail = {"service": service}
-        if after.state == "open" and before.state != "open":
-            self.transaction.emit("breaker_opened", detail=detail)
-        elif after.state == "closed" and before.state != "closed":
-            self.transaction.emit("breaker_closed", detail=detail)
 
     def heartbeat(self, leases: Mapping[str, int]) -> list[str]:
         """Renew leases; returns the messages whose lease was over."""
@@ -455,7 +488,7 @@ class Operations:
         [record] = self.transaction.find(ByIds((message_id,)))
         is_over = record.lease_until <= self.transaction.steady_ns
         if record.state != "PROCESSING" or record.lease != lease or is_over:
-            raise StaleLease(message_id, lease)
+            raise lifecycle.stale(record, lease)
         return record
 
     def _sync(self, record: Record) -> None:
@@ -465,10 +498,12 @@ class Operations:
     # ---- operators -----------------------------------------------------------------------------
 
     def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more. A running handler learns of it within a second."""
+        """Cancel a message. A running handler learns of it within a second."""
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
             ends.ended(self.transaction, self._policy, step.record)
+            if self._books is not None:
+                self._books.settle_all(event.lease for event in step.events if event.lease)
 
     def replay(self, message_id: str, priority: int | None) -> None:
         """Queue a dead letter again, as a new attempt with all its retries."""
@@ -496,7 +531,7 @@ class Operations:
         self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
 
     def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
-        """Put messages of a type that was paused into their lanes, behind a key of `PARKED`.
+        """Put messages of a type that was paused into their lanes, after a key of `PARKED`.
 
         Returns the key to continue from; None at the end.
         """
@@ -516,16 +551,23 @@ class Operations:
         """Note that a worker is alive; None removes it."""
         WORKERS.put(self.transaction, info, worker_id)
 
+    def in_flight(self, worker_ids: Collection[str]) -> int:
+        """How many messages these workers hold."""
+        held = self.transaction.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
+        return sum(record.worker_id in worker_ids and bool(org_of(record.queue)) for record in held)
+
     def crash_worker(self, worker_id: str) -> int:
         """A worker's process has died: its leases end now. Returns how many."""
         WORKERS.put(self.transaction, None, worker_id)
         held = [
             record
-            for record in self.transaction.find(Listing(state="PROCESSING", limit=10_000))
+            for record in self.transaction.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
             if record.worker_id == worker_id and org_of(record.queue)
         ]
         for record in held:
             self.transaction.apply(ByIds((record.message_id,)), lifecycle.lapse)
+        if self._books is not None:
+            self._books.settle_all(record.lease for record in held)
         return len(held)
 
     # ---- sweeping ------------------------------------------------------------------------------
@@ -535,17 +577,10 @@ class Operations:
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
             ends.ended(self.transaction, self._policy, step.record)
-        return self.transaction.put_back(limit) + len(steps)
-
-    def purge(self, after: int, limit: int = PURGE_BATCH_MAX) -> int:
-        """Look at `limit` records behind `after`, and forget messages that have been kept long enough.
-
-        Returns the number to continue from; 0 at the end of the records.
-        """
-        seen = self.transaction.find(Listing(after=after, limit=limit))
-        gone = [record for record in seen if org_of(record.queue) and self._is_over(record)]
-        self.forget(gone)
-        return seen[-1].seq if len(seen) == limit else 0
+        count = self.transaction.put_back(limit) + len(steps)
+        if self._books is not None:
+            self._books.sweep()
+        return count
 
     def forget(self, records: Sequence[Record]) -> None:
         """Forget messages and everything that is kept with them."""
@@ -557,60 +592,31 @@ class Operations:
                 BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
                 if not BODY_USES.under(transaction, body.payload_ref, limit=1):
                     transaction.put_cell(BODIES, body.payload_ref, None)
+            if body is not None and body.idempotency_key:
+                self._forget_key(org_of(record.queue), body.idempotency_key, record.message_id)
             EFFECTS.drop_under(transaction, record.message_id)
             PARTS.drop_under(transaction, record.message_id)
+            if self._books is not None:
+                DEPENDANTS.drop_under(transaction, record.message_id)
             ordering.leave(transaction, record)
             tracking.forgotten(transaction, record)
         if records:
             transaction.forget(records)
             transaction.emit("deleted", detail={"records": len(records)})
 
-    def purge_keys(self, after: str, limit: int = PURGE_BATCH_MAX) -> str:
-        """Forget idempotency keys that are too old. Returns the key to continue from; empty at the end."""
-        before_us = self.transaction.wall_us - round(self._policy.keep_keys_s * MICROS_PER_S)
-        seen = KEYS.scan(self.transaction, after, limit)
-        for key, used in seen:
-            if used.seen_us < before_us:
-                self.transaction.put_cell(KEYS.name, key, None)
-        return seen[-1][0] if len(seen) == limit else ""
-
-    def purge_cells(self, after: Mapping[str, str], limit: int = PURGE_BATCH_MAX) -> dict[str, str]:
-        """Forget breakers, rate limits and workers that say nothing any more.
-
-        Looks at `limit` cells of each kind, and returns the keys to continue from.
-        """
-        transaction = self.transaction
-        quiet_ns = transaction.steady_ns - QUIET_NS
-        reached: dict[str, str] = {}
-        is_over: dict[Kind[Any], Callable[[Any], bool]] = {
-            CIRCUITS: lambda one: max(one.open_until, one.probe_until, *one.failed_at, 0) < quiet_ns,
-            RATES: lambda one: one.next_ns < quiet_ns,
-            WORKERS: lambda one: one.seen_ns < quiet_ns,
-        }
-        for kind, is_quiet in is_over.items():
-            seen = kind.scan(transaction, after.get(kind.name, ""), limit)
-            for key, value in seen:
-                if is_quiet(value):
-                    transaction.put_cell(kind.name, key, None)
-            reached[kind.name] = seen[-1][0] if len(seen) == limit else ""
-        return reached
-
-    def _is_over(self, record: Record) -> bool:
-        keep_s = self._policy.organization_of(org_of(record.queue)).keep_s
-        if record.state in ("DEAD_LETTER", "QUARANTINED"):
-            keep_s = max(self._policy.keep_dead_s, keep_s)
-        elif record.state in ("CANCELLED", "EXPIRED"):
-            keep_s *= FAILED_KEPT_FACTOR
-        kept_us = round(keep_s * MICROS_PER_S)
-        return 0 < record.ended_us < self.transaction.wall_us - kept_us
+    def _forget_key(self, org_id: str, key: str, message_id: str) -> None:
+        """Note when the idempotency key of a forgotten message was used: a purge forgets it in time."""
+        used = KEYS.get(self.transaction, org_id, key)
+        if used is not None and used.message_id == message_id:
+            KEY_ENDS.put(self.transaction, True, used.seen_us, org_id, key)  # noqa: FBT003
 
     # ---- reading -------------------------------------------------------------------------------
 
     def loaded(self, message_id: str) -> Stored:
         """Everything about a message of an organization. Raises `UnknownTask`."""
-        found = self.transaction.load(checked_id(message_id))
+        found = self.transaction.load(checked_message_id(message_id))
         if found is None or not org_of(found.record.queue):
-            raise UnknownTask(message_id, f"there is no message {message_id!r}")
+            raise unknown_message(message_id)
         return found
 
     def payload_of(self, body: Body) -> bytes:
@@ -645,15 +651,21 @@ def _renewal(lease: int) -> Decide:
     return lambda record, moment: lifecycle.renew(record, moment, lease)
 
 
-def _spent(outcome: Outcome) -> dict[str, Any]:
-    """What the completion says for the audit stream."""
+def _tokens_of(outcome: Outcome) -> int:
+    return 0 if outcome.usage is None else outcome.usage.tokens_in + outcome.usage.tokens_out
+
+
+def _spent(outcome: Outcome, rules: TokenRules | None) -> dict[str, Any]:
+    """What the end of an attempt says for the audit stream."""
     if outcome.usage is None:
         return {}
     facts: dict[str, Any] = msgspec.to_builtins(outcome.usage)
+    if rules is not None and not outcome.usage.cost_usd:
+        facts["cost_usd"] = rules.cost_usd(outcome.usage.model, _tokens_of(outcome))
     if outcome.body is not None:
         facts |= {"goal_id": outcome.body.goal_id, "agent_id": outcome.body.agent_id}
     if outcome.service:
-        facts["service"] = outcome.service
+        facts["service"] = outcome.service.name
     return {name: value for name, value in facts.items() if value}
 
 

@@ -1,10 +1,10 @@
 """Strict order of the messages that share an ordering key.
 
-Rule 1: the messages of a key form a line. Only its head is in a lane; the others are
-        SCHEDULED without an end.
+Rule 1: the messages of a key form a line. Only its head is in a lane; the others are SCHEDULED without an
+        end.
 Rule 2: a message leaves its line when it ends. A dead head that says so stops the key until it is replayed
         or purged.
-Rule 3: a claim that meets a message behind its head parks it: its own delay may have ended, or an older
+Rule 3: a claim that meets a message after the head parks it: its own delay may have ended, or an older
         message was replayed.
 """
 
@@ -36,7 +36,7 @@ def join(transaction: Transaction, record: Record, org_id: str, key: str, *, sto
 
 
 def park(transaction: Transaction, message_id: str, reason: str) -> None:
-    """Take a QUEUED message out of its lane until somebody wakes it."""
+    """Take a QUEUED message out of its lane until `wake`."""
     transaction.apply(
         ByIds((message_id,)), lambda record, moment: lifecycle.defer(record, moment, PARKED_NS, reason)
     )
@@ -98,7 +98,7 @@ def rejoin(transaction: Transaction, record: Record, org_id: str, key: str, *, s
 def is_next(transaction: Transaction, record: Record) -> bool:
     """Whether a message that is about to be leased is the head of its line, or in none.
 
-    A message behind the head is parked. A parked head is woken, unless a younger message runs: the head was
+    A message after the head is parked. A parked head is woken, unless a younger message runs: the head was
     replayed meanwhile, and is woken when that one ends or comes by here.
     """
     line = LINE_OF.get(transaction, record.message_id)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from postroom.core.admission import Backpressure
 from postroom.core.advice import CONFIDENCE_MIN
@@ -11,8 +12,9 @@ from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
+from postroom.core.tokens import TokenRules, token_rules
 from postroom.core.versions import CURRENT_VERSION
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, shown
 
 DAY_S: Final = 86_400.0
 LEASE_S: Final = 15.0
@@ -22,6 +24,8 @@ KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
 DECISION_TIMEOUT_S: Final = 3_600.0
 RECOVERIES: Final = 3
+KEEP_EVENTS_S: Final = 7 * DAY_S
+KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
 Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]
@@ -85,7 +89,7 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.weight >= WEIGHT_MIN:
             raise InvalidSetting(
-                f"the weight of an organization is at least {WEIGHT_MIN}, not {self.weight!r}"
+                f"the weight of an organization is at least {WEIGHT_MIN}, not {shown(self.weight)}"
             )
 
     @property
@@ -117,6 +121,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     organizations: Mapping[str, Organization] = {}
     keep_priority: KeepPriority | None = None
     """Asked before a retry is demoted; None demotes every retry."""
+    tokens: Mapping[str, Any] = {}
+    """Budgets of models: providers with their limits, the shares of the tiers, and what a shortage does."""
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
     adviser: Any = None
@@ -127,19 +133,29 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long a person has to decide until the safe default is taken."""
     capacities: Mapping[str, float] = {}
     """Resource -> how much of it the operations of an organization may use together."""
+    keep_events_s: float = KEEP_EVENTS_S
+    """Of events that no shipper takes. A `Tasks` on the same store may forget them earlier."""
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
     version: str = CURRENT_VERSION
+    token_rules: TokenRules | None = None
+    """Made of `tokens`; None without budgets."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Mapping):
+            raise InvalidSetting(f"tokens must be an object with providers, not {self.tokens!r}")
+        force_setattr(self, "token_rules", token_rules(self.tokens))
         if len(self.promote_after_s) != 3 or any(seconds <= 0 for seconds in self.promote_after_s):  # noqa: PLR2004
             raise InvalidSetting(
                 "promote_after_s must be three positive numbers: P1 to P0, P2 to P1, P3 to P2"
             )
         if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
             raise InvalidSetting("the weight of an organization must be positive")
-        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "decision_timeout_s"):
+        positive = (
+            "lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "keep_events_s", "decision_timeout_s",
+        )  # fmt: skip
+        for name in positive:
             if not getattr(self, name) > 0:
-                raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")
+                raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
 
     @property
     def promote_after_ns(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from postroom.core.times import utc_text
-from postroom.errors import MessageFailed
+from postroom.errors import failure_of
 from postroom.message import Stored
 
 
@@ -13,7 +13,7 @@ def result_of(stored: Stored) -> Any:
     """The result of a message that has ended."""
     if stored.record.state in ("COMPLETED", "EXECUTING", "DONE"):
         return None if stored.result is None else msgspec.json.decode(stored.result)
-    raise MessageFailed(stored.record.message_id, stored.record.state, error_history(stored))
+    raise failure_of(stored.record.message_id, stored.record.state, error_history(stored))
 
 
 def error_history(stored: Stored) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
 from postroom.contracts.engine.handlers import (
+    CUT,
     Handler,
     awaited,
     called,
@@ -39,11 +40,18 @@ from postroom.contracts.engine.handlers import (
 from postroom.contracts.engine.isolation import ProcessDied, has_memory_limit, limit_memory, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.relay import Line, RelayContext, serve
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
 from postroom.core import poison
 from postroom.core.fairness import Rotation
-from postroom.errors import PostroomError, SandboxUnavailable, Unavailable, ValidationError
+from postroom.errors import (
+    PostroomError,
+    SandboxUnavailable,
+    TokensExhausted,
+    Unavailable,
+    ValidationError,
+)
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -62,6 +70,7 @@ OUTAGE_PAUSE_S: Final = 0.25
 OUTAGE_PAUSE_S_MAX: Final = 5.0
 DRAIN_S: Final = 30.0
 ABANDONED_THREADS_MAX: Final = 100
+LOGGED_CHARS_MAX: Final = 200  # of an error in the log
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
@@ -92,11 +101,14 @@ class _Running:
         self.task: asyncio.Task[None] | None = None
         self.context: Context | None = None
         self.is_dropped = False
-        """Whether the lease is lost, so that nobody wants the outcome."""
+        """Whether the lease is lost: the outcome is not committed."""
 
 
 class Worker:
     """One worker in this process."""
+
+    failure_level = logging.WARNING
+    """Of the line in the log about a failed attempt."""
 
     def __init__(
         self,
@@ -121,8 +133,7 @@ class Worker:
         self._stopping = False
         self._threads: ThreadPoolExecutor | None = None
         self._abandoned: set[Future[Any]] = set()
-        """Plain handlers that run on although nobody waits for them: a thread cannot be killed."""
-        self._purged = 0.0
+        """Plain handlers that still run after their timeout or cancellation: a thread cannot be killed."""
         self._random = random.Random()  # noqa: S311 - jitter needs no secrets
 
     # ---- life ----------------------------------------------------------------------------------
@@ -130,7 +141,7 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        loops = (self._keep_leases, self._watch, self._report)
+        loops = (self._keep_leases, self._watch, self._report, self._purge)
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
             with self._core.heard(partial(_set_soon, loop, self._wake)):
@@ -154,7 +165,9 @@ class Worker:
         deadline: float | None = None
         while True:
             if self._stopping:
-                deadline = deadline or time.monotonic() + self._drain_s
+                if deadline is None:
+                    deadline = time.monotonic() + self._drain_s
+                    _log.info("draining %d messages, at most %g s", len(self._running), self._drain_s)
                 if not self._running and not self._outcomes:
                     return
                 if time.monotonic() >= deadline:
@@ -314,6 +327,8 @@ class Worker:
                 del self._running[claimed.record.message_id]
         if outcome is not None and not running.is_dropped:
             self._outcomes.append(outcome)
+            if outcome.kind == "failed":
+                _log_failure(self.failure_level, claimed, outcome)
         self._wake.set()
 
     async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
@@ -332,7 +347,9 @@ class Worker:
             shaped = self._core.registry.shaped(claimed.type, payload or bytes(claimed.body.payload))
             record = claimed.record
             message = message_of(record, claimed.type, claimed.parent_message_id, claimed.body, shaped)
-            context = running.context = Context(self._core, message, record.lease, record.attempt)
+            context = running.context = Context(
+                self._core, message, record.lease, record.attempt, claimed.grant
+            )
             if poison.runs_alone(record) or handler.pool == "process" or has_memory_limit(message):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
@@ -341,7 +358,9 @@ class Worker:
                 result = await limited(self._call(handler, message, context), timeout_of(handler, message))
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
-            return await self._advised(self._failure(claimed, handler, message, error), message, error)
+            return await self._advised(
+                self._failure(claimed, handler, message, error, running.context), message, error
+            )
 
     async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
         """A failure whose retry keeps its priority when the adviser says so."""
@@ -353,18 +372,25 @@ class Worker:
         return msgspec.structs.replace(outcome, keeps_priority=keeps)
 
     def _failure(
-        self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
+        self,
+        claimed: Claimed,
+        handler: Handler,
+        message: Message | None,
+        error: Exception,
+        context: Context | None = None,
     ) -> Outcome:
         if isinstance(error, SandboxUnavailable):
             return deferred(claimed, error)
+        if isinstance(error, TokensExhausted) and context is not None and context.chunks:
+            return completed(claimed, handler, CUT, context.used)  # a stream is cut at its reservation
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
         outcome = failed(
             claimed, handler, error, spread=self._random.random(),
             keeps_priority=bool(keeps and keep is not None and keep(message, error)),
+            usage=None if context is None else context.used,
         )  # fmt: skip
-        said = "message %s failed: %s: %s"
-        _log.info(said, outcome.message_id, outcome.error_type, outcome.error, exc_info=error)
+        _log.info("message %s: the traceback of its error", outcome.message_id, exc_info=error)
         return outcome
 
     async def _call(self, handler: Handler, message: Any, context: Any) -> Any:
@@ -403,16 +429,23 @@ class Worker:
 
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         """Run the handler in a process of its own, which may crash."""
+        ours, theirs = socket.socketpair() if self._core.is_in_memory else (None, None)
+        serving = None if ours is None else asyncio.create_task(serve(ours, context))
 
         def call() -> bytes:
             limit_memory(message)
-            return _encode(self._in_child(claimed, handler, message, context))
+            own = context if theirs is None else RelayContext(context, Line(theirs))
+            return _encode(self._in_child(claimed, handler, message, own))
 
         try:
             outcome = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
         except ProcessDied as died:
             _log.warning("message %s: %s", claimed.record.message_id, died)
             return ended(claimed, "crashed", str(died))
+        finally:
+            if serving is not None and theirs is not None:
+                serving.cancel()
+                theirs.close()
         return msgspec.structs.replace(outcome, body=claimed.body)
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
@@ -428,11 +461,11 @@ class Worker:
                 result = only_result(result)
             outcome = completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
-            outcome = self._failure(claimed, handler, message, error)
+            outcome = self._failure(claimed, handler, message, error, context)
         return msgspec.structs.replace(outcome, body=None)
 
     def _drop(self, running: _Running) -> None:
-        """Stop an attempt whose outcome nobody wants."""
+        """Stop an attempt whose outcome is not committed."""
         running.is_dropped = True
         if running.context is not None:
             running.context.cancelled = True
@@ -513,11 +546,23 @@ class Worker:
 
             with suppress(Unavailable):
                 await self._core.write_raw(work, makes_room=True)
-                now = time.monotonic()
-                if now >= self._purged + PURGE_S:
-                    self._purged = now
-                    await self._core.purge()
             await asyncio.sleep(REPORT_S if self._core.policy.lease_s >= REPORT_S else SWEEP_S)
+
+    async def _purge(self) -> None:
+        """Forget what has passed its retention. It rests between its commits, so it may take long."""
+        while True:
+            with suppress(Unavailable):
+                await self._core.purge()
+            await asyncio.sleep(PURGE_S)
+
+
+def _log_failure(level: int, claimed: Claimed, outcome: Outcome) -> None:
+    lines = outcome.error.splitlines() or [""]
+    text = lines[0] if len(lines[0]) <= LOGGED_CHARS_MAX else f"{lines[0][:LOGGED_CHARS_MAX]}..."
+    _log.log(
+        level, "message %s (%s) failed in attempt %d: %s: %s",
+        outcome.message_id, claimed.type, claimed.record.attempt, outcome.error_type, text,
+    )  # fmt: skip
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

@@ -140,10 +140,9 @@ def cancel_some(
 
 def cancel(transaction: Transaction, policy: Policy, record: Record) -> None:
     """Cancel a message of a goal."""
-    from postroom.contracts.engine import ends  # noqa: PLC0415 - it imports this module
+    from postroom.contracts.engine.operations import Operations  # noqa: PLC0415 - it imports this module
 
-    for step in transaction.apply(ByIds((record.message_id,)), lifecycle.cancel):
-        ends.ended(transaction, policy, step.record)
+    Operations(transaction, policy).cancel(record.message_id)
 
 
 def _tell(transaction: Transaction, record: Record, text: str) -> None:

@@ -208,7 +208,7 @@ class Fetches:
         self._mailboxes.deadlines.add_wait(due_ns, wait.box.serial, self._last_wait)
 
     def _try(self, wait: _Wait) -> bool:
-        """Answer with the letters that there are; False when there is none."""
+        """Answer with the available letters; False when there is none."""
         letters = self._find(wait)
         if not letters:
             return False

@@ -12,7 +12,7 @@ Storage = Literal["memory", "os", "group"]
 
 
 class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are those of the mq9 design, except that normal messages outlive the server process."""
+    """The defaults are those of the mq9 design, except that normal messages survive the server process."""
 
     critical: Storage = "group"
     urgent: Storage = "group"

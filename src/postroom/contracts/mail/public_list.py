@@ -1,4 +1,4 @@
-"""The public list: a subscription gets every public mailbox that exists, then those that come and go.
+"""The public list: a subscription gets every existing public mailbox, then each change of the list.
 
 Rule 1: one turn of the loop sends a bounded number of entries to a connection, and none above its window.
 Rule 2: a subscription that is still getting the list gets a new mailbox once: in the list.

@@ -1,4 +1,4 @@
-"""Quotas: what clients, mailboxes and the whole server store, and whether more fits.
+"""Quotas of clients, mailboxes and the whole server.
 
 Rule 1: everything stored is counted against the client that sent or created it, also after a reconnect.
 Rule 2: a batch is admitted as a whole or refused as a whole.

@@ -229,7 +229,7 @@ class Subscriptions:
                 self._note_stalled(box, subscription.queue_group)
             return 0
         is_next = rank <= subscription.queue_rank
-        # Behind the others of that rank, and before the delivery, which can end the subscription.
+        # After the others of that rank, and before the delivery, which can end the subscription.
         backlog.put(subscription, rank)
         if not is_next:
             return 0

@@ -1,0 +1,148 @@
+"""For the owner of a data folder: `postroom token`, the tokens of agents, operators and admins."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from postroom.cli.render import rfc3339
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait
+from postroom.cli.tasks.options import needed_data_option
+
+if TYPE_CHECKING:
+    from postroom.runtime.tokens import NewToken, Tokens
+
+id_argument = click.argument("token_id", metavar="TOKEN_ID")
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def token() -> None:
+    """The tokens of a data folder. All servers of the folder accept them.
+
+    \b
+    Example:
+      postroom token create --data run --org acme --role agent --agent triage
+      postroom token list --data run
+    """
+
+
+@token.command()
+@needed_data_option
+@click.option("--role", type=click.Choice(["agent", "operator", "admin"]), required=True, help="Its rights.")
+@click.option("--org", default="", metavar="NAME", help="Its organization.  [default: all of them]")
+@click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
+@click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
+@click.option(
+    "--may-send-to",
+    multiple=True,
+    metavar="NAME",
+    help="An agent that it may send tasks to. May be repeated.",
+)
+@click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
+@click.pass_obj
+def create(
+    shell: Shell,
+    data: Path,
+    role: str,
+    org: str,
+    agent: str,
+    expires_s: float | None,
+    may_send_to: tuple[str, ...],
+    token_only: bool,
+) -> None:
+    """Make a token and print it. It is shown only once; the folder keeps its checksum.
+
+    An agent works on its own queue and for its own organization. An operator sees and does everything in its
+    organization, or in all of them. An admin may also make and revoke tokens.
+
+    \b
+    Example:
+      postroom token create --data run --org acme --role agent --agent triage
+      postroom token create --data run --role operator --expires-s 86400
+      export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
+    """
+    made = _tokens(data).create(role, org, agent, expires_s, may_send_to)
+    _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
+
+
+@token.command(name="list")
+@needed_data_option
+@click.pass_obj
+def list_tokens(shell: Shell, data: Path) -> None:
+    """List the tokens by their ids, without the tokens themselves.
+
+    \b
+    Example:
+      postroom token list --data run
+    """
+    from datetime import UTC, datetime
+
+    now = datetime.now(UTC)
+    rows = [
+        {
+            "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
+            "created": rfc3339(known.created),
+            "expires": "" if known.expires is None else rfc3339(known.expires),
+            "valid": not known.is_expired(now),
+        }
+        for known in _existing(data).list()
+    ]  # fmt: skip
+    columns = ["token_id", "role", "org", "agent", "created", "expires", "valid"]
+    shell.output.rows(columns, rows, empty="there is no token yet")
+
+
+@token.command()
+@id_argument
+@needed_data_option
+@click.pass_obj
+def revoke(shell: Shell, token_id: str, data: Path) -> None:
+    """Revoke a token. Running servers refuse it within 0.2 s.
+
+    \b
+    Example:
+      postroom token revoke 3fa1dee7a434 --data run
+    """
+    _existing(data).revoke(token_id)
+    shell.output.facts({"token_id": token_id, "revoked": True}, f"{token_id} is revoked")
+
+
+@token.command()
+@id_argument
+@needed_data_option
+@click.option(
+    "--overlap-s", type=parse_wait, default=0.0, show_default=True, metavar="S",
+    help="How long the old token stays valid.",
+)  # fmt: skip
+@click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
+@click.pass_obj
+def rotate(shell: Shell, token_id: str, data: Path, overlap_s: float, token_only: bool) -> None:
+    """Replace a token by a new one with the same rights.
+
+    \b
+    Example:
+      postroom token rotate 3fa1dee7a434 --data run --overlap-s 3600
+    """
+    made = _existing(data).rotate(token_id, overlap_s)
+    _print(shell, made, {"replaces": token_id}, token_only=token_only)
+
+
+def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only: bool) -> None:
+    if token_only:
+        shell.output.sentence(made.token)
+    else:
+        shell.output.facts({"token": made.token, "token_id": made.token_id, **facts}, made.token)
+
+
+def _existing(data: Path) -> "Tokens":
+    if not data.is_dir():
+        raise click.ClickException(f"there is no data folder {data}")
+    return _tokens(data)
+
+
+def _tokens(data: Path) -> "Tokens":
+    from postroom.runtime.tokens import Tokens
+
+    return Tokens(data)
+
+
+add_json_option(token)

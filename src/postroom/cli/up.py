@@ -1,0 +1,159 @@
+"""`postroom up` starts everything that a data folder needs; `init` writes a settings file."""
+
+import ipaddress
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.mail import PORT
+from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, path_option
+
+if TYPE_CHECKING:
+    from postroom.runtime.parts import Part
+    from postroom.settings import UpSettings
+
+STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
+MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
+
+
+@click.command(context_settings=HELP_OPTIONS)
+@path_option("--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]")
+@click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
+@click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0 takes a free one.")
+@click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0 takes a free one.")
+@click.option("--mail/--no-mail", default=None, help="Serve Mail over NATS.  [default: yes]")
+@click.option("--audit/--no-audit", default=None, help="Ship events to DIR/audit.  [default: yes]")
+@click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
+@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate, on HTTP and NATS.")
+@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
+@click.pass_obj
+def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
+    """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
+
+    Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
+    addresses are printed once all parts are ready. The first start of a folder also prints the token of an
+    admin, once. The log is JSON lines on stderr. SIGTERM ends all parts cleanly.
+
+    \b
+    Example:
+      postroom up --data run
+      postroom up --data run --http-port 0 --nats-port 0 --no-audit
+      postroom up --data run --app myagents:engine
+    """
+    from postroom.runtime.parts import Parts
+    from postroom.system.atomic import make_folder
+
+    settings = _chosen(shell, given)
+    data = settings.data
+    if data is None:
+        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    _check_address(settings, insecure=insecure)
+    make_folder(data, "os")
+    token = _first_token(data)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S)
+    try:
+        ready = parts.start(stop.is_set)
+        if not stop.is_set():
+            _print_addresses(shell, data, ready, token)
+        parts.run(stop.wait)
+    finally:
+        parts.stop()
+
+
+def _chosen(shell: Shell, given: dict[str, Any]) -> "UpSettings":
+    """The settings, with the options of the command in the first place."""
+    import msgspec
+
+    options = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(shell.settings.up, **options)
+
+
+def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
+    if settings.tls_cert is None and not insecure and not _is_loopback(settings.host):
+        raise click.UsageError(
+            f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
+            "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _first_token(data: Path) -> str | None:
+    """The token of an admin, when the folder has no token yet."""
+    from postroom.runtime.agents import Agents
+
+    agents = Agents(data)
+    if agents.list() or agents.tokens.list():
+        return None
+    return agents.tokens.create("admin").token
+
+
+def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
+    from postroom.runtime.parts import Part
+
+    config: tuple[str, ...] = () if shell.config is None else ("--config", str(shell.config))
+    program = (sys.executable, "-m", "postroom.cli.main", *config, "--json")
+    tls: tuple[str, ...] = () if settings.tls_cert is None else ("--tls-cert", str(settings.tls_cert))
+    tls += () if settings.tls_key is None else ("--tls-key", str(settings.tls_key))
+    app = () if settings.app is None else ("--app", settings.app)
+    listen = ("--host", settings.host, "--while-stdin", *tls)
+    port, folder = str(settings.http_port), str(data)
+    parts = [
+        Part("http", (*program, "tasks", "serve", "--data", folder, "--port", port, *listen, *app)),
+    ]
+    if settings.mail:
+        mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)
+        parts.append(Part("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
+    if settings.audit:
+        sources = ("--data", folder, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
+        ship = ("audit", "ship", *sources, "--to", str(data / AUDIT_FOLDER), "--while-stdin")
+        parts.append(Part("audit", (*program, *ship), after="http", is_silent=True))
+    if settings.app is not None:
+        work = ("engine", "work", "--data", folder, *app, "--while-stdin")
+        parts.append(Part("workers", (*program, *work), after="http", is_silent=True))
+    return parts
+
+
+def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None) -> None:
+    http, nats = ready["http"]["url"], ready.get("mail", {}).get("url")
+    facts = {"http": http, "nats": nats, "token": token, "data": str(data), "pid": os.getpid()}
+    lines = [f"{data} is served at {http}", f"mailboxes at {nats}" if nats else ""]
+    lines += [f"the token of the first admin, shown only now: {token}"] if token else []
+    shell.output.facts(facts, "; ".join(line for line in lines if line))
+    shell.output.flush()
+
+
+@click.command(context_settings=HELP_OPTIONS)
+@path_option("--out", metavar="FILE", text=f"The file to write.  [default: ./{CONFIG_NAME}]")
+@click.pass_obj
+def init(shell: Shell, out: Path | None) -> None:
+    """Write a settings file with every setting, its meaning and its default. An existing file stays.
+
+    \b
+    Example:
+      postroom init
+      postroom init --out /etc/postroom.toml
+    """
+    from postroom.settings import template
+
+    path = Path(CONFIG_NAME) if out is None else out
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise click.ClickException(f"{path} exists already, and stays as it is") from None
+    shell.output.facts({"path": str(path)}, f"the settings are in {path}")

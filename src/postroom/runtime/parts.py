@@ -1,0 +1,191 @@
+"""The parts of `postroom up`: one process each, supervised, with their states in a file of the data folder.
+
+Rule 1: a part that dies is restarted with a growing pause. Meanwhile the server says that it is degraded.
+Rule 2: the parts end when this process ends, in any way.
+Rule 3: every line of a part's log is one JSON object on stderr, with the name of the part.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from postroom.errors import Unavailable
+from postroom.runtime.supervisor import State, Supervisor
+from postroom.system.atomic import replace_file
+
+STATES_FILE = "up.json"
+READY_TIMEOUT_S = 30.0
+READY_CHECK_S = 0.02
+CHECK_EVERY_S = 0.5
+LOG_LINE_CHARS_MAX = 10_000
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A command that runs as a part. The first line of its output is JSON and says that it is ready."""
+
+    name: str
+    command: tuple[str, ...]
+    after: str = ""
+    """The part that has to be ready before this one starts."""
+    is_silent: bool = False
+    """Whether it prints no such line, and counts as ready once it runs."""
+
+
+class PartState(msgspec.Struct, frozen=True):
+    """One part, as the file of states has it."""
+
+    state: State
+    restarts: int
+    pid: int | None
+
+
+class States(msgspec.Struct, frozen=True):
+    """The file of states."""
+
+    pid: int
+    """Of the process that supervises the parts."""
+    parts: dict[str, PartState]
+
+
+class Parts:
+    """Starts the parts, watches them, and stops them."""
+
+    def __init__(self, data: Path, parts: Sequence[Part], *, stop_grace_s: float) -> None:
+        self._data = data
+        self._parts = {part.name: part for part in parts}
+        self._ready: dict[str, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._log_mutex = threading.Lock()
+        self._written: States | None = None
+        self._supervisors = {
+            part.name: Supervisor(
+                part.command,
+                name=part.name,
+                stop_grace_s=stop_grace_s,
+                on_output=None if part.is_silent else self._note_ready(part.name),
+                on_log=self._log_line(part.name),
+                on_exit=self._note_exit(part.name),
+            )
+            for part in parts
+        }
+
+    def start(self, is_stopping: Callable[[], bool]) -> Mapping[str, dict[str, Any]]:
+        """Start all parts, unless a stop comes first. Returns what each of them printed when it was ready."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        waiting = dict(self._parts)
+        while (waiting or not self._all_ready()) and not is_stopping():
+            for part in [part for part in waiting.values() if not part.after or self._is_ready(part.after)]:
+                del waiting[part.name]
+                self._supervisors[part.name].start()
+            self._raise_first_failure()
+            with self._changed:
+                self._changed.wait(READY_CHECK_S)
+            if time.monotonic() > deadline:
+                missing = ", ".join(name for name in self._parts if not self._is_ready(name))
+                raise Unavailable(f"not ready within {READY_TIMEOUT_S:g} s: {missing}")
+        self.write_states()
+        return self._ready
+
+    def _raise_first_failure(self) -> None:
+        """A part that ends before it was ready once has a wrong option or port. A restart would not help."""
+        for name, supervisor in self._supervisors.items():
+            if supervisor.restarts and not self._is_ready(name):
+                raise Unavailable(f"the part {name} cannot start: see the log above")
+
+    def _all_ready(self) -> bool:
+        return all(self._is_ready(name) for name in self._parts)
+
+    def _is_ready(self, name: str) -> bool:
+        supervisor = self._supervisors[name]
+        return name in self._ready or (self._parts[name].is_silent and supervisor.state == "running")
+
+    def run(self, stopped: Callable[[float], bool]) -> None:
+        """Keep the file of states up to date until `stopped`."""
+        while not stopped(CHECK_EVERY_S):
+            self.write_states()
+
+    def stop(self) -> None:
+        """Stop all parts at the same time, and remove the file of states."""
+        for supervisor in self._supervisors.values():
+            supervisor.ask_to_stop()
+        for supervisor in self._supervisors.values():
+            supervisor.stop()
+        (self._data / STATES_FILE).unlink(missing_ok=True)
+
+    def write_states(self) -> None:
+        """Write the states, when they changed."""
+        states = States(
+            os.getpid(),
+            {
+                name: PartState(supervisor.state, supervisor.restarts, supervisor.pid)
+                for name, supervisor in self._supervisors.items()
+            },
+        )
+        if states != self._written:
+            replace_file(self._data / STATES_FILE, _encode(states), "os")
+            self._written = states
+
+    def _note_ready(self, name: str) -> Callable[[str], None]:
+        def note(line: str) -> None:
+            try:
+                facts = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.MsgspecError:
+                facts = {"output": line[:LOG_LINE_CHARS_MAX]}
+            self._supervisors[name].command = with_port(self._parts[name].command, facts.get("url"))
+            with self._changed:
+                self._ready.setdefault(name, facts)
+                self._changed.notify_all()
+
+        return note
+
+    def _note_exit(self, name: str) -> Callable[[int], None]:
+        def note(code: int) -> None:
+            self._write_log({"ts": time.time(), "part": name, "event": "ended", "exit_code": code})
+
+        return note
+
+    def _log_line(self, name: str) -> Callable[[str], None]:
+        def write(line: str) -> None:
+            try:
+                facts = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.MsgspecError:
+                facts = {"ts": time.time(), "event": "log", "text": line[:LOG_LINE_CHARS_MAX]}
+            self._write_log({"part": name, **facts})
+
+        return write
+
+    def _write_log(self, facts: dict[str, Any]) -> None:
+        with self._log_mutex:
+            sys.stderr.write(_encode(facts).decode() + "\n")
+            sys.stderr.flush()
+
+
+def with_port(command: Sequence[str], url: str | None) -> list[str]:
+    """The command with the port that it has now: a restarted part keeps its address."""
+    port = None if url is None else urlsplit(url).port
+    if port is None or "--port" not in command:
+        return [*command]
+    place = command.index("--port") + 1
+    return [*command[:place], str(port), *command[place + 1 :]]
+
+
+def degraded_parts(data: Path) -> dict[str, str]:
+    """The parts of `postroom up` that do not run, with the reason; empty when `up` does not run."""
+    try:
+        states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return {
+        name: f"{part.state} after {part.restarts} failures"
+        for name, part in states.parts.items()
+        if part.state not in ("running", "starting")
+    }

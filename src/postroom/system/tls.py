@@ -1,0 +1,71 @@
+"""TLS of the servers: contexts from files, and a self-signed certificate for a start."""
+
+import ipaddress
+import ssl
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from postroom.errors import InvalidSetting
+from postroom.system.atomic import make_folder, replace_file
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """The TLS context of a server."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or type(error).__name__
+        raise InvalidSetting(f"cannot use the certificate {certificate} with its key: {why}") from None
+    return context
+
+
+def make_self_signed(folder: Path, hosts: Sequence[str], days: int) -> tuple[Path, Path]:
+    """Write `cert.pem` and `key.pem` for these hosts and for loopback. Existing files are not overwritten."""
+    from cryptography import x509  # noqa: PLC0415 - an extra
+    from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+    from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+    from cryptography.x509.oid import NameOID  # noqa: PLC0415
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "postroom")])
+    now = datetime.now(UTC)
+    names = dict.fromkeys([*hosts, *LOOPBACK])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))  # for clients whose clocks are behind
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, clear = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, clear)
+    make_folder(folder, "os")
+    files = (folder / "cert.pem", certificate.public_bytes(pem)), (folder / "key.pem", private)
+    for path, _ in files:
+        if path.exists():
+            raise InvalidSetting(f"{path} exists already, and stays as it is")
+    for path, data in files:
+        replace_file(path, data, "fsync")
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def _general_name(host: str) -> "x509.GeneralName":
+    from cryptography import x509  # noqa: PLC0415 - an extra
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -1,0 +1,426 @@
+"""Token budgets of an engine: reserved with the lease, returned with its end, and accounted to the token."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
+from postroom.contracts.engine.claims import Claimed
+from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.engine.token_status import ModelTokens
+from postroom.core.events import of_store
+from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.message import Event
+from postroom.testing import ManualClock, check_consistency
+from tests.engines import EngineUnderTest, soon
+
+SMALL = {"tokens_per_minute": 1_000}
+TIERS = [0.4, 0.3, 0.2, 0.1]
+
+Make = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    opened: list[EngineUnderTest] = []
+
+    def one(models: dict[str, Any] | None = None, **more: Any) -> EngineUnderTest:
+        url = "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+        tokens = {"providers": {"p": {"models": models or {"small": SMALL}}}, **more}
+        engine = EngineUnderTest(url, Policy(tokens=tokens))
+        engine.clock.advance(60.5)
+        opened.append(engine)
+        return engine
+
+    yield one
+    for engine in opened:
+        check_consistency(engine.engine.store)
+        for provider in engine.wait(engine.engine.tokens.status()).providers.values():
+            for model in provider.models.values():
+                for window in model.windows.values():
+                    assert window.used + window.reserved + window.free == window.limit
+        engine.close()
+
+
+def model_of(engine: EngineUnderTest, name: str = "small") -> ModelTokens:
+    return engine.wait(engine.engine.tokens.status()).providers["p"].models[name]
+
+
+def figures(engine: EngineUnderTest, name: str = "small") -> tuple[int, int, int, int]:
+    found = model_of(engine, name)
+    return found.limit, found.used, found.reserved, found.free
+
+
+def done(claimed: Claimed, used: int, kind: Any = "completed", **more: Any) -> Outcome:
+    return Outcome(
+        kind=kind,
+        message_id=claimed.record.message_id,
+        lease=claimed.record.lease,
+        body=claimed.body,
+        type=claimed.type,
+        usage=Usage("small", tokens_out=used),
+        grant=claimed.grant,
+        **more,
+    )
+
+
+def events(engine: EngineUnderTest, kind: str) -> list[Event]:
+    return [event for event in engine.engine.store.events(0, 10_000) if event.kind == kind]
+
+
+# ---- reservation and settlement --------------------------------------------------------------------
+
+
+def test_tokens_are_reserved_at_the_claim_and_the_unused_ones_returned(make: Make) -> None:
+    engine = make()
+    engine.submit(tokens=300, models=["small"])
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+    [claimed] = engine.claim()
+    assert claimed.grant is not None
+    assert (claimed.grant.model, claimed.grant.tokens) == ("small", 300)
+    assert figures(engine) == (1_000, 0, 300, 700)
+    engine.finish(done(claimed, 120))
+    assert figures(engine) == (1_000, 120, 0, 880)
+    engine.finish(done(claimed, 120))  # the answer was lost, so the outcome is sent again
+    assert figures(engine) == (1_000, 120, 0, 880)
+    [reserved], [returned] = events(engine, "tokens_reserved"), events(engine, "tokens_returned")
+    assert (reserved.detail["tokens"], returned.detail["tokens"], returned.detail["used"]) == (300, 180, 120)
+
+
+@pytest.mark.parametrize("kind", ["released", "deferred", "crashed"])
+def test_attempt_that_did_not_run_returns_everything(make: Make, kind: str) -> None:
+    engine = make()
+    engine.submit(tokens=300)
+    [claimed] = engine.claim()
+    engine.finish(done(claimed, 120, kind))
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+
+
+def test_failed_attempt_is_charged_what_it_used(make: Make) -> None:
+    engine = make()
+    engine.submit(tokens=300)
+    [claimed] = engine.claim()
+    engine.finish(done(claimed, 120, "failed", error="x"))
+    assert figures(engine) == (1_000, 120, 0, 880)
+    [returned] = events(engine, "tokens_returned")
+    audited = of_store(returned, "s", "engine")
+    assert (audited.model, audited.tokens_out, audited.org_id) == ("small", 120, "acme")
+
+
+@pytest.mark.parametrize("ended_by", ["claim", "sweep", "supervisor", "cancel", "nobody"])
+def test_lapsed_lease_gives_the_tokens_back(make: Make, ended_by: str) -> None:
+    engine = make()
+    handle = engine.submit(tokens=300)
+    [claimed] = engine.claim()
+    if ended_by not in ("supervisor", "cancel"):
+        engine.clock.advance(16)
+    if ended_by == "claim":
+        [claimed_again] = engine.claim()
+        assert figures(engine) == (1_000, 0, 300, 700), "the reservation of the second attempt"
+        engine.finish(done(claimed_again, 0))
+    elif ended_by == "sweep":
+        engine.wait(engine.engine.sweep())
+    elif ended_by == "supervisor":
+        engine.wait(engine.engine.put_back("w"))
+    elif ended_by == "cancel":
+        engine.wait(engine.engine.cancel(handle.message_id))
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+    engine.finish(done(claimed, 250))  # a zombie reports
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+
+
+def test_lease_that_a_worker_of_tasks_ended_gives_the_tokens_back(make: Make) -> None:
+    engine = make()
+    engine.submit(tokens=900)
+    engine.claim()
+    engine.clock.advance(16)
+    Tasks(engine.engine.store).claim(agent="coder")  # puts back whatever is overdue in the store
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+    engine.submit(tokens=900, priority=0)
+    engine.wait(engine.engine.sweep())
+    assert len(engine.claim()) == 1
+
+
+def test_message_without_tokens_touches_no_account(make: Make) -> None:
+    engine = make()
+    engine.submit()
+    engine.submit(payload={"tokens": 5})
+    engine.complete(engine.claim(2))
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+    assert not events(engine, "tokens_reserved")
+
+
+# ---- shortages -------------------------------------------------------------------------------------
+
+
+def test_message_waits_for_the_earliest_reset_and_explain_says_so(make: Make) -> None:
+    engine = make({"small": SMALL, "slow": {"tokens_per_day": 500}})
+    engine.submit_many(2, tokens=800)
+    assert len(engine.claim(2)) == 1
+    waiting = engine.submit(tokens=400, models=["small"])
+    said = engine.wait(engine.engine.explain(waiting.message_id))
+    assert "token budget: its 400 tokens are more than P2 has free of small. They are filled" in said
+    assert engine.claim() == []
+    assert engine.state(waiting) == "SCHEDULED"
+    said = engine.wait(engine.engine.explain(waiting.message_id))
+    assert "the token budget: its 400 tokens are more than P2 has free of small. It is due in " in said
+    assert model_of(engine).organizations["acme"].refused == 400 + 800
+    [first, second] = events(engine, "tokens_refused")
+    assert (first.detail["tokens"], second.detail["tokens"]) == (800, 400)
+    reset_s = model_of(engine).resets_in_s
+    assert 0 < reset_s <= 60
+    engine.clock.advance(reset_s + 0.001)
+    assert [one.record.message_id for one in engine.claim()] != []
+
+
+def test_p0_fails_at_once_when_all_providers_are_exhausted(make: Make) -> None:
+    engine = make()
+    engine.submit(tokens=900)
+    engine.claim()
+    handle = engine.submit(tokens=200, priority=0)
+    assert engine.claim() == []
+    assert engine.state(handle) == "DEAD_LETTER"
+    with pytest.raises(TokensExhausted) as raised:
+        engine.wait(handle.result(timeout_s=1))
+    assert isinstance(raised.value, MessageFailed)
+    assert raised.value.error_history[-1]["error_type"] == "TokensExhausted"
+
+
+def test_shortage_queue_looks_again_every_second(make: Make) -> None:
+    engine = make(shortage="queue")
+    engine.submit(tokens=900)
+    [first] = engine.claim()
+    waiting = engine.submit(tokens=200)
+    assert engine.claim() == []
+    engine.finish(done(first, 0))
+    engine.clock.advance(1.001)
+    assert [one.record.message_id for one in engine.claim()] == [waiting.message_id]
+
+
+def test_shortage_degrade_gives_another_model_or_fewer_tokens(make: Make) -> None:
+    engine = make({"big": {"tokens_per_minute": 500}, "small": SMALL}, shortage="degrade")
+    engine.submit_many(2, tokens=400, models=["big"])
+    first, second = engine.claim(2)
+    assert first.grant is not None
+    assert second.grant is not None
+    assert (first.grant.model, second.grant.model) == ("big", "small")
+    engine.submit(tokens=1_000)
+    [third] = engine.claim()
+    assert third.grant is not None
+    assert (third.grant.model, third.grant.tokens, third.grant.wanted) == ("small", 600, 1_000)
+
+
+def test_importance_of_a_blocked_parent_lets_it_borrow(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    parent = engine.submit(tokens=350, priority=1)
+    children = [engine.submit(parent_message_id=parent.message_id, delay_s=500) for _ in range(4)]
+    other = engine.submit(tokens=350, priority=1)
+    claimed = engine.claim(2)
+    assert [one.record.message_id for one in claimed] == [parent.message_id]
+    assert engine.state(other) == "SCHEDULED"
+    grant = claimed[0].grant
+    assert grant is not None
+    assert 0 < grant.borrowed <= 50
+    assert model_of(engine).borrowed == grant.borrowed
+    assert model_of(engine).organizations["acme"].borrowed == grant.borrowed
+    [borrowed] = events(engine, "tokens_borrowed")
+    assert borrowed.detail["tokens"] == grant.borrowed
+    engine.finish(done(claimed[0], 350))
+    engine.clock.advance(60)
+    engine.wait(engine.engine.sweep())
+    assert any(event.detail["repaid"] == grant.borrowed for event in events(engine, "tokens_rebalanced"))
+    assert model_of(engine).borrowed == 0
+    for child in children:
+        engine.wait(engine.engine.cancel(child.message_id))
+
+
+def test_ended_children_give_no_importance(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    parent = engine.submit(tokens=350, priority=1)
+    for _ in range(4):
+        child = engine.submit(parent_message_id=parent.message_id, delay_s=500)
+        engine.wait(engine.engine.cancel(child.message_id))
+    assert engine.claim() == []
+
+
+def test_rebalancing_is_an_event_and_helps_the_short_tier(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    waiting = engine.submit(tokens=300, priority=3)
+    assert engine.claim() == []
+    engine.clock.advance(60)
+    assert [one.record.message_id for one in engine.claim()] == [waiting.message_id]
+    [event] = events(engine, "tokens_rebalanced")
+    assert (event.detail["model"], event.detail["moved"]) == ("small", 300)
+    assert of_store(event, "s", "tasks").contract == "engine"
+
+
+# ---- the door --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tokens": 1_001}, "would never run: its models give at most 1000"),
+        ({"tokens": 5, "models": ["huge"]}, "there is no model 'huge': the models with a budget are small"),
+        ({"tokens": -1}, "tokens must be a whole number from 0"),
+        ({"tokens": 1.5}, "tokens must be a whole number from 0"),
+        ({"tokens": True}, "tokens must be a whole number from 0"),
+        ({"tokens": 5, "models": "small"}, "models must be a list of texts"),
+    ],
+)
+def test_message_that_cannot_run_is_refused_with_one_sentence(
+    make: Make, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidMessage, match=said) as raised:
+        make().submit(**fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_wrong_budget_is_an_error_of_the_policy() -> None:
+    with pytest.raises(InvalidSetting, match="at most 1 in all"):
+        Policy(tokens={"providers": {"p": {"models": {"m": SMALL}}}, "tiers": [1, 1, 1, 1]})
+    with pytest.raises(InvalidSetting, match="tokens must be an object with providers"):
+        Policy(tokens=5)  # type: ignore[arg-type]
+
+
+def test_message_whose_models_lost_their_budget_is_a_dead_letter(tmp_path: Path) -> None:
+    url, clock = f"sqlite:///{tmp_path}/queue.db", ManualClock()
+    with Engine.open(url, clock=clock) as engine:
+        handle = engine.blocking.submit(
+            type="tool_call", org_id="acme", payload={}, tokens=5, models=["gone"]
+        )
+    worker = EngineUnderTest(url, Policy(tokens={"providers": {"p": {"models": {"small": SMALL}}}}))
+    assert worker.claim() == []
+    assert "none of its models has a budget: gone" in worker.wait(worker.engine.explain(handle.message_id))
+    worker.close()
+
+
+# ---- handlers --------------------------------------------------------------------------------------
+
+
+def test_handler_sees_its_model_and_counts_tokens(make: Make) -> None:
+    engine = make({"small": {**SMALL, "usd_per_million_tokens": 2.0}})
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> Any:
+        return [ctx.model, ctx.provider, ctx.tokens, ctx.use_tokens(100), ctx.use_tokens(50), ctx.tokens]
+
+    handle_ = engine.submit(tokens=300)
+    engine.run_all()
+    assert engine.wait(handle_.result(timeout_s=1)) == ["small", "p", 300, 200, 150, 150]
+    assert figures(engine) == (1_000, 150, 0, 850)
+    [completed] = events(engine, "execution_completed")
+    audited = of_store(completed, "s", "engine")
+    assert (audited.model, audited.tokens_out, str(audited.cost_usd)) == ("small", 150, "0.000300000")
+
+
+def test_plain_handler_has_the_same_calls(make: Make) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    def handle(message: Any, ctx: Any) -> Any:
+        ctx.provider_headers({"x-ratelimit-remaining-tokens": "500"})
+        return [ctx.model, ctx.provider, ctx.tokens, ctx.use_tokens(100)]
+
+    async def work() -> Any:
+        running = asyncio.create_task(engine.engine.run(concurrency=1))
+        submitted = await engine.engine.submit(type="tool_call", org_id="acme", payload={}, tokens=300)
+        result = await submitted.result(timeout_s=30)
+        await engine.engine.stop()
+        await running
+        return result
+
+    assert soon(work()) == ["small", "p", 300, 200]
+    assert figures(engine)[:2] == (1_000, 100 + 200)
+
+
+def test_use_beyond_the_reservation_fails_the_message_for_good(make: Make) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> None:
+        ctx.use_tokens(200)
+        ctx.use_tokens(200)
+
+    handle_ = engine.submit(tokens=300)
+    engine.run_all()
+    with pytest.raises(TokensExhausted, match="has used up its 300 tokens of small"):
+        engine.wait(handle_.result(timeout_s=1))
+    assert figures(engine) == (1_000, 300, 0, 700)
+
+
+def test_stream_is_cut_at_the_reservation(make: Make) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> None:
+        for number in range(100):
+            ctx.use_tokens(100)
+            await ctx.stream(number)
+
+    handle_ = engine.submit(tokens=350)
+    engine.run_all()
+
+    async def parts() -> list[Any]:
+        return [part async for part in handle_]
+
+    found = engine.wait(parts())
+    assert [part.chunk for part in found if part.type == "stream_chunk"] == [0, 1, 2]
+    assert (found[-1].type, found[-1].result) == ("stream_complete", {"cut_at": "tokens"})
+    assert figures(engine) == (1_000, 350, 0, 650)
+
+
+def test_headers_of_the_provider_and_rate_limits_update_the_facts(make: Make) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> None:
+        await ctx.provider_headers({"x-ratelimit-remaining-tokens": "200", "x-ratelimit-reset-tokens": "9s"})
+        ctx.use_tokens(10)
+
+    @engine.engine.handler("model_call")
+    async def refused(message: Any, ctx: Any) -> None:
+        raise RateLimited(retry_after_s=30)
+
+    engine.submit(tokens=100)
+    engine.run_all()
+    assert figures(engine) == (1_000, 700 + 10, 0, 290)
+    assert model_of(engine).resets_in_s == pytest.approx(9)
+    engine.submit(type="model_call", tokens=100)
+    engine.run_all()
+    assert model_of(engine).blocked_s == pytest.approx(30)
+    waiting = engine.submit(tokens=5)
+    assert engine.claim() == []
+    assert "It is due in 30.0 s" in engine.wait(engine.engine.explain(waiting.message_id))
+
+
+def test_requests_are_limited_too(make: Make) -> None:
+    engine = make({"small": {"tokens_per_minute": 1_000, "requests_per_minute": 2}})
+    engine.submit_many(3, tokens=10)
+    claimed = engine.claim(3)
+    assert len(claimed) == 2
+    engine.finish(*(done(one, 10) for one in claimed))
+    found = model_of(engine).windows["requests_per_minute"]
+    assert (found.limit, found.used, found.reserved, found.free) == (2, 2, 0, 0)
+
+
+def test_status_without_the_policy_shows_the_last_limits(tmp_path: Path) -> None:
+    url, clock = f"sqlite:///{tmp_path}/queue.db", ManualClock()
+    engine = EngineUnderTest(url, Policy(tokens={"providers": {"p": {"models": {"small": SMALL}}}}))
+    engine.submit(tokens=300)
+    engine.claim()
+    engine.close()
+    with Engine.open(url, clock=clock) as other:
+        found = other.blocking.tokens.status().providers["p"].models["small"]
+    assert (found.limit, found.reserved) == (1_000, 300)
+
+
+def test_engine_without_budgets_has_an_empty_status() -> None:
+    engine = EngineUnderTest("memory://")
+    engine.submit(tokens=5, models=["any"])
+    assert len(engine.claim()) == 1
+    assert engine.wait(engine.engine.tokens.status()).providers == {}
+    engine.close()

@@ -1,0 +1,214 @@
+"""`postroom up`: all parts of a data folder as real processes, killed and stopped."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import nats
+import pytest
+
+from tests.integration.commandline import finish, isolate, postroom, start
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+class Running:
+    """A running `postroom up`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", facts: dict[str, Any]) -> None:
+        self.process = process
+        self.http: str = facts["http"]
+        self.nats: str = facts["nats"] or ""
+        self.token: str | None = facts["token"]
+
+    def get(self, path: str, token: str | None, context: ssl.SSLContext | None = None) -> tuple[int, Any]:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310 - our own server
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def parts(self, data: Path) -> dict[str, Any]:
+        return dict(json.loads((data / "up.json").read_text())["parts"])
+
+
+@contextmanager
+def running(data: Path, *options: object) -> Iterator[Running]:
+    process = start("postroom", "up", "--data", data, "--http-port", 0, "--nats-port", 0, *options)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(finish(process).errors)
+        yield Running(process, json.loads(line))
+    finally:
+        process.terminate()
+        finish(process)
+
+
+async def echo(url: str, token: str) -> bytes:
+    client = await nats.connect(url, token=token, allow_reconnect=False)
+    try:
+        waiting = await client.subscribe("plain.subject")
+        await client.publish("plain.subject", b"hello")
+        return (await waiting.next_msg(timeout=30)).data
+    finally:
+        await client.close()
+
+
+def answer_to_login(url: str, token: str) -> bytes:
+    """What the server says to a login, up to the end of the connection."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+        client.sendall(b'CONNECT {"verbose":false,"auth_token":"%b"}\r\nPING\r\n' % token.encode())
+        return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_one_token_opens_http_and_nats_and_is_printed_once(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data) as up:
+        assert up.token is not None
+        assert up.nats
+        assert up.get("/health", None) == (200, {"status": "ok"})
+        assert up.get("/ready", None) == (200, {"status": "ok"})
+        assert up.get("/engine/status", None)[0] == 401
+        assert up.get("/engine/status", up.token)[0] == 200
+        assert asyncio.run(echo(up.nats, up.token)) == b"hello"
+        assert b"Authorization Violation" in answer_to_login(up.nats, "pr_" + "x" * 43)
+        pids = [part["pid"] for part in up.parts(data).values()]
+        assert set(up.parts(data)) == {"http", "mail", "audit"}
+    assert up.process.returncode == 0
+    assert not any(is_alive(pid) for pid in pids)
+    assert not (data / "up.json").exists()
+    with running(data, "--no-mail", "--no-audit") as again:
+        assert again.token is None
+        assert not again.nats
+        assert again.get("/engine/status", up.token)[0] == 200
+
+
+def test_a_killed_part_is_restarted_and_shows_as_degraded_until_then(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data) as up:
+        pid = up.parts(data)["mail"]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: up.get("/health", None)[1].get("parts", {}).get("mail"))
+        assert up.get("/ready", None)[0] == 503
+        until(lambda: up.get("/health", None) == (200, {"status": "ok"}))
+        assert up.parts(data)["mail"]["pid"] != pid
+        assert up.parts(data)["mail"]["restarts"] == 1
+        assert up.nats
+        assert up.token is not None
+        assert asyncio.run(echo(up.nats, up.token)) == b"hello"  # at the same address as before
+
+
+def test_no_part_outlives_a_killed_up(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data) as up:
+        pids = [part["pid"] for part in up.parts(data).values()]
+        up.process.kill()
+        until(lambda: not any(is_alive(pid) for pid in pids))
+    with running(data) as again:
+        assert again.get("/health", None) == (200, {"status": "ok"})
+
+
+def test_a_revoked_token_ends_its_open_connection(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data, "--no-audit") as up:
+        assert up.nats
+        made = postroom("token", "create", "--data", data, "--role", "operator").line
+
+        async def connected_until_revoked() -> None:
+            closed = asyncio.Event()
+
+            async def note_closed() -> None:
+                closed.set()
+
+            client = await nats.connect(
+                up.nats, token=made["token"], allow_reconnect=False, closed_cb=note_closed
+            )
+            await client.flush()
+            assert postroom("token", "revoke", made["token_id"], "--data", data).code == 0
+            await asyncio.wait_for(closed.wait(), 30)
+
+        asyncio.run(connected_until_revoked())
+        until(lambda: up.get("/queue/status", made["token"])[0] == 401)
+
+
+def test_a_port_in_use_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+    with running(tmp_path / "one", "--no-audit", "--no-mail") as up:
+        port = up.http.rsplit(":", 1)[1]
+        refused = finish(
+            start("postroom", "up", "--data", tmp_path / "two", "--http-port", port, "--nats-port", 0)
+        )
+    assert refused.code == 1
+    assert refused.raw == b""
+    assert "the part http cannot start" in refused.errors.splitlines()[-1]
+
+
+def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:
+    refused = postroom("up", "--data", tmp_path / "run", "--host", "192.0.2.1")
+    assert refused.code == 2
+    assert "tokens would cross the network in the clear" in refused.errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
+    made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
+    data = tmp_path / "run"
+    with running(data, "--no-audit", "--tls-cert", made["cert"], "--tls-key", made["key"]) as up:
+        assert up.token is not None
+        assert up.nats
+        trusting = ssl.create_default_context(cafile=made["cert"])
+        assert up.http.startswith("https://")
+        assert up.get("/engine/status", up.token, trusting)[0] == 200
+        assert up.get("/nothing", up.token, trusting)[0] == 404
+
+        async def echo_over_tls() -> bytes:
+            client = await nats.connect(up.nats, token=up.token, tls=trusting)
+            waiting = await client.subscribe("plain.subject")
+            await client.publish("plain.subject", b"hello")
+            data = (await waiting.next_msg(timeout=30)).data
+            await client.close()
+            return data
+
+        assert asyncio.run(echo_over_tls()) == b"hello"
+
+
+def test_init_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_path: Path) -> None:
+    made = postroom("init").line
+    assert made == {"path": "postroom.toml"}
+    text = Path("postroom.toml").read_text()
+    assert "# http_port = 8800" in text
+    assert postroom("bus", "tail", "--bus", tmp_path / "bus.yaml").code == 0  # reads the file
+    again = postroom("init")
+    assert again.code == 1
+    assert "exists already" in again.error
+    uncommented = text.replace("# http_port = 8800", "http_port = 0").replace("# nats_port", "nats_port")
+    Path("postroom.toml").write_text(uncommented.replace("nats_port = 4222", "nats_port = 0"))
+    with running(tmp_path / "run", "--no-audit") as up:
+        assert up.nats
