@@ -66,7 +66,7 @@ def test_an_application_may_bring_its_own_provider(world: EngineUnderTest) -> An
 
 
 def test_the_memory_of_a_handler_is_limited(world: EngineUnderTest) -> Any:
-    @world.engine.handler("tool_call")
+    @world.engine.handler("tool_call", pool="process")
     def run(message: Any, ctx: Any) -> Any:
         try:
             return len(bytearray(message.payload["size"]))

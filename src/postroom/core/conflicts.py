@@ -11,6 +11,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from postroom.errors import clipped
+
 Mode: TypeAlias = Literal["exclusive", "shared"]
 ConflictKind: TypeAlias = Literal["target", "resource", "capacity", "constraint"]
 OnConflict: TypeAlias = Literal["wait", "merge", "cancel"]
@@ -57,7 +59,7 @@ def checked(value: Any) -> Operation:
     try:
         operation = msgspec.convert(fields, Operation)
     except (msgspec.ValidationError, TypeError) as error:
-        raise ValueError(f"operation does not fit: {error}") from None
+        raise ValueError(f"operation does not fit: {clipped(str(error))}") from None
     names = (operation.target, *operation.resources, *operation.constraints.not_with)
     if any(not name or len(name) > NAME_CHARS_MAX or not name.isprintable() for name in names):
         raise ValueError(f"names in operation are printable text of 1 to {NAME_CHARS_MAX} characters")

@@ -36,11 +36,6 @@ class ProcessDied(PostroomError):
         super().__init__(f"the process of the handler died with {how}")
 
 
-def has_memory_limit(message: Message) -> bool:
-    """Whether a message limits its memory, which only a process of its own can enforce."""
-    return message.resource_limits is not None and message.resource_limits.memory is not None
-
-
 def limit_memory(message: Message) -> None:
     """Limit what this process may allocate on top of what it has."""
     if message.resource_limits is None or message.resource_limits.memory is None:

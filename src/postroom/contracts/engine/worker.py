@@ -37,7 +37,7 @@ from postroom.contracts.engine.handlers import (
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, has_memory_limit, limit_memory, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, limit_memory, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
@@ -350,7 +350,7 @@ class Worker:
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if poison.runs_alone(record) or handler.pool == "process" or has_memory_limit(message):
+            if poison.runs_alone(record) or handler.pool == "process":
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)
