@@ -42,6 +42,7 @@ from postroom.testing import FIRST_WALL_US, ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
 
 DAY_S = 86_400.0
+EVENTS_KEPT_S = 1_000 * DAY_S
 Opened = Callable[..., EngineUnderTest]
 NOW = datetime.fromtimestamp(FIRST_WALL_US / 1e6, UTC)
 
@@ -56,7 +57,8 @@ def opened(url: str) -> Iterator[Opened]:
     made: list[EngineUnderTest] = []
 
     def open_engine(**rules: Any) -> EngineUnderTest:
-        made.append(EngineUnderTest(url, Policy(**rules)))
+        kept = {"keep_events_s": EVENTS_KEPT_S, **rules}  # the checks at the end need every event
+        made.append(EngineUnderTest(url, Policy(**kept)))
         return made[-1]
 
     yield open_engine

@@ -68,7 +68,7 @@ def models(**limits: Any) -> dict[str, Any]:
         ({"providers": {}}, "tokens needs providers"),
         ({"providers": {"p": {}}}, "provider p needs models"),
         ({"providers": {"p": 5}}, "provider p must be an object with models"),
-        ({"providers": {"": {"models": {}}}}, "named by up to 128 printable characters"),
+        ({"providers": {"": {"models": {}}}}, "a name of up to 128 printable characters"),
         (models(), "model m of provider p needs at least one limit"),
         (models(tokens_per_minute=-5), "tokens_per_minute of model m of provider p must be a whole number"),
         (models(tokens_per_minute=0), "must be a whole number from 1"),

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, shown
 
 TIERS: Final = 4
 SHARED: Final = 4  # the pool of tokens that no tier reserves
@@ -98,7 +98,7 @@ def token_rules(config: Mapping[str, Any]) -> TokenRules | None:
     shortage = config.get("shortage", "defer")
     if shortage not in ("queue", "degrade", "defer"):
         raise InvalidSetting(
-            f'the shortage of tokens must be "queue", "degrade" or "defer", not {shortage!r}'
+            f'the shortage of tokens must be "queue", "degrade" or "defer", not {shown(shortage)}'
         )
     models = tuple(
         _model(provider, name, limits, tiers)
@@ -124,14 +124,15 @@ def _object(value: object, what: str, limit: int) -> Mapping[str, Any]:
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= MODEL_CHARS_MAX or not name.isprintable():
             raise InvalidSetting(
-                f"a provider or model is named by up to {MODEL_CHARS_MAX} printable characters, not {name!r}"
+                f"a provider or model has a name of up to {MODEL_CHARS_MAX} printable characters, "
+                f"not {shown(name)}"
             )
     return value
 
 
 def _models(provider: str, found: object) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise InvalidSetting(f"provider {provider} must be an object with models, not {found!r}")
+        raise InvalidSetting(f"provider {provider} must be an object with models, not {shown(found)}")
     _only(found, f"provider {provider}", ("models",))
     return _object(found.get("models"), f"provider {provider} needs models", MODELS_A_PROVIDER_MAX)
 
@@ -141,7 +142,7 @@ def _tiers(tiers: object) -> tuple[float, ...]:
     is_share = [type(share) in (int, float) and 0 <= share <= 1 for share in shares]
     if len(shares) != TIERS or not all(is_share) or not math.fsum(shares) <= 1 + 1e-9:
         raise InvalidSetting(
-            f"tiers of tokens must be four shares, for P0 to P3, of at most 1 in all, not {tiers!r}"
+            f"tiers of tokens must be four shares, for P0 to P3, of at most 1 in all, not {shown(tiers)}"
         )
     return tuple(float(share) for share in shares)
 
@@ -149,14 +150,16 @@ def _tiers(tiers: object) -> tuple[float, ...]:
 def _model(provider: str, name: str, limits: object, tiers: tuple[float, ...]) -> ModelRule:
     whose = f"model {name} of provider {provider}"
     if not isinstance(limits, Mapping):
-        raise InvalidSetting(f"{whose} must be an object with limits, not {limits!r}")
+        raise InvalidSetting(f"{whose} must be an object with limits, not {shown(limits)}")
     _only(limits, whose, (*WINDOWS, "usd_per_million_tokens"))
     found = [_limit(whose, window, limits.get(window)) for window in WINDOWS]
     if not any(found):
         raise InvalidSetting(f"{whose} needs at least one limit, such as tokens_per_minute")
     price = limits.get("usd_per_million_tokens", 0.0)
     if type(price) not in (int, float) or not 0 <= price <= TOKENS_MAX:
-        raise InvalidSetting(f"usd_per_million_tokens of {whose} must be a number from 0 on, not {price!r}")
+        raise InvalidSetting(
+            f"usd_per_million_tokens of {whose} must be a number from 0 on, not {shown(price)}"
+        )
     main = next(window for window, limit in enumerate(found) if limit)
     pools = pools_of(found[main], tiers)
     return ModelRule(provider, name, _four(found), main, pools, price, _reach(found, pools))
@@ -167,7 +170,7 @@ def _limit(whose: str, window: str, limit: object) -> int:
         return 0
     if type(limit) is not int or not 0 < limit <= TOKENS_MAX:
         raise InvalidSetting(
-            f"{window} of {whose} must be a whole number from 1 to {TOKENS_MAX}, not {limit!r}"
+            f"{window} of {whose} must be a whole number from 1 to {TOKENS_MAX}, not {shown(limit)}"
         )
     return limit
 

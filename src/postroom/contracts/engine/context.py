@@ -127,7 +127,7 @@ class Context:
         Raises `TokensExhausted` when the reservation does not hold them: it is used up then.
         """
         if type(n) is not int or not 0 <= n <= USAGE_MAX:
-            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {n!r}")
+            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {shown(n)}")
         is_over = self._grant is not None and n > self.tokens
         self.usage(model=self.model, tokens_out=self.tokens if is_over else n)
         if is_over and self._grant is not None:

@@ -500,7 +500,7 @@ def _operation(value: object) -> Operation | None:
 
 def _tokens(tokens: object) -> int:
     if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
-        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {tokens!r}")
+        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {shown(tokens)}")
     return tokens
 
 

@@ -142,7 +142,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, Mapping):
-            raise InvalidSetting(f"tokens must be an object with providers, not {self.tokens!r}")
+            raise InvalidSetting(f"tokens must be an object with providers, not {shown(self.tokens)}")
         force_setattr(self, "token_rules", token_rules(self.tokens))
         if len(self.promote_after_s) != 3 or any(seconds <= 0 for seconds in self.promote_after_s):  # noqa: PLR2004
             raise InvalidSetting(
