@@ -40,6 +40,7 @@ OPERATION: Final = b'"operation":'
 """Stands in the body of every message with an operation, and perhaps in a payload."""
 CONFLICTS_A_CLAIM_MAX: Final = 20  # conflicts of one message that one claim resolves
 WAIT_S_MIN: Final = 0.05
+NANOS_PER_MS: Final = 1_000_000
 PERSON_OPTIONS: Final = ("run", "wait", "merge", "cancel")
 
 
@@ -177,7 +178,8 @@ class OperationRegistry:
         )
         other = transaction.record(conflict.other)
         left_ns = (other.lease_until if other is not None else 0) - transaction.steady_ns
-        delay_ns = max(left_ns, round(WAIT_S_MIN * NANOS_PER_S))
+        # Those that wait for the same lease are due one after the other, in the order of their acceptance.
+        delay_ns = max(left_ns, round(WAIT_S_MIN * NANOS_PER_S)) + record.seq % NANOS_PER_MS
         transaction.apply(
             ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
         )
