@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-engine bench-goals bench-pipeline crash simulate fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-pipeline crash simulate fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -68,6 +68,10 @@ bench-peers: $(STAMP) ## the benchmark of Tasks beside Celery on Redis and Rabbi
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_peers.py
 
+bench-brokers: $(STAMP) ## the benchmark of PostgreSQL and RabbitMQ beside raw clients and other queues
+	@$(PYTHON) tools/setup.py --system $(BROKERS)
+	@$(PYTHON) bench/bench_brokers.py
+
 bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DBOS
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_engine.py
@@ -75,12 +79,15 @@ bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DB
 bench-goals: $(STAMP) ## the benchmark of goals, graph, conflicts and sandboxes
 	@$(PYTHON) bench/bench_goals.py
 
+bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, idle agents
+	@$(PYTHON) bench/bench_coordinator.py
+
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) bench/bench_pipeline.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, full disks, soak (long)
-	@$(PYTHON) tools/setup.py --system $(JAVA) strace mkfs.ext4=e2fsprogs
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 
 simulate: $(STAMP) ## 100,000 seeded histories of an engine, on all cores (long)

@@ -2,9 +2,10 @@
 
 python bench/bench_pipeline.py [--events 5000000] [--scale 1.0] [--repeats 3] [--only PART]
 
-Parts: bronze, fold, gold, stream, increment, growth, cold, answer. `--scale` shrinks the 20 million events of
-`increment` and `growth`, and the million that is added; `cold` and `answer` always have a million. Each time
-is printed with the CPU seconds of all cores, and the time that the host has stolen.
+Parts: bronze, fold, gold, stream, increment, growth, cold, answer, small. `--scale` shrinks the 20 million
+events of `increment` and `growth`, and the million that is added; `cold` and `answer` always have a million,
+and `small` has 500. Each time is printed with the CPU seconds of all cores, and the time that the host has
+stolen.
 """
 
 import argparse
@@ -52,6 +53,8 @@ STREAM_PER_S = 100_000
 INCREMENT_MAX = 1.3
 GROWTH_MAX = 1.3
 COLD_S_MAX = 90.0
+SMALL_EVENTS = 500
+SMALL_S_MAX, SMALL_CPU_S_MAX = 15.0, 30.0
 COMMAND = [sys.executable, "-m", "postroom.cli.main", "pipeline"]
 QUERY = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome"
 
@@ -272,9 +275,31 @@ def answer(bench: Bench) -> Iterator[Figure]:
             with own_cache(bench):
                 if name != "cold":
                     spent_by([*COMMAND, "prepare"])
-                command = [*COMMAND, "sql", "--tables", folder, QUERY]
+                command = [*COMMAND, "sql", "--tables", folder, "--master", "local[*]", QUERY]
                 taken = median([spent_by(command) for _ in range(bench.repeats)])
-            yield Figure(f"postroom pipeline sql, 1M events, {name}", taken.wall_s, "s", taken.cores())
+            yield Figure(
+                f"postroom pipeline sql --master, 1M events, {name}", taken.wall_s, "s", taken.cores()
+            )
+        command = [*COMMAND, "sql", "--tables", folder, QUERY]
+        taken = median([spent_by(command) for _ in range(bench.repeats)])
+        yield Figure("postroom pipeline sql, 1M events, DuckDB", taken.wall_s, "s", taken.cores())
+
+
+def small(bench: Bench) -> Iterator[Figure]:
+    """The whole command over a few events, which is start and planning: without the archive."""
+    events = history(bench.folder, SMALL_EVENTS)
+    bench.stop()
+    takes = []
+    with own_cache(bench):
+        for _ in range(bench.repeats):
+            with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+                takes.append(
+                    spent_by([*COMMAND, "run", "--events", str(events), "--tables", f"{out}/tables"])
+                )
+    taken = median(takes)
+    name = f"postroom pipeline run, {SMALL_EVENTS} events"
+    yield Figure(name, taken.wall_s, "s", goals=[Goal("value", "<=", SMALL_S_MAX)])
+    yield Figure(f"{name}, CPU", taken.cpu_s, "CPU s", goals=[Goal("value", "<=", SMALL_CPU_S_MAX)])
 
 
 @contextmanager
@@ -348,6 +373,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "growth": growth,
     "cold": cold,
     "answer": answer,
+    "small": small,
 }
 
 

@@ -6,10 +6,13 @@ that did not run, with the reason.
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import PurePath
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.rabbitmqserver import RabbitServer, is_installed, rabbitmq
 
 TESTS = "tests"
 
@@ -23,6 +26,15 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("default"), max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    """One RabbitMQ for all tests that need a broker. Each store has its own lanes in it."""
+    if not is_installed():
+        pytest.skip("RabbitMQ is not installed")
+    with rabbitmq(tmp_path_factory.mktemp("rabbitmq")) as server:
+        yield server
 
 
 def part_of(nodeid: str) -> str:

@@ -34,20 +34,25 @@
     │   ├── RollbackRefused       a rollback would pass effects that cannot be undone; lists them
     │   ├── MessageFailed         a message ended without a result; has its errors
     │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
+    │   ├── Bounced               the recipient of a message is unknown or dead, or its inbox is full
+    │   ├── AgentReplaced         another registration of the same agent is newer than this one
     │   ├── NotHeld               a client was never given the task, and the call names no lease
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
     │   ├── SinkAhead             the audit stream holds more events of a source than the source
+    │   ├── StoreMoved            the store was moved to another address, and takes no more writes
     │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
     │   └── MailRefused           a mail server refuses a call; has its code
     ├── Unavailable               postroom's or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
+    │   ├── StoreUnreachable      the database of a store does not answer
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
     │   ├── Overloaded            backpressure refuses a submit; says when to try again
+    │   ├── CoordinatorStopped    a coordinator serves its agents no longer; open requests stay open
     │   ├── RateLimited           a handler's service limits its rate; says when to try again
     │   ├── SandboxUnavailable    a sandbox could not be created; says when to try again
     │   ├── GraphUnavailable      the server of the knowledge graph does not answer
@@ -57,6 +62,7 @@
     │   ├── MailUnavailable       no mail server answers, or it is full
     │   ├── TableChanged          another writer committed to a table of the pipeline meanwhile
     │   └── StoreDamaged          the database does not hold what postroom wrote
+    ├── StreamRestarted           an answer begins again: the chunks that were read so far do not count
     ├── NoResult                  a task that a client asked for ended without a result, or not in time
     └── QueueError                base of the errors of `Queue`
         ├── TopicError            see `Rejected`
@@ -185,6 +191,16 @@ class HandleDead(Unavailable):
     def __init__(self, path: Path | str) -> None:
         self.path = path
         super().__init__(f"an earlier fsync of {path} failed: call reopen() before writing again")
+
+
+class StoreUnreachable(Unavailable):
+    """The database of a store does not answer. `rolled_back` says whether the work is surely not stored."""
+
+    def __init__(self, url: str, reason: str, *, rolled_back: bool) -> None:
+        self.url = url
+        self.rolled_back = rolled_back
+        rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
+        super().__init__(f"{url} does not answer: {reason}; {rest}")
 
 
 class TopicError(QueueError, Rejected, ValueError):
@@ -501,12 +517,54 @@ def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]])
     return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
 
 
+class Bounced(Rejected):
+    """A message cannot reach its recipient. Nothing was stored."""
+
+    def __init__(self, recipient: str, reason: str, message: str = "") -> None:
+        self.recipient = recipient
+        self.reason = reason
+        super().__init__(message or f"the message to agent {recipient!r} bounced: {reason}")
+
+
+class AgentReplaced(Rejected):
+    """The same agent was registered again later. Only the newest registration may act for the agent."""
+
+    def __init__(self, agent_id: str, message: str = "") -> None:
+        self.agent_id = agent_id
+        super().__init__(
+            message or f"agent {agent_id!r} was registered again elsewhere: only that registration is valid"
+        )
+
+
+class StreamRestarted(PostroomError):
+    """The attempt that an answer came from failed, and another attempt begins the answer again.
+
+    The same iterator goes on with the new attempt. Chunks of the earlier attempt do not count.
+    """
+
+    def __init__(self, request_id: str, attempt: int) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        super().__init__(
+            f"the answer to {request_id} begins again with attempt {attempt}: earlier chunks do not count"
+        )
+
+
 class Overloaded(Unavailable):
     """Backpressure refuses a submit. Nothing was stored."""
 
     def __init__(self, reason: str, retry_after: float, message: str = "") -> None:
         self.retry_after = self.retry_after_s = retry_after
         super().__init__(message or f"{reason}: try again in {retry_after:.3g} s")
+
+
+class CoordinatorStopped(Unavailable):
+    """The coordinator was stopped. A request stays open: register again, and resume it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        rest = f": the answer to {request_id} is kept for a registration elsewhere" if request_id else ""
+        super().__init__(f"the coordinator has been stopped or was not started{rest}")
 
 
 class RateLimited(Unavailable):
@@ -537,6 +595,14 @@ class BusFull(Unavailable):
 
 class ShippedElsewhere(Rejected):
     """The store ships its events to another stream, or the stream belongs to another store."""
+
+
+class StoreMoved(Rejected):
+    """The store was moved. What it holds can still be read."""
+
+    def __init__(self, url: str, to: str) -> None:
+        self.to = to
+        super().__init__(f"{url} was moved to {to}, and takes no more writes: use that address")
 
 
 class AuditBehind(Unavailable):

@@ -120,6 +120,9 @@ EventKind = Literal[
     "tokens_refused",
     "tokens_borrowed",
     "tokens_rebalanced",
+    "agent_health",
+    "receipt",
+    "bounced",
     "alert",
 ]
 """The kinds of events, for every contract."""

@@ -40,6 +40,9 @@ from postroom.message import Envelope
 from postroom.stores.store import Store
 from postroom.testing import FIRST_WALL_US, ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
+from tests.postgresserver import database, postgres, store_url
+
+__all__ = ["database", "postgres"]  # fixtures
 
 DAY_S = 86_400.0
 EVENTS_KEPT_S = 1_000 * DAY_S
@@ -47,9 +50,9 @@ Opened = Callable[..., EngineUnderTest]
 NOW = datetime.fromtimestamp(FIRST_WALL_US / 1e6, UTC)
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+    return store_url(request, tmp_path)
 
 
 @pytest.fixture

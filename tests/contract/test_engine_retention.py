@@ -70,7 +70,7 @@ def test_parts_of_a_forgotten_message_go_in_small_commits(world: EngineUnderTest
 
     def add(transaction: Transaction) -> None:
         for index in range(2 * CELLS_A_COMMIT_MAX + 1):
-            PARTS.put(transaction, Part(message_id, "progress", ""), message_id, 1, index)
+            PARTS.put(transaction, [Part(message_id, "progress", "")], message_id, 1, index)
 
     world.engine.store.write(add)
     world.clock.advance(8 * DAY_S)

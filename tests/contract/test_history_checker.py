@@ -36,7 +36,7 @@ S = 1_000_000_000
 
 
 def judged(stream: Iterable[AuditEvent], **stretch: int) -> HistoryVerdict:
-    history = History(**stretch)
+    history = History(**stretch)  # type: ignore[arg-type]
     for event in stream:
         history.add(event)
     return history.verdict(horizon_us=DAY_US)

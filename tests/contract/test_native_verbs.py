@@ -40,6 +40,8 @@ class General(SqliteTransaction):
     oldest = Transaction.oldest
     total = Transaction.total
     put_back = Transaction.put_back
+    heads = Transaction.heads
+    has_overdue = Transaction.has_overdue
 
 
 def run(
@@ -347,7 +349,10 @@ def looking(transaction: Transaction) -> Any:
     """What a claim of an engine asks for."""
     active = [sorted(transaction.active(lane, "", 10)) for lane in range(LANES)]
     oldest = [transaction.oldest(lane) for lane in range(LANES)]  # of several, any one
-    return active, [None if record is None else record.ready_at for record in oldest], transaction.total()
+    ids = [record.message_id for record in transaction.find(Listing(limit=100))]
+    heads = [*transaction.heads([*ids[::-1], "nobody"]), *transaction.heads(ids)]
+    ages = [None if record is None else record.ready_at for record in oldest]
+    return active, ages, heads, transaction.total()
 
 
 def everything(transaction: Transaction) -> None:

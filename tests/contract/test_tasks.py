@@ -23,6 +23,9 @@ from postroom.testing import ManualClock, check_consistency
 from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background
+from tests.postgresserver import database, postgres, store_url
+
+__all__ = ["database", "postgres"]  # fixtures
 
 __all__ = ["no_child_left"]  # a fixture
 
@@ -36,9 +39,9 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+    return store_url(request, tmp_path)
 
 
 @pytest.fixture

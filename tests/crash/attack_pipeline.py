@@ -55,7 +55,53 @@ QUESTIONS = (
     "DESCRIBE silver_spans",
     "EXPLAIN SELECT * FROM silver_spans",
 )
-"""Statements that have to be answered."""
+"""Statements that Spark has to answer."""
+BY_SPARK = ("--master", "local[2]")
+BY_DUCKDB = ()
+
+
+def duckdb_attacks(bait: Path, place: Path) -> list[str]:
+    """The same in the dialect of DuckDB."""
+    reads = [
+        f"{function}('{bait}')"
+        for function in (
+            "read_csv", "read_csv_auto", "read_text", "read_blob", "read_json", "read_ndjson", "read_parquet",
+            "parquet_scan", "parquet_metadata", "sniff_csv", "glob", "query", "query_table",
+            "sqlite_scan", "iceberg_scan", "delta_scan",
+        )
+    ]  # fmt: skip
+    return [
+        *(f"SELECT * FROM {read}" for read in reads),
+        f"SELECT * FROM '{bait}'",
+        f'FROM "{bait}"',
+        f"SELECT * FROM (WITH \"{bait}\" AS (SELECT 1) SELECT 1), '{bait}'",
+        f"SELECT (SELECT max(content) FROM read_text('{bait}')) AS a",
+        f"SELECT 1 IN (SELECT content FROM read_text('{bait}')) AS a",
+        f"WITH a AS (FROM read_text('{bait}')) SELECT * FROM a",
+        f"DESCRIBE SELECT * FROM '{bait}'",
+        f"SUMMARIZE '{bait}'",
+        f"COPY (SELECT 1) TO '{place}'",
+        f"COPY silver_spans TO '{place}' (FORMAT parquet)",
+        f"COPY silver_spans FROM '{bait}'",
+        f"EXPORT DATABASE '{place}'",
+        f"EXPLAIN ANALYZE COPY (SELECT 1) TO '{place}'",
+        f"ATTACH '{place}' AS a",
+        f"CREATE TABLE a AS SELECT * FROM '{bait}'",
+        f"INSTALL httpfs FROM '{bait}'",
+        f"LOAD '{bait}'",
+        f"SET enable_external_access = true; SELECT * FROM '{bait}'",
+        "SET lock_configuration = false",
+        "RESET allowed_paths",
+        "PRAGMA database_list",
+        "CALL pragma_version()",
+        "SHOW DATABASES",
+        "SELECT * FROM duckdb_settings()",
+        "SELECT * FROM duckdb_secrets()",
+        "SELECT * FROM pragma_table_info('silver_spans')",
+        "SELECT * FROM information_schema.tables",
+        "SELECT * FROM silver_events AT (VERSION => 0)",
+        "SELECT 1; SELECT 2",
+    ]
 
 
 def attacks(bait: Path, place: Path) -> list[str]:
@@ -259,10 +305,12 @@ def statements(count: int, rng: random.Random, bait: Path, place: Path) -> Itera
         yield changed(rng.choice(known), rng)
 
 
-def attack(commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally) -> None:
+def attack(
+    commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally, engine: tuple[str, ...]
+) -> None:
     """Run each statement through the command, and check whether it did any harm."""
     for statement in each:
-        done = commands("sql", "--tables", tables, "--", statement)
+        done = commands("sql", "--tables", tables, *engine, "--", statement)
         harm = trap.harm(done)
         if harm:
             tally.breaks(f"{statement!r} {harm}")
@@ -282,15 +330,13 @@ def run(count: int, seed: int, tick: Callable[[int], None] = lambda _: None) -> 
         tables = Tables(folder / "tables")
         Pipeline(spark, tables).run(folder / "events")
         commands, trap = Commands(spark), Trap(folder, tables.folder, spark)
-        attack(
-            commands,
-            tables.folder,
-            trap,
-            statements(count, random.Random(seed), trap.bait, trap.place),
-            tally,
-        )
+        for engine in (BY_SPARK, BY_DUCKDB):
+            each = statements(count, random.Random(seed), trap.bait, trap.place)
+            attack(commands, tables.folder, trap, each, tally, engine)
+        each = iter(duckdb_attacks(trap.bait, trap.place))
+        attack(commands, tables.folder, trap, each, tally, BY_DUCKDB)
         for question in QUESTIONS:
-            done = commands("sql", "--tables", tables.folder, "--", question)
+            done = commands("sql", "--tables", tables.folder, *BY_SPARK, "--", question)
             tally.acknowledged += done.code == 0 and bool(done.stdout)
             if done.code:
                 tally.breaks(f"{question!r} was refused: {done.stderr.splitlines()[-1]}")

@@ -30,12 +30,12 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import auditing, engines, flips, kills, mailing, powercuts, syscalls, tasks
+from tests.crash import auditing, coordinators, engines, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 from tests.smalldisk import NotPermitted
 
-KILLS = 21_000
+KILLS = 23_000
 CUTS = 1_000
 STOPS = 1_000
 CYCLES = 1_000_000
@@ -61,10 +61,12 @@ KILL_SHARES = {
     "kills-audit": 0.1,
     "kills-mail": 0.2,
     "kills-engine": 0.3,
+    "kills-coordinator": 0.2,
 }
 """The five updates of files have equal shares: three forms of append, rotation, side files, cursors, expiry.
 
-Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3.
+Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3, coordinators a
+fifth.
 """
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
@@ -100,13 +102,21 @@ ATTACK_RUNS: dict[str, Run] = {
     "attack-pipeline": _from_module("run", "attack_pipeline"),
 }
 """Hostile clients and hostile input against real servers and commands. Facts: memory_mb, refused."""
+BROKER_RUNS: dict[str, Run] = {
+    "restarts-rabbitmq": _from_module("run_kills", "rabbitfaults"),
+    "hole-rabbitmq": _from_module("run_hole", "rabbitfaults"),
+    "cluster-rabbitmq": _from_module("run_cluster", "rabbitfaults"),
+}
+"""Faults of a broker under an engine that works. Facts: longest_pause_ms."""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
     "kills-engine": engines.run,
+    "kills-coordinator": coordinators.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
+    **BROKER_RUNS,
 }
 CALL_POINTS = {
     "syscalls-bus": 380,
@@ -174,7 +184,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
     jobs = []
     for name in chosen:
         match name.split("-")[0]:
-            case _ if name in PIPELINE_RUNS or name in ATTACK_RUNS:
+            case _ if name in PIPELINE_RUNS | ATTACK_RUNS | BROKER_RUNS:
                 jobs += _imported_jobs(name, options)
             case "kills":
                 jobs += _split(name, round(options.kills * KILL_SHARES[name] / total), 2, options.seed)
@@ -198,7 +208,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 def beginning_with(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
     names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
-    names += [*PIPELINE_RUNS, *ATTACK_RUNS]
+    names += [*PIPELINE_RUNS, *ATTACK_RUNS, *BROKER_RUNS]
     names += [
         f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
     ]

@@ -263,6 +263,10 @@ LIMITED = (
     "stores.sqlite",
     "stores.sqlite_file",
     "stores.sqlite_transaction",
+    "stores.postgres",
+    "stores.postgres_connection",
+    "stores.postgres_transaction",
+    "nudges.database_notifier",
     "core.lifecycle",
     "core.mailbox",
     "core.mq9",
@@ -290,6 +294,9 @@ LIMITED = (
     ),
     *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",
+    "stores.rabbitmq",
+    "stores.rabbitmq_lanes",
+    "stores.rabbitmq_link",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
 )
 INTERNAL = {"after_fork"}  # called by postroom.system.handles only

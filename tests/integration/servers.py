@@ -33,8 +33,8 @@ def execute(decision):
         file.write(f"{decision.parent}\\n")
 
 serve(
-    data, port=0, durability="os", execute=execute if sys.argv[2] == "execute" else None,
-    bus_max_bytes=int(sys.argv[3]), allowed_nudge_hosts=sys.argv[4:],
+    data, port=int(sys.argv[2]), durability="os", execute=execute if sys.argv[3] == "execute" else None,
+    bus_max_bytes=int(sys.argv[4]), allowed_nudge_hosts=sys.argv[5:],
     ready=lambda port: print(port, flush=True),
 )
 """
@@ -70,11 +70,11 @@ class Server:
         self._words = ("execute" if execute else "", str(bus_max_bytes), *nudge_hosts)
         self.start()
 
-    def start(self) -> None:
+    def start(self, port: int = 0) -> None:
         self.log = self.data / "log"
         with self.log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(self.data), *self._words],
+                [sys.executable, "-c", PROGRAM, str(self.data), str(port), *self._words],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 preexec_fn=self._limit_descriptors,  # noqa: PLW1509 - it only calls the system

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pytest
 
-from postroom import Engine
+from postroom import Coordinator, Engine
 from postroom.cli.engine.operate import progress_line
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
@@ -132,6 +132,21 @@ def test_budgets_are_shown_as_a_table_and_as_json() -> None:
 
 
 # ---- messages --------------------------------------------------------------------------------------
+
+
+def test_agents_are_shown_with_their_health() -> None:
+    async def register(store: Engine) -> None:
+        async with Coordinator(store) as coordinator:
+            for agent_id, org_id in (("planner", "acme"), ("writer", "bolt")):
+                await coordinator.register(agent_id, org_id)
+
+    with opened() as store:
+        store.blocking.wait(register(store))
+    lines = engine("agents").lines
+    assert [(line["org_id"], line["agent_id"]) for line in lines] == [("acme", "planner"), ("bolt", "writer")]
+    assert lines[0]["health"] in ("registered", "alive")
+    assert [line["agent_id"] for line in engine("agents", "--org", "bolt").lines] == ["writer"]
+    assert engine("agents", "--org", "none").lines == []
 
 
 def test_a_message_is_submitted_explained_and_cancelled() -> None:

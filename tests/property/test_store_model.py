@@ -1,4 +1,4 @@
-"""Memory and SQLite, driven together.
+"""Memory, SQLite and PostgreSQL, driven together.
 
 The same calls at the same instants give the same answers, records, events and counts, and the events explain
 the records.
@@ -11,7 +11,9 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from hypothesis import settings
+import psycopg
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
@@ -21,11 +23,16 @@ from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError
 from postroom.message import Envelope, Event, Record, State
 from postroom.stores.base import FOREVER_NS, LANES, ByIds, Deadline, Ending, Limits, Listing
+from postroom.stores.postgres import PostgresStore
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Decide, Transaction
 from postroom.testing import ManualClock, MemoryStore, check_consistency
+from postroom.testing.postgres_server import PostgresServer
+from tests.postgresserver import postgres
 from tests.quick import QUICK
+
+__all__ = ["postgres"]  # a fixture
 
 EXAMPLES = settings().max_examples
 STORE_ID = "both"
@@ -110,6 +117,7 @@ class BothStores(RuleBasedStateMachine):
         self.memory = _Memory(self.clock)
         self.memory.rebooted(self.clock.boot_ns())  # the clock of a new file begins at 0
         self.sqlite = self._open()
+        self.others: list[Store] = []
         self.leases: list[tuple[str, int]] = []
         self.seen = 0
 
@@ -124,9 +132,9 @@ class BothStores(RuleBasedStateMachine):
     # ---- the same to both ----------------------------------------------------------------------
 
     def _both(self, call: Callable[[Store], Any]) -> Any:
-        answers = [_answer(call, store) for store in (self.memory, self.sqlite)]
-        assert answers[0] == answers[1]
-        return answers[0]
+        first, *answers = [_answer(call, store) for store in (self.memory, self.sqlite, *self.others)]
+        assert answers == [first] * len(answers), (first, answers[-1])
+        return first
 
     def _write(self, work: Callable[[Transaction], Any]) -> Any:
         return self._both(lambda store: store.write(work))
@@ -284,14 +292,16 @@ class BothStores(RuleBasedStateMachine):
 
     @rule()
     def reboot(self) -> None:
-        self.sqlite.close()
+        for store in (self.sqlite, *self.others):
+            store.close()
         self.clock.reboot()
         self.memory.rebooted(self.clock.boot_ns())
         self.sqlite = self._open()
 
     @rule()
     def reopen(self) -> None:
-        self.sqlite.reopen()
+        for store in (self.sqlite, *self.others):
+            store.reopen()
 
     # ---- what has to hold ----------------------------------------------------------------------
 
@@ -332,5 +342,34 @@ def _answer(call: Callable[[Store], Any], store: Store) -> Any:
         return type(error), str(error)
 
 
+class AllStores(BothStores):
+    """PostgreSQL too. Its answers take longer, so there are fewer examples."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        store = PostgresStore(self.url, clock=self.clock, store_id=STORE_ID)
+        with psycopg.connect(self.url.partition("?")[0], autocommit=True) as connection:
+            connection.execute("DROP SCHEMA IF EXISTS model CASCADE")
+        self.others = [store]
+
+    def teardown(self) -> None:
+        for store in self.others:
+            store.close()
+        super().teardown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server(postgres: PostgresServer) -> None:
+    AllStores.url = f"{postgres.url()}?schema=model"
+
+
+TestAllStores = AllStores.TestCase
+TestAllStores.settings = settings(
+    max_examples=max(1, EXAMPLES // 25),
+    stateful_step_count=STEPS,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take too long
+)
 TestBothStores = BothStores.TestCase
 TestBothStores.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from postroom.pipeline import paths
 from postroom.pipeline.check import check_tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention.retain import Policy, RetentionJob
@@ -29,6 +30,7 @@ CONF = {
 
 
 def main(url: str, tables: str, *steps: str) -> None:
+    paths.SMALL_BYTES = 0  # type: ignore[misc]  # executors read and write the files, as of large tables
     spark = spark_session(remote=url) if url.startswith("sc://") else spark_session(url, conf=CONF)
     try:
         for step in steps:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from postroom.pipeline import paths
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import LOOPBACK, spark_session
+from postroom.pipeline.session import LOOPBACK, SMALL_SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
@@ -19,9 +20,7 @@ from tests.spark.stories import Story
 MESSAGES, SEED = 1_500, 8  # of which the history with faults tells every kind of event
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """What Spark does by itself."""
-UNCOMPILED = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-"""Thousands of small plans, each run once: to compile them would take longer than they do. Jobs with a JVM of
-their own compile, and have to make the same rows."""
+UNCOMPILED = {name: SMALL_SETTINGS[name] for name in COMPILED}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -35,8 +34,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             **QUICK,
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
-            "spark.sql.shuffle.partitions": "2",
-            **UNCOMPILED,
+            **SMALL_SETTINGS,  # thousands of small plans, each run once
+            "spark.sql.shuffle.partitions": "2",  # rows of one key have to meet
             "spark.connect.grpc.binding.address": LOOPBACK,
             "spark.connect.grpc.binding.port": "0",
         },
@@ -67,7 +66,11 @@ def connect(spark: SparkSession) -> str:
 
 @pytest.fixture(scope="session")
 def tables_of(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> TablesOf:
-    """A history and all of its tables. They are shared: whoever changes them makes a copy."""
+    """A history and all of its tables. They are shared: whoever changes them makes a copy.
+
+    Spark writes the files of the one without faults, as those of a large history. The others are small, as in
+    most tests, and written through Arrow.
+    """
     made: dict[bool, tuple[Path, Tables]] = {}
 
     def make(*, faults: bool = False) -> tuple[Path, Tables]:
@@ -75,7 +78,9 @@ def tables_of(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
             folder = tmp_path_factory.mktemp("history")
             generate(folder / "events", MESSAGES, SEED, faults=faults)
             tables = Tables(folder / "tables")
-            Pipeline(spark, tables).run(folder / "events")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(paths, "SMALL_BYTES", paths.SMALL_BYTES * faults)
+                Pipeline(spark, tables).run(folder / "events")
             made[faults] = (folder / "events", tables)
         return made[faults]
 

@@ -176,6 +176,7 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
     assert {name for name in loaded if name.startswith("postroom")} == {
         "postroom",
         "postroom.client",
+        "postroom.client.agent",
         "postroom.client.arguments",
         "postroom.client.calls",
         "postroom.client.connections",

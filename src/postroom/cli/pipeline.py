@@ -133,27 +133,38 @@ def tables_option(command: Command) -> Command:
     return folder_option("--tables", text="The folder of the tables.", required=True)(command)
 
 
-spark_options = together(
-    click.option(
-        "--master",
-        default="local[*]",
-        show_default=True,
-        metavar="URL",
-        help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
-    ),
-    click.option(
-        "--remote",
-        metavar="URL",
-        help="A Spark Connect server instead: sc://HOST:PORT.",
-    ),
-    click.option(
-        "--conf",
-        multiple=True,
-        metavar="KEY=VALUE",
-        callback=lambda _c, _p, texts: _settings(texts),
-        help="A setting of Spark. May be repeated.",
-    ),
+def _master_option(default: str | None, text: str) -> Callable[[Command], Command]:
+    return click.option("--master", default=default, show_default=True, metavar="URL", help=text)
+
+
+_remote_option = click.option(
+    "--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT."
 )
+_conf_option = click.option(
+    "--conf",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=lambda _c, _p, texts: _settings(texts),
+    help="A setting of Spark. May be repeated.",
+)
+_MASTERS = "local[N], spark://…, k8s://… or yarn."
+LOCAL_MASTER = "local[*]"
+
+spark_options = together(
+    _master_option(LOCAL_MASTER, f"Where Spark runs: {_MASTERS}"), _remote_option, _conf_option
+)
+optional_spark_options = together(
+    _master_option(None, f"Ask Spark, which runs at {_MASTERS}  [default: no Spark]"),
+    _remote_option,
+    _conf_option,
+)
+
+
+def _asks_spark(where: dict[str, Any]) -> bool:
+    """Whether a command whose Spark is optional has to use it. A setting of Spark asks for it as well."""
+    wanted = bool(where["master"] or where["remote"] or where["conf"])
+    where["master"] = where["master"] or LOCAL_MASTER
+    return wanted
 
 
 def _settings(texts: tuple[str, ...]) -> dict[str, str]:
@@ -171,6 +182,14 @@ def redaction_option(command: Command) -> Command:
         default="medium",
         show_default=True,
         help="How much is redacted in payloads and errors of the stream.",
+    )(command)
+
+
+def lineage_option(command: Command) -> Command:
+    return click.option(
+        "--lineage",
+        metavar="PLACE",
+        help="Emit OpenLineage events to this file or HTTP address.  [default: none]",
     )(command)
 
 
@@ -201,6 +220,22 @@ def told(shell: Shell) -> Callable[[str], None]:
     """A callback that prints progress on stderr, with the seconds since the start."""
     began = time.monotonic()
     return lambda text: warn(shell.program, f"{time.monotonic() - began:6.1f} s  {text}")
+
+
+@contextmanager
+def _with_lineage(
+    shell: Shell, place: str | None, name: str, job: "Pipeline", events: Path | None
+) -> "Iterator[None]":
+    """Emit the lineage of a job that writes the tables, if a place for it is given."""
+    if place is None:
+        yield
+        return
+    from postroom.pipeline import lineage
+
+    emitter = lineage.Lineage(place, name, lambda text: warn(shell.program, text))
+    inputs = [] if events is None else [lineage.stream(events)]
+    with emitter.run(inputs, lambda: lineage.written(job.tables, job.tables.names())):
+        yield
 
 
 @contextmanager
@@ -274,10 +309,18 @@ def prepare(shell: Shell, anew: bool) -> None:
 @skip_option
 @spark_options
 @redaction_option
+@lineage_option
 @click.pass_obj
 @beside_spark
 def run(
-    shell: Shell, /, events: Path, tables: Path, skip_missing: bool, redaction: str, **where: Any
+    shell: Shell,
+    /,
+    events: Path,
+    tables: Path,
+    skip_missing: bool,
+    redaction: str,
+    lineage: str | None,
+    **where: Any,
 ) -> None:
     """Ingest new segments and update every table.
 
@@ -297,7 +340,9 @@ def run(
     need_apart(events, tables)
     need_writable(tables)
     with _pipeline(shell, tables, where, redaction, events=events) as job:
-        _print_summary(shell, job.run(events, skip_missing=skip_missing))
+        with _with_lineage(shell, lineage, "pipeline.run", job, events):
+            summary = job.run(events, skip_missing=skip_missing)
+        _print_summary(shell, summary)
 
 
 @pipeline.command()
@@ -444,30 +489,46 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
 
 @pipeline.command()
 @tables_option
-@spark_options
+@optional_spark_options
 @click.argument("query", metavar="QUERY")
 @click.pass_obj
 @beside_spark
 def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
-    """Query the tables with Spark SQL; prints JSON lines.
+    """Query the tables with SQL; prints JSON lines. Needs no Spark.
 
-    Allowed are queries over the tables of the folder, and SHOW TABLES, SHOW COLUMNS, DESCRIBE and EXPLAIN.
-    Everything else is refused: statements that change data, files named by their path, functions that run
-    code. Does not work with --remote: Spark's own parser checks the query, and a Spark Connect client has no
-    parser.
+    DuckDB answers, in its own dialect. With --master, Spark SQL answers instead: its functions, and tables
+    that do not fit one machine. Allowed are queries over the tables of the folder, SHOW TABLES and DESCRIBE;
+    with Spark also SHOW COLUMNS and EXPLAIN. Everything else is refused: statements that change data, files
+    named by their path, functions that run code. Does not work with --remote: Spark's own parser checks the
+    query, and a Spark Connect client has no parser.
 
     \b
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
+      postroom pipeline sql --tables tables --master 'local[*]' "SELECT typeof(day) FROM gold_cost LIMIT 1"
     """
     if where["remote"] is not None:
         raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
     from postroom.pipeline.paths import need_tables
 
     need_tables(tables)
-    with _pipeline(shell, tables, where) as job:
-        for line in job.answers(query):
-            shell.output.text(line)
+    for line in _answers(shell, tables, query, where):
+        shell.output.text(line)
+
+
+def _answers(shell: Shell, folder: Path, query: str, where: dict[str, Any]) -> "Iterator[str]":
+    """The rows of a query, by DuckDB unless Spark is asked."""
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    if _asks_spark(where):
+        with _pipeline(shell, folder, where) as job:
+            yield from job.answers(query)
+    else:
+        from postroom.pipeline.local_sql import answers
+        from postroom.pipeline.tables import Tables
+
+        yield from answers(Tables(folder), query)
 
 
 @pipeline.command()
@@ -534,7 +595,7 @@ def report(
     metavar="S",
     help="How long an open message may have no event before it counts as lost.",
 )
-@spark_options
+@optional_spark_options
 @click.pass_obj
 @beside_spark
 def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
@@ -544,7 +605,7 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     message never overlap, a message ends once, and no number of a source is missing or used twice. The output
     is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
     `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Tables of up to
-    200,000 events, from which nothing was removed, are checked without Spark.
+    200,000 events, from which nothing was removed, are checked without Spark, unless --master asks for it.
 
     \b
     Example:
@@ -571,12 +632,60 @@ def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]
     from postroom.pipeline.small_check import check_small, is_small
     from postroom.pipeline.tables import Tables
 
-    if is_small(tables := Tables(folder)):
+    if not _asks_spark(where) and is_small(tables := Tables(folder)):
         return check_small(tables, horizon_s=horizon_s)
     with _pipeline(shell, folder, where) as job:
         from postroom.pipeline.check import check_tables
 
         return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+
+
+@pipeline.command()
+@tables_option
+@path_option(
+    "--rules",
+    metavar="FILE",
+    text="Expectations in TOML instead of the built-in ones: tables [[expect]].",
+)
+@lineage_option
+@click.pass_obj
+def expect(shell: Shell, /, tables: Path, rules: Path | None, lineage: str | None) -> int:
+    """Measure what is expected of the tables, and print each expectation. Needs no Spark.
+
+    The kinds are not_null, unique, known_values, freshness and reject_rate. An expectation is breached if
+    the share of rows that break it exceeds its `most`; of freshness, if the newest row is older than `most`
+    seconds. The exit code is 0 without a breach, and 1 otherwise. With --lineage, an OpenLineage event tells
+    the result of every expectation. A report names breaches of the built-in expectations.
+
+    \b
+    Example:
+      postroom pipeline expect --tables tables
+      postroom pipeline expect --tables tables --rules expectations.toml --lineage lineage.jsonl
+    """
+    import msgspec
+
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables)
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    from postroom.pipeline import lineage as emitting
+    from postroom.pipeline.expectations import EXPECTATIONS, breaches, measure, read_expectations
+    from postroom.pipeline.tables import Tables
+
+    wanted = EXPECTATIONS if rules is None else read_expectations(rules)
+    there = Tables(tables)
+    measured = measure(there, wanted, time.time_ns() // 1000)
+    broken = breaches(measured)
+    if lineage is not None:
+        emitter = emitting.Lineage(lineage, "pipeline.expect", lambda text: warn(shell.program, text))
+        emitter.emit("FAIL" if broken else "COMPLETE", emitting.measured(there, measured), ())
+    columns = ("table", "kind", "columns", "rows", "broken", "most", "holds")
+    shell.output.rows(columns, map(msgspec.to_builtins, measured), "nothing is expected")
+    for one in broken:
+        warn(shell.program, f"breached: {one.sentence}")
+    return EXIT_RUNTIME if broken else EXIT_OK
 
 
 def _targets(texts: tuple[str, ...]) -> dict[int, int]:

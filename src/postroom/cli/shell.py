@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PosixPath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -365,6 +365,36 @@ def path_option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that names a file or a folder."""
     return click.option(*names, type=kind, callback=as_path, required=required, metavar=metavar, help=text)
+
+
+class StoreAddress(PosixPath):
+    """The address of a store, given where a data folder can be given. As a path it shows no password."""
+
+    url: str
+
+    @classmethod
+    def of(cls, url: str) -> "StoreAddress":
+        from postroom.stores.postgres_connection import Address
+
+        address = cls(Address(url).url)
+        address.url = url
+        return address
+
+
+def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """A data folder, or the address of a store."""
+    from postroom.stores.open import POSTGRES
+
+    if value is not None and value.startswith(POSTGRES):
+        return StoreAddress.of(value)
+    return as_path(context, parameter, value)
+
+
+def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--data`: a data folder, or the address of a store."""
+    return click.option(
+        "--data", type=click.Path(file_okay=False), callback=as_place, metavar="DIR", help=text
+    )
 
 
 def parse_wait(text: str) -> float:

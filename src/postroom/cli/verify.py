@@ -39,6 +39,11 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
     help="How long an open message may have no event before it counts as lost; 0 is for ever.  "
     f"[default: {HORIZON_S:g}, with --store 0]",
 )
+@click.option(
+    "--unordered", is_flag=True,
+    help="Do not check the order of deliveries: workers of a store on PostgreSQL claim at the same time.  "
+    "[default: with --store postgres://...]",
+)  # fmt: skip
 @click.option("--since", metavar="TIME", help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.")
 @click.option("--until", metavar="TIME", help="End at this time.")
 @click.pass_obj
@@ -47,6 +52,7 @@ def verify_command(
     folder: Path,
     store: str | None,
     horizon_s: float | None,
+    unordered: bool,
     since: str | None,
     until: str | None,
 ) -> int:
@@ -63,11 +69,13 @@ def verify_command(
       postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
     """
     from postroom.core.history_checker import History
+    from postroom.stores.open import POSTGRES
 
     if store is not None and until is not None:
         raise click.UsageError("--store compares with the present, so it cannot be used with --until")
     since_us, until_us = _time_us("--since", since), _time_us("--until", until)
-    history = History(since_us=since_us, until_us=until_us)
+    overlaps = unordered or (store is not None and store.startswith(POSTGRES))
+    history = History(since_us=since_us, until_us=until_us, ordered=not overlaps)
     _read(shell, folder, history, since_us, until_us)
     if horizon_s is None:
         horizon_s = HORIZON_S if store is None else 0.0

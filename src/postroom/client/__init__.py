@@ -3,10 +3,13 @@
 Rule 1: importing this package needs the standard library and msgspec alone; `mail` is imported by name.
 """
 
+from postroom.client.agent import RemoteAgent
 from postroom.client.engine import EngineClient, MessageView
 from postroom.client.tasks import Task, TaskClient, TaskView
 from postroom.client.worker import StopWork, TaskEnd, TaskFailed
 from postroom.errors import (
+    AgentReplaced,
+    Bounced,
     GuardTripped,
     HarnessRefused,
     InvalidMessage,
@@ -20,6 +23,7 @@ from postroom.errors import (
     Rejected,
     ResultGone,
     StaleLease,
+    StreamRestarted,
     Unavailable,
     UnknownTask,
     UnknownType,
@@ -30,6 +34,8 @@ from postroom.errors import (
 )
 
 __all__ = [
+    "AgentReplaced",
+    "Bounced",
     "EngineClient",
     "GuardTripped",
     "HarnessRefused",
@@ -43,9 +49,11 @@ __all__ = [
     "Overloaded",
     "PostroomError",
     "Rejected",
+    "RemoteAgent",
     "ResultGone",
     "StaleLease",
     "StopWork",
+    "StreamRestarted",
     "Task",
     "TaskClient",
     "TaskEnd",

@@ -18,6 +18,8 @@ import msgspec
 
 from postroom.client import arguments
 from postroom.errors import (
+    AgentReplaced,
+    Bounced,
     GuardTripped,
     HarnessRefused,
     InvalidExpiry,
@@ -254,6 +256,8 @@ def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: byt
         "KeyReused": KeyReused("", "", message),
         "ResultGone": ResultGone("", "", message),
         "GuardTripped": GuardTripped("", "", 0, 0, message),
+        "Bounced": Bounced("", message, message),
+        "AgentReplaced": AgentReplaced("", message),
         "UnknownType": UnknownType("", (), message),
         "UnsupportedVersion": UnsupportedVersion("", "", message),
         **{kind.__name__: kind(message) for kind in _ONLY_SENTENCES},

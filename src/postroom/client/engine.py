@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from postroom.client import arguments
+from postroom.client.agent import RemoteAgent
 from postroom.client.calls import HttpClient
 from postroom.client.connections import Call, pause_s
 from postroom.errors import InvalidMessage, Unreachable, failure_of
@@ -156,6 +157,15 @@ class EngineClient(HttpClient):
                 yield {"id": fields.get("id", ""), **json.loads(fields["data"])}
                 fields = {}
         raise Unreachable(f"{self._connections.url} ended the stream before the answer was complete")
+
+    def agent(self) -> RemoteAgent:
+        """The agent that the token names: its requests, its inbox, and what it resumes."""
+        return RemoteAgent(self)
+
+    def agents(self, org_id: str | None = None) -> list[dict[str, Any]]:
+        """Registered agents: health, and what waits for what; with an agent's token, of its organization."""
+        query = "" if org_id is None else f"?org_id={urllib.parse.quote(org_id, safe='')}"
+        return list(self.request("GET", f"/engine/agents{query}")["agents"])
 
     def explain(self, message_id: str) -> str:
         """Which rule holds a message, and what would release it."""

@@ -54,6 +54,7 @@ from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
 from postroom.message import ENGINE_PREFIX, Durability, Event, State
+from postroom.nudges.database_notifier import DatabaseNotifier
 from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Limits, Listing
 from postroom.stores.open import open_store
@@ -102,7 +103,7 @@ class Tasks(Closing):
         check_durability(durability)
         self.store = store
         self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
-        self.notifier = Notifier(notifier_folder(store.url))
+        self.notifier = notifier_of(store)
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with its notable events: lapses, retries, dead letters, duplicates."""
         store.add_commit_listener(self._committed)
@@ -119,7 +120,7 @@ class Tasks(Closing):
         retention: Retention | None = None,
         durability: Durability = "os",
     ) -> Self:
-        """Open the store `sqlite:///dir/queue.db` or `memory://`."""
+        """Open the store `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`."""
         if not isinstance(url, str):
             raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {url!r}")
         return cls(open_store(url, clock=clock), retry=retry, retention=retention, durability=durability)
@@ -402,7 +403,14 @@ class Tasks(Closing):
         self.store.close()
 
 
+def notifier_of(store: Store) -> Notifier:
+    """The wake-ups of a store: through its database, or through files beside it."""
+    channel = store.nudge_channel()
+    return Notifier(notifier_folder(store.url)) if channel is None else DatabaseNotifier(*channel)
+
+
 def notifier_folder(url: str) -> Path | None:
-    """The folder beside the database; None for a store in memory, which one process uses."""
-    path = url.removeprefix("sqlite:///")
-    return None if path == url else Path(f"{path}.bells")
+    """The folder beside the database; None for a store that has no file."""
+    ledger = url.partition("ledger=")[2] or url
+    path = ledger.removeprefix("sqlite:///")
+    return None if path == ledger else Path(f"{path}.bells")

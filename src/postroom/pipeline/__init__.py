@@ -1,1 +1,25 @@
-"""The data pipeline: tables, checks and reports over the whole audit stream."""
+"""The data pipeline: tables, checks and reports over the whole audit stream.
+
+`Pipeline` and `Tables` are the API for an existing Spark session. They are imported on first use, because
+commands that need no Spark import modules of this package.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from postroom.pipeline.jobs import Pipeline as Pipeline
+    from postroom.pipeline.tables import Tables as Tables
+
+__all__ = ["Pipeline", "Tables"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pipeline":
+        from postroom.pipeline.jobs import Pipeline  # noqa: PLC0415 - lazy
+
+        return Pipeline
+    if name == "Tables":
+        from postroom.pipeline.tables import Tables  # noqa: PLC0415 - lazy
+
+        return Tables
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,17 @@
 """The tables of a folder as views of a DuckDB database in memory, for commands that need no JVM.
 
 Rule 1: a view has the files of one version of its table, and every column that the table's log names. Columns
-        that an older file lacks are NULL; so are partition columns, which exist only in folder names.
-Rule 2: DuckDB writes nothing but spill files, in the folder for temporary files.
+        that an older file lacks are NULL. So are partition columns, unless they are asked for: their values
+        exist only in the log, and a view then has a part for each of them.
+Rule 2: DuckDB writes nothing but spill files, in a folder of its own that it creates for them and deletes. A
+        sealed database may still read that folder, so it is not the folder for all temporary files.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import duckdb
@@ -16,9 +21,10 @@ from postroom.errors import Unavailable
 from postroom.pipeline.session import first_sentence, table_errors
 
 if TYPE_CHECKING:
-    from postroom.pipeline.tables import Tables
+    from postroom.pipeline.tables import DataFile, Tables
 
 SETTINGS: Final = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+NULL_ORDER: Final = "nulls_first_on_asc_last_on_desc"  # as in Spark
 CHUNK_ROWS: Final = 10_000  # in memory as Python values at a time
 _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 
@@ -26,11 +32,22 @@ _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 class Database:
     """Runs SQL over the tables that it was opened with."""
 
-    def __init__(self, tables: "Tables", names: Iterable[str]) -> None:
-        self._con = duckdb.connect(config={**SETTINGS, "temp_directory": tempfile.gettempdir()})
+    def __init__(self, tables: "Tables", names: Iterable[str], *, with_partitions: bool = False) -> None:
+        spill = Path(tempfile.gettempdir()) / f"postroom-{uuid.uuid4().hex}"
+        self._con = duckdb.connect(config={**SETTINGS, "temp_directory": str(spill)})
+        self._paths: list[str] = []
         for name in names:
             with table_errors(name):
-                self._con.execute(f'CREATE VIEW "{name}" AS {_rows_of(tables, name)}')
+                rows = _rows_of(tables, name, with_partitions=with_partitions)
+                self._con.execute(f'CREATE VIEW "{name}" AS {rows}')
+            self._paths += _paths_of(tables, name, tables.files(name))
+
+    def seal(self) -> None:
+        """Let later statements open the files of the tables and nothing else, and change no setting."""
+        self._con.execute(f"SET default_null_order = '{NULL_ORDER}'")
+        self._con.execute(f"SET allowed_paths = [{', '.join(map(text_in_sql, self._paths))}]")
+        self._con.execute("SET enable_external_access = false")
+        self._con.execute("SET lock_configuration = true")
 
     def rows(self, query: str, **values: Any) -> list[dict[str, Any]]:
         """All rows of a query, by column name."""
@@ -38,11 +55,16 @@ class Database:
 
     def each(self, query: str, **values: Any) -> Iterator[dict[str, Any]]:
         """The rows of a query, fetched in chunks."""
+        for names, row in self.each_named(query, **values):
+            yield dict(zip(names, row, strict=True))
+
+    def each_named(self, query: str, **values: Any) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
+        """The same, each with the names of its columns, which may repeat."""
         found = self._executed(query, values)
         names = [column[0] for column in found.description or ()]
         while chunk := found.fetchmany(CHUNK_ROWS):
             for row in chunk:
-                yield dict(zip(names, row, strict=True))
+                yield names, row
 
     def execute(self, query: str) -> None:
         """Run a statement, such as one that creates a temporary table."""
@@ -55,17 +77,30 @@ class Database:
             raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
 
 
-def _rows_of(tables: "Tables", name: str) -> str:
+def _rows_of(tables: "Tables", name: str, *, with_partitions: bool) -> str:
     """A query for all rows of a table. A table without files still has its columns."""
     schema = tables.schema(name)
-    columns = ", ".join(f'NULL::{_type(field.dataType)} AS "{field.name}"' for field in schema.fields)
-    none = f"SELECT {columns} WHERE false"
-    paths = [str(tables.folder / name / file.path) for file in tables.files(name)]
-    if not paths:
-        return none
-    listed = ", ".join(_quoted(path.translate(_GLOBS)) for path in paths)
-    reader = f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"
-    return f"{none} UNION ALL BY NAME SELECT * FROM {reader}"  # noqa: S608 - paths of our own, quoted
+    columns = ", ".join(
+        f"NULL::{_type(field.dataType)} AS {name_in_sql(field.name)}" for field in schema.fields
+    )
+    parts = [f"SELECT {columns} WHERE false"]
+    partitions: dict[tuple[tuple[str, str | None], ...], list[DataFile]] = defaultdict(list)
+    for file in tables.files(name):
+        partitions[tuple(file.partition.items()) if with_partitions else ()].append(file)
+    for values, files in partitions.items():
+        listed = ", ".join(text_in_sql(path.translate(_GLOBS)) for path in _paths_of(tables, name, files))
+        known = "".join(
+            f", {_literal(value)}::{_type(schema[column].dataType)} AS {name_in_sql(column)}"
+            for column, value in values
+        )
+        parts.append(
+            f"SELECT *{known} FROM read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"  # noqa: S608 - paths of our own, quoted
+        )
+    return " UNION ALL BY NAME ".join(parts)
+
+
+def _paths_of(tables: "Tables", name: str, files: Sequence["DataFile"]) -> list[str]:
+    return [str(tables.folder / name / file.path) for file in files]
 
 
 def _type(kind: DataType) -> str:
@@ -73,13 +108,18 @@ def _type(kind: DataType) -> str:
     if isinstance(kind, ArrayType):
         return f"{_type(kind.elementType)}[]"
     if isinstance(kind, StructType):
-        return f"STRUCT({', '.join(f'{_name(field.name)} {_type(field.dataType)}' for field in kind.fields)})"
+        fields = (f"{name_in_sql(field.name)} {_type(field.dataType)}" for field in kind.fields)
+        return f"STRUCT({', '.join(fields)})"
     return kind.simpleString()
 
 
-def _name(name: str) -> str:
-    return f'"{name}"'
+def name_in_sql(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
-def _quoted(text: str) -> str:
+def _literal(value: str | None) -> str:
+    return "NULL" if value is None else text_in_sql(value)
+
+
+def text_in_sql(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"

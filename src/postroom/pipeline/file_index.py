@@ -84,15 +84,8 @@ def files_with_matches(
     """The files of which `choose` keeps a row."""
     if not files:
         return []
-    chosen = choose(with_file_column(spark, tables, name, files)).select("file").distinct().collect()
+    chosen = choose(tables.read_with_file(spark, name, files)).select("file").distinct().collect()
     return files_by_url(name, files, {row["file"] for row in chosen})
-
-
-def with_file_column(spark: SparkSession, tables: Tables, name: str, files: list[DataFile]) -> DataFrame:
-    """The rows of files, each with the URL of its `file`."""
-    # By the whole path: a task gives its files of several days the same name.
-    file = F.col("_metadata.file_path") if files else F.lit(None).cast("string")
-    return tables.read(spark, name, files).withColumn("file", file)
 
 
 def files_by_url(name: str, files: list[DataFile], urls: set[str]) -> list[DataFile]:

@@ -39,6 +39,7 @@ from postroom.pipeline.ingest.segments import (
     last_ingested,
     pending_segments,
 )
+from postroom.pipeline.paths import local_path
 from postroom.pipeline.schedule import Dependencies, run_in_order
 from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.silver.declaration import SilverTable
@@ -95,19 +96,20 @@ class Pipeline:
 
     # ---- the jobs ------------------------------------------------------------------------------------
 
-    def run(self, events: Path, *, skip_missing: bool = False) -> RunSummary:
+    def run(self, events: Path | str, *, skip_missing: bool = False) -> RunSummary:
         """Ingest every new segment before the first missing one, and refresh all tables.
 
-        With `skip_missing`, missing segments are reported and never ingested, even if they arrive later.
+        `events` is the folder of the audit stream, as a path or as a `file:` URI. With `skip_missing`,
+        missing segments are reported and never ingested, even if they arrive later.
         """
         self._lines = self._rejects = 0
-        return self._summary(self._run(events, skip_missing=skip_missing))
+        return self._summary(self._run(local_path(events), skip_missing=skip_missing))
 
     def backfill(self, events: Path | None = None) -> RunSummary:
         """Ingest the new segments, then rebuild the silver and gold tables from all of bronze."""
         if events is None:
             self.tables.require_tables()
-        with self.tables.lock():
+        with self.tables.lock(), self.tables.profile(events):
             new = [] if events is None else self._find_new_segments(events)
             ingested = 0 if events is None else sum(map(len, self._ingest(events, new)))
             self._refresh_tables(self._inputs(), rebuild=True)
@@ -178,7 +180,7 @@ class Pipeline:
         return self.tables.folder / CHECKPOINTS / events.absolute().as_posix().strip("/").replace("/", "-")
 
     def _run(self, events: Path, *, skip_missing: bool) -> int:
-        with self.tables.lock():
+        with self.tables.lock(), self.tables.profile(events):
             new = self._find_new_segments(events, skip_missing=skip_missing)
             for batch in self._ingest(events, new):
                 if batch[-1] is not new[-1]:

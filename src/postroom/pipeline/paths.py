@@ -6,6 +6,7 @@ Rule: nothing here imports Spark or the tables.
 import os
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from postroom.errors import InvalidMessage
 from postroom.settings import ADDRESS
@@ -23,6 +24,16 @@ def need_local(text: str) -> None:
             f"{text} is not a folder of this machine: tables and segments lie on a file system with locks "
             "and atomic rename, so mount it, or give a path"
         )
+
+
+def local_path(place: Path | str) -> Path:
+    """The absolute path of a folder that is given as a path or as a `file:` URI."""
+    text = str(place)
+    if text.startswith("file:"):
+        return Path(unquote(urlsplit(text).path))
+    if isinstance(place, str):
+        need_local(place)
+    return Path(place).absolute()
 
 
 def need_stream(events: Path) -> None:

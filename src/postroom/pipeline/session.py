@@ -103,7 +103,12 @@ SMALL_SETTINGS: Final[dict[str, str]] = {
     # Every plan runs once on a few rows, so generating and compiling code would take longer than running it.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    # One task a stage: starting a task takes longer than computing its rows.
     "spark.sql.shuffle.partitions": "1",
+    "spark.sql.leafNodeDefaultParallelism": "1",
+    "spark.sql.files.minPartitionNum": "1",
+    "spark.default.parallelism": "1",
+    "spark.sql.adaptive.enabled": "false",  # there are no partitions to merge, and no sizes to wait for
 }
 """For a local session with little data. The rows are the same."""
 CONNECTOR: Final = "spark.postroom.delta.connector"

@@ -14,8 +14,8 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote
@@ -25,10 +25,14 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterProperties
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, TableChanged
+from postroom.pipeline import arrow_files
+from postroom.pipeline.arrow_files import FILE, NO_VALUE, ROW
+from postroom.pipeline.paths import is_small, local_path
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.session import CONNECTOR
 from postroom.system import lock
@@ -36,7 +40,6 @@ from postroom.system import lock
 WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
-NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
 """Columns whose lowest and highest value in each file are in the log, so that a job can skip files."""
 EXTRA_INDEXED: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
@@ -132,8 +135,11 @@ class Staged(NamedTuple):
 class Tables:
     """The tables of one folder, each in a folder of its own name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
+    def __init__(self, folder: Path | str) -> None:
+        """The folder, as a path or as a `file:` URI."""
+        self.folder = local_path(folder)
+        self._rows: dict[tuple[str, ...], DataFrame] | None = None
+        """The rows of files that were read since `small` was opened; None while it is not."""
         self._listed: dict[str, dict[tuple[str, int], list[DataFile]]] = {}
         """The files of some versions of each table, which never change."""
         self._opened: dict[str, DeltaTable] = {}
@@ -272,12 +278,86 @@ class Tables:
 
     # ---- reading -------------------------------------------------------------------------------------
 
+    def profile(self, *inputs: Path | None) -> AbstractContextManager[None]:
+        """`small` if the tables and other folders are small; nothing otherwise."""
+        return self.small() if is_small(self.folder, *inputs) else nullcontext()
+
+    @contextmanager
+    def small(self) -> Iterator[None]:
+        """Read and write files in this process while this is open. The tables have to be small.
+
+        The rows of a file are sent to Spark once, and all queries over them share them.
+        """
+        self._rows = {}
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    @property
+    def is_small(self) -> bool:
+        return self._rows is not None
+
     def read(self, spark: SparkSession, name: str, files: Iterable[DataFile] | None = None) -> DataFrame:
         """The rows of the current version, or of some of its files."""
         if files is None and spark.conf.get(CONNECTOR, "false") == "true":
             return spark.read.format("delta").load(str(self.folder / name))
-        schema = self.schema(name)
         chosen = self.files(name) if files is None else list(files)
+        if self._rows is not None:
+            return self._numbered(spark, name, chosen).drop(FILE, ROW)
+        return self._scan(spark, name, chosen)
+
+    def read_with_file(self, spark: SparkSession, name: str, files: list[DataFile]) -> DataFrame:
+        """The rows of files, each with the URL of its `file`."""
+        if self._rows is not None:
+            return self._numbered(spark, name, files).drop(ROW)
+        # By the whole path: a task gives its files of several days the same name.
+        file = F.col("_metadata.file_path") if files else F.lit(None).cast("string")
+        return self._scan(spark, name, files).withColumn(FILE, file)
+
+    def read_with_row(
+        self,
+        spark: SparkSession,
+        name: str,
+        files: list[DataFile],
+        convert: Callable[[pa.Table], pa.Table] | None = None,
+    ) -> DataFrame:
+        """The rows of files, each with a number (`row`) that is the same at every read of a run.
+
+        Rows of small tables are converted on their way to Spark.
+        """
+        if self._rows is not None:
+            return self._numbered(spark, name, files, convert).drop(FILE)
+        return self._scan(spark, name, files).withColumn(ROW, _row_number())
+
+    def _numbered(
+        self,
+        spark: SparkSession,
+        name: str,
+        files: list[DataFile],
+        convert: Callable[[pa.Table], pa.Table] | None = None,
+    ) -> DataFrame:
+        """The rows of files of a small table, with their file and their number."""
+        assert self._rows is not None  # noqa: S101 - the callers have asked
+        if convert is not None:
+            return self._sent(spark, name, files, convert)
+        which = (name, *(file.path for file in files))
+        known = self._rows.get(which)
+        if known is None:
+            known = self._rows[which] = self._sent(spark, name, files, lambda rows: rows)
+        return known
+
+    def _sent(
+        self, spark: SparkSession, name: str, files: list[DataFile], convert: Callable[[pa.Table], pa.Table]
+    ) -> DataFrame:
+        folder = self.folder / name
+        schema = self.schema(name)
+        rows = arrow_files.read_rows([(folder / file.path, file.partition) for file in files], schema)
+        columns = arrow_files.as_nullable(schema).add(FILE, "string").add(ROW, "long")
+        return spark.createDataFrame(convert(rows), columns)
+
+    def _scan(self, spark: SparkSession, name: str, chosen: list[DataFile]) -> DataFrame:
+        schema = self.schema(name)
         if not chosen:
             return spark.createDataFrame([], schema)
         folder = self.folder / name
@@ -333,6 +413,10 @@ class Tables:
         Rows that differ in `split_by` go to different files. It is no column of the table.
         """
         split = () if split_by is None else (split_by,)
+        if self._rows is not None:
+            return Staged(
+                df.drop(*split).schema, tuple(partition_by), self._write_small(name, df, partition_by, split)
+            )
         with self.staging_folder(name) as staging:
             df.write.options(**_write_options(name)).partitionBy(*split, *partition_by).parquet(str(staging))
             adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
@@ -347,6 +431,21 @@ class Tables:
             folders = [f"{column}={value}" for column, value in partition.items()]
             df.write.options(**_write_options(name)).parquet(str(staging.joinpath(*folders)))
             return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
+
+    def _write_small(
+        self, name: str, df: DataFrame, partition_by: Sequence[str], split_by: Sequence[str]
+    ) -> list[AddAction]:
+        """Write the rows of a small table in this process."""
+        places = arrow_files.write_rows(
+            df.toArrow(),
+            self.folder / name,
+            f"part-{uuid.uuid4()}.parquet",
+            partition_by=partition_by,
+            split_by=split_by,
+            dictionary=set(df.columns).difference(DISTINCT, VARIED),
+            statistics=(*_indexed(name), *REQUIRED),
+        )
+        return [self._add(name, path, partition_by) for path in places]
 
     @contextmanager
     def staging_folder(self, name: str) -> Iterator[Path]:
@@ -506,6 +605,12 @@ def _add_columns(delta: DeltaTable, wanted: Schema) -> None:
     if new:
         delta.alter.add_columns(new)
         delta.update_incremental()
+
+
+def _row_number() -> Column:
+    """A number for a row of a Parquet file, the same at every read."""
+    # By the whole path: a task gives its files of several dates the same name.
+    return F.xxhash64("_metadata.file_path", "_metadata.row_index")
 
 
 def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | None]:

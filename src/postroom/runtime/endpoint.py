@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import (
+    AgentReplaced,
+    Bounced,
     BusFull,
     ContextChanged,
     GoalEnded,
@@ -32,6 +34,7 @@ from postroom.errors import (
     StaleLease,
     TooMany,
     Unavailable,
+    UnknownAgent,
     UnknownCheckpoint,
     UnknownDecision,
     UnknownGoal,
@@ -62,6 +65,8 @@ STATUS_OF: dict[type[BaseException], int] = {
     WrongState: 409,
     KeyReused: 409,
     GuardTripped: 409,
+    Bounced: 409,
+    AgentReplaced: 409,
     ResultGone: 410,
     UnknownTask: 404,
     UnknownGoal: 404,
@@ -71,6 +76,7 @@ STATUS_OF: dict[type[BaseException], int] = {
     GoalEnded: 409,
     ContextChanged: 409,
     RollbackRefused: 409,
+    UnknownAgent: 404,
     SinceIdNotFound: 404,
     Rejected: 400,
     QueueFull: 429,
@@ -130,7 +136,7 @@ class Endpoint:
                 server.body_share.give_back(request.identity, request.body_bytes_held)
         server.requests[self.route.path, 200 if reply is None else reply.status] += 1
         if reply is not None:
-            await _send(send, reply)
+            await send_reply(send, reply)
 
     async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
         if not self.route.is_open:
@@ -273,7 +279,8 @@ def _error_reply(status: int, error: str, message: str, retry_after_s: float = R
     return HttpReply(status, body, headers)
 
 
-async def _send(send: Send, reply: HttpReply) -> None:
+async def send_reply(send: Send, reply: HttpReply) -> None:
+    """Send a whole reply."""
     headers = [*reply.headers]
     if reply.status != NO_CONTENT.status:
         headers.append((b"content-length", b"%d" % len(reply.body)))

@@ -154,7 +154,9 @@ async def stream(server: TaskServer, request: HttpRequest) -> None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            return stream_page(parts, position, is_complete=is_complete)
+            epoch = server.epoch
+            told = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
+            return stream_page(told, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
 

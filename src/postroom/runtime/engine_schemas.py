@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from postroom.contracts.engine.agents import OPEN_REQUESTS_MAX, AgentInfo
 from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
 from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
 from postroom.contracts.goals.goals import GoalStatus
@@ -17,7 +18,7 @@ from postroom.core.names import NAME_CHARS_MAX
 from postroom.core.tokens import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability
-from postroom.runtime.schemas import ENQUEUE_MANY_MAX, Id, Name, Text
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Text
 
 LETTERS_DEFAULT = 100
 
@@ -72,6 +73,106 @@ class NewMessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`POST /engine/messages`: several messages, all or none."""
 
     messages: Annotated[list[NewMessageBody], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+
+
+Session = Annotated[int, Meta(ge=1)]
+
+
+class RequestBody(NewMessageBody, frozen=True, kw_only=True):
+    """`POST /engine/request`: a message, and how long to wait for its answer.
+
+    With a `message_id` the request can be repeated: it waits for the same message again.
+    """
+
+    timeout_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = WAIT_S_MAX
+    session: Session | None = None
+
+
+class RegisterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/agents`: the token names the agent and its organization."""
+
+    agent_id: Name | None = None
+
+
+class AckBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/agents/{id}/ack`: the agent has the last parts of these answers."""
+
+    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=OPEN_REQUESTS_MAX)]
+    session: Session | None = None
+
+
+class SendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/agents/{id}/messages`: a message to another agent of the organization."""
+
+    to: Name
+    payload: Any
+    message_id: Text | None = None
+    priority: Priority = 2
+    session: Session | None = None
+
+
+class InboxDoneBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/agents/{id}/inbox/done`: the agent has acted on these messages."""
+
+    keys: Annotated[
+        list[Annotated[str, Meta(pattern="^[0-9]{1,18}$")]], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)
+    ]
+    session: Session | None = None
+
+
+class AgentsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /engine/agents`."""
+
+    org_id: Name | UnsetType = UNSET
+
+
+class SessionQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call for an agent. `session` is that of its registration; without it, the newest one is used."""
+
+    session: Session | UnsetType = UNSET
+
+
+class RegisteredAnswer(msgspec.Struct, frozen=True):
+    """A registration. Earlier registrations of the agent are no longer valid."""
+
+    org_id: str
+    agent_id: str
+    session: int
+    epoch: int
+
+
+class RequestAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request. A streamed answer is joined."""
+
+    message_id: str
+    state: str
+    result: Any
+    errors: list[dict[str, Any]]
+    epoch: int = 0
+    """The coordinator that hands the answer over; 0 for an operator."""
+
+
+class AgentsAnswer(msgspec.Struct, frozen=True):
+    """The registered agents of an organization, or of all."""
+
+    agents: list[AgentInfo]
+
+
+class InboxLine(msgspec.Struct, frozen=True):
+    """A message in an inbox. `key` is for `inbox/done`."""
+
+    key: str
+    message_id: str
+    sender: str
+    payload: Any
+    is_bounce: bool
+    reason: str
+
+
+class InboxAnswer(msgspec.Struct, frozen=True):
+    """The messages that an agent has not acted on."""
+
+    messages: list[InboxLine]
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -156,6 +156,7 @@ def create_app(
         try:
             yield
         finally:
+            await server.stop_coordinator()
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 
@@ -168,8 +169,10 @@ def create_app(
 def serve(
     data: Path,
     *,
+    store: str | None = None,
     host: str = HOST,
     port: int = PORT,
+    overlap: bool = False,
     execute: Execute | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     durability: Durability = "group",
@@ -187,18 +190,22 @@ def serve(
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
+    The tasks are in `store`, or in the file queue.db of the folder.
+
     `beside` is entered once the server has its port and its folder. A server that cannot start removes the
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
-    types of `app_engine`, but not its store. `tls` is a certificate and its key.
+    types of `app_engine`, but not its store. `tls` is a certificate and its key. With `overlap`, another
+    server with `overlap` may listen on the same port: during an upgrade the new one starts before the old one
+    ends.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
     with (
-        _listen(host, port) as listening,
+        _listen(host, port, overlap=overlap) as listening,
         _folder(data),
         beside or nullcontext(),
-        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
+        Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
         _library_logs(server_log),
     ):
         agents = Agents(data)
@@ -262,10 +269,10 @@ def _folder(data: Path) -> Iterator[None]:
         raise
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, overlap: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=SOCKET_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=SOCKET_BACKLOG, reuse_port=overlap)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         why = "another program listens there, so choose another port" if in_use else error.strerror

@@ -10,15 +10,27 @@ from postroom.contracts.engine.token_status import TokenStatus
 from postroom.contracts.goals.cells import Decision
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_views import TaskInfo
-from postroom.runtime import engine_handlers, event_streams, goal_handlers, handlers, monitoring
+from postroom.runtime import (
+    agent_handlers,
+    engine_handlers,
+    event_streams,
+    goal_handlers,
+    handlers,
+    monitoring,
+)
 from postroom.runtime.endpoint import ServedRoute
 from postroom.runtime.engine_schemas import (
+    AckBody,
+    AgentsAnswer,
+    AgentsQuery,
     AnswerBody,
     CheckpointsAnswer,
     ConflictsAnswer,
     DecisionsAnswer,
     ExplainAnswer,
     GoalsAnswer,
+    InboxAnswer,
+    InboxDoneBody,
     LettersAnswer,
     LettersQuery,
     MessageAnswer,
@@ -27,9 +39,15 @@ from postroom.runtime.engine_schemas import (
     NewMessagesBody,
     PauseBody,
     PurgeBody,
+    RegisterBody,
+    RegisteredAnswer,
     ReplayBody,
+    RequestAnswer,
+    RequestBody,
     ResumeBody,
     ScopeAnswer,
+    SendBody,
+    SessionQuery,
 )
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
 from postroom.runtime.schemas import (
@@ -220,6 +238,106 @@ ROUTES: Sequence[ServedRoute] = (
             _CHANGE,
         ),
         engine_handlers.cancel,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/request",
+            "Submit a message and wait for its answer; 202 when it has not ended in time",
+            {200: (RequestAnswer,), 202: (MessageAnswer,)},
+            (400, 401, 403, 409, 410, 413, 429, 503),
+            (RequestBody,),
+        ),
+        agent_handlers.request_answer,
+        ENQUEUE_BYTES_MAX,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/agents",
+            "Agents: their health, and what waits for what",
+            {200: (AgentsAnswer,)},
+            _READ,
+            query=AgentsQuery,
+        ),
+        agent_handlers.agents,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents",
+            "Register the agent of the token",
+            {201: (RegisteredAnswer,)},
+            (400, 401, 403, 413, 429, 503),
+            (RegisterBody,),
+        ),
+        agent_handlers.register,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/agents/{id}/stream",
+            "The parts of all open requests of an agent as they come",
+            {200: EVENT_STREAM},
+            (*_READ, 409),
+            query=SessionQuery,
+        ),
+        agent_handlers.stream,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents/{id}/ack",
+            "Acknowledge answers that the agent has",
+            {202: (MessagesAnswer,)},
+            _CHANGE,
+            (AckBody,),
+        ),
+        agent_handlers.acknowledge,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents/{id}/messages",
+            "Send a message to another agent",
+            {202: (MessageAnswer,)},
+            _CHANGE,
+            (SendBody,),
+        ),
+        agent_handlers.send,
+        ENQUEUE_BYTES_MAX,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/agents/{id}/inbox",
+            "Messages that the agent has not acted on",
+            {200: (InboxAnswer,)},
+            (*_READ, 409),
+            query=SessionQuery,
+        ),
+        agent_handlers.inbox,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents/{id}/inbox/done",
+            "The agent has acted on messages",
+            {202: (MessagesAnswer,)},
+            _CHANGE,
+            (InboxDoneBody,),
+        ),
+        agent_handlers.inbox_done,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/messages/{id}/receipts",
+            "What the recipient of a message has done with it: times in microseconds",
+            {200: (dict[str, int],)},
+            _READ,
+        ),
+        agent_handlers.receipts,
     ),
     ServedRoute(
         Route(

@@ -8,7 +8,7 @@ import logging
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Literal
 
 PAUSE_S = 1.0  # before a restart, doubled each time
@@ -38,8 +38,10 @@ class Supervisor:
         on_output: Callable[[str], None] | None = None,
         on_log: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        self._environment = environment
         self.state: State = "starting"
         self.restarts = 0
         self.command = list(command)
@@ -106,7 +108,11 @@ class Supervisor:
                 return None
             output = subprocess.DEVNULL if self._on_output is None else subprocess.PIPE
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                self.command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                env=self._environment,
             )
             if self._on_output is None:
                 self.state = "running"

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
-from postroom.contracts.engine import Engine
+from postroom.contracts.engine import Coordinator, Engine
+from postroom.contracts.engine.agent import Agent
 from postroom.contracts.task_input import LEASE_S_MAX, checked_terms
 from postroom.contracts.tasks import Tasks
 from postroom.runtime.agents import Agents
@@ -75,6 +76,10 @@ class TaskServer:
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._health_checked = -HEALTH_CHECK_S
         self._degraded: dict[str, str] = {}
+        self._coordinator: Coordinator | None = None
+        self._coordinator_starts = asyncio.Lock()
+        self._beats: dict[tuple[str, str], float] = {}
+        """When each agent was last noted as alive. Tokens limit how many there are."""
         self.writer = StoreWriter(tasks, self._loop)
         self.long_polls = LongPolls(tasks, self.writer, self.read, self._loop)
         self.result_polls = ResultPolls(tasks, self.read, self.long_polls)
@@ -126,6 +131,34 @@ class TaskServer:
         if full:
             parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
         return parts | degraded_parts(self.agents.data)
+
+    async def coordinator(self) -> Coordinator:
+        """The coordinator of this server. It starts with the first call for an agent."""
+        async with self._coordinator_starts:
+            if self._coordinator is None:
+                coordinator = Coordinator(self.engine)
+                await coordinator.start()
+                self._coordinator = coordinator
+        return self._coordinator
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the coordinator of this server; 0 before it is started."""
+        return 0 if self._coordinator is None else self._coordinator.epoch
+
+    async def stop_coordinator(self) -> None:
+        """End the lease of the coordinator, so that another server takes over at once."""
+        if self._coordinator is not None:
+            await self._coordinator.stop()
+
+    def is_beat_due(self, agent: Agent) -> bool:
+        """Whether an agent was not noted as alive for a third of its heartbeat."""
+        noted = self._beats.get((agent.org_id, agent.agent_id), 0.0)
+        return self._loop.time() >= noted + self.engine.policy.agents.heartbeat_s / 3
+
+    def note_beat(self, agent: Agent) -> None:
+        """An agent was noted as alive now."""
+        self._beats[agent.org_id, agent.agent_id] = self._loop.time()
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""

@@ -24,6 +24,9 @@ MAX_DEPTH_DEFAULT = 1_000_000
 MAX_PAYLOAD_BYTES_DEFAULT = 1024 * 1024
 RETRY_AFTER_S = 1.0
 BACKLOG_MAX_DEFAULT = 1_000_000
+CHUNKS = "engine.chunk"
+"""The kind of cells that hold streamed answers. A backend may keep them in a table of their own: they are
+many and large."""
 LIVE_EVENTS = 10_000  # shipped events that stay for readers that follow the store itself
 
 Deadline: TypeAlias = Literal["lease", "delay", "expiry"]
@@ -83,6 +86,20 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     payload: bytes
     type: str
     parent_message_id: str
+
+
+class Kept(msgspec.Struct, frozen=True, gc=False):
+    """What a store keeps about a message beside its record, for a move to another store."""
+
+    type: str
+    parent_message_id: str
+    key: str
+    delay_ns: int
+    ttl_ns: int
+    payload: bytes
+    result: bytes | None
+    trail: bytes
+    """Events that the record does not imply, as JSON lines."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import apsw
 import msgspec
 
-from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, WriteFailed
+from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.disk_reserve import DiskReserve
@@ -48,6 +48,7 @@ LOCK_TIMEOUT_S = 30.0
 FORK_WAIT_S = 10.0  # wait for a commit of another thread
 FILE_LOOK_S = 0.1  # a moved or removed file is noticed after this time
 RESERVE_BYTES = 4 * 1024 * 1024
+MOVED = "moved_to"  # the fact that a store was moved
 
 _log = logging.getLogger("postroom.store")
 
@@ -83,6 +84,8 @@ class SqliteStore(Store):
         """SQLite's data version after our last commit. It differs when another process has written since."""
         self._settled = False
         """Whether `_known` matches the file, apart from commits of other processes."""
+        self._moved_to = ""
+        """The address of the store that replaced this one."""
         self._transaction: SqliteTransaction | None = None
         self._wal_fd = -1
         self._look_at_wal = 0
@@ -142,6 +145,8 @@ class SqliteStore(Store):
             self._check_file(now)
         if not self._settled or connection.data_version() != self._version:
             self._catch_up(cursor)
+        if self._moved_to:
+            raise StoreMoved(self.url, self._moved_to)
         now_ns = self._offset_ns + clock.boot_ns()
         transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
         self._transaction = transaction
@@ -168,6 +173,8 @@ class SqliteStore(Store):
                 False,
             )  # False until done: an interrupt starts again
             self._known.catch_up(cursor, from_start=from_start)
+            moved = ask(cursor, FACT, (MOVED,))
+            self._moved_to = str(moved[0][0]) if moved else ""
             self._settled = True
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
@@ -325,8 +332,8 @@ class SqliteStore(Store):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         if self._writer is None:
-            # Creates or migrates the file and sets the clock. Not under the readers' lock: a write may read.
-            self.write(lambda _: None, makes_room=True)
+            # Not under the readers' lock: a write may read.
+            self._open_file()
         with self._reading, self._translated():
             if self._reader is None:
                 self._reader = connect(self.path)
@@ -340,8 +347,24 @@ class SqliteStore(Store):
 
     def identity(self) -> str:
         if not self._known.store_id:
-            self.write(lambda _: None, makes_room=True)  # reads it from the file
+            self._open_file()
         return self._known.store_id
+
+    def _open_file(self) -> None:
+        """Create or migrate the file, set the clock, and read the identity."""
+        with suppress(StoreMoved):
+            self.write(lambda _: None, makes_room=True)
+
+    def set_moved(self, to: str) -> None:
+        self._open_file()
+        with self._alone() as connection:
+            if connection is None:
+                raise HandleDead(self.path)
+            with sql_transaction(connection):
+                connection.execute("DELETE FROM facts WHERE name = ?", (MOVED,))
+                if to:
+                    connection.execute(SET_FACT, (MOVED, to))
+            self._settled = False
 
     def sync(self) -> None:
         """Sync the WAL. SQLite syncs the database before it reuses the WAL.

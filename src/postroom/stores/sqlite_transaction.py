@@ -19,6 +19,7 @@ from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.message import Envelope, Event, Noted, Record, Stored, org_of
 from postroom.stores.base import (
+    CHUNKS,
     FOREVER_NS,
     LANE_COUNTS,
     LANES,
@@ -28,6 +29,7 @@ from postroom.stores.base import (
     Counted,
     Ending,
     Head,
+    Kept,
     Limits,
     Listing,
     Pick,
@@ -73,6 +75,7 @@ Depths = defaultdict[int, dict[Counted, int]]
 """The counters, by the number of the queue."""
 
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
+_kept_from: Callable[..., Kept] = Kept
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
     "ttl_ns", "durability", "sender",
@@ -342,6 +345,13 @@ class SqliteTransaction(Transaction):
         later = [_decode_event(line) for line in (trail or "").split("\n") if line]
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
 
+    def kept(self, record: Record) -> Kept:
+        *facts, trail = ask(self._cursor, sql.STORED, (record.seq,))[0]
+        return _kept_from(*facts, (trail or "").encode())
+
+    def kinds(self) -> list[str]:
+        return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]
+
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
         found = {own[seq]: payload for seq, payload in ask(self._cursor, sql.PAYLOADS, (_numbers([*own]),))}
@@ -406,22 +416,32 @@ class SqliteTransaction(Transaction):
     # ---- cells and lanes -----------------------------------------------------------------------
 
     def cell(self, kind: str, key: str) -> bytes | None:
-        rows = ask(self._cursor, sql.CELL, (kind, key))
+        rows = ask(self._cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
         return bytes(rows[0][0]) if rows else None
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
         if value is None:
-            self._cursor.execute(sql.DROP_CELL, (kind, key))
+            self._cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            self._cursor.execute(sql.PUT_CELL, (kind, key, value))
+            self._cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return ask(self._cursor, sql.CELLS, (kind, after, limit))
+        return ask(self._cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = ask(self._cursor, sql.PULL, (_line(self._queue(queue), lane), limit))
         return [Head(self._record(row), *row[23:]) for row in rows]
+
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        numbers = [self._known.own_number(message_id) for message_id in message_ids]
+        if not all(numbers):
+            return super().heads(message_ids)
+        found = {row[0]: row for row in ask(self._cursor, sql.HEADS_BY_SEQ, (_numbers(numbers),))}
+        rows = [found[number] for number in numbers if number in found]
+        heads = [Head(self._record(row), *row[23:]) for row in rows]
+        wanted = set(message_ids)
+        return [head for head in heads if head.record.message_id in wanted]
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -664,8 +684,10 @@ class SqliteTransaction(Transaction):
     # ---- the claims of an engine ---------------------------------------------------------------
 
     def put_back(self, limit: int) -> int:
-        is_due = self.steady_ns >= self._known.deadline_ns and self._first_deadline() <= self.steady_ns
-        return super().put_back(limit) if is_due else 0
+        return super().put_back(limit) if self.has_overdue() else 0
+
+    def has_overdue(self) -> bool:
+        return self.steady_ns >= self._known.deadline_ns and self._first_deadline() <= self.steady_ns
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
         lanes_before = ENGINE_LINES * (lane + 1)

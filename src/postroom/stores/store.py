@@ -1,9 +1,11 @@
 """The interface of a store for its users: write transactions and consistent reads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from postroom.errors import InvalidMessage
 from postroom.message import Event, Record, Stored
 from postroom.stores.base import Counted, Pick, by_state
 from postroom.stores.transaction import Transaction
@@ -84,6 +86,14 @@ class Store(ABC):
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent committed state. `work` must not write."""
 
+    @contextmanager
+    def receiving(self, wake: Callable[[], None]) -> Iterator[None]:  # noqa: ARG002 - for a broker
+        """A worker claims during the block. `wake` is called, from any thread, when a broker delivers."""
+        yield
+
+    def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:  # noqa: B027 - for a broker
+        """How long the messages of organizations wait in a lane until they count as of the lane above."""
+
     def wall_us(self) -> int:
         """UTC, as transactions of this store see it."""
         return self.read(lambda transaction: transaction.wall_us)
@@ -95,6 +105,14 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release files and connections. The next call opens them again."""
+
+    def set_moved(self, to: str) -> None:  # noqa: ARG002
+        """Refuse every write of every process from now on with `StoreMoved`; an empty `to` ends that."""
+        raise InvalidMessage(f"{self.url} cannot be moved: only stores in SQLite files can")
+
+    def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
+        """How wake-ups reach other machines: what connects to the database, and the name of a channel."""
+        return None
 
     def reopen(self) -> None:  # noqa: B027 - only for a backend with a disk
         """Use the store again after a disk error."""

@@ -30,6 +30,7 @@ from postroom.stores.base import (
     Counted,
     Ending,
     Head,
+    Kept,
     Lanes,
     Ledger,
     Limits,
@@ -318,6 +319,10 @@ class Transaction(Ledger, Lanes):
         heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
         return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
 
+    def has_overdue(self) -> bool:
+        """Whether a lease or delay may be over; False saves a search for them."""
+        return True
+
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
@@ -385,6 +390,33 @@ class Transaction(Ledger, Lanes):
 
     # ---- other facts ---------------------------------------------------------------------------
 
+    def exclusive(self, name: str) -> None:
+        """Let no other transaction that asks for the same name run until this one ends.
+
+        For decisions about several cells or records together. What is read after this call is current. A
+        store that runs one transaction at a time does nothing.
+        """
+
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+    ) -> None:
+        """Say what will be asked next. A store across a network reads it all in one trip.
+
+        Cells are given by kind and limit. `queues` are those whose counters are asked, and their total.
+        `lanes` means the lanes of all organizations.
+        """
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        """Say which (queue, lane, limit) will be pulled next."""
+
+    def kept(self, record: Record) -> Kept:  # noqa: ARG002
+        """What the store keeps beside a record. Only stores that can be moved implement it, and `kinds`."""
+        raise InvalidMessage("this kind of store cannot be moved")
+
+    def kinds(self) -> list[str]:
+        """Every kind of cells."""
+        raise InvalidMessage("this kind of store cannot be moved")
+
     def record(self, message_id: str) -> Record | None:
         """One record; None when it is unknown."""
         with suppress(UnknownTask):
@@ -442,6 +474,14 @@ class Transaction(Ledger, Lanes):
         found = {message_id: self.load(message_id) for message_id in message_ids}
         return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
 
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        """Records with the parts of their messages that a worker receives, without unknown ids."""
+        found = [stored for message_id in message_ids if (stored := self.load(message_id)) is not None]
+        return [
+            Head(one.record, one.envelope.payload, one.envelope.type, one.envelope.parent_message_id)
+            for one in found
+        ]
+
     def newest_event(self) -> int:
         """The position of the last event; 0 before the first one."""
         return next((event.seq for event in self.events(NEWEST, 1)), 0)
@@ -458,6 +498,10 @@ class Transaction(Ledger, Lanes):
         """
         if any(self.pull(queue, lane, 1) for lane in range(LANES)):
             return 0
+        return self.next_deadline_ns()
+
+    def next_deadline_ns(self) -> int | None:
+        """The time until the first delay or lease of any queue ends; None when there is none."""
         ends = [record.due for record in self.find(Ending("delay", FOREVER_NS, 1))]
         ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
         return max(0, min(ends) - self.steady_ns) if ends else None

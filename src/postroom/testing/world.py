@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -54,6 +54,7 @@ from postroom.errors import (
 from postroom.message import Event, Record, State, Stored, org_of
 from postroom.stores.base import FOREVER_NS, Ending, Listing
 from postroom.stores.memory import MemoryStore
+from postroom.stores.open import open_store
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
@@ -62,7 +63,8 @@ from postroom.testing.events import check_consistency
 from postroom.testing.world_checker import Broken, Checker, Sent
 
 T = TypeVar("T")
-StoreName: TypeAlias = Literal["memory", "sqlite"]
+StoreName: TypeAlias = str
+"""`memory`, `sqlite`, or the address of an empty store."""
 
 STEPS: Final = (25, 75)
 DRAIN_ROUNDS_MAX: Final = 2_000
@@ -191,6 +193,10 @@ class World:
     def _open(self, closing: ExitStack) -> Store:
         if self.store_name == "memory":
             return MemoryStore(clock=self.clock)
+        if self.store_name != "sqlite":
+            opened = open_store(self.store_name, clock=self.clock)
+            closing.callback(opened.close)
+            return opened
         folder = closing.enter_context(
             tempfile.TemporaryDirectory(prefix="postroom-world-", dir=_fast_folder())
         )
@@ -579,7 +585,7 @@ class World:
         part = Part(held.message_id, "progress", "now", progress=0.5)
         accepted = True
         try:
-            self._write(lambda one: one.add_part(held.message_id, held.lease, part, 0))
+            self._write(lambda one: one.add_parts(held.message_id, held.lease, [part], 0))
         except (StaleLease, LookupError):
             accepted = False
         if accepted != self.checker.is_live(held.message_id, held.lease, self._now_ns()):
@@ -895,7 +901,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Replay one seed and print its history; exit code 1 when a rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m postroom.testing.world", description=main.__doc__)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--store", choices=("memory", "sqlite"), default="memory")
+    parser.add_argument("--store", default="memory", help="memory, sqlite, or the address of an empty store")
     options = parser.parse_args(arguments)
     report = World(options.seed, store=options.store).run()
     sys.stdout.write("\n".join([*report.trace, str(report), ""]))

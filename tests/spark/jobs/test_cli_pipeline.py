@@ -31,11 +31,12 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     assert sum(row["n"] for row in rows) == MESSAGES
     assert all(set(row) == {"outcome", "n", "none"} for row in rows)
     assert "starting Spark" in done.stderr
-    done = commands("sql", "--tables", tables.folder, "SELECT nobody FROM silver_spans")
-    assert done.code == 2
-    assert done.stdout == ""
-    assert "nobody" in done.stderr.splitlines()[-1]
-    assert all(line.startswith("postroom: ") for line in done.stderr.splitlines())
+    for engine in (("--master", "local[1]"), ()):
+        done = commands("sql", "--tables", tables.folder, *engine, "SELECT nobody FROM silver_spans")
+        assert done.code == 2
+        assert done.stdout == ""
+        assert "nobody" in done.stderr.splitlines()[-1]
+        assert all(line.startswith("postroom: ") for line in done.stderr.splitlines())
 
 
 def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:
@@ -53,7 +54,7 @@ def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], comm
     assert "gold_latency" not in done.stderr  # it is as its sources are
 
 
-def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_status_sql_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:
     events, tables = copied
     done = in_its_own_process(
         "status", "--tables", tables, "--events", events, PATH="", JAVA_HOME=str(tmp_path)
@@ -62,6 +63,9 @@ def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Pat
     assert rows["segments"]["behind"] == rows["silver_spans"]["behind"] == 0
     assert rows["silver_messages"]["rows"] == MESSAGES
     assert done.stderr == ""
+    query = "SELECT count(*) AS n FROM silver_messages"
+    done = in_its_own_process("sql", "--tables", tables, query, PATH="", JAVA_HOME=str(tmp_path))
+    assert (done.stdout, done.stderr) == (f'{{"n":{MESSAGES}}}\n', "")
     done = in_its_own_process("tables", "--tables", tables, "--vacuum", "--compact")
     columns = [json.loads(text) for text in done.stdout.splitlines()]
     assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
@@ -222,5 +226,5 @@ def test_help_does_not_import_spark() -> None:
 
 
 def test_the_commands_are_those_that_are_promised() -> None:
-    promised = "run stream backfill status tables sql retain replay report check generate prepare"
+    promised = "run stream backfill status tables sql retain replay report check expect generate prepare"
     assert set(pipeline.commands) == set(promised.split())

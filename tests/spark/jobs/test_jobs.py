@@ -265,13 +265,15 @@ def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
     """A message that ended long ago lies in another file than one that goes on, and both files are joined."""
     facts = {"queue": "q", "state": "QUEUED", "attempt": 1}
     early = [
-        happened("s", 1, "ended", "dequeued", ts_us=NOW_US - 3 * HOUR_US, **facts),
-        happened("s", 2, "ended", "execution_completed", ts_us=NOW_US - 3 * HOUR_US + 1, **facts),
-        happened("s", 3, "open", "dequeued", **facts),
+        happened("s", 1, "ended", ts_us=NOW_US - 3 * HOUR_US),
+        happened("s", 2, "ended", "dequeued", ts_us=NOW_US - 3 * HOUR_US, **facts),
+        happened("s", 3, "ended", "execution_completed", ts_us=NOW_US - 3 * HOUR_US + 1, **facts),
+        happened("s", 4, "open"),
+        happened("s", 5, "open", "dequeued", **facts),
     ]
     write_segment(tmp_path / "events", 1, early)
     Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
-    write_segment(tmp_path / "events", 2, [happened("s", 4, "open", "lease_lapsed", **facts)])
+    write_segment(tmp_path / "events", 2, [happened("s", 6, "open", "lease_lapsed", **facts)])
     told: list[str] = []
     tables = Disturbed(tmp_path / "tables")
     tables.disturbs = {"silver_messages", "silver_attempts", "silver_spans"}

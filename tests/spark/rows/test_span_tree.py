@@ -40,6 +40,10 @@ class Growing:
 
     def take(self, messages: Messages, *, is_there: bool = True) -> list[DataFile]:
         """The files of `silver_spans` that were written anew."""
+        with self.tables.small():
+            return self._taken(messages, is_there=is_there)
+
+    def _taken(self, messages: Messages, *, is_there: bool) -> list[DataFile]:
         before = self.tables.files("silver_messages")
         removed = [file for file in before if self.told[file.path].keys() & messages.keys()]
         for file in reversed(removed):

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
-from postroom.pipeline.tables import LOG, STAGING, Tables, Txn
+from postroom.pipeline.tables import LOG, STAGING, Tables, Txn, path_below
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import records
 from tests.spark.stories import Story
@@ -51,6 +51,30 @@ def test_other_programs_read_the_table_as_it_is(spark: SparkSession, tables: Tab
     folder = str(tables.folder / "t")
     assert sorted(pl.read_delta(folder)["ts_us"]) == want
     assert sorted(deltalake.DeltaTable(folder).to_pyarrow_table()["ts_us"].to_pylist()) == want
+
+
+def test_small_tables_are_written_and_read_in_this_process_with_the_same_result(
+    spark: SparkSession, tables: Tables
+) -> None:
+    rows = numbers(spark, 0, 9).withColumn("odd", F.col("ts_us") % 2 == 1)
+    with tables.small():
+        tables.swap("t", rows, (), partition_by=("day",), split_by="odd")
+        tables.append("t", numbers(spark, 9, 12).withColumn("mood", F.lit("calm")), partition_by=("day",))
+        small = sorted(map(repr, tables.read(spark, "t").collect()))
+        assert tables.read(spark, "t")._jdf.inputFiles().__len__() == 0  # Spark opens no file
+        numbered = tables.read_with_row(spark, "t", tables.files("t"))
+        assert len({row["row"] for row in numbered.collect()}) == 12
+        urls = {row["file"] for row in tables.read_with_file(spark, "t", tables.files("t")).collect()}
+    assert urls == {(tables.folder / "t" / file.path).as_uri() for file in tables.files("t")}
+    assert small == sorted(map(repr, tables.read(spark, "t").collect()))
+    by_spark = tables.read_with_file(spark, "t", tables.files("t")).select("file").distinct().collect()
+    assert {path_below("t", row["file"]) for row in by_spark} == {file.path for file in tables.files("t")}
+    assert {file.partition["day"] for file in tables.files("t")} == {None, "2025-01-02", "2025-01-03"}
+    split = [file for file in tables.files("t") if "odd=" in file.path]
+    assert (len(split), sum(file.rows for file in split)) == (6, 9)
+    assert min(file.low["ts_us"] for file in split) == 0
+    assert max(file.high["message_id"] for file in split) == "m008"
+    assert not list((tables.folder / "t").rglob(STAGING))
 
 
 def by_duckdb(tables: Tables, name: str) -> tuple[set[str], int]:

@@ -6,7 +6,7 @@ same results: `places.Folder` calls the contract, `places.Remote` the HTTP clien
 
 import click
 
-from postroom.cli.engine import dead_letters, goals, load, operate, submit, tokens, work
+from postroom.cli.engine import agents, dead_letters, goals, load, operate, submit, tokens, work
 from postroom.cli.shell import HELP_OPTIONS, add_json_option
 
 
@@ -29,6 +29,7 @@ for _command in (
     *submit.COMMANDS,
     *work.COMMANDS,
     *operate.COMMANDS,
+    *agents.COMMANDS,
     *tokens.COMMANDS,
     *load.COMMANDS,
     *goals.COMMANDS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.engine.options import data_option
-from postroom.cli.shell import Shell, parse_wait
+from postroom.cli.shell import Shell, StoreAddress, parse_wait
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
@@ -64,20 +64,23 @@ def load(shell: Shell, /, data: Path | None, **terms: Any) -> None:
 
     if not terms["duration_s"]:
         raise click.BadParameter("--duration-s must be above 0")
-    with folder(data) as chosen:
-        report = asyncio.run(measured(f"sqlite:///{chosen / DATABASE}", terms))
+    with store_of(data) as store:
+        report = asyncio.run(measured(store, terms))
     print_report(shell, report)
 
 
 @contextmanager
-def folder(data: Path | None) -> Iterator[Path]:
-    """The data folder, or a temporary one."""
+def store_of(data: Path | None) -> Iterator[str]:
+    """The address of the store of a data folder, or of a temporary one."""
+    if isinstance(data, StoreAddress):
+        yield data.url
+        return
     if data is not None:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield data
+        yield f"sqlite:///{data / DATABASE}"
         return
     with tempfile.TemporaryDirectory(prefix="postroom-load-") as made:
-        yield Path(made)
+        yield f"sqlite:///{made}/{DATABASE}"
 
 
 async def measured(url: str, terms: dict[str, Any]) -> "LoadReport":

@@ -3,12 +3,9 @@
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE
-from postroom.cli.shell import path_option, together
-from postroom.cli.tasks.options import FOLDER
+from postroom.cli.shell import place_option, together
 
-data_option = path_option(
-    "--data", metavar="DIR", text="The data folder, whose store is DIR/queue.db.", kind=FOLDER
-)
+data_option = place_option("The data folder, whose store is DIR/queue.db, or a store (postgres://...).")
 url_option = click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 token_option = click.option(
     "--token",

@@ -10,7 +10,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.render import warn
-from postroom.cli.shell import Shell
+from postroom.cli.shell import Shell, StoreAddress
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class Folder:
 
     def status(self) -> dict[str, Any]:
         return _builtins(self._blocking.status())
+
+    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
+        return [_builtins(info) for info in self._blocking.agents(org_id)]
 
     def tokens(self) -> dict[str, Any]:
         return _builtins(self._blocking.tokens.status())
@@ -106,6 +109,9 @@ class Remote:
 
     def status(self) -> dict[str, Any]:
         return self._client.status()
+
+    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
+        return self._client.agents(org_id)
 
     def tokens(self) -> dict[str, Any]:
         return self._client.tokens()
@@ -206,6 +212,17 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
         from postroom.runtime.engine_workers import load_app
 
         return load_app(str(app))
+    store = data.url if isinstance(data, StoreAddress) else _store_in(shell, data, create=create)
+    if app is None:
+        return Engine.open(store)
+    from postroom.runtime.engine_workers import load_app
+    from postroom.stores.open import open_store
+
+    return load_app(app).on(open_store(store))
+
+
+def _store_in(shell: Shell, data: Path, *, create: bool) -> str:
+    """The address of the store of a data folder."""
     database = data / DATABASE
     if not database.exists():
         if not create:
@@ -214,13 +231,7 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
             )
         warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store = f"sqlite:///{database}"
-    if app is None:
-        return Engine.open(store)
-    from postroom.runtime.engine_workers import load_app
-    from postroom.stores.open import open_store
-
-    return load_app(app).on(open_store(store))
+    return f"sqlite:///{database}"
 
 
 def open_client(url: str, token: str | None) -> "EngineClient":

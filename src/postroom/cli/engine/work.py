@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -44,7 +45,8 @@ def work(
 
     The app is a module with an `Engine`, looked for in the current folder, too. A worker that dies is started
     again, and its messages run again at once. The number of workers follows the backlog. After SIGTERM no
-    worker claims any more; what runs has 30 s to finish, and the rest is released.
+    worker claims any more; what runs has 30 s to finish, and the rest is released. With
+    Policy(agents=AgentRules(program=...)), the programs of agents that messages spawn run beside the workers.
 
     \b
     Example:
@@ -54,6 +56,7 @@ def work(
     import asyncio
 
     from postroom.contracts.engine.worker import DRAIN_S
+    from postroom.runtime.agent_programs import AgentPrograms
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
 
     shell.show_warnings()
@@ -75,7 +78,7 @@ def work(
     facts = {"app": app, "pid": os.getpid(), "store": engine.store.url, "workers": least}
     shell.output.facts(facts, f"{least} workers of {app} work on {engine.store.url}; Ctrl-C ends them")
     shell.output.flush()
-    with engine:
+    with engine, AgentPrograms(engine) if engine.policy.agents.program else nullcontext():
         processes.run()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE
-from postroom.cli.shell import Decorated, TimeoutOption, parse_wait, path_option, together
+from postroom.cli.shell import Decorated, TimeoutOption, parse_wait, path_option, place_option, together
 from postroom.errors import InvalidMessage, reason
 
 HOST_DEFAULT = "127.0.0.1"
 PORT = click.IntRange(0, 65535)
 FOLDER = click.Path(file_okay=False)
 
-data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.", kind=FOLDER)
+data_option = place_option("The data folder of a harness, or the address of its store (postgres://...).")
 needed_data_option = path_option(
     "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
 )

@@ -11,7 +11,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.render import warn
-from postroom.cli.shell import Shell
+from postroom.cli.shell import Shell, StoreAddress
 
 if TYPE_CHECKING:
     from postroom.client import TaskClient
@@ -37,7 +37,7 @@ class Folder:
         """Warn of agents that have no token. A folder without any registered agent needs none."""
         from postroom.runtime.agents import FILE_NAME, Agents
 
-        if not (self._data / FILE_NAME).exists():
+        if isinstance(self._data, StoreAddress) or not (self._data / FILE_NAME).exists():
             return
         known = {agent.name for agent in Agents(self._data).list()}
         for agent in sorted(agents - known):
@@ -147,7 +147,7 @@ def open_place(
     check_place(data, url)
     if data is not None:
         shell.show_warnings()
-        if create and not (data / DATABASE).exists():
+        if create and not isinstance(data, StoreAddress) and not (data / DATABASE).exists():
             warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         with open_folder(data, create=create) as tasks:
             yield Folder(shell, data, tasks)
@@ -166,6 +166,8 @@ def check_place(data: Path | None, url: str | None) -> None:
 def open_folder(data: Path, *, create: bool = False) -> "Tasks":
     from postroom.contracts.tasks import Tasks
 
+    if isinstance(data, StoreAddress):
+        return Tasks.open(data.url)
     database = data / DATABASE
     if create:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)

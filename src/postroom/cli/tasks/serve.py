@@ -26,6 +26,10 @@ CONCURRENCY_DEFAULT = 4
 
 @click.command()
 @needed_data_option
+@click.option(
+    "--store", metavar="URL",
+    help="The store of the tasks, such as postgres://user@host/db.  [default: DIR/queue.db]",
+)  # fmt: skip
 @click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
 @click.option(
     "--port",
@@ -34,6 +38,11 @@ CONCURRENCY_DEFAULT = 4
     show_default=True,
     metavar="N",
     help="The port; 0 takes a free one.",
+)
+@click.option(
+    "--overlap",
+    is_flag=True,
+    help="Let another server with --overlap listen on the same port: an upgrade without downtime.",
 )
 @click.option(
     "--execute",
@@ -84,6 +93,7 @@ def serve(
     shell: Shell,
     /,
     data: Path,
+    store: str | None,
     host: str,
     port: int,
     execute: str | None,
@@ -122,15 +132,17 @@ def serve(
 
     from postroom.contracts.tasks import Tasks
 
+    address = store or f"sqlite:///{data / DATABASE}"
     if while_stdin:
         stop_with_stdin()
-    with Tasks.open(f"sqlite:///{data / DATABASE}") as store:  # opens no file before its first use
-        act = None if execute is None else executor(store, execute)
+    with Tasks.open(address) as tasks:  # opens no file before its first use
+        act = None if execute is None else executor(tasks, execute)
         try:
             run_server(
-                data, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts, ready=print_address,
-                durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=shipping(shell, data, audit), app_engine=None if app is None else load_engine(app),
+                data, store=store, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts,
+                ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
+                beside=shipping(shell, data, store, audit),
+                app_engine=None if app is None else load_engine(app),
                 tls=check_tls(tls_cert, tls_key), **terms,
             )  # fmt: skip
         finally:
@@ -150,7 +162,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path | 
 
 
 @contextmanager
-def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
+def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -> Iterator[None]:
     """Run the audit shipper beside the harness. It ends after the harness."""
     from postroom.runtime.supervisor import Supervisor
 
@@ -158,7 +170,8 @@ def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
         yield
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
-    what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
+    where = ["--data", str(data)] if store is None else ["--store", store]
+    what = ["audit", "ship", *where, "--to", str(folder), "--while-stdin"]
     command = [sys.executable, "-m", "postroom.cli.main", *config, *what]
     shipper = Supervisor(command, name="the shipper")
     shipper.start()

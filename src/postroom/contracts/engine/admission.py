@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from postroom.contracts.engine.cells import GOALS, PAUSES, PRESSURES, RATES, Bucket, GoalUse, Pressure
+from postroom.contracts.engine.cells import (
+    GOALS,
+    PAUSES,
+    PRESSURES,
+    RATES,
+    SCAN_MAX,
+    Bucket,
+    GoalUse,
+    Pressure,
+)
 from postroom.contracts.engine.messages import Prepared
 from postroom.contracts.engine.policy import Policy
 from postroom.core import admission
@@ -39,6 +48,8 @@ class Admission:
         for message in messages:
             of_org = counts.setdefault(message.org_id, {})
             of_org[message.envelope.priority] = of_org.get(message.envelope.priority, 0) + 1
+        queues = [ENGINE_PREFIX + org_id for org_id in counts]
+        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),), queues)
         self._check_kill_switch(counts.keys())
         for org_id, priorities in counts.items():
             self._check_pressure(org_id, priorities)

@@ -154,6 +154,14 @@ class Blocking:
         """As `Engine.submit_many`."""
         return [BlockingHandle(handle, self.wait) for handle in self.wait(self._engine.submit_many(messages))]
 
+    def request(self, **fields: Any) -> Any:
+        """As `Engine.request`."""
+        return self.wait(self._engine.request(**fields))
+
+    def agents(self, org_id: str | None = None) -> Any:
+        """As `Engine.agents`."""
+        return self.wait(self._engine.agents(org_id))
+
     def run(self, **options: Any) -> None:
         """As `Engine.run`, in the calling thread."""
         asyncio.run(self._engine.run(**options))

@@ -9,13 +9,16 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import msgspec
 
 from postroom.core.admission import Throttle
+from postroom.core.agents import Health, Receipt
 from postroom.core.breaker import Circuit
 from postroom.core.tokens import Account, Grant
+from postroom.stores.base import CHUNKS
 
 T = TypeVar("T")
 
 SEPARATOR: Final = "\x1f"
 SCAN_MAX: Final = 1_000
+PAGE: Final = 16  # the first look at the keys below a prefix: most prefixes have few
 _LAST: Final = "\uffff"
 
 
@@ -69,8 +72,17 @@ class Kind(Generic[T]):
     def under(self, transaction: Cells, *parts: str | int, limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys that begin with these parts and have more, with their values."""
         prefix = joined(*parts) + SEPARATOR
-        found = transaction.cells(self.name, prefix, limit)
-        return [(key, self._decode(value)) for key, value in found if key.startswith(prefix)]
+        after, size = prefix, PAGE
+        found: list[tuple[str, T]] = []
+        while len(found) < limit:
+            size = min(size, limit - len(found))
+            page = transaction.cells(self.name, after, size)
+            own = [(key, self._decode(value)) for key, value in page if key.startswith(prefix)]
+            found += own
+            if len(own) < size:
+                break
+            after, size = own[-1][0], 4 * size
+        return found
 
     def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:
         """Remove keys that begin with these parts and have more, at most `limit`; how many."""
@@ -182,6 +194,61 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     result: Any = None
     error: dict[str, Any] | None = None
     total_chunks: int | None = None
+    epoch: int = 0
+    """The coordinator that handed the part over; 0 when none did."""
+
+
+class CoordinatorInfo(msgspec.Struct, frozen=True):
+    """A coordinator, and until when its agents are its own."""
+
+    epoch: int
+    """Larger than the epoch of every coordinator that was started before."""
+    seen_ns: int
+    until_ns: int
+    name: str = ""
+
+
+class AgentEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A registered agent."""
+
+    session: int
+    """The fencing number of its registration: a later registration of the same id has a larger one."""
+    coordinator: str
+    registered_us: int
+    registered_ns: int
+    seen_ns: int = 0
+    """Its own last heartbeat. An agent in the process of its coordinator lives as long as that one."""
+    is_local: bool = True
+    health: Health = "registered"
+
+
+class OpenRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request whose last part was not handed over yet."""
+
+    type: str
+    submitted_us: int
+    timeout_s: float | None = None
+
+
+class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message in the inbox of an agent."""
+
+    message_id: str
+    sender: str
+    body: Any
+    stored_us: int
+    is_bounce: bool = False
+    """Whether it is an answer that its agent never fetched."""
+    reason: str = ""
+
+
+class WantedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An agent whose program a supervisor keeps running."""
+
+    command: tuple[str, ...]
+    message_id: str
+    """The `agent_spawn` message that asked for it."""
+    tools: tuple[str, ...] = ()
 
 
 class Hold(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -217,7 +284,23 @@ LINES: Final = Kind("engine.line", KeyEntry)
 LINE_OF: Final = Kind("engine.line_of", str)
 """Message id -> the key of its entry in `LINES`."""
 EFFECTS: Final = Kind("engine.effect", Effect)
-PARTS: Final = Kind("engine.part", Part)
+PARTS: Final = Kind(CHUNKS, list[Part])
+"""Message id, attempt, index of the last part -> consecutive parts that one commit stored."""
+COORDINATORS: Final = Kind("engine.coordinator", CoordinatorInfo)
+EPOCHS: Final = Kind("engine.epoch", int)
+"""The last number that a coordinator or a registration got."""
+AGENTS: Final = Kind("engine.agent", AgentEntry)
+"""Organization, agent -> its registration."""
+AGENT_COUNTS: Final = Kind("engine.agents", int)
+"""Organization -> its agents that are not dead."""
+REQUESTS: Final = Kind("engine.request", OpenRequest)
+"""Organization, agent, message id -> a request whose answer was not handed over."""
+LETTERS: Final = Kind("engine.letter", Letter)
+"""Organization, agent, number -> a message in its inbox."""
+RECEIPTS: Final = Kind("engine.receipt", dict[Receipt, int])
+"""Message id -> what its recipient has done with it, each with its time."""
+PROGRAMS: Final = Kind("engine.program", WantedProgram)
+"""Organization, agent -> the program that runs the agent."""
 WORKERS: Final = Kind("engine.worker", WorkerInfo)
 GOALS: Final = Kind("engine.goal", GoalUse)
 RATES: Final = Kind("engine.rate", Bucket)

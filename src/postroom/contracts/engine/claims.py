@@ -12,7 +12,7 @@ import msgspec
 
 from postroom.contracts.engine import ends, ordering
 from postroom.contracts.engine.breakers import Breakers, Service, service_called
-from postroom.contracts.engine.cells import PARKED, PAUSES, SEPARATOR
+from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import TokenBooks, short_text
@@ -83,12 +83,13 @@ class Claims:
 
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
+        transaction = self._transaction
+        transaction.look_ahead(((PAUSES.name, SCAN_MAX), (CIRCUITS.name, 1)), lanes=True)
+        transaction.put_back(OVERDUE_A_CLAIM_MAX)
         if self._books is None:
-            self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
             return self._claim(limit)
-        self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
-        if self._transaction.lapsed:
-            self._books.settle_all(self._transaction.lapsed)
+        if transaction.lapsed:
+            self._books.settle_all(transaction.lapsed)
         claimed = self._claim(limit)
         self._books.flush()
         return claimed
@@ -140,7 +141,11 @@ class Claims:
         accepted: dict[str, list[Head]] = {}
         promoted: dict[str, list[Head]] = {}
         queues = self._organizations(lane, aged, limit)
-        for queue, count in self._shares(queues, limit):
+        shares = self._shares(queues, limit)
+        if len(shares) > 1:
+            wanted = [lane, *aged] if lane in self._filled else aged
+            self._transaction.look_ahead_pulls([(queue, n, count) for queue, count in shares for n in wanted])
+        for queue, count in shares:
             own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
             older = [
                 head
@@ -243,7 +248,7 @@ class Claims:
             self._end(record, lifecycle.expire)
         elif poison.is_poison(record, self._policy.poison_crashes):
             self._quarantine(record)
-        elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
+        elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
         elif OPERATION in head.payload:
@@ -256,6 +261,14 @@ class Claims:
             return True
         self._held_back += 1
         return False
+
+    def _is_paused(self, org_id: str, type_name: str) -> bool:
+        """Whether a type is paused. A pause that another transaction is about to end counts no more."""
+        scopes = self._paused_types.intersection({(org_id, type_name), ("", type_name)})
+        if not scopes:
+            return False
+        self._transaction.exclusive(PAUSES.name)
+        return any(PAUSES.get(self._transaction, *scope) is not None for scope in scopes)
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)

@@ -6,10 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
+from postroom.contracts.engine.operations import Operations, Usage
+from postroom.contracts.engine.part_writer import PartWriter
 from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
 from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
 from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
@@ -17,7 +17,6 @@ from postroom.contracts.sandbox.sandbox import Sandbox
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import tokens
 from postroom.core.advice import ReversalClass
-from postroom.core.times import utc_text
 from postroom.core.tokens import Grant
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
@@ -47,7 +46,7 @@ class Context:
         self._core = core
         self._grant = grant
         self._lease = lease
-        self._index = 0
+        self._parts = PartWriter(core, message.message_id, lease, attempt)
         self.message = message
         self.attempt = attempt
         self.cancelled = False
@@ -56,29 +55,24 @@ class Context:
 
     async def progress(self, share: float, text: str = "") -> None:
         """Tell who waits how far the work is: a number from 0 to 1, and perhaps a word."""
-        await self._add("progress", progress=float(share), message=text)
+        await self._parts.add("progress", progress=float(share), message=text)
 
     async def stream(self, chunk: Any) -> None:
-        """Send a part of the answer."""
-        await self._add("stream_chunk", chunk=chunk, chunk_index=self.chunks)
+        """Send a part of the answer. It is stored before the message completes."""
+        await self._parts.add("stream_chunk", chunk=chunk, chunk_index=self._parts.chunks)
 
-    chunks = 0
-    """How many chunks were streamed in this attempt."""
+    @property
+    def chunks(self) -> int:
+        """How many chunks were streamed in this attempt."""
+        return self._parts.chunks
 
-    async def _add(self, kind: str, **facts: Any) -> None:
-        if self._index >= PARTS_MAX:
-            raise InvalidMessage(f"one attempt may send at most {PARTS_MAX} progress reports and chunks")
-        message_id, lease, index = self.message.message_id, self._lease, self._index
-        self._index += 1
-        if kind == "stream_chunk":
-            self.chunks += 1
-        attempt = self.attempt
+    async def flush(self) -> None:
+        """Return when every progress report and chunk is stored."""
+        await self._parts.flush()
 
-        def work(operations: Operations, wall_us: int) -> None:
-            part = Part(message_id, kind, utc_text(wall_us * 1000), attempt=attempt, **facts)
-            operations.add_part(message_id, lease, part, index)
-
-        await self._core.write_at(work)
+    def store_at_once(self) -> None:
+        """From now on, each progress report and chunk is stored before its call returns."""
+        self._parts.waits = True
 
     def usage(
         self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
@@ -310,6 +304,10 @@ class ThreadContext:
     def stream(self, chunk: Any) -> None:
         """As `Context.stream`."""
         self._wait(self._context.stream(chunk))
+
+    def flush(self) -> None:
+        """As `Context.flush`."""
+        self._wait(self._context.flush())
 
     def usage(self, **facts: Any) -> None:
         """As `Context.usage`."""

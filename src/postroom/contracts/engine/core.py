@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.commits import Commits
+from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
@@ -16,20 +18,20 @@ from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
 from postroom.contracts.goals.retention import purge as purge_goals
 from postroom.contracts.sandbox.pools import Sandboxes
-from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError
 from postroom.message import Stored, org_of
-from postroom.nudges.notifier import QUIET_S, Notifier
-from postroom.stores.base import FOREVER_NS, Ending
+from postroom.nudges.notifier import QUIET_S
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
 READY = ".engine"  # no agent has a name that begins with a dot
+PARTS_ADDED = ".parts"
 REFUSALS_NOTED_S = 1.0  # refused submits of one organization become at most one event in this time
 
 
@@ -41,6 +43,7 @@ class EngineCore:
         self.policy = policy
         self.registry = Registry(REQUEST_TYPES)
         self.handlers: dict[str, Handler] = {}
+        self._default_handlers = default_handlers(self)
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
         self.built_in: dict[str, Handler] = {}
@@ -53,10 +56,11 @@ class EngineCore:
         self.sandboxes = Sandboxes()
         self._commits = Commits(store)
         self._endings = Endings()
-        self._notifier = Notifier(notifier_folder(store.url))
+        self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
         self._goals_purged_to: dict[str, str] = {}
+        store.promote_after(policy.promote_after_ns)
         store.add_commit_listener(self._committed)
 
     @property
@@ -70,8 +74,12 @@ class EngineCore:
         self.hooks, self.recovery_tools = other.hooks, other.recovery_tools
 
     def handler_of(self, type_name: str) -> Handler | None:
-        """The handler of a message type: the application's, or the one that the engine brings along."""
-        return self.handlers.get(type_name) or self.built_in.get(type_name)
+        """The handler of a message type: the registered one, or the default one of the type."""
+        return (
+            self.handlers.get(type_name)
+            or self.built_in.get(type_name)
+            or self._default_handlers.get(type_name)
+        )
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
@@ -94,6 +102,9 @@ class EngineCore:
         except (Overloaded, GuardTripped) as error:
             await self.note_refusal(prepared[0], error)
             raise
+
+    async def after_submit(self) -> None:
+        """Messages were stored past `submit`. An engine for tests runs them now."""
 
     async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
@@ -133,6 +144,14 @@ class EngineCore:
             lambda transaction: work(Operations(transaction, policy), transaction.wall_us), makes_room=True
         )
 
+    async def add_parts(self, message_id: str, lease: int, parts: list[Part], first: int) -> None:
+        """Store parts of a running handler, and wake who reads them."""
+        await self.write(
+            lambda operations: operations.add_parts(message_id, lease, parts, first), makes_room=True
+        )
+        self._endings.ring([message_id])
+        self._notifier.notify_rarely_awaited(PARTS_ADDED)
+
     async def write_raw(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         return await self._commits.write(work, makes_room=makes_room)
 
@@ -164,20 +183,33 @@ class EngineCore:
 
     @contextmanager
     def heard(self, listener: Callable[[], None]) -> Iterator[None]:
-        with self._notifier.subscribed(READY, listener):
+        with self._notifier.subscribed(READY, listener), self.store.receiving(listener):
             yield
+
+    def ring_answers(self) -> None:
+        """Wake who reads answers: something else came for an agent."""
+        self._notifier.notify_rarely_awaited(PARTS_ADDED)
+
+    @contextmanager
+    def answers_heard(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener`, from any thread, when messages may have ended or parts may have been stored."""
+        with (
+            self._notifier.subscribed(TASK_ENDED, listener),
+            self._notifier.subscribed(PARTS_ADDED, listener),
+        ):
+            yield
+
+    @property
+    def look_again_s(self) -> float:
+        """How often a reader looks, wake-ups aside."""
+        return LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
     async def pause_s(self) -> float:
         """How long a worker may rest without missing a deadline, rings aside."""
-        longest = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
-
-        def next_ns(transaction: Transaction) -> int | None:
-            ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-            ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
-            return max(0, min(ends) - transaction.steady_ns) if ends else None
+        longest = self.look_again_s
 
         try:
-            due_ns = await self._commits.read(next_ns)
+            due_ns = await self._commits.read(lambda transaction: transaction.next_deadline_ns())
         except PostroomError:
             return longest
         return longest if due_ns is None else min(longest, due_ns / NANOS_PER_S + 0.001)
@@ -203,7 +235,7 @@ class EngineCore:
                     await asyncio.wait([future], timeout=pause_s if left_s is None else min(pause_s, left_s))
                 finally:
                     self._endings.remove(message_id, future)
-                pause_s = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+                pause_s = self.look_again_s
 
     async def has_ended(self, message_id: str) -> bool:
         record = await self._commits.read(lambda transaction: transaction.record(message_id))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from msgspec.structs import replace
 
 from postroom.contracts.engine import inspection
+from postroom.contracts.engine.agents import AgentInfo, AgentOperations
 from postroom.contracts.engine.blocking import Blocking
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.dlq import DeadLetters
@@ -19,6 +20,7 @@ from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.handlers import Handler, check_shape, checked_handler
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import joined_answer
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.token_status import Tokens
 from postroom.contracts.engine.worker import DRAIN_S, Worker
@@ -124,7 +126,7 @@ class Engine(Closing):
         adviser: Adviser | None = None,
         graph: Graph | str | None = None,
     ) -> Self:
-        """The engine of `sqlite:///dir/queue.db`, or of `memory://`.
+        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
 
         `adviser` answers questions instead of the rules. `graph` is the knowledge graph, such as
         `falkordb://host:port/name`, when it is not in the store.
@@ -212,6 +214,16 @@ class Engine(Closing):
         submitted = await self._core.submit(messages)
         return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
 
+    async def request(self, *, timeout_s: float | None = None, **fields: Any) -> Any:
+        """Submit one message and wait for its answer; a streamed answer is joined.
+
+        For programs without a coordinator. After `timeout_s` the message runs on.
+        Raises `MessageFailed` and `TimeoutError`.
+        """
+        handle = await self.submit(**fields)
+        await self._core.wait_for_end(handle.message_id, timeout_s)
+        return joined_answer([part async for part in handle], await self._core.load(handle.message_id))
+
     # ---- working -------------------------------------------------------------------------------
 
     def run(
@@ -255,6 +267,12 @@ class Engine(Closing):
     async def status(self) -> EngineStatus:
         """Depths, stages, workers, breakers and pauses."""
         return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
+
+    async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
+        """The registered agents of an organization, or of all: health, and what waits for what."""
+        return await self._core.read(
+            lambda operations: AgentOperations(operations.transaction, self.policy).list(org_id)
+        )
 
     async def cancel(self, message_id: str) -> None:
         """Cancel a message. Its running handler is cancelled within a second.

@@ -16,6 +16,7 @@ from postroom.contracts.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked
 from postroom.core.lifecycle import ERROR_CHARS_MAX
 from postroom.core.retry import RATE_LIMIT_S, Retry
 from postroom.errors import (
+    Bounced,
     EffectUnknown,
     GuardTripped,
     InvalidMessage,
@@ -32,7 +33,7 @@ from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
-_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted)
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced)
 """Errors that another attempt would meet again."""
 
 Pool = Literal["thread", "process"]

@@ -35,6 +35,7 @@ class InlineWorker(Worker):
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         call = self._batches.call if handler.batch > 1 else self._call
         result = await limited(call(handler, message, context), timeout_of(handler, message))
+        await context.flush()
         return completed(claimed, handler, result, context.used)
 
 
@@ -56,6 +57,9 @@ class InlineCore(EngineCore):
         submitted = await super().submit(messages)
         await self.drain()
         return submitted
+
+    async def after_submit(self) -> None:
+        await self.drain()
 
     async def drain(self) -> None:
         """Run handlers until nothing can run without moving the clock."""

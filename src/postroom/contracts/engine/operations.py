@@ -24,6 +24,7 @@ from postroom.contracts.engine.cells import (
     PARKED,
     PARTS,
     PAUSES,
+    RECEIPTS,
     SEPARATOR,
     WORKERS,
     Effect,
@@ -71,6 +72,7 @@ WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
 HELD_LOOKED_MAX = 10_000  # messages in flight among which those of one worker are looked for
 PARTS_MAX = 100_000  # of one attempt
+STREAM_BYTES_MAX = 16 * 1024 * 1024  # of the chunks of one attempt; those of earlier attempts are removed
 
 OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
 
@@ -226,6 +228,7 @@ class Operations:
             self.transaction.set_limits(queue, Limits(max_depth=most))
 
     def _store_body(self, digest: str, payload: bytes, message_id: str) -> None:
+        self.transaction.exclusive(BODIES + digest)
         if self.transaction.cell(BODIES, digest) is None:
             self.transaction.put_cell(BODIES, digest, payload)
         BODY_USES.put(self.transaction, True, digest, message_id)  # noqa: FBT003
@@ -478,10 +481,15 @@ class Operations:
             tracking.effect_dropped(self.transaction, message_id, known.number)
         EFFECTS.put(self.transaction, None, message_id, key)
 
-    def add_part(self, message_id: str, lease: int, part: Part, index: int) -> None:
-        """Store a response of a running handler."""
+    def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
+        """Store consecutive parts of a running handler, the first of them with this index.
+
+        The first parts of an attempt replace those of earlier attempts.
+        """
         record = self._held(message_id, lease)
-        PARTS.put(self.transaction, part, message_id, record.attempt, index)
+        if not first and record.attempt > 1:
+            PARTS.drop_under(self.transaction, message_id)
+        PARTS.put(self.transaction, list(parts), message_id, record.attempt, first + len(parts) - 1)
 
     def _held(self, message_id: str, lease: int) -> Record:
         """A record under a live lease."""
@@ -535,6 +543,7 @@ class Operations:
 
         Returns the key to continue from; None at the end.
         """
+        self.transaction.exclusive(PAUSES.name)  # a claim that parks messages has committed, or sees no pause
         parts = (type_name, org_id) if org_id else (type_name,)
         prefix = joined(*parts) + SEPARATOR
         paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(self.transaction)}
@@ -589,6 +598,7 @@ class Operations:
             stored_message = transaction.load(record.message_id)
             body = None if stored_message is None else _body_of(stored_message)
             if body is not None and body.payload_ref:
+                transaction.exclusive(BODIES + body.payload_ref)
                 BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
                 if not BODY_USES.under(transaction, body.payload_ref, limit=1):
                     transaction.put_cell(BODIES, body.payload_ref, None)
@@ -598,6 +608,7 @@ class Operations:
             PARTS.drop_under(transaction, record.message_id)
             if self._books is not None:
                 DEPENDANTS.drop_under(transaction, record.message_id)
+            RECEIPTS.put(transaction, None, record.message_id)
             ordering.leave(transaction, record)
             tracking.forgotten(transaction, record)
         if records:

@@ -27,12 +27,18 @@ def is_parked(record: Record, steady_ns: int) -> bool:
 
 def join(transaction: Transaction, record: Record, org_id: str, key: str, *, stops: bool) -> None:
     """Put a new message at the end of the line of its key."""
+    _take_turn(transaction, org_id, key)
     is_head = not LINES.under(transaction, org_id, key, limit=1)
     entry = KeyEntry(record.message_id, record.due, stops)
     LINES.put(transaction, entry, org_id, key, record.seq)
     LINE_OF.put(transaction, SEPARATOR.join((org_id, key)), record.message_id)
     if not is_head and record.state == "QUEUED":
         park(transaction, record.message_id, BEHIND)
+
+
+def _take_turn(transaction: Transaction, org_id: str, key: str) -> None:
+    """Let one transaction at a time decide about a line: the end of one message wakes the next."""
+    transaction.exclusive(SEPARATOR.join(("line", org_id, key)))
 
 
 def park(transaction: Transaction, message_id: str, reason: str) -> None:
@@ -61,6 +67,7 @@ def ended(transaction: Transaction, record: Record) -> None:
     if line is None:
         return
     org_id, _, key = line.partition(SEPARATOR)
+    _take_turn(transaction, org_id, key)
     entry = LINES.get(transaction, org_id, key, record.seq)
     if entry is not None and entry.stops and record.state in ("DEAD_LETTER", "QUARANTINED"):
         LINES.put(transaction, replace(entry, is_dead=True), org_id, key, record.seq)
@@ -75,6 +82,7 @@ def leave(transaction: Transaction, record: Record) -> None:
     if line is None:
         return
     org_id, _, key = line.partition(SEPARATOR)
+    _take_turn(transaction, org_id, key)
     LINES.put(transaction, None, org_id, key, record.seq)
     LINE_OF.put(transaction, None, record.message_id)
     _wake_head(transaction, org_id, key)
@@ -88,6 +96,7 @@ def _wake_head(transaction: Transaction, org_id: str, key: str) -> None:
 
 def rejoin(transaction: Transaction, record: Record, org_id: str, key: str, *, stops: bool) -> None:
     """A message is replayed: it takes its old position in the line, in front of everything younger."""
+    _take_turn(transaction, org_id, key)
     LINES.put(transaction, KeyEntry(record.message_id, 0, stops), org_id, key, record.seq)
     LINE_OF.put(transaction, SEPARATOR.join((org_id, key)), record.message_id)
     [(_, head)] = LINES.under(transaction, org_id, key, limit=1)
@@ -105,6 +114,7 @@ def is_next(transaction: Transaction, record: Record) -> bool:
     if line is None:
         return True
     org_id, _, key = line.partition(SEPARATOR)
+    _take_turn(transaction, org_id, key)
     [(_, head)] = LINES.under(transaction, org_id, key, limit=1)
     if head.message_id == record.message_id:
         return True

@@ -5,7 +5,8 @@ Rule 1: a reader has a position. Reading on from a position gives every later pa
 """
 
 import re
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -14,11 +15,12 @@ from postroom.contracts.engine.cells import PARTS, SEPARATOR, Part, joined
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import result_of
 from postroom.core import lifecycle
+from postroom.core.agents import Cursor, joined_chunks, judge, moved
 from postroom.core.times import utc_text
-from postroom.errors import InvalidMessage, MessageFailed
-from postroom.message import Stored
+from postroom.errors import InvalidMessage, MessageFailed, UnknownTask
+from postroom.message import Record, Stored, org_of
 
-PARTS_A_READ_MAX: Final = 1_000
+PART_CELLS_A_READ_MAX: Final = 50  # of up to `PARTS_A_COMMIT_MAX` parts each
 _POSITION: Final = re.compile(r"\d{1,9}(?:\.\d{1,9}){3}", re.ASCII)
 
 
@@ -28,51 +30,93 @@ class Position(msgspec.Struct, frozen=True):
     acknowledged: int = 0
     """The attempt whose acknowledgment was read last."""
     attempt: int = 0
-    """The attempt and the number of the last part."""
+    """The attempt of the last part, and the index of the part behind it."""
     index: int = 0
     chunks: int = 0
-    """Chunks so far."""
+    """Chunks of that attempt so far."""
+    is_end: bool = False
+    """Whether the last part was read."""
 
     @property
     def text(self) -> str:
         """The position as one word, for `parse_position`."""
         return f"{self.acknowledged}.{self.attempt}.{self.index}.{self.chunks}"
 
+    @property
+    def cursor(self) -> Cursor:
+        """The position inside its attempt."""
+        return Cursor(self.attempt, self.index, self.chunks)
+
 
 def parse_position(text: str) -> Position:
     """The position that `Position.text` gave."""
     if _POSITION.fullmatch(text) is None:
         raise InvalidMessage(f"{text!r} is not the id of a part of an answer")
-    return Position(*map(int, text.split(".")))
+    acknowledged, attempt, index, chunks = map(int, text.split("."))
+    return Position(acknowledged, attempt, index, chunks)
 
 
 def read_on(
     operations: Operations, message_id: str, position: Position
 ) -> tuple[list[tuple[Position, Part]], bool]:
     """The parts behind a position, each with the position after it; and whether the answer is complete."""
-    stored = operations.loaded(message_id)
-    record = stored.record
+    record = operations.transaction.record(message_id)
+    if record is None or not org_of(record.queue):
+        raise UnknownTask(message_id, f"there is no message {message_id!r}")
     parts: list[tuple[Position, Part]] = []
     if record.attempt > position.acknowledged:
         position = replace(position, acknowledged=record.attempt)
         timestamp = utc_text(record.claimed_us * 1000)
         parts.append((position, Part(message_id, "acknowledgment", timestamp, attempt=record.attempt)))
-    prefix = joined(message_id) + SEPARATOR
-    after = joined(message_id, position.attempt, position.index)
-    found = PARTS.scan(operations.transaction, after, PARTS_A_READ_MAX)
-    own = [(key, part) for key, part in found if key.startswith(prefix)]
-    for key, part in own:
-        attempt, index = map(int, key.split(SEPARATOR)[1:])
-        chunks = position.chunks if part.chunk_index is None else part.chunk_index + 1
-        position = Position(position.acknowledged, attempt, index, chunks)
+    found, rest = _stored_parts(operations, message_id, position.cursor, record.attempt)
+    for index, part in found:
+        after = moved(position.cursor, part.attempt, index, is_chunk=part.chunk_index is not None)
+        position = Position(position.acknowledged, after.attempt, after.index, after.chunks)
         parts.append((position, part))
-    is_complete = record.state in lifecycle.ENDED and len(own) < PARTS_A_READ_MAX
-    if is_complete:
-        parts.append((position, _last(stored, position.chunks)))
+    is_complete = record.state in lifecycle.ENDED and rest != "more"
+    if is_complete and rest == "gap":
+        parts.append((position, _missing(record, position)))
+    elif is_complete:
+        chunks = position.chunks if position.attempt == record.attempt else 0
+        parts.append((position, last_part(operations.loaded(message_id), chunks)))
     return parts, is_complete
 
 
-def _last(stored: Stored, chunks: int) -> Part:
+def _stored_parts(
+    operations: Operations, message_id: str, cursor: Cursor, newest: int
+) -> tuple[list[tuple[int, Part]], Literal["none", "more", "gap"]]:
+    """The stored parts of the newest attempt behind a cursor, each with its index; and what is behind them.
+
+    Parts are stored in order. A gap means that the store was damaged: nothing behind it is given out.
+    """
+    prefix = joined(message_id) + SEPARATOR
+    is_begun = cursor.attempt == newest and cursor.index
+    after = joined(message_id, newest, cursor.index - 1) if is_begun else joined(message_id, newest)
+    found: list[tuple[int, Part]] = []
+    cells = PARTS.scan(operations.transaction, after, PART_CELLS_A_READ_MAX)
+    own = [(key, parts) for key, parts in cells if key.startswith(prefix)]
+    for key, parts in own:
+        attempt, last = map(int, key.split(SEPARATOR)[1:])
+        for index, part in enumerate(parts, last - len(parts) + 1):
+            verdict = judge(cursor, attempt, index)
+            if verdict == "gap":
+                return found, "gap"
+            if verdict != "repeated":
+                cursor = moved(cursor, attempt, index, is_chunk=part.chunk_index is not None)
+                found.append((index, part))
+    return found, "more" if len(own) == PART_CELLS_A_READ_MAX else "none"
+
+
+def _missing(record: Record, position: Position) -> Part:
+    """The end of an answer whose chunks are not all there."""
+    text = f"parts of the answer are missing from index {position.index} of attempt {record.attempt} on"
+    error = {"type": "ChunksMissing", "message": text}
+    timestamp = utc_text(record.ended_us * 1000)
+    return Part(record.message_id, "error", timestamp, attempt=record.attempt, error=error)
+
+
+def last_part(stored: Stored, chunks: int) -> Part:
+    """The end of an answer that has ended."""
     record = stored.record
     timestamp, message_id = utc_text(record.ended_us * 1000), record.message_id
     try:
@@ -91,3 +135,12 @@ def _last(stored: Stored, chunks: int) -> Part:
             total_chunks=chunks,
         )
     return Part(message_id, "result", timestamp, attempt=record.attempt, result=result)
+
+
+def joined_answer(parts: Iterable[Part], stored: Stored) -> Any:
+    """A complete answer: the joined chunks of its last attempt, or the result. Raises `MessageFailed`."""
+    result = result_of(stored)
+    chunks = [
+        part.chunk for part in parts if part.chunk_index is not None and part.attempt == stored.record.attempt
+    ]
+    return joined_chunks(chunks) if chunks else result

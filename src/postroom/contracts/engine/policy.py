@@ -8,6 +8,7 @@ from msgspec.structs import force_setattr
 
 from postroom.core.admission import Backpressure
 from postroom.core.advice import CONFIDENCE_MIN
+from postroom.core.agents import AGENTS_AN_ORGANIZATION_MAX, AgentRules
 from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
@@ -85,6 +86,8 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     """Submits a second of the organization."""
     user_rate_per_s: float | None = None
     """Submits a second of each of its users."""
+    max_agents: int = AGENTS_AN_ORGANIZATION_MAX
+    """How many agents may be registered, dead ones not counted."""
 
     def __post_init__(self) -> None:
         if not self.weight >= WEIGHT_MIN:
@@ -119,6 +122,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     organization: Organization = Organization()
     """What holds for organizations that are not named in `organizations`."""
     organizations: Mapping[str, Organization] = {}
+    agents: AgentRules = AgentRules()
     keep_priority: KeepPriority | None = None
     """Asked before a retry is demoted; None demotes every retry."""
     tokens: Mapping[str, Any] = {}

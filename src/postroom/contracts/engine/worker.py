@@ -356,10 +356,12 @@ class Worker:
                 result = await self._batches.call(handler, message, context)
             else:
                 result = await limited(self._call(handler, message, context), timeout_of(handler, message))
+            await context.flush()
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
+            failure = await _after_parts(running.context, error)
             return await self._advised(
-                self._failure(claimed, handler, message, error, running.context), message, error
+                self._failure(claimed, handler, message, failure, running.context), message, failure
             )
 
     async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
@@ -450,6 +452,7 @@ class Worker:
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         takes_batch = handler.batch > 1
+        context.store_at_once()  # the event loop of a call ends with it
         messages = [message] if takes_batch else message
         try:
             if handler.is_async:
@@ -563,6 +566,16 @@ def _log_failure(level: int, claimed: Claimed, outcome: Outcome) -> None:
         level, "message %s (%s) failed in attempt %d: %s: %s",
         outcome.message_id, claimed.type, claimed.record.attempt, outcome.error_type, text,
     )  # fmt: skip
+
+
+async def _after_parts(context: Context | None, error: Exception) -> Exception:
+    """The error of a handler, once its parts are stored. A stream that is cut needs them all."""
+    try:
+        if context is not None:
+            await context.flush()
+    except Exception as lost:  # noqa: BLE001 - of the store, or of the lease
+        return lost if isinstance(error, TokensExhausted) else error
+    return error
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

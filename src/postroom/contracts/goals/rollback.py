@@ -44,7 +44,7 @@ from postroom.stores.transaction import Transaction
 
 CANCELLED_A_COMMIT_MAX: Final = 200
 AVOIDED_MAX: Final = 20
-PART_INDEX: Final = 1_000_000  # behind the parts of a handler
+PARTS_MAX: Final = 100_000  # cells with parts of one attempt
 
 
 def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint:
@@ -120,7 +120,7 @@ def begin(
 def cancel_some(
     transaction: Transaction, policy: Policy, checkpoint: Checkpoint, after: str = ""
 ) -> str | None:
-    """Cancel later messages of the goal that have not ended, and tell who waits for open ones.
+    """Cancel later messages of the goal that have not ended, and tell who waits for them.
 
     Returns the key to continue from; None at the end.
     """
@@ -132,8 +132,9 @@ def cancel_some(
         record = transaction.record(message_id)
         if record is None or record.state in lifecycle.ENDED:
             continue
-        _tell(transaction, record, f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}")
         if int(key.rpartition(SEPARATOR)[2]) >= checkpoint.at:
+            said = f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}"
+            _tell(transaction, record, said)
             cancel(transaction, policy, record)
     return own[-1][0] if len(own) == CANCELLED_A_COMMIT_MAX else None
 
@@ -153,7 +154,9 @@ def _tell(transaction: Transaction, record: Record, text: str) -> None:
         attempt=record.attempt,
         message=text,
     )
-    PARTS.put(transaction, part, record.message_id, record.attempt, PART_INDEX)
+    known = PARTS.under(transaction, record.message_id, record.attempt, limit=PARTS_MAX)
+    last = int(known[-1][0].rpartition(SEPARATOR)[2]) if known else -1
+    PARTS.put(transaction, [part], record.message_id, record.attempt, last + 1)
 
 
 def restore(transaction: Transaction, policy: Policy, checkpoint: Checkpoint) -> None:

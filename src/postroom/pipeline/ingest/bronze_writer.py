@@ -65,19 +65,9 @@ def _is_trusted(segment: Segment) -> bool:
 
 def _write_plain_lines(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction] | None:
     """None when a line is no event; the files are deleted then."""
-    dates: dict[str, list[Path]] = defaultdict(list)
-    for path in paths:
-        dates[path.parts[-3].partition("=")[2]].append(path)
     adds: list[AddAction] = []
-
-    def write_date(date: str) -> None:
-        with tables.staging_folder(TABLE) as links:
-            _link(dates[date], links)
-            rows = bronze.plain(spark, str(links))
-            adds.extend(tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}))
-
     try:
-        run_in_order(dict.fromkeys(sorted(dates), ()), write_date, DATES_AT_ONCE)
+        (_write_at_once if tables.is_small else _write_by_date)(spark, tables, paths, adds)
     except (PySparkException, Py4JJavaError) as error:
         _delete_files(tables, adds)
         if not bronze.is_read_failure(error):
@@ -89,17 +79,39 @@ def _write_plain_lines(spark: SparkSession, tables: Tables, paths: Iterable[Path
     return None
 
 
+def _write_at_once(spark: SparkSession, tables: Tables, paths: Iterable[Path], adds: list[AddAction]) -> None:
+    with tables.staging_folder(TABLE) as links:
+        for path in paths:
+            _link(path, links / path.parts[-3])
+        rows = bronze.read_valid_lines(spark, str(links))
+        adds.extend(tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS).adds)
+
+
+def _write_by_date(spark: SparkSession, tables: Tables, paths: Iterable[Path], adds: list[AddAction]) -> None:
+    dates: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        dates[path.parts[-3].partition("=")[2]].append(path)
+
+    def write_date(date: str) -> None:
+        with tables.staging_folder(TABLE) as links:
+            for path in dates[date]:
+                _link(path, links)
+            rows = bronze.plain(spark, str(links))
+            adds.extend(tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}))
+
+    run_in_order(dict.fromkeys(sorted(dates), ()), write_date, DATES_AT_ONCE)
+
+
 def _delete_files(tables: Tables, adds: Iterable[AddAction]) -> None:
     for add in adds:
         (tables.folder / TABLE / add.path).unlink()
 
 
-def _link(paths: Iterable[Path], links: Path) -> None:
-    """Link segments into partition folders, so that Spark reads their names as a column."""
-    for path in paths:
-        folder = links / f"segment={path.name}"
-        folder.mkdir(parents=True)
-        (folder / path.name).symlink_to(path)
+def _link(path: Path, links: Path) -> None:
+    """Link a segment into a partition folder, so that Spark reads its name as a column."""
+    folder = links / f"segment={path.name}"
+    folder.mkdir(parents=True)
+    (folder / path.name).symlink_to(path)
 
 
 def _is_whole(add: AddAction) -> bool:

@@ -137,6 +137,8 @@ class ReportFacts(NamedTuple):
     """Lapsed leases."""
     timeouts: int
     """Errors whose class is a timeout."""
+    breaches: tuple[str, ...] = ()
+    """Breached expectations of the tables, as sentences."""
 
     @property
     def is_fine(self) -> bool:

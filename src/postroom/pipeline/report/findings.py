@@ -23,6 +23,7 @@ class ReportFinding(NamedTuple):
 def findings(facts: ReportFacts) -> list[ReportFinding]:
     """The worst first."""
     found = [
+        *(ReportFinding("bad", f"An expectation is breached: {text}.") for text in facts.breaches),
         *_targets(facts),
         *_dead_letters(facts),
         *_poison(facts),

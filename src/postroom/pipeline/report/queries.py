@@ -19,6 +19,7 @@ from postroom.core.events import Contract
 from postroom.core.message_checker import ENDLESS
 from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
+from postroom.pipeline.expectations import EXPECTATIONS, breaches, measure
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
 from postroom.pipeline.report.facts import (
     KEPT,
@@ -161,7 +162,17 @@ class ReportReader:
             self._ends(_OF_HARNESS),
             next(iter(self._queues(_OF_HARNESS)), None),
             *self._lapses(),
+            self._breaches(),
         )
+
+    def _breaches(self) -> tuple[str, ...]:
+        """Breached expectations of the tables that a report reads, and of the rejected lines."""
+        expected = [
+            one
+            for one in EXPECTATIONS
+            if one.table in TABLES or (one.kind == "reject_rate" and self._tables.exists(one.table))
+        ]
+        return tuple(one.sentence for one in breaches(measure(self._tables, expected, self._until_us)))
 
     def _extent(self) -> tuple[int, int, bool]:
         """The first and the last time of the history, and whether silver has all of it.

@@ -26,10 +26,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline.arrow_files import FILE
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import MAINTENANCE, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.tables import (
+    MAINTENANCE,
+    DataFile,
+    Staged,
+    Tables,
+    Txn,
+    path_below,
+    rows_of,
+)
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
@@ -42,7 +51,6 @@ ORDER: Final = ("bronze_rejects", "bronze_events", *(name for name in SILVER if 
 """The order in which rows are deleted from the tables."""
 KEPT_GOLD: Final = ("gold_flow",)
 """Gold tables that keep all days: queue depths are computed from the first."""
-_FILE: Final = "_file"
 
 Progress = Callable[[str], None]
 
@@ -150,7 +158,7 @@ def is_expired_event(policy: Policy, now_us: int) -> "Column":
 def is_expired_reject(policy: Policy, now_us: int) -> "Column":
     """Whether a reject is deleted: after the longest period, unless its text has a name that is held."""
     days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
-    sealed_us = F.unix_micros(F.to_timestamp("date"))
+    sealed_us = F.unix_date("date") * F.lit(DAY_US)
     names = [F.col("line").contains(name) for name in sorted(policy.held_orgs | policy.held_goals)]
     return (sealed_us + DAY_US < now_us - days * DAY_US) & ~reduce(or_, names, F.lit(False))  # noqa: FBT003 - SQL's
 
@@ -285,7 +293,7 @@ class RetentionJob:
 
     def _split(self, name: str, expired: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
         """The rows to delete, and those that stay."""
-        rows = self._tables.read(self._spark, name, files).withColumn(_FILE, F.col("_metadata.file_path"))
+        rows = self._tables.read_with_file(self._spark, name, files)
         if name == "bronze_rejects":
             leaves = is_expired_reject(self._policy, self._now_us)
             return rows.where(leaves), rows.where(~F.coalesce(leaves, F.lit(False)))  # noqa: FBT003 - SQL's
@@ -319,22 +327,22 @@ class RetentionJob:
         if not files:
             return Deletion([], 0)
         go, _ = self._split(name, expired, files)
-        counts = {path_below(name, row[_FILE]): row["count"] for row in go.groupBy(_FILE).count().collect()}
+        counts = {path_below(name, row[FILE]): row["count"] for row in go.groupBy(FILE).count().collect()}
         touched = [file for file in files if file.path in counts]
         return Deletion(touched, sum(counts.values()))
 
     def _delete(self, name: str, expired: DataFrame, deletion: Deletion, base: int) -> int | None:
         """Archive the rows to delete, stage the rest, compare the counts, and only then commit."""
         go, stay = self._split(name, expired, deletion.files)
-        archived = self._archived(name, go.drop(_FILE))
+        archived = self._archived(name, go.drop(FILE))
         if archived is not None and archived != deletion.rows:
             raise Unavailable(
                 f"the archive of {name} has {archived} rows instead of {deletion.rows}: nothing was deleted"
             )
         partitions = self._partitions(name)
         # Rows of one file stay together, so that file groups are kept.
-        stay = stay.withColumn(_FILE, F.xxhash64(_FILE))
-        staged = self._tables.stage(name, stay, partition_by=partitions, split_by=_FILE)
+        stay = stay.withColumn(FILE, F.xxhash64(FILE))
+        staged = self._tables.stage(name, stay, partition_by=partitions, split_by=FILE)
         there = rows_of(deletion.files)
         if staged.rows + deletion.rows != there:
             raise Unavailable(

@@ -90,10 +90,11 @@ class SilverRefresh:
 
     def _append(self, new: NewInput, base: int, *, rebuild: bool, withdrawn: bool = False) -> None:
         removed = self._tables.files(self._name) if rebuild else []
-        read = self._tables.read(self._spark, self._table.source, new.added)
-        rows = self._without_deleted(bronze.with_all_columns(read.withColumn("row", row_number())), new.added)
+        convert = redaction.redacted_rows(self._level)
+        read = self._tables.read_with_row(self._spark, self._table.source, new.added, convert)
+        rows = self._without_deleted(bronze.with_all_columns(read), new.added)
         known = self._known_events(rows, new.added, rebuild=rebuild)
-        masks = redaction.redacted(self._level)
+        masks = {} if self._tables.is_small else redaction.redacted(self._level)
         with ExitStack() as held:
             repeated, few = self._repeats(rows, known, masks, held)
             if repeated is not None and not repeated.where("is_beaten").isEmpty():
@@ -213,9 +214,3 @@ class SilverRefresh:
         if seen is not None and seen.get["renamed"]:
             txns = [*txns, Txn(RENAMED, base + 1)]
         self._tables.commit(self._name, staged, removed, txns=txns, base=base)
-
-
-def row_number() -> Column:
-    """A number for a row of a Parquet file, the same at every read."""
-    # By the whole path: a task gives its files of several dates the same name.
-    return F.xxhash64("_metadata.file_path", "_metadata.row_index")

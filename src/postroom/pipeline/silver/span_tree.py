@@ -159,7 +159,7 @@ class SpanPlacement:
         return self._tables.read(self._spark, SPANS, files)
 
     def _with_file(self, files: list[DataFile]) -> DataFrame:
-        return file_index.with_file_column(self._spark, self._tables, SPANS, files)
+        return self._tables.read_with_file(self._spark, SPANS, files)
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()

@@ -18,7 +18,7 @@ from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.spans import spans
-from postroom.pipeline.times import HOUR_US
+from postroom.pipeline.times import DAY_US, HOUR_US
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Observation
@@ -31,7 +31,8 @@ PARTITIONS: Final = ("day",)
 
 
 def day_of(micros: "Column") -> "Column":
-    return F.to_date(F.timestamp_micros(micros))
+    """The UTC day, whatever the time zone of the session."""
+    return F.date_from_unix_date(F.call_function("div", micros, F.lit(DAY_US)).cast("int"))
 
 
 def hour_us(micros: "Column") -> "Column":

@@ -54,6 +54,10 @@ PULL = (
     f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
     "WHERE line = ? ORDER BY turn LIMIT ?"
 )
+HEADS_BY_SEQ = (
+    f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
+    "WHERE seq IN (SELECT value FROM carray(?)) AND message_id IS NULL"
+)
 NEXT_LINES = (
     "WITH RECURSIVE found(line) AS (SELECT min(line) FROM records WHERE line > ?1 AND line < ?2 UNION ALL "
     "SELECT (SELECT min(line) FROM records WHERE line > found.line AND line < ?2) FROM found "
@@ -158,4 +162,7 @@ SET_DEPTHS = "UPDATE queues SET depths = ? WHERE queue = ?"
 CELL = "SELECT value FROM cells WHERE kind = ? AND key = ?"
 PUT_CELL = "INSERT INTO cells VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value"
 DROP_CELL = "DELETE FROM cells WHERE kind = ? AND key = ?"
+# Cells of one kind, in a table of their own: streamed answers are many and large.
+CHUNK, PUT_CHUNK, DROP_CHUNK = (text.replace("cells", "chunks") for text in (CELL, PUT_CELL, DROP_CELL))
 CELLS = "SELECT key, value FROM cells WHERE kind = ? AND key > ? ORDER BY key LIMIT ?"
+CHUNKS = CELLS.replace("cells", "chunks")

@@ -1,0 +1,33 @@
+"""The speed of stores on servers, beside the peers of the same server."""
+
+import argparse
+import importlib
+import tempfile
+from pathlib import Path
+
+from brokersbench import postgres
+from figures import REPEATS, Report, machine, run
+
+PARTS = ("postgres", "rabbit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    options = parser.parse_args()
+    report = Report(f"Brokers: {machine()}; medians of {REPEATS}")
+    report.begin()
+    if options.only in (None, "postgres"):
+        for figure in postgres.figures(postgres.QUICK if options.quick else postgres.Sizes()):
+            report.add(figure)
+    if options.only in (None, "rabbit"):
+        rabbit = importlib.import_module("brokersbench.rabbit")  # needs pika and a broker
+        with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+            for figure in rabbit.figures(Path(folder), rabbit.QUICK if options.quick else rabbit.Sizes()):
+                report.add(figure)
+    report.end()
+
+
+if __name__ == "__main__":
+    run(main)

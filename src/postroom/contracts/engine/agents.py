@@ -1,0 +1,569 @@
+"""What can be done with agents, their requests and their inboxes inside one transaction.
+
+Rule 1: an operation raises before it writes, so several of them can share a commit.
+Rule 2: a registration is fenced. Each call for an agent names the session of its registration, and only the
+        newest session counts.
+Rule 3: a request stays open until its last part was handed over, or until it bounces. One of them happens.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine.cells import (
+    AGENT_COUNTS,
+    AGENTS,
+    COORDINATORS,
+    EPOCHS,
+    LETTERS,
+    PROGRAMS,
+    RECEIPTS,
+    REQUESTS,
+    SEPARATOR,
+    AgentEntry,
+    CoordinatorInfo,
+    Letter,
+    OpenRequest,
+    Part,
+    WantedProgram,
+    joined,
+)
+from postroom.contracts.engine.messages import Body, Prepared, decode_body
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, last_part, read_on
+from postroom.contracts.engine.policy import Policy
+from postroom.core import agents, lifecycle
+from postroom.core.agents import Health, Receipt
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import is_name
+from postroom.core.times import EPOCH, MICROSECOND, utc_text
+from postroom.errors import AgentReplaced, Bounced, InvalidMessage, TooMany, UnknownTask
+from postroom.message import ENGINE_PREFIX
+from postroom.stores.transaction import Transaction
+
+LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
+INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
+LETTERS_A_READ_MAX: Final = 100
+REQUESTS_A_SWEEP_MAX: Final = 500
+AGENTS_A_SWEEP_MAX: Final = 1_000
+OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
+WAITS_SHOWN_MAX: Final = 100
+AGENTS_LISTED_MAX: Final = 10_000  # of one organization
+RETRY_AFTER_S: Final = 10.0
+SUPERVISOR: Final = ".programs"
+"""The lease of the supervisor that runs the programs of agents. No coordinator has such a name."""
+
+
+class AgentInfo(msgspec.Struct, frozen=True):
+    """An agent as operators and its organization see it."""
+
+    org_id: str
+    agent_id: str
+    health: Health
+    coordinator: str
+    epoch: int
+    """The epoch of its coordinator; 0 when that one is gone."""
+    registered_at: datetime
+    silent_s: float
+    """How long it was not heard of."""
+    waits_for: list[str]
+    """The ids of its requests that are not answered, or whose answer it has not fetched."""
+    waited_for_by: list[str]
+    """The ids of messages in its inbox that it has not acted on."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request of an agent, and how far its reader has come."""
+
+    org_id: str
+    agent_id: str
+    session: int
+    message_id: str
+    position: Position
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What is new about one request."""
+
+    parts: list[tuple[Position, Part]] = []
+    is_complete: bool = False
+    is_replaced: bool = False
+    """Whether another registration of the agent is newer."""
+    is_closed: bool = False
+    """Whether the answer was handed over before, or has bounced."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another read may give more at once."""
+        return not self.is_complete and len(self.parts) >= PART_CELLS_A_READ_MAX
+
+
+class AgentOperations:
+    """Operations on agents in one transaction."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self.transaction = transaction
+        self._policy = policy
+        self._rules = policy.agents
+
+    # ---- coordinators --------------------------------------------------------------------------
+
+    def start_coordinator(self, coordinator: str, name: str) -> CoordinatorInfo:
+        """Begin the lease of a coordinator."""
+        info = CoordinatorInfo(self._next_number(), self.transaction.steady_ns, self._lease_end(), name)
+        COORDINATORS.put(self.transaction, info, coordinator)
+        return info
+
+    def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> bool:
+        """Renew the lease of a coordinator; whether it still had its agents.
+
+        One that was taken for dead comes back with its epoch, and has to `reclaim` its agents.
+        """
+        known = COORDINATORS.get(self.transaction, coordinator)
+        info = CoordinatorInfo(epoch, self.transaction.steady_ns, self._lease_end(), name)
+        COORDINATORS.put(self.transaction, info, coordinator)
+        return known is not None
+
+    def reclaim(self, coordinator: str, org_id: str, agent_id: str, session: int) -> None:
+        """Take back an agent in the process of this coordinator, unless it was registered again."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and entry.session == session:
+            after = replace(entry, coordinator=coordinator, is_local=True)
+            AGENTS.put(self.transaction, after, org_id, agent_id)
+
+    def stop_coordinator(self, coordinator: str) -> None:
+        """End the lease of a coordinator. Its agents stay registered, and may register elsewhere."""
+        info = COORDINATORS.get(self.transaction, coordinator)
+        if info is not None:
+            COORDINATORS.put(
+                self.transaction, replace(info, until_ns=self.transaction.steady_ns), coordinator
+            )
+
+    def take_over(self, coordinator: str) -> list[str]:
+        """Take the agents of coordinators whose lease is over; the ids of those coordinators."""
+        transaction = self.transaction
+        lost = {
+            other: info
+            for other, info in COORDINATORS.all(transaction)
+            if other not in (coordinator, SUPERVISOR)
+            and agents.may_take_over(info.until_ns, transaction.steady_ns)
+        }
+        for key, entry in AGENTS.all(transaction) if lost else ():
+            if entry.coordinator in lost:
+                seen_ns = self._seen_ns(entry, lost[entry.coordinator])
+                moved = replace(entry, coordinator=coordinator, is_local=False, seen_ns=seen_ns)
+                AGENTS.put(transaction, moved, key)
+        for other in lost:
+            COORDINATORS.put(transaction, None, other)
+            transaction.alert("CoordinatorLost", f"coordinator {other} is gone: {coordinator} takes over")
+        return [*lost]
+
+    def _lease_end(self) -> int:
+        return self.transaction.steady_ns + round(LEASE_S * NANOS_PER_S)
+
+    def _next_number(self) -> int:
+        number = (EPOCHS.get(self.transaction, "") or 0) + 1
+        EPOCHS.put(self.transaction, number, "")
+        return number
+
+    # ---- registration --------------------------------------------------------------------------
+
+    def register(self, org_id: str, agent_id: str, coordinator: str, *, is_local: bool = True) -> AgentEntry:
+        """Register an agent. An earlier registration of the same id is fenced from now on."""
+        check_names(org_id, agent_id)
+        known = AGENTS.get(self.transaction, org_id, agent_id)
+        if known is None or known.health == "dead":
+            self._count(org_id, 1)
+        entry = AgentEntry(
+            session=self._next_number(),
+            coordinator=coordinator,
+            registered_us=self.transaction.wall_us,
+            registered_ns=self.transaction.steady_ns,
+            is_local=is_local,
+        )
+        self._set_health(org_id, agent_id, None, entry)
+        return entry
+
+    def _count(self, org_id: str, change: int) -> None:
+        """Count an agent that begins or ends to be alive. Raises `TooMany`."""
+        most = self._policy.organization_of(org_id).max_agents
+        count = AGENT_COUNTS.get(self.transaction, org_id) or 0
+        if change > 0 and count >= most:
+            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
+        AGENT_COUNTS.put(self.transaction, max(0, count + change) or None, org_id)
+
+    def _set_health(self, org_id: str, agent_id: str, before: AgentEntry | None, after: AgentEntry) -> None:
+        AGENTS.put(self.transaction, after, org_id, agent_id)
+        if before is None or before.health != after.health:
+            self._emit_health(org_id, agent_id, after.health, after.coordinator)
+
+    def _emit_health(self, org_id: str, agent_id: str, health: str, coordinator: str) -> None:
+        detail = {"agent_id": agent_id, "health": health, "coordinator": coordinator}
+        self.transaction.emit("agent_health", ENGINE_PREFIX + org_id, detail=detail)
+
+    def leave(self, org_id: str, agent_id: str, session: int) -> None:
+        """Forget an agent. Its open requests bounce or are cancelled as those of a dead agent."""
+        entry = self.held(org_id, agent_id, session)
+        self._count(org_id, -1)
+        AGENTS.put(self.transaction, None, org_id, agent_id)
+        self._emit_health(org_id, agent_id, "left", entry.coordinator)
+
+    def held(self, org_id: str, agent_id: str, session: int) -> AgentEntry:
+        """A registration under its newest session. Raises `AgentReplaced`."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is None or entry.session != session:
+            raise AgentReplaced(agent_id)
+        return entry
+
+    def is_held(self, org_id: str, agent_id: str, session: int) -> bool:
+        """Whether a session is the newest one of its agent."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        return entry is not None and entry.session == session
+
+    def beat(self, org_id: str, agent_id: str, session: int, coordinator: str) -> AgentEntry:
+        """Note that an agent was heard of, perhaps by another coordinator than before."""
+        entry = self.held(org_id, agent_id, session)
+        if entry.health == "dead":
+            self._count(org_id, 1)
+        after = replace(entry, seen_ns=self.transaction.steady_ns, coordinator=coordinator, health="alive")
+        self._set_health(org_id, agent_id, entry, after)
+        return after
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def request(
+        self, agent_id: str, session: int, prepared: Prepared, timeout_s: float | None = None
+    ) -> tuple[str, bool]:
+        """Submit a message whose answer an agent waits for; its id, and whether it was known before."""
+        org_id = prepared.org_id
+        self.held(org_id, agent_id, session)
+        if (
+            len(REQUESTS.under(self.transaction, org_id, agent_id, limit=OPEN_REQUESTS_MAX))
+            >= OPEN_REQUESTS_MAX
+        ):
+            raise TooMany(agent_id, "open requests", OPEN_REQUESTS_MAX, RETRY_AFTER_S)
+        [submitted] = Operations(self.transaction, self._policy).submit([prepared])
+        open_request = OpenRequest(prepared.envelope.type, self.transaction.wall_us, timeout_s)
+        REQUESTS.put(self.transaction, open_request, org_id, agent_id, submitted.message_id)
+        return submitted.message_id, submitted.duplicate
+
+    def open_requests(self, org_id: str, agent_id: str) -> list[str]:
+        """The ids of the requests of an agent whose last part was not handed over."""
+        found = REQUESTS.under(self.transaction, org_id, agent_id, limit=OPEN_REQUESTS_MAX)
+        return [key.rpartition(SEPARATOR)[2] for key, _ in found]
+
+    def answers(self, asked: Iterable[Asked]) -> list[Answer]:
+        """What is new about each request."""
+        operations = Operations(self.transaction, self._policy)
+        held: dict[tuple[str, str], int] = {}
+        found = []
+        for one in asked:
+            agent = one.org_id, one.agent_id
+            if agent not in held:
+                entry = AGENTS.get(self.transaction, *agent)
+                held[agent] = 0 if entry is None else entry.session
+            found.append(
+                self._answer(operations, one) if held[agent] == one.session else Answer(is_replaced=True)
+            )
+        return found
+
+    def _answer(self, operations: Operations, asked: Asked) -> Answer:
+        message_id = asked.message_id
+        try:
+            parts, is_complete = read_on(operations, message_id, asked.position)
+        except UnknownTask:
+            parts, is_complete = [(asked.position, _gone(message_id, self.transaction.wall_us))], True
+        if is_complete and REQUESTS.get(self.transaction, asked.org_id, asked.agent_id, message_id) is None:
+            return Answer(is_closed=True)
+        return Answer(parts, is_complete)
+
+    def acknowledge(self, org_id: str, agent_id: str, session: int, message_ids: Iterable[str]) -> list[str]:
+        """The last parts of these answers were handed over. Returns those that were still open."""
+        self.held(org_id, agent_id, session)
+        closed = []
+        for message_id in message_ids:
+            if REQUESTS.get(self.transaction, org_id, agent_id, message_id) is None:
+                continue
+            REQUESTS.put(self.transaction, None, org_id, agent_id, message_id)
+            detail = {"agent_id": agent_id, "message_id": message_id}
+            self.transaction.emit("delivered", ENGINE_PREFIX + org_id, detail=detail)
+            closed.append(message_id)
+        return closed
+
+    # ---- messages between agents ---------------------------------------------------------------
+
+    def send(self, sender: str, session: int, prepared: Prepared, to: str, body: Any) -> str:
+        """Submit a message to another agent and put it into its inbox. Raises `Bounced`."""
+        self.held(prepared.org_id, sender, session)
+        self.check_recipient(prepared.org_id, to)
+        [submitted] = Operations(self.transaction, self._policy).submit([prepared])
+        self.deliver(prepared.org_id, to, sender, submitted.message_id, body)
+        return submitted.message_id
+
+    def check_recipient(self, org_id: str, agent_id: str) -> None:
+        """Raise `Bounced` when an agent cannot get a message."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is None:
+            raise Bounced(agent_id, "no agent of this name is registered")
+        if self._health(entry) == "dead":
+            raise Bounced(agent_id, "the agent is dead")
+        if len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX)) >= INBOX_MAX:
+            raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
+
+    def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
+        """Put a message into an inbox, once."""
+        if not self.receipts(message_id):
+            letter = Letter(message_id, sender, body, self.transaction.wall_us)
+            self._put_letter(org_id, agent_id, letter)
+            self._receive(org_id, agent_id, letter, "stored")
+
+    def _put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
+        LETTERS.put(self.transaction, letter, org_id, agent_id, self._next_number())
+
+    def receipts(self, message_id: str) -> dict[Receipt, int]:
+        """What the recipient of a message has done with it, each with its time."""
+        return RECEIPTS.get(self.transaction, message_id) or {}
+
+    def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
+        """Note a receipt, once."""
+        known = self.receipts(letter.message_id)
+        if receipt in known or letter.is_bounce:
+            return
+        RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
+        self.transaction.emit(
+            "receipt",
+            ENGINE_PREFIX + org_id,
+            type="agent_message",
+            detail={
+                "message_id": letter.message_id,
+                "sender": letter.sender,
+                "recipient": recipient,
+                "receipt": receipt,
+            },
+        )
+
+    def letters(self, org_id: str, agent_id: str, after: str = "") -> list[tuple[str, Letter]]:
+        """Messages in an inbox behind a key, each with its key."""
+        prefix = joined(org_id, agent_id) + SEPARATOR
+        found = LETTERS.scan(self.transaction, after or prefix, LETTERS_A_READ_MAX)
+        return [(key, letter) for key, letter in found if key.startswith(prefix)]
+
+    def note_receipt(
+        self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
+    ) -> None:
+        """A message was fetched, shown or acted on. What was acted on leaves the inbox."""
+        self.held(org_id, agent_id, session)
+        for key in keys:
+            parts = key.split(SEPARATOR)
+            if parts[:2] != [org_id, agent_id]:
+                raise InvalidMessage(f"{key!r} is not the key of a message in the inbox of {agent_id}")
+            letter = LETTERS.get(self.transaction, key)
+            if letter is None:
+                continue
+            if receipt == "acted_on":
+                LETTERS.put(self.transaction, None, key)
+            self._receive(org_id, agent_id, letter, receipt)
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def want_program(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
+        """Have a supervisor run the program of an agent. Raises `TooMany`."""
+        check_names(org_id, agent_id)
+        if not self._rules.program:
+            raise InvalidMessage(
+                "no program for agents is configured: set Policy(agents=AgentRules(program=…))"
+            )
+        most = self._policy.organization_of(org_id).max_agents
+        wanted = {key.rpartition(SEPARATOR)[2] for key, _ in PROGRAMS.under(self.transaction, org_id)}
+        if agent_id not in wanted and len(wanted) >= most:
+            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
+        program = WantedProgram(self._rules.program, message_id, tuple(tools))
+        PROGRAMS.put(self.transaction, program, org_id, agent_id)
+
+    def unwant_program(self, org_id: str, agent_id: str) -> bool:
+        """Have the supervisor end the program of an agent; whether there was one."""
+        known = PROGRAMS.get(self.transaction, org_id, agent_id)
+        PROGRAMS.put(self.transaction, None, org_id, agent_id)
+        return known is not None
+
+    def programs_for(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
+        """The wanted programs by organization and agent, for the supervisor that holds the lease of them.
+
+        A supervisor gets the lease when nobody else holds it, and renews it by this call.
+        """
+        now_ns, held = self.transaction.steady_ns, COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name != supervisor and not agents.may_take_over(held.until_ns, now_ns):
+            return {}
+        COORDINATORS.put(
+            self.transaction, CoordinatorInfo(0, now_ns, self._lease_end(), supervisor), SUPERVISOR
+        )
+        return {_pair(key): program for key, program in PROGRAMS.all(self.transaction)}
+
+    def release_programs(self, supervisor: str) -> None:
+        """The supervisor runs no programs any more."""
+        held = COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name == supervisor:
+            COORDINATORS.put(self.transaction, None, SUPERVISOR)
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def list(self, org_id: str | None = None) -> list[AgentInfo]:
+        """The registered agents of an organization, or of all."""
+        coordinators = dict(COORDINATORS.all(self.transaction))
+        if org_id is None:
+            found = AGENTS.all(self.transaction)
+        else:
+            found = AGENTS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
+        return [self._info(*_pair(key), entry, coordinators.get(entry.coordinator)) for key, entry in found]
+
+    def _info(
+        self, org_id: str, agent_id: str, entry: AgentEntry, coordinator: CoordinatorInfo | None
+    ) -> AgentInfo:
+        seen_ns = self._seen_ns(entry, coordinator)
+        silent_ns = self.transaction.steady_ns - max(seen_ns, entry.registered_ns)
+        letters = LETTERS.under(self.transaction, org_id, agent_id, limit=WAITS_SHOWN_MAX)
+        return AgentInfo(
+            org_id=org_id,
+            agent_id=agent_id,
+            health=self._health(entry),
+            coordinator=entry.coordinator,
+            epoch=0 if coordinator is None else coordinator.epoch,
+            registered_at=EPOCH + entry.registered_us * MICROSECOND,
+            silent_s=max(0, silent_ns) / NANOS_PER_S,
+            waits_for=self.open_requests(org_id, agent_id)[:WAITS_SHOWN_MAX],
+            waited_for_by=[letter.message_id for _, letter in letters],
+        )
+
+    def entry(self, org_id: str, agent_id: str) -> AgentEntry | None:
+        """The registration of an agent; None when there is none."""
+        return AGENTS.get(self.transaction, org_id, agent_id)
+
+    def _health(self, entry: AgentEntry) -> Health:
+        coordinator = COORDINATORS.get(self.transaction, entry.coordinator)
+        seen_ns = self._seen_ns(entry, coordinator)
+        return agents.health_of(entry.registered_ns, seen_ns, self.transaction.steady_ns, self._rules)
+
+    def _seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
+        """When an agent was last heard of. One in the process of its coordinator lives with that one."""
+        if entry.is_local and coordinator is not None:
+            return max(entry.seen_ns, coordinator.seen_ns)
+        return entry.seen_ns
+
+    # ---- sweeping ------------------------------------------------------------------------------
+
+    def sweep_agents(self, after: str = "", limit: int = AGENTS_A_SWEEP_MAX) -> str:
+        """Note the health of agents behind a key. Returns the key to continue from; empty at the end."""
+        seen = AGENTS.scan(self.transaction, after, limit)
+        for key, entry in seen:
+            health = self._health(entry)
+            if health == entry.health:
+                continue
+            org_id, agent_id = _pair(key)
+            if health == "dead":
+                self._count(org_id, -1)
+            elif entry.health == "dead":
+                self._recount(org_id)
+            self._set_health(org_id, agent_id, entry, replace(entry, health=health))
+        return seen[-1][0] if len(seen) == limit else ""
+
+    def _recount(self, org_id: str) -> None:
+        """A local agent whose coordinator was only slow is alive again, whatever the limit is by now."""
+        count = AGENT_COUNTS.get(self.transaction, org_id) or 0
+        AGENT_COUNTS.put(self.transaction, count + 1, org_id)
+
+    def sweep_requests(self, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
+        """Bounce answers that nobody fetches, and cancel requests of dead agents if the rules say so.
+
+        Returns the key to continue from; empty at the end.
+        """
+        seen = REQUESTS.scan(self.transaction, after, limit)
+        for key, _ in seen:
+            org_id, agent_id, message_id = key.split(SEPARATOR)
+            self._sweep_request(org_id, agent_id, message_id)
+        return seen[-1][0] if len(seen) == limit else ""
+
+    def _sweep_request(self, org_id: str, agent_id: str, message_id: str) -> None:
+        record = self.transaction.record(message_id)
+        if record is None:
+            self._bounce(org_id, agent_id, message_id, "the result is no longer kept")
+            return
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        is_gone = entry is None or self._health(entry) == "dead"
+        if is_gone and self._rules.on_dead == "cancel":
+            if record.state not in lifecycle.ENDED:
+                Operations(self.transaction, self._policy).cancel(message_id)
+            self._bounce(org_id, agent_id, message_id, "the agent is dead")
+        elif agents.is_over(record.ended_us, self.transaction.wall_us, self._rules.keep_responses_s):
+            self._bounce(org_id, agent_id, message_id, "the agent did not fetch it in time")
+
+    def _bounce(self, org_id: str, agent_id: str, message_id: str, reason: str) -> None:
+        """Close a request without its agent, and tell who created it."""
+        REQUESTS.put(self.transaction, None, org_id, agent_id, message_id)
+        stored = self.transaction.load(message_id)
+        creator, answer = "", None
+        if stored is not None:
+            body = _body(stored.envelope.payload)
+            creator = body.created_by.id if body is not None else ""
+            answer = msgspec.to_builtins(last_part(stored, 0))
+            if body is not None and body.created_by.type == "agent":
+                now_us = self.transaction.wall_us
+                letter = Letter(message_id, agent_id, answer, now_us, is_bounce=True, reason=reason)
+                self._put_letter(org_id, creator, letter)
+        detail = {"message_id": message_id, "agent_id": agent_id, "recipient": creator}
+        self.transaction.emit(
+            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=reason, detail=detail
+        )
+
+    def sweep_letters(self, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
+        """Forget messages in inboxes that were kept long enough. Returns the key to continue from."""
+        seen = LETTERS.scan(self.transaction, after, limit)
+        for key, letter in seen:
+            org_id, agent_id, _ = key.split(SEPARATOR)
+            keep_us = round(self._policy.organization_of(org_id).keep_s * 1_000_000)
+            if letter.stored_us > self.transaction.wall_us - keep_us:
+                continue
+            LETTERS.put(self.transaction, None, key)
+            detail = {"message_id": letter.message_id, "agent_id": agent_id, "recipient": letter.sender}
+            self.transaction.emit(
+                "bounced",
+                ENGINE_PREFIX + org_id,
+                error_type="Bounced",
+                error="the agent did not act on it in time",
+                detail=detail,
+            )
+        return seen[-1][0] if len(seen) == limit else ""
+
+    def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:
+        """Emit that a message was refused because its recipient cannot get it."""
+        detail = {"agent_id": sender, "sender": sender, "recipient": bounced.recipient}
+        self.transaction.emit(
+            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=bounced.reason, detail=detail
+        )
+
+
+def check_names(org_id: object, agent_id: object) -> None:
+    """Raise `InvalidMessage` unless both are names."""
+    for what, name in (("org_id", org_id), ("agent_id", agent_id)):
+        if not isinstance(name, str) or not is_name(name):
+            raise InvalidMessage(f"{what} must be a name, not {name!r}")
+
+
+def _gone(message_id: str, now_us: int) -> Part:
+    """The end of an answer whose message is no longer kept."""
+    error = {"type": "ResultGone", "message": f"the result of message {message_id} is no longer kept"}
+    return Part(message_id, "error", utc_text(now_us * 1000), error=error)
+
+
+def _pair(key: str) -> tuple[str, str]:
+    org_id, _, agent_id = key.partition(SEPARATOR)
+    return org_id, agent_id
+
+
+def _body(payload: bytes) -> Body | None:
+    try:
+        return decode_body(payload)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,65 @@
+"""Handlers of the message types that are about agents. A registered handler of the type replaces them."""
+
+from typing import TYPE_CHECKING, Any
+
+from postroom.contracts.engine.agents import AgentOperations, check_names
+from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.messages import Message
+from postroom.errors import ValidationError
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+
+def default_handlers(core: "EngineCore") -> dict[str, Handler]:
+    """The default handler of each type that has one."""
+
+    def agents(operations: Any) -> AgentOperations:
+        return AgentOperations(operations.transaction, core.policy)
+
+    async def deliver(message: Message, _context: Any) -> None:
+        """Put a message into the inbox of its recipient, unless `Agent.send` has done so."""
+        to, body = _field(message, "to"), message.payload.get("body")
+
+        def work(operations: Any) -> None:
+            if not agents(operations).receipts(message.message_id):
+                agents(operations).check_recipient(message.org_id, to)
+                agents(operations).deliver(message.org_id, to, message.agent_id, message.message_id, body)
+
+        await core.write(work, makes_room=True)
+        core.ring_answers()
+
+    async def spawn(message: Message, _context: Any) -> dict[str, Any]:
+        """Have a supervisor run the configured program as this agent."""
+        agent_id = _field(message, "agent_id")
+        tools = message.payload.get("tools", [])
+        if not isinstance(tools, list) or not all(isinstance(tool, str) for tool in tools):
+            raise ValidationError("the tools of an agent are a list of texts")
+        check_names(message.org_id, agent_id)
+        await core.write(
+            lambda operations: agents(operations).want_program(
+                message.org_id, agent_id, message.message_id, tools
+            )
+        )
+        return {"agent_id": agent_id}
+
+    async def terminate(message: Message, _context: Any) -> dict[str, Any]:
+        """Have the supervisor end the program of this agent."""
+        agent_id = _field(message, "agent_id")
+        ended = await core.write(
+            lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True
+        )
+        return {"agent_id": agent_id, "ended": ended}
+
+    return {
+        "agent_message": Handler(run=deliver),
+        "agent_spawn": Handler(run=spawn),
+        "agent_terminate": Handler(run=terminate),
+    }
+
+
+def _field(message: Message, name: str) -> str:
+    value = message.payload.get(name) if isinstance(message.payload, dict) else None
+    if not isinstance(value, str) or not value:
+        raise ValidationError(f"the payload of {message.type} needs {name}, a text")
+    return value

@@ -1,0 +1,138 @@
+"""Wake-ups across machines through PostgreSQL's LISTEN and NOTIFY.
+
+Rule 1: a wake-up is sent after the commit that it is about, by another thread in another transaction. NOTIFY
+        inside a transaction would make all commits of the server wait for each other.
+Rule 2: wake-ups are never trusted. `hears_other_processes` is false, and waiters poll, until a wake-up of our
+        own has come back. Behind PgBouncer in transaction mode, none does.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from postroom.nudges.notifier import Callback, Notifier
+
+SEND_PAUSE_S = 0.005  # wake-ups of this time are sent together
+LISTEN_S = 0.5  # a listening thread looks that often whether it is still needed
+RECONNECT_S = 1.0
+NAMES_MAX = 1_000  # names that wait to be sent; more of them are lost
+NAME_BYTES_MAX = 7_000  # PostgreSQL sends less than 8,000 bytes
+SEPARATOR = "|"
+
+
+class DatabaseNotifier(Notifier):
+    """The wake-ups of one store in a database. `connect` makes connections in autocommit mode."""
+
+    def __init__(self, connect: Callable[[], Any], channel: str) -> None:
+        self._connect = connect
+        self._channel = channel
+        super().__init__(None)
+
+    def _start(self) -> None:
+        super()._start()
+        self._own = f"{os.getpid():x}{os.urandom(4).hex()}"
+        self._names: dict[str, None] = {}
+        self._is_any = threading.Event()
+        self._stopped = threading.Event()
+        self._sends = False
+        self._listens = False
+
+    def notify(self, queue: str) -> bool:
+        if queue in self._callbacks:
+            self._call(queue)
+        if len(self._names) < NAMES_MAX:
+            self._names[queue] = None
+        if not self._is_any.is_set():
+            self._is_any.set()
+            if not self._sends:
+                self._sends = self._run(self._send_all, "postroom-notify")
+        return False
+
+    def notify_rarely_awaited(self, queue: str) -> None:
+        self.notify(queue)
+
+    @contextmanager
+    def subscribed(self, queue: str, callback: Callback) -> Iterator[None]:
+        with super().subscribed(queue, callback):
+            if not self._listens:
+                self._listens = self._run(self._listen_all, "postroom-listen")
+            yield
+
+    def _run(self, work: Callable[[threading.Event], None], name: str) -> bool:
+        threading.Thread(target=work, args=(self._stopped,), name=name, daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        """End both threads. The next call starts them again."""
+        self._stopped.set()
+        self._is_any.set()
+        self._stopped, self._is_any = threading.Event(), threading.Event()
+        self._sends = self._listens = self._watching = False
+
+    # ---- in the threads ------------------------------------------------------------------------
+
+    def _send_all(self, stopped: threading.Event) -> None:
+        connection = None
+        while not stopped.is_set():
+            is_any = self._is_any
+            is_any.wait()
+            is_any.clear()
+            names, self._names = list(self._names), {}
+            try:
+                connection = connection or self._connect()
+                self._send(connection, names)
+            except Exception:  # noqa: BLE001 - a wake-up may be lost
+                _close(connection)
+                connection = None
+                stopped.wait(RECONNECT_S)
+            time.sleep(SEND_PAUSE_S)
+        _close(connection)
+
+    def _send(self, connection: Any, names: list[str]) -> None:
+        texts = [f"{self._own}{SEPARATOR}{_escaped(name)}" for name in names]
+        fitting = [text for text in texts if len(text.encode()) <= NAME_BYTES_MAX]
+        connection.execute(
+            "SELECT pg_notify(%s, name) FROM unnest(%s::text[]) AS name", [self._channel, fitting]
+        )
+
+    def _listen_all(self, stopped: threading.Event) -> None:
+        while not stopped.is_set():
+            connection = None
+            try:
+                connection = self._connect()
+                connection.execute(f'LISTEN "{self._channel}"')
+                self._send(connection, [self._own])  # comes back when LISTEN works here
+                while not stopped.is_set():
+                    for heard in connection.notifies(timeout=LISTEN_S):
+                        self._hear(heard.payload)
+                        if stopped.is_set():
+                            break
+            except Exception:  # noqa: BLE001 - as above; waiters poll meanwhile
+                if not stopped.is_set():
+                    self._watching = False
+                    stopped.wait(RECONNECT_S)
+            _close(connection)
+
+    def _hear(self, payload: str) -> None:
+        sender, _, name = payload.partition(SEPARATOR)
+        if sender != self._own:
+            self._call(name.replace("\x1a0", "\0"))
+        elif name == self._own:
+            self._watching = True
+            with self._mutex:  # what was sent before may have been missed
+                queues = list(self._callbacks)
+            for queue in queues:
+                self._call(queue)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("\0", "\x1a0")
+
+
+def _close(connection: Any) -> None:
+    if connection is not None:
+        with suppress(Exception):
+            connection.close()

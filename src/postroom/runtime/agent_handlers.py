@@ -1,0 +1,344 @@
+"""The handlers of the routes of agents: requests that wait, the stream of an agent, its inbox.
+
+Rule 1: the token alone decides which agent a call is for. Another agent is answered like an unknown one.
+Rule 2: a call without a session uses the newest registration of the agent, and registers an agent that is
+        unknown or dead. A call with an older session is refused.
+Rule 3: every call is a heartbeat. An open stream sends heartbeats.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from postroom.contracts.engine.agent import Agent
+from postroom.contracts.engine.agents import AgentInfo, AgentOperations, Asked
+from postroom.contracts.engine.cells import SEPARATOR, joined
+from postroom.contracts.engine.inspection import info_of
+from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import Position, joined_answer, read_on
+from postroom.contracts.task_input import checked_id
+from postroom.contracts.task_operations import TaskOperations
+from postroom.core.agents import FINAL_PARTS
+from postroom.errors import (
+    AgentReplaced,
+    GuardTripped,
+    MessageFailed,
+    Overloaded,
+    PostroomError,
+    UnknownAgent,
+)
+from postroom.runtime.agents import Identity
+from postroom.runtime.endpoint import send_reply
+from postroom.runtime.engine_handlers import attributed, check_attribution, visible
+from postroom.runtime.engine_schemas import (
+    AckBody,
+    AgentsAnswer,
+    AgentsQuery,
+    InboxAnswer,
+    InboxDoneBody,
+    InboxLine,
+    MessageAnswer,
+    MessagesAnswer,
+    RegisterBody,
+    RegisteredAnswer,
+    RequestAnswer,
+    RequestBody,
+    SendBody,
+    SessionQuery,
+)
+from postroom.runtime.event_streams import EventStream, sse
+from postroom.runtime.handlers import poll_share
+from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.task_server import TaskServer
+from postroom.runtime.writer import TASK_BYTES
+
+T = TypeVar("T")
+
+PARTS_POLL_S = 0.1
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+# ---- who acts --------------------------------------------------------------------------------------
+
+
+def _own(request: HttpRequest) -> tuple[str, str]:
+    """The organization and the agent of the path, which must be those of the token."""
+    agent_id, identity = request.path_param("id"), request.identity
+    if identity.is_operator:
+        raise Refusal(403, "Forbidden", "an operator's token is no agent: use the token of the agent")
+    if agent_id != identity.name or not identity.org:
+        raise UnknownAgent(agent_id)
+    return identity.org, agent_id
+
+
+async def _agent(server: TaskServer, org_id: str, agent_id: str, session: int | None) -> Agent:
+    """An agent under its newest registration; it is heard of by this."""
+    coordinator = await server.coordinator()
+
+    def adopt(agents: AgentOperations) -> int:
+        entry = agents.entry(org_id, agent_id)
+        if session is not None and (entry is None or entry.session != session):
+            raise AgentReplaced(agent_id)
+        if entry is None:
+            entry = agents.register(org_id, agent_id, coordinator.id, is_local=False)
+        else:
+            agents.beat(org_id, agent_id, entry.session, coordinator.id)
+        return entry.session
+
+    known = coordinator.served(org_id, agent_id)
+    if known is not None and session in (None, known.session) and not server.is_beat_due(known):
+        return known
+    found = await coordinator.write(adopt)
+    agent = await coordinator.attach(agent_id, org_id, found)
+    server.note_beat(agent)
+    return agent
+
+
+async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: RegisterBody = request.body
+    identity = request.identity
+    if identity.is_operator or not identity.org:
+        raise Refusal(403, "Forbidden", "only the token of an agent of an organization registers an agent")
+    if body.agent_id not in (None, identity.name):
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and registers no other agent")
+    coordinator = await server.coordinator()
+    agent = await coordinator.register(identity.name, identity.org, is_local=False)
+    server.note_beat(agent)
+    server.server_log.write("registered", agent=identity.name, org=identity.org)
+    answer = RegisteredAnswer(agent.org_id, agent.agent_id, agent.session, coordinator.epoch)
+    return HttpReply(201, _encode(answer))
+
+
+# ---- requests --------------------------------------------------------------------------------------
+
+
+async def request_answer(server: TaskServer, request: HttpRequest) -> None:
+    """Store a request and wait for its answer. The reply is sent before the answer is acknowledged."""
+    body: RequestBody = request.body
+    fields = _decode(request.raw)
+    for name in ("timeout_s", "session"):
+        fields.pop(name, None)
+    message = attributed(request.identity, fields)
+    server.tasks.check_backlog()
+    identity, agent = request.identity, None
+    if not identity.is_operator:
+        agent = await _agent(server, identity.org, identity.name, body.session)
+        message["agent_id"] = agent.agent_id
+    message_id = await _submit(server, request, message, agent)
+    if body.timeout_s:
+        async with poll_share(server, request) as disconnected:
+            await server.result_polls.wait(message_id, body.timeout_s, disconnected)
+            if disconnected.done():
+                raise ClientDisconnected
+    answer = await server.read_for(request, lambda: _read(server, partial(_answer, message_id)))
+    if answer is None:
+        await send_reply(request.send, HttpReply(202, _encode(MessageAnswer(message_id))))
+        return
+    if agent is not None:
+        answer = msgspec.structs.replace(answer, epoch=agent.coordinator.epoch)
+    await send_reply(request.send, HttpReply(200, _encode(answer)))
+    if agent is not None:
+        with suppress(PostroomError):
+            await _acknowledge(agent, [message_id])
+
+
+async def _submit(
+    server: TaskServer, request: HttpRequest, message: dict[str, Any], agent: Agent | None
+) -> str:
+    core, prepared = server.engine.core, list[Prepared]()
+
+    def work(task_operations: TaskOperations) -> str:
+        transaction = task_operations.transaction
+        prepared[:] = [core.registry.prepare(message, core.policy, transaction.wall_us)]
+        check_attribution(request.identity, prepared[0])
+        if agent is None:
+            return Operations(transaction, core.policy).submit(prepared)[0].message_id
+        agents = AgentOperations(transaction, core.policy)
+        return agents.request(agent.agent_id, agent.session, prepared[0])[0]
+
+    try:
+        size = TASK_BYTES + request.size
+        message_id: str = await server.writer.submit(work, request.identity, size)
+    except (Overloaded, GuardTripped) as error:
+        await core.note_refusal(prepared[0], error)
+        raise
+    return message_id
+
+
+def _answer(message_id: str, operations: Operations) -> RequestAnswer | None:
+    """The whole answer to a message; None before its end."""
+    parts, position, is_complete = [], Position(), False
+    info = info_of(operations, message_id)
+    if not info.ended:
+        return None
+    while not is_complete:
+        found, is_complete = read_on(operations, message_id, position)
+        position = found[-1][0] if found else position
+        parts += [part for _, part in found]
+    try:
+        result = joined_answer(parts, operations.loaded(message_id))
+    except MessageFailed:
+        result = None
+    return RequestAnswer(message_id, info.state, result, info.errors)
+
+
+async def _acknowledge(agent: Agent, message_ids: list[str]) -> list[str]:
+    return await agent.coordinator.write(
+        lambda agents: agents.acknowledge(agent.org_id, agent.agent_id, agent.session, message_ids)
+    )
+
+
+async def acknowledge(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: AckBody = request.body
+    agent = await _agent(server, *_own(request), body.session)
+    return HttpReply(202, _encode(MessagesAnswer(await _acknowledge(agent, body.message_ids))))
+
+
+# ---- looking ---------------------------------------------------------------------------------------
+
+
+async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: AgentsQuery = request.query
+    identity = request.identity
+    org_id = None if query.org_id is msgspec.UNSET else query.org_id
+    if not identity.is_operator:
+        if org_id not in (None, identity.org) or not identity.org:
+            raise Refusal(
+                403, "Forbidden", f"this token is {identity.name}'s and lists its organization only"
+            )
+        org_id = identity.org
+    found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
+    return HttpReply(200, _encode(AgentsAnswer([_shown(identity, info) for info in found])))
+
+
+def _shown(identity: Identity, info: AgentInfo) -> AgentInfo:
+    """An agent sees what it waits for itself, and the health of the others."""
+    if identity.is_operator or identity.name == info.agent_id:
+        return info
+    return msgspec.structs.replace(info, waits_for=[], waited_for_by=[])
+
+
+# ---- the stream of an agent --------------------------------------------------------------------------
+
+Reached = tuple[tuple[str, Position], ...]
+"""How far a stream has come in each open request."""
+
+
+async def stream(server: TaskServer, request: HttpRequest) -> None:
+    """The parts of all open requests of an agent as they come."""
+    query: SessionQuery = request.query
+    session = None if query.session is msgspec.UNSET else query.session
+    agent = await _agent(server, *_own(request), session)
+    epoch = agent.coordinator.epoch
+
+    def page(reached: Reached) -> tuple[bytes, Reached | None]:
+        return _read_agents(server, lambda one: _stream_page(one, agent, dict(reached), epoch))
+
+    beating = asyncio.create_task(_beat(server, agent))
+    try:
+        run = partial(server.read_for, request)
+        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(())
+    finally:
+        beating.cancel()
+
+
+def _stream_page(
+    agents: AgentOperations, agent: Agent, reached: dict[str, Position], epoch: int
+) -> tuple[bytes, Reached | None]:
+    if not agents.is_held(agent.org_id, agent.agent_id, agent.session):
+        return sse("", "replaced", _encode({"agent_id": agent.agent_id})), None
+    ids = agents.open_requests(agent.org_id, agent.agent_id)
+    asked = [
+        Asked(agent.org_id, agent.agent_id, agent.session, one, reached.get(one, Position())) for one in ids
+    ]
+    data, after = [], []
+    for one, answer in zip(asked, agents.answers(asked), strict=True):
+        position = one.position
+        for at, part in () if position.is_end else answer.parts:
+            position = at
+            rest = (
+                ".end" if part.type in FINAL_PARTS else ""
+            )  # the end has the position of the part before it
+            part_id = f"{one.message_id}/{at.text}{rest}"
+            data.append(sse(part_id, part.type, _encode(msgspec.structs.replace(part, epoch=epoch))))
+        if answer.is_complete:
+            position = msgspec.structs.replace(position, is_end=True)
+        after.append((one.message_id, position))
+    return b"".join(data), tuple(after)
+
+
+async def _beat(server: TaskServer, agent: Agent) -> None:
+    while True:
+        await asyncio.sleep(server.engine.policy.agents.heartbeat_s / 2)
+        with suppress(PostroomError):
+            await agent.beat()
+            server.note_beat(agent)
+
+
+# ---- messages between agents -------------------------------------------------------------------------
+
+
+async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: SendBody = request.body
+    agent = await _agent(server, *_own(request), body.session)
+    fields: dict[str, Any] = {"priority": body.priority}
+    if body.message_id is not None:
+        fields["message_id"] = body.message_id
+    sent = await agent.send(to=body.to, payload=body.payload, **fields)
+    server.server_log.write("sent", agent=agent.agent_id, task_id=sent.message_id)
+    return HttpReply(202, _encode(MessageAnswer(sent.message_id)))
+
+
+async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: SessionQuery = request.query
+    session = None if query.session is msgspec.UNSET else query.session
+    agent = await _agent(server, *_own(request), session)
+    lines = [
+        InboxLine(
+            one.key.rpartition(SEPARATOR)[2].lstrip("0"), one.message_id, one.sender, one.payload,
+            one.is_bounce, one.reason,
+        )
+        for one in await agent.inbox()
+    ]  # fmt: skip
+    return HttpReply(200, _encode(InboxAnswer(lines)))
+
+
+async def inbox_done(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: InboxDoneBody = request.body
+    agent = await _agent(server, *_own(request), body.session)
+    keys = [joined(agent.org_id, agent.agent_id, int(key)) for key in body.keys]
+    await agent.coordinator.write(
+        lambda one: one.note_receipt(agent.org_id, agent.agent_id, agent.session, keys, "acted_on")
+    )
+    return HttpReply(202, _encode(MessagesAnswer(body.keys)))
+
+
+async def receipts(server: TaskServer, request: HttpRequest) -> HttpReply:
+    message_id = checked_id(request.path_param("id"))
+
+    def read(operations: Operations) -> dict[str, int]:
+        visible(operations, message_id, request.identity)
+        agents = AgentOperations(operations.transaction, server.engine.policy)
+        return {str(name): at for name, at in agents.receipts(message_id).items()}
+
+    return HttpReply(200, _encode(await server.read_for(request, lambda: _read(server, read))))
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def _read(server: TaskServer, work: Callable[[Operations], T]) -> T:
+    policy = server.engine.policy
+    return server.engine.store.read(lambda transaction: work(Operations(transaction, policy)))
+
+
+def _read_agents(server: TaskServer, work: Callable[[AgentOperations], T]) -> T:
+    policy = server.engine.policy
+    return server.engine.store.read(lambda transaction: work(AgentOperations(transaction, policy)))

@@ -1,0 +1,418 @@
+"""A store in a PostgreSQL database, for any number of processes on any number of machines.
+
+Rule 1: callers of one process share commits (`group_commit`). Processes do not wait for each other: they lock
+        the records that they decide about, nothing else.
+Rule 2: a transaction that met a deadlock, a conflict or a lost connection is done again, from its beginning.
+Rule 3: the outcome of every commit is known before it is answered. After a lost connection the store looks
+        whether the commit happened; when it cannot find out, the error says so.
+Rule 4: the clock is that of the database, so that leases mean the same on every machine.
+"""
+
+import errno
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, cast
+
+import psycopg
+from psycopg import errors as sql_errors
+
+from postroom.errors import PostroomError, StoreDamaged, Unavailable, WriteFailed
+from postroom.message import Event
+from postroom.stores.base import Counted
+from postroom.stores.group_commit import GroupCommit, Job
+from postroom.stores.postgres_connection import (
+    Address,
+    Connection,
+    Pool,
+    migrate,
+    queries,
+    unreachable,
+)
+from postroom.stores.postgres_transaction import (
+    PLACED_A_READ_MAX,
+    RECORD_COLUMNS,
+    TRAIL_BYTES_MAX,
+    ConflictError,
+    Known,
+    PostgresReading,
+    PostgresTransaction,
+)
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+from postroom.system.clock import Clock
+from postroom.system.handles import reset_after_fork
+
+T = TypeVar("T")
+
+RECONNECT_S = 15.0  # for how long a call tries again while the server does not answer
+RECONNECT_PAUSE_S = 0.1
+CONFLICTS_MAX = 50  # times that the work of a commit is done again because of other transactions
+CONFLICT_PAUSE_S = 0.002
+FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
+NANOS_PER_US = 1_000
+OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
+
+_NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+_BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_log = logging.getLogger("postroom.store")
+
+_CONFLICTS = (
+    ConflictError,
+    sql_errors.SerializationFailure,
+    sql_errors.DeadlockDetected,
+    sql_errors.UniqueViolation,
+    sql_errors.LockNotAvailable,
+)
+_LOST = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    sql_errors.ReadOnlySqlTransaction,
+)
+"""The server stopped, does not answer or has become a standby: another try can reach the new primary."""
+
+
+class PostgresStore(Store):
+    """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
+
+    fatal_errors = (psycopg.Error, ConflictError)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        store_id: str | None = None,
+        reconnect_s: float = RECONNECT_S,
+    ) -> None:
+        self.address = Address(url)
+        self.url = self.address.url
+        self._clock = clock
+        self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
+        self._reconnect_s = reconnect_s
+        self._pool = Pool(self.address)
+        self._known: Known | None = None
+        self._offset_ns = 0
+        self._newest_ns = 0
+        self._commits = 0
+        self._random = random.SystemRandom()
+        self.writing, self._read_only = _both_forms(self.address.schema)
+        self._fresh_threads()
+        reset_after_fork(self)
+
+    def _fresh_threads(self) -> None:
+        self._opening = threading.Lock()
+        self._group = GroupCommit(
+            self._commit_group, lambda error: unreachable(self.address, error, rolled_back=False)
+        )
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
+        return self._group.submit(Job(work, makes_room))
+
+    def _commit_group(self, jobs: list[Job[Any]]) -> bool:
+        """Commit jobs in one transaction, again and again until it is settled."""
+
+        def attempt(connection: Connection) -> PostgresTransaction | None:
+            return self._run(connection, jobs)
+
+        transaction = self._persist(attempt)
+        if transaction is None:
+            return False
+        if self.on_commit is not None:
+            self.on_commit(transaction)
+        for job in jobs:
+            job.finish()
+        self._fold_if_due()
+        return True
+
+    def _persist(self, attempt: Callable[[Connection], T]) -> T:
+        """Try until it works, `CONFLICTS_MAX` conflicts were met, or the server is away for too long."""
+        conflicts, deadline = 0, time.monotonic() + self._reconnect_s
+        while True:
+            try:
+                return self._with_connection(attempt)
+            except _CONFLICTS as error:
+                conflicts += 1
+                if conflicts > CONFLICTS_MAX:
+                    raise self._translated(error) from error
+                time.sleep(CONFLICT_PAUSE_S * min(conflicts, 10) * self._random.random())
+            except _LOST as error:
+                self._pool.close()
+                if isinstance(error, sql_errors.DiskFull) or time.monotonic() >= deadline:
+                    raise self._translated(error) from error
+                time.sleep(RECONNECT_PAUSE_S)
+            except psycopg.Error as error:
+                raise self._translated(error) from error
+
+    def _with_connection(self, attempt: Callable[[Connection], T]) -> T:
+        self._open()
+        connection = self._pool.take()
+        try:
+            with self._pool.watchdog.watching(connection):
+                result = attempt(connection)
+        except _CONFLICTS:
+            self._roll_back(connection)
+            raise
+        except BaseException:
+            self._pool.drop(connection)
+            raise
+        self._pool.give_back(connection)
+        return result
+
+    def _roll_back(self, connection: Connection) -> None:
+        try:
+            connection.pgconn.exec_(b"ROLLBACK")
+            self._pool.give_back(connection)
+        except psycopg.Error:
+            self._pool.drop(connection)
+
+    def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
+        """Run and commit jobs; None when they must be rolled back."""
+        writer = self._random.getrandbits(63)
+        transaction = self._begin(connection, writer)
+        for job in jobs:
+            if not job.finished and not job.run(transaction, self.fatal_errors):
+                transaction.spare_numbers(committed=False)
+                connection.pgconn.exec_(b"ROLLBACK")
+                job.finish()
+                return None
+        if not transaction.changes:
+            transaction.spare_numbers(committed=False)
+            connection.pgconn.exec_(b"ROLLBACK")
+            return transaction
+        transaction.flush()
+        for job in jobs:
+            job.sealed = True
+        try:
+            self._commit(connection, transaction, writer)
+        except BaseException:
+            for job in jobs:
+                job.sealed = False
+            raise
+        transaction.spare_numbers(committed=True)
+        return transaction
+
+    def _commit(self, connection: Connection, transaction: PostgresTransaction, writer: int) -> None:
+        try:
+            transaction.commit(writer)
+        except _LOST as error:
+            _log.warning("%s: the connection was lost during a commit; looking whether it happened", self.url)
+            self._pool.drop(connection)
+            if not self._was_committed((transaction.last_number, writer), error):
+                raise
+
+    def _was_committed(self, mark: tuple[int, int], error: Exception) -> bool:
+        """Whether a commit happened whose answer was lost. Raises when that cannot be found out.
+
+        Every transaction holds a lock of its own. While a server still works on a lost one, the lock is
+        taken. Afterwards, its row of events tells whether it was committed.
+        """
+        deadline = time.monotonic() + self._reconnect_s
+        while time.monotonic() < deadline:
+            try:
+                with self.connected() as connection:
+                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [mark[1]]).fetchone() == (True,):
+                        found = connection.execute(self.writing["was_committed"], mark)  # type: ignore[arg-type, unused-ignore]
+                        return found.fetchone() == (True,)
+            except _LOST:
+                pass
+            time.sleep(RECONNECT_PAUSE_S)
+        raise unreachable(self.address, error, rolled_back=False) from error
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """A connection of its own, for what is no transaction of a caller."""
+        connection = self.address.connect()
+        try:
+            yield connection
+        finally:
+            self._pool.drop(connection)
+
+    def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
+        """Begin a transaction, lock its mark, and take numbers when the last one needed some: in one trip."""
+        known = self._opened()
+        wanted, spare = known.usual, known.spare
+        asked = [f"pg_advisory_xact_lock({writer})"]
+        if wanted:
+            asked.append(f"{self.address.schema}.take_numbers({wanted}, {spare[0]}, {spare[1]})")
+            known.spare = (1, 0)
+        found = connection.pgconn.exec_(f"BEGIN; SELECT {_NOW}, {', '.join(reversed(asked))}".encode())
+        _check(connection, found)
+        now = self._time(int(found.get_value(0, 0) or 0))
+        first = int(found.get_value(0, 1) or 0) if wanted else 0
+        taken = (first, first + wanted - 1) if wanted else None
+        return PostgresTransaction(known, connection, self.writing, now, taken)
+
+    def _time(self, database_us: int) -> tuple[int, int]:
+        """The time by the steady clock and by the wall clock."""
+        if self._clock is not None:
+            return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
+        now_ns = database_us * NANOS_PER_US + self._offset_ns
+        self._newest_ns = max(self._newest_ns, now_ns)  # it never steps back
+        return self._newest_ns, database_us
+
+    def _fold_if_due(self) -> None:
+        """Fold the counters now and then. When it fails, the next fold does it."""
+        self._commits += 1
+        if self._commits % FOLD_COMMITS == 0:
+            with suppress(psycopg.Error, PostroomError):
+                self._with_connection(self._fold)
+
+    def _fold(self, connection: Connection) -> None:
+        _check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
+        for part in (
+            b"BEGIN",
+            b"SET LOCAL synchronous_commit = off",
+            self.writing["fold_counts"].encode(),
+            b"COMMIT",
+        ):
+            _check(connection, connection.pgconn.exec_(part))
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        def attempt(connection: Connection) -> T:
+            found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
+            _check(connection, found)
+            now = self._time(int(found.get_value(0, 0) or 0))
+            reading = PostgresReading(self._opened(), connection, self._read_only, now)
+            try:
+                return work(reading)
+            finally:
+                connection.pgconn.exec_(b"ROLLBACK")
+
+        return self._persist(attempt)
+
+    def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
+        self._place_events()
+        return super().events(after, limit)
+
+    def newest_event(self) -> int:
+        self._place_events()
+        return super().newest_event()
+
+    def _place_events(self) -> None:
+        """Give positions to the events that were committed since the last call."""
+
+        def attempt(connection: Connection) -> None:
+            connection.execute(self.writing["place_events"], [PLACED_A_READ_MAX])  # type: ignore[arg-type, unused-ignore]
+
+        self._persist(attempt)
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self.read(lambda transaction: dict(cast("PostgresTransaction", transaction).depths()))
+
+    def identity(self) -> str:
+        return self._persist(lambda _: self._opened().store_id)
+
+    def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
+        return (self.address.connect, f"{self.address.schema}_nudge") if self.address.listens else None
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def _opened(self) -> Known:
+        assert self._known is not None  # noqa: S101 - for the type checker: a connection was taken
+        return self._known
+
+    def _open(self) -> None:
+        """Create or migrate the schema, and read the identity and the clock of the store."""
+        if self._known is not None:
+            return
+        with self._opening:
+            if self._known is not None:
+                return
+            with self.connected() as connection:
+                migrate(connection, self.address)
+                connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
+                with connection.transaction():
+                    connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
+                    store_id = self._fact(connection, "store_id", self._new_store_id)
+                    if self._clock is None:
+                        self._offset_ns = int(self._fact(connection, OFFSET, "0"))
+                    else:
+                        self._set_clock(connection, self._clock)
+            self._known = Known(store_id)
+
+    def _fact(self, connection: Connection, name: str, default: str) -> str:
+        """A fact, which is set when it is unknown."""
+        connection.execute(self.writing["add_fact"], [name, default])  # type: ignore[arg-type, unused-ignore]
+        [(value,)] = connection.execute(self.writing["fact"], [name]).fetchall()  # type: ignore[arg-type, unused-ignore]
+        return str(value)
+
+    def _set_clock(self, connection: Connection, clock: Clock) -> None:
+        """Continue the clock of the store. After a reboot, every lease runs its whole length again."""
+        if self._fact(connection, "clock_boot_id", "") == clock.boot_id():
+            self._offset_ns = int(self._fact(connection, "clock_offset_ns", "0"))
+            return
+        [(newest,)] = connection.execute(self.writing["newest_time"]).fetchall()  # type: ignore[arg-type, unused-ignore]
+        self._offset_ns = newest - clock.boot_ns()
+        connection.execute(self.writing["restart_leases"], [newest])  # type: ignore[arg-type, unused-ignore]
+        for name, value in (("clock_boot_id", clock.boot_id()), ("clock_offset_ns", str(self._offset_ns))):
+            connection.execute(self.writing["set_fact"], [name, value])  # type: ignore[arg-type, unused-ignore]
+
+    def close(self) -> None:
+        with self._group.leading:
+            self._return_numbers()
+            self._pool.close()
+            self._known = None
+
+    def _return_numbers(self) -> None:
+        """Give back the numbers that were taken and not used. When that fails, they are never used."""
+        known = self._known
+        if known is not None and known.spare[0] <= known.spare[1]:
+            spare, known.spare = known.spare, (1, 0)
+            with suppress(psycopg.Error, PostroomError):
+                self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
+
+    def reopen(self) -> None:
+        self.close()
+
+    def after_fork(self) -> None:
+        """A child opens its own connections."""
+        self._pool.after_fork()
+        self._known = None
+        self._fresh_threads()
+
+    # ---- errors --------------------------------------------------------------------------------
+
+    def _translated(self, error: Exception) -> PostroomError:
+        """Our error for one of the database."""
+        text = self.address.hidden(error)
+        if isinstance(error, sql_errors.DiskFull):
+            return WriteFailed(self.url, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        if isinstance(error, _CONFLICTS):
+            return Unavailable(f"{self.url}: too many other transactions change the same records: {text}")
+        if isinstance(error, _LOST):
+            return unreachable(self.address, text, rolled_back=True)
+        return StoreDamaged(f"{self.url} does not hold what postroom wrote: {text}")
+
+
+def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
+    """Raise the error of a result. One without a code comes from the connection."""
+    if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
+        error = sql_errors.error_from_result(result, connection.info.encoding)
+        raise error if error.sqlstate else psycopg.OperationalError(str(error))
+
+
+def _both_forms(schema: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The queries of a writing transaction, which lock what they find, and those of a reading."""
+    texts = queries(schema)
+    facts = {"record": RECORD_COLUMNS, "trail_max": str(TRAIL_BYTES_MAX)}
+
+    def form(lock: str) -> dict[str, str]:
+        words = {**facts, "lock": lock, "skip": f"{lock} SKIP LOCKED" if lock else ""}
+        return {name: _filled(text, words) for name, text in texts.items()}
+
+    return form("FOR NO KEY UPDATE"), form("")
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    for name, value in words.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text

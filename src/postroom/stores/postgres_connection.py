@@ -1,0 +1,286 @@
+"""The connections of a PostgreSQL store: its address, a small pool, the schema.
+
+Rule 1: the password of an address stays in this module. Errors and `url` never contain it.
+Rule 2: a connection that behaved unexpectedly is closed, never used again.
+Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, and a watchdog shuts
+        the socket of a connection that has not answered after `ANSWER_TIMEOUT_S`.
+"""
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+from postroom.errors import InvalidMessage, StoreDamaged, StoreUnreachable
+from postroom.system.handles import leak
+
+try:
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+except ImportError as missing:  # a store is opened lazily, so this is the first place that needs it
+    raise InvalidMessage(
+        "a store on PostgreSQL needs the extra postgres: pip install 'postroom[postgres]'"
+    ) from missing
+
+SCHEMES = ("postgres://", "postgresql://")
+SCHEMA_DEFAULT = "postroom"
+IDLE_CONNECTIONS_MAX = 8
+CONNECT_TIMEOUT_S = 3
+STATEMENT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 12.0
+WATCH_S = 0.5
+IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for so many looks
+OLDEST_SERVER = 140_000  # version 14
+_OWN_OPTIONS = ("schema", "listen", "prepare")
+_SECRETS = ("password", "sslpassword", "passfile")
+_SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,40}")
+
+_SESSION = (
+    f"SET statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
+    f"SET idle_in_transaction_session_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
+    "SET timezone = 'UTC'; SET jit = off; "
+    # Every query has its index. Plans are made while a store is empty and are kept, so the planner must not
+    # be led to read whole tables.
+    "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
+    "SET enable_mergejoin = off"
+)
+
+Connection = psycopg.Connection[Any]
+
+
+class Address:
+    """The address of a store, taken apart.
+
+    `postgres://user@host:port/db?schema=x&listen=off&prepare=off`; all other options go to libpq, such as
+    `sslmode=verify-full` or several hosts with `target_session_attrs=read-write`.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        own = {name: value for name, value in options if name in _OWN_OPTIONS}
+        self.schema = own.get("schema", SCHEMA_DEFAULT)
+        self.listens = own.get("listen", "on") != "off"
+        self.prepares = own.get("prepare", "on") != "off"
+        rest = [(name, value) for name, value in options if name not in _OWN_OPTIONS]
+        self._secrets = [value for name, value in rest if name in _SECRETS and value]
+        user, at, hosts = parts.netloc.rpartition("@")
+        name, colon, password = user.partition(":")
+        if colon and password:
+            self._secrets += [password, unquote(password)]
+        shown = [(name, value) for name, value in options if name not in _SECRETS]
+        self.url = urlunsplit(("postgres", f"{name}{at}{hosts}", parts.path, urlencode(shown), ""))
+        self._conninfo = urlunsplit(
+            ("postgresql", parts.netloc, parts.path, urlencode(rest, quote_via=quote), "")
+        )
+        if not _SCHEMA.fullmatch(self.schema):
+            raise InvalidMessage(f"schema must be small letters, digits and underscores, not {self.schema!r}")
+        try:
+            conninfo_to_dict(self._conninfo)
+        except psycopg.Error as error:
+            raise InvalidMessage(
+                f"{self.url} is not the address of a database: {self.hidden(error)}"
+            ) from None
+
+    def hidden(self, error: object) -> str:
+        """The text of an error as one line, without the password."""
+        text = " ".join(str(error).split())
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def connect(self) -> Connection:
+        """A connection with the settings of a store."""
+        connection = psycopg.connect(
+            self._conninfo, autocommit=True, prepare_threshold=0 if self.prepares else None,
+            connect_timeout=CONNECT_TIMEOUT_S, application_name="postroom", client_encoding="UTF8",
+        )  # fmt: skip
+        connection.pgconn.exec_(_SESSION.encode())
+        return connection
+
+
+class Watchdog:
+    """Ends waits for servers that do not answer: it shuts the socket of a connection whose time is over."""
+
+    def __init__(self) -> None:
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Begin in a new process."""
+        self._watched: dict[int, tuple[float, int]] = {}
+        self._mutex = threading.Lock()
+        self._runs = False
+
+    @contextmanager
+    def watching(self, connection: Connection) -> Iterator[None]:
+        """Watch a connection during a block."""
+        key, entry = id(connection), (time.monotonic() + ANSWER_TIMEOUT_S, connection.fileno())
+        with self._mutex:
+            self._watched[key] = entry
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="postroom-watchdog", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._watched.pop(key, None)
+
+    def _run(self) -> None:
+        idle = 0
+        while idle < IDLE_WATCHES_MAX:
+            time.sleep(WATCH_S)
+            now = time.monotonic()
+            with self._mutex:
+                idle = 0 if self._watched else idle + 1
+                for key, (deadline, fd) in list(self._watched.items()):
+                    if now > deadline:
+                        del self._watched[key]
+                        _shut(fd)
+                if idle >= IDLE_WATCHES_MAX:
+                    self._runs = False
+
+
+def _shut(fd: int) -> None:
+    """Shut a socket that another thread waits on, without closing its descriptor."""
+    with suppress(OSError):
+        copy = socket.socket(fileno=os.dup(fd))
+        with copy:
+            copy.shutdown(socket.SHUT_RDWR)
+
+
+class Pool:
+    """Connections that are idle. A caller takes one, and gives it back when all went well."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.watchdog = Watchdog()
+        self._idle: list[Connection] = []
+
+    def take(self) -> Connection:
+        """An idle connection, or a new one."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        return self._address.connect()
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a healthy connection for the next caller."""
+        is_idle = connection.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE
+        if is_idle and len(self._idle) < IDLE_CONNECTIONS_MAX:
+            self._idle.append(connection)
+        else:
+            self.drop(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection."""
+        with suppress(psycopg.Error):
+            connection.close()
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        while self._idle:
+            self.drop(self._idle.pop())
+
+    def after_fork(self) -> None:
+        """A child must neither use nor close the connections of its parent."""
+        for connection in self._idle:
+            leak(connection)
+        self._idle = []
+        self.watchdog.fresh()
+
+
+# ---- SQL in files ----------------------------------------------------------------------------------
+
+
+@cache
+def migrations(schema: str) -> dict[int, str]:
+    """The scripts of the schema, by number."""
+    scripts = {}
+    for file in resources.files("postroom.stores.sql.postgres").iterdir():
+        number = re.fullmatch(r"(\d{4})_\w+\.sql", file.name)
+        if number:
+            scripts[int(number[1])] = _in_schema(file.read_text(), schema)
+    return dict(sorted(scripts.items()))
+
+
+@cache
+def queries(schema: str) -> dict[str, str]:
+    """The named queries."""
+    text = resources.files("postroom.stores.sql.postgres").joinpath("queries.sql").read_text()
+    found = re.split(r"^-- name: (\w+)\n", text, flags=re.MULTILINE)[1:]
+    named = zip(found[::2], found[1::2], strict=True)
+    return {name: _in_schema(query.strip(), schema) for name, query in named}
+
+
+def _in_schema(text: str, schema: str) -> str:
+    return re.sub(rf"\b{SCHEMA_DEFAULT}\.", f"{schema}.", text)
+
+
+def migrate(connection: Connection, address: Address) -> None:
+    """Bring the schema to the current version, one script per transaction. Other workers may be at work."""
+    schema = address.schema
+    if connection.info.server_version < OLDEST_SERVER:
+        raise StoreDamaged(
+            f"{address.url} is PostgreSQL {connection.info.server_version // 10_000}: use 14 or newer"
+        )
+    if connection.info.parameter_status("server_encoding") != "UTF8":
+        raise StoreDamaged(f"the database {address.url} is not encoded in UTF8: create one that is")
+    scripts = migrations(schema)
+    version = _version(connection, schema)
+    if version > max(scripts):
+        raise StoreDamaged(
+            f"{address.url} was written by a newer postroom (its version {version}): upgrade this one"
+        )
+    for number, script in scripts.items():
+        if number > version:
+            with connection.transaction():
+                connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 2)", [schema])
+                if _version(connection, schema) < number:
+                    _apply(connection, schema, number, script)
+
+
+def _version(connection: Connection, schema: str) -> int:
+    """The version of the schema; 0 when there is none.
+
+    The catalog is asked, because `to_regclass` may not see a table that another session has just made.
+    """
+    found = connection.execute(
+        "SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = %s AND c.relname = 'migrations'",
+        [schema],
+    )
+    if found.fetchone() is None:
+        return 0
+    rows = connection.execute(f"SELECT max(version) FROM {schema}.migrations").fetchone()  # type: ignore[arg-type, unused-ignore]
+    return int(rows[0]) if rows and rows[0] is not None else 0
+
+
+def _apply(connection: Connection, schema: str, number: int, script: str) -> None:
+    connection.execute("SET LOCAL statement_timeout = 0")
+    head = (
+        f"CREATE SCHEMA IF NOT EXISTS {schema}; "
+        f"CREATE TABLE IF NOT EXISTS {schema}.migrations "
+        "(version int PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
+    )
+    done = connection.pgconn.exec_(
+        f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})".encode()
+    )
+    if done.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
+        raise StoreDamaged(
+            f"migration {number} failed: {done.error_message.decode(errors='replace').strip()}"
+        )
+
+
+def unreachable(address: Address, error: object, *, rolled_back: bool) -> StoreUnreachable:
+    """The error for a server that does not answer."""
+    return StoreUnreachable(address.url, address.hidden(error), rolled_back=rolled_back)
+
+
+Connect = Callable[[], Connection]

@@ -1,0 +1,142 @@
+"""Copy a whole store into an empty PostgreSQL store: records, results, histories, events, cells and counters.
+
+Rule 1: the copy is one transaction: the new store is complete or empty.
+Rule 2: ids, numbers, tokens and positions stay as they are, and the steady clock continues. So leases,
+        delays, keys, ordering keys and the audit stream go on as if nothing had happened.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from postroom.core.ids import new_id
+from postroom.errors import InvalidMessage
+from postroom.message import Event, Record
+from postroom.stores.base import Counted, Kept, Listing
+from postroom.stores.event_runs import pack
+from postroom.stores.postgres import NANOS_PER_US, OFFSET, PostgresStore
+from postroom.stores.postgres_connection import Connection
+from postroom.stores.postgres_transaction import to_sql
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+
+PAGE = 1_000
+_NOW_US = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+
+
+def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
+    """Copy `source`, which nobody may write meanwhile. Returns what was copied."""
+    identity = source.identity()
+    target.identity()  # creates the schema
+    queries = target.writing
+    with target.connected() as connection, connection.transaction():
+        connection.execute("SET LOCAL statement_timeout = 0")
+        connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [target.address.schema])
+        if connection.execute(queries["is_used"]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
+            raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
+        copied = {
+            "records": _copy(connection, queries["copy_records"], _record_rows(source, identity)),
+            "cells": _copy(connection, queries["copy_cells"], _cell_rows(source)),
+            "events": _copy_events(connection, queries["copy_events"], source),
+        }
+        _copy(connection, queries["copy_counts"], _count_rows(source))
+        _continue(connection, queries, source, identity)
+    target.reopen()
+    return copied
+
+
+def _copy(connection: Connection, query: str, rows: Iterator[tuple[Any, ...]]) -> int:
+    count = 0
+    with connection.cursor().copy(query) as copy:  # type: ignore[arg-type, unused-ignore]
+        for row in rows:
+            copy.write_row(row)
+            count += 1
+    return count
+
+
+def _record_rows(source: Store, identity: str) -> Iterator[tuple[Any, ...]]:
+    after = 0
+    while page := _page_of(source, after):
+        for record, kept in page:
+            yield _row(record, kept, identity)
+        after = page[-1][0].seq
+
+
+def _page_of(store: Store, after: int) -> list[tuple[Record, Kept]]:
+    def page(transaction: Transaction) -> list[tuple[Record, Kept]]:
+        found = transaction.find(Listing(after=after, limit=PAGE))
+        return [(record, transaction.kept(record)) for record in found]
+
+    return store.read(page)
+
+
+def _row(r: Record, kept: Kept, identity: str) -> tuple[Any, ...]:
+    is_own = r.message_id == new_id(identity, r.queue, r.seq, r.created_us)
+    return (
+        r.seq, None if is_own else to_sql(r.message_id), to_sql(r.queue), r.state, r.priority, r.lane,
+        r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, to_sql(r.worker_id), r.lease_ns,
+        r.lease_until, r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us,
+        r.heartbeat_us, r.ended_us,
+        to_sql(r.sender), to_sql(kept.type), to_sql(kept.parent_message_id), to_sql(kept.key), kept.delay_ns,
+        kept.ttl_ns, kept.payload, kept.result, kept.trail or None,
+    )  # fmt: skip
+
+
+def _cell_rows(source: Store) -> Iterator[tuple[str, str, bytes]]:
+    for kind in source.read(lambda transaction: transaction.kinds()):
+        after = ""
+        while page := source.read(lambda transaction, k=kind, a=after: transaction.cells(k, a, PAGE)):  # type: ignore[misc]
+            yield from ((to_sql(kind), to_sql(key), value) for key, value in page)
+            after = page[-1][0]
+
+
+def _copy_events(connection: Connection, query: str, source: Store) -> int:
+    count, after = 0, 0
+    with connection.cursor().copy(query) as copy:  # type: ignore[arg-type, unused-ignore]
+        while page := source.events(after, PAGE):
+            events: list[Event] = list(page)
+            after = events[-1].seq
+            copy.write_row((events[0].seq, 0, len(events), after, pack([*events]).encode()))
+            count += len(events)
+    return count
+
+
+def _count_rows(source: Store) -> Iterator[tuple[str, Counted, int]]:
+    for queue, counts in source.depths().items():
+        yield from ((to_sql(queue), what, n) for what, n in counts.items() if n)
+
+
+def _continue(connection: Connection, queries: dict[str, str], source: Store, identity: str) -> None:
+    """Continue the numbers, the positions, the clock and the identity of the source."""
+    newest = source.newest_event()
+    connection.execute(queries["set_number"], [max(newest, 0)])  # type: ignore[arg-type, unused-ignore]
+    connection.execute(queries["set_feed"], [newest])  # type: ignore[arg-type, unused-ignore]
+    [(now_us,)] = connection.execute(_NOW_US).fetchall()
+    offset_ns = source.steady_ns() - now_us * NANOS_PER_US
+    for name, value in (("store_id", identity), (OFFSET, str(offset_ns))):
+        connection.execute(queries["set_fact"], [name, value])  # type: ignore[arg-type, unused-ignore]
+
+
+def differences(source: Store, target: Store) -> list[str]:
+    """What the target does not hold as the source does; empty after a complete move."""
+    found: list[str] = []
+    after = 0
+    while not found:
+        first, second = _page_of(source, after), _page_of(target, after)
+        pairs = zip(first, second, strict=False)
+        found += [f"record {one[0].message_id} differs" for one, other in pairs if one != other]
+        if len(first) != len(second):
+            found.append(f"behind record {after} there are {len(second)} records instead of {len(first)}")
+        if len(first) < PAGE:
+            break
+        after = first[-1][0].seq
+    if _counts(source) != _counts(target):
+        found.append("the counters differ")
+    if source.newest_event() != target.newest_event():
+        found.append("the last events differ")
+    if list(_cell_rows(source)) != list(_cell_rows(target)):
+        found.append("the cells differ")
+    return found
+
+
+def _counts(store: Store) -> dict[str, dict[Counted, int]]:
+    return {queue: dict(counts) for queue, counts in store.depths().items() if counts}

@@ -1,0 +1,1 @@
+"""The schema of a PostgreSQL store as numbered scripts, and its queries by name (`queries.sql`)."""

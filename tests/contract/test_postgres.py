@@ -1,0 +1,258 @@
+"""`StoreContract` for PostgreSQL, then what holds for it alone: processes, faults, migrations, secrets."""
+
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from postroom import Engine, Tasks, open_store
+from postroom.contracts import tasks as tasks_module
+from postroom.contracts.engine.claims import Claims
+from postroom.contracts.engine.messages import decode_body
+from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.policy import Policy
+from postroom.core.events import of_store
+from postroom.core.fairness import Rotation
+from postroom.core.history_checker import History
+from postroom.errors import StoreDamaged, StoreUnreachable
+from postroom.message import Envelope
+from postroom.stores import postgres_connection
+from postroom.stores.base import Limits, Listing
+from postroom.stores.postgres import PostgresStore
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+from postroom.testing import ManualClock, StoreContract, World, check_consistency
+from postroom.testing.postgres_server import PostgresServer
+from tests import children
+from tests.children import no_child_left
+from tests.postgresserver import database, postgres
+
+__all__ = ["database", "no_child_left", "postgres"]  # fixtures
+
+WORKERS = 4
+LINES = 5
+MESSAGES = 120
+
+
+class TestPostgres(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, postgres: PostgresServer) -> None:
+        self.server = postgres
+        self.databases: dict[Path, str] = {}
+
+    def open(self, folder: Path, clock: ManualClock) -> Store:
+        if folder not in self.databases:
+            self.databases[folder] = self.server.new_store()
+        return PostgresStore(self.databases[folder], clock=clock)
+
+
+def insert(store: Store, count: int = 1, **facts: Any) -> list[str]:
+    envelopes = [Envelope(**{"queue": "q", "payload": b"{}", **facts})] * count
+    return [one.message_id for one in store.write(lambda transaction: transaction.insert(envelopes))]
+
+
+def sql(url: str, query: str) -> list[Any]:
+    """Rows of a query, which names the tables of the store `S.table`."""
+    address, _, schema = url.partition("?schema=")
+    with psycopg.connect(address, autocommit=True) as connection:
+        found = connection.execute(query.replace("S.", f"{schema}."))  # type: ignore[arg-type, unused-ignore]
+        return found.fetchall() if found.description else []
+
+
+# ---- the engine on top -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_seeded_world_keeps_every_rule(database: str, seed: int) -> None:
+    report = World(seed, store=database).run()
+    assert report.ok, str(report)
+
+
+def test_processes_share_the_work_and_ordering_keys_hold(database: str, no_child_left: None) -> None:
+    with Engine.open(database) as engine:
+        for first in range(0, MESSAGES, 20):
+            messages = [
+                {
+                    "type": "tool_call",
+                    "org_id": f"o{n % 3}",
+                    "payload": {"n": n},
+                    "ordering_key": f"k{n % LINES}",
+                }
+                for n in range(first, first + 20)
+            ]
+            engine.blocking.wait(engine.submit_many(messages))
+    children.run(*(partial(work, database, f"w{n}") for n in range(WORKERS)))
+    store = PostgresStore(database)
+    assert {record.state for record in store.find(Listing(limit=1_000))} == {"COMPLETED"}
+    check_consistency(store)
+    check_history(store)
+    delivered: dict[tuple[str, str], list[int]] = {}
+    numbers = {event.message_id: event.seq for event in store.events(limit=10_000) if event.kind == "created"}
+    for event in store.events(limit=10_000):
+        if event.kind == "dequeued":
+            body = decode_body(store.load(event.message_id).envelope.payload)  # type: ignore[union-attr]
+            delivered.setdefault((event.queue, body.ordering_key), []).append(numbers[event.message_id])
+    assert len(delivered) == 3 * LINES
+    assert all(line == sorted(line) for line in delivered.values()), "an ordering key was broken"
+    assert len({event.worker_id for event in store.events(limit=10_000) if event.worker_id}) > 1
+    store.close()
+
+
+def work(url: str, name: str) -> None:
+    """Claim and finish until nothing is left."""
+    store, rotation, policy = open_store(url), Rotation(), Policy()
+
+    def claim(transaction: Transaction) -> Any:
+        return Claims(transaction, policy, name, rotation, {}).claim(3)
+
+    while any(record.state != "COMPLETED" for record in store.find(Listing(limit=1_000))):
+        held = store.write(claim)
+        outcomes = [
+            Outcome(
+                kind="completed", message_id=one.record.message_id, lease=one.record.lease, type=one.type,
+                org_id="", body=one.body, result=b"null",
+            )
+            for one in held
+        ]  # fmt: skip
+        if outcomes:
+            store.write(lambda transaction, done=outcomes: Operations(transaction, policy).finish(done))  # type: ignore[misc]
+        else:
+            time.sleep(0.01)
+
+
+def check_history(store: Store) -> None:
+    checker = History(ordered=False)
+    for event in store.events(0, 100_000):
+        checker.add(of_store(event, "engine:x", "engine"))
+    assert not checker.verdict().violations
+
+
+# ---- wake-ups --------------------------------------------------------------------------------------
+
+
+def test_enqueue_of_another_handle_wakes_a_waiting_claim(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "LOOK_AGAIN_S", 60.0)
+    with Tasks.open(database) as sender, Tasks.open(database) as worker:
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.extend(worker.claim(agent="a", wait_s=50)))
+        waiting.start()
+        while not worker.notifier.hears_other_processes:
+            time.sleep(0.01)
+        sender.enqueue(agent="a", payload=1)
+        waiting.join(20)
+        assert len(found) == 1
+
+
+def test_store_without_listen_polls(database: str) -> None:
+    url = f"{database}&listen=off&prepare=off"
+    with Tasks.open(url) as sender, Tasks.open(url) as worker:
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.extend(worker.claim(agent="a", wait_s=20)))
+        waiting.start()
+        sender.enqueue(agent="a", payload=1)
+        waiting.join(20)
+        assert (len(found), worker.notifier.hears_other_processes) == (1, False)
+
+
+# ---- tables ----------------------------------------------------------------------------------------
+
+
+def test_payloads_are_shown_as_json_where_jsonb_can_hold_them(database: str) -> None:
+    store = PostgresStore(database)
+    payloads = [b'{"b":1,"a":[1.50]}', b'"\\u0000"', b"\xff\0", b'{"a":1,"a":2}']
+    for payload in payloads:
+        [name] = insert(store, payload=payload)
+        loaded = store.load(name)
+        assert loaded is not None
+        assert loaded.envelope.payload == payload
+    shown = [row[0] for row in sql(database, "SELECT payload FROM S.messages ORDER BY seq")]
+    assert shown == [{"a": [1.5], "b": 1}, None, None, {"a": 2}]
+    store.close()
+
+
+def test_partitions_of_past_months_are_dropped_when_their_events_are_forgotten(database: str) -> None:
+    store = PostgresStore(database)
+    insert(store, 3)
+    sql(
+        database,
+        "CREATE TABLE S.events_202001 PARTITION OF S.events FOR VALUES FROM ('2020-01-01') TO ('2020-02-01')",
+    )
+    sql(database, "UPDATE S.events SET at = '2020-01-05'")
+    insert(store, 2)
+    newest = store.newest_event()
+    store.write(lambda transaction: transaction.forget((), 5))  # one of them is still needed
+    assert sql(database, "SELECT count(*) FROM S.events_202001") == [(1,)]
+    store.write(lambda transaction: transaction.forget((), 6))
+    assert sql(database, "SELECT to_regclass('S.events_202001')") == [(None,)]
+    assert [event.seq for event in store.events()] == list(range(7, newest + 1))
+    store.close()
+
+
+def test_counters_are_folded_and_stay_right(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.stores.postgres.FOLD_COMMITS", 3)
+    store = PostgresStore(database)
+    for _ in range(7):
+        insert(store, 2, queue="org:acme")
+    assert sql(database, "SELECT count(*) FROM S.count_changes") == [(1,)]
+    assert sql(database, "SELECT n FROM S.counts WHERE queue = ''") == [(12,)]
+    assert store.read(lambda transaction: transaction.total()) == {"P2": 14}
+    check_consistency(store)
+    store.close()
+
+
+def test_migration_runs_while_older_workers_write(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = PostgresStore(database)
+    insert(old)
+    schema = database.partition("?schema=")[2]
+    scripts = postgres_connection.migrations(schema)
+    more = {**scripts, 2: f"ALTER TABLE {schema}.records ADD COLUMN region text"}
+    monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: more)
+    new = PostgresStore(database)
+    insert(new)
+    insert(old)
+    assert sql(database, "SELECT max(version) FROM S.migrations") == [(2,)]
+    monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: scripts)
+    with pytest.raises(StoreDamaged, match="newer postroom"):
+        insert(PostgresStore(database))
+    check_consistency(old)
+    for store in (old, new):
+        store.close()
+
+
+def test_queue_near_its_limit_is_never_overfilled_by_several_handles(database: str) -> None:
+    stores = [PostgresStore(database) for _ in range(3)]
+    stores[0].write(lambda transaction: transaction.set_limits("q", Limits(max_depth=20)))
+
+    def fill(store: Store) -> None:
+        for _ in range(15):
+            store.write_many([lambda transaction: transaction.insert([Envelope(queue="q", payload=b"1")])])
+
+    threads = [threading.Thread(target=fill, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert stores[0].count()["q"] == {"QUEUED": 20}
+    for store in stores:
+        store.close()
+
+
+def test_forked_child_uses_its_own_connections(database: str, no_child_left: None) -> None:
+    store = PostgresStore(database)
+    insert(store)
+    children.run(lambda: insert(store))
+    insert(store)
+    assert len(store.find(Listing())) == 3
+    store.close()
+
+
+def test_options_of_tls_reach_the_driver(postgres: PostgresServer) -> None:
+    store = PostgresStore(f"{postgres.url()}?sslmode=require", reconnect_s=0.1)
+    with pytest.raises(StoreUnreachable, match="SSL"):
+        insert(store)

@@ -1,0 +1,468 @@
+"""An engine whose lanes are in RabbitMQ: what a broker carries, moves, delays, loses and doubles."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pika  # type: ignore[import-untyped]
+import pytest
+
+from postroom import Engine, Policy
+from postroom.core.retry import Retry
+from postroom.errors import InvalidSetting
+from postroom.message import ENGINE_PREFIX
+from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
+from postroom.stores.rabbitmq import RabbitStore
+from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Deliveries, Note, Outgoing, is_shard, shard_of
+from tests.postgresserver import database, postgres, store_url
+from tests.rabbitmqserver import RabbitServer
+
+__all__ = ["database", "postgres"]
+
+PATIENCE_S = 20.0
+TYPE = "tool_call"
+SECRET = "s3cret-pw"  # noqa: S105 - of a broker that the test starts
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in an event loop of its own."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 2 * PATIENCE_S))
+
+    return run
+
+
+@pytest.fixture
+def broker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is claimed from the ledger itself, so that only the broker can deliver."""
+    monkeypatch.setattr(rabbitmq_lanes, "SILENCE_S", 3_600.0)
+    monkeypatch.setattr(Deliveries, "take_new_home", lambda _self: False)
+    monkeypatch.setattr(rabbitmq_transaction, "LATE_NS", 3_600 * 10**9)
+
+
+@pytest.fixture
+def url(rabbit: RabbitServer, tmp_path: Path) -> str:
+    return rabbit.url(f"sqlite:///{tmp_path}/queue.db")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def any_url(rabbit: RabbitServer, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A store over each kind of ledger."""
+    return rabbit.url(store_url(request, tmp_path))
+
+
+def store_of(engine: Engine) -> RabbitStore:
+    assert isinstance(engine.store, RabbitStore)
+    return engine.store
+
+
+@asynccontextmanager
+async def working(engine: Engine, **options: Any) -> AsyncIterator[None]:
+    worker = asyncio.create_task(engine.run(**options))
+    try:
+        yield
+    finally:
+        await engine.stop()
+        await worker
+
+
+async def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+async def results(handles: list[Any]) -> list[Any]:
+    return [await handle.result(timeout_s=PATIENCE_S) for handle in handles]
+
+
+async def submit(engine: Engine, count: int, **fields: Any) -> list[Any]:
+    message = {"type": TYPE, "org_id": "acme", **fields}
+    return await engine.submit_many([{**message, "payload": {"n": number}} for number in range(count)])
+
+
+def channel_of(rabbit: RabbitServer) -> Any:
+    return pika.BlockingConnection(
+        pika.URLParameters(f"amqp://guest:guest@127.0.0.1:{rabbit.port}/")
+    ).channel()
+
+
+async def until_promoted(engine: Engine, rabbit: RabbitServer, count: int) -> None:
+    """Wait until messages are in the last queue that a message can climb to."""
+    name = store_of(engine)._topology().lane("org:acme", rabbitmq_lanes.PROMOTED)
+    channel = channel_of(rabbit)
+    try:
+        await until(lambda: channel.queue_declare(name, durable=True).method.message_count >= count)
+    finally:
+        channel.connection.close()
+
+
+def lanes_of(store: RabbitStore, queue: str = "org:acme") -> list[str]:
+    return [name for name, _ in store._topology().lanes(queue)]
+
+
+def echo(engine: Engine) -> list[tuple[str, int]]:
+    """A handler that notes what it gets."""
+    seen: list[tuple[str, int]] = []
+
+    @engine.handler(TYPE)
+    async def handle(message: Any, _context: Any) -> Any:
+        seen.append((message.org_id, message.payload["n"]))
+        return message.payload["n"]
+
+    return seen
+
+
+# ---- delivery ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_messages_of_every_priority_and_two_organizations_are_delivered_once(any_url: str) -> None:
+    with Engine.open(any_url) as engine:
+        seen = echo(engine)
+        async with working(engine):
+            handles = []
+            for priority in range(4):
+                for org_id in ("acme", "beta"):
+                    handles += await submit(engine, 25, priority=priority, org_id=org_id)
+            assert await results(handles) == [*range(25)] * 8
+        assert len(seen) == 200
+        assert not engine.store.broker_trouble  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_messages_wait_in_the_broker_until_a_worker_starts(url: str) -> None:
+    with Engine.open(url) as submitter:
+        handles = await submit(submitter, 30)
+        store = store_of(submitter)
+        await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 30})
+        with Engine.open(url) as engine:
+            echo(engine)
+            async with working(engine):
+                assert await results(handles) == [*range(30)]
+        assert store._started().counts(["org:acme"]) == {"org:acme": 0}
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_two_workers_share_the_messages(any_url: str) -> None:
+    with Engine.open(any_url) as one, Engine.open(any_url) as other:
+        seen = [echo(one), echo(other)]
+        async with working(one, concurrency=2), working(other, concurrency=2):
+            await until(
+                lambda: store_of(one)._started().is_receiving and store_of(other)._started().is_receiving
+            )
+            await results(await submit(one, 200))
+        assert len(seen[0]) + len(seen[1]) == 200
+        assert seen[0]
+        assert seen[1]
+
+
+@in_loop
+async def test_a_second_delivery_of_a_message_is_dropped(any_url: str, broker_alone: None) -> None:
+    with Engine.open(any_url) as engine:
+        seen = echo(engine)
+        handles = await submit(engine, 5)
+        store = store_of(engine)
+        twice = [Outgoing("org:acme", Note(handle.message_id, 2)) for handle in handles]
+        unknown = Outgoing("org:acme", Note("nobody", 2))
+        store._started().publish([*twice, unknown, *twice])
+        async with working(engine):
+            await results(handles)
+            handles = await submit(engine, 1)
+            await results(handles)
+            await until(lambda: not store.deliveries.count("org:acme", 2))
+        assert len(seen) == 6
+        assert store._started().counts(["org:acme"]) == {"org:acme": 0}
+
+
+# ---- retries, delays, promotion ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_url: str) -> None:
+    policy = Policy(retries={TYPE: Retry(delay_s=0.2)})
+    with Engine.open(any_url, policy) as engine:
+        attempts: list[float] = []
+
+        @engine.handler(TYPE)
+        async def handle(_message: Any, context: Any) -> int:
+            attempts.append(time.monotonic())
+            if context.attempt < 3:
+                raise RuntimeError("not yet")
+            return int(context.attempt)
+
+        async with working(engine):
+            [handle_] = await submit(engine, 1)
+            assert await handle_.result(timeout_s=PATIENCE_S) == 3
+            assert attempts[1] - attempts[0] >= 0.1
+            attempts[:] = [0.0] * 3
+            [later] = await submit(engine, 1, delay_s=0.4)
+            await asyncio.sleep(0.2)
+            assert (await engine.get(later.message_id)).state == "SCHEDULED"
+            await later.cancel()
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_a_message_that_fails_too_often_is_a_dead_letter_and_can_be_replayed(url: str) -> None:
+    with Engine.open(url, Policy(retries={TYPE: Retry(max_retries=1, delay_s=0.1)})) as engine:
+        is_healed = False
+
+        @engine.handler(TYPE)
+        async def handle(_message: Any, _context: Any) -> str:
+            if not is_healed:
+                raise RuntimeError("broken")
+            return "healed"
+
+        async with working(engine):
+            [handle_] = await submit(engine, 1)
+            await until_async(engine, handle_.message_id, "DEAD_LETTER")
+            is_healed = True
+            await engine.dlq.replay([handle_.message_id])
+            assert await handle_.result(timeout_s=PATIENCE_S) == "healed"
+
+
+async def until_async(engine: Engine, message_id: str, state: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while (await engine.get(message_id)).state != state:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_a_waiting_message_climbs_to_the_promoted_lane_and_its_event_is_emitted(
+    url: str, rabbit: RabbitServer
+) -> None:
+    policy = Policy(promote_after_s=(0.3, 0.3, 0.3))
+    with Engine.open(url, policy) as engine:
+        echo(engine)
+        handles = await submit(engine, 3, priority=3)
+        await until_promoted(engine, rabbit, 3)
+        async with working(engine):
+            await results(handles)
+        kinds = [event.kind for event in engine.store.events(limit=1_000)]
+        assert kinds.count("promoted") == 3
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_an_accepted_p0_does_not_wait_behind_promoted_messages(url: str) -> None:
+    policy = Policy(promote_after_s=(0.1, 0.1, 0.1))
+    with Engine.open(url, policy) as engine:
+        seen = echo(engine)
+        old = await submit(engine, 200, priority=1)
+        await asyncio.sleep(0.5)
+        async with working(engine, concurrency=1):
+            await until(lambda: len(seen) > 5)
+            await results(await submit(engine, 1, priority=0, org_id="acme"))
+            assert len(seen) < 120
+            await results(old)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit: RabbitServer) -> None:
+    """A message that passes the same queues again and again carries no history that the broker acts on."""
+    rounds, count = 5, 10
+    policy = Policy(
+        promote_after_s=(0.1, 0.1, 0.1),
+        retries={TYPE: Retry(max_retries=rounds, delay_s=0.5, delay_s_max=0.5)},
+    )
+    with Engine.open(url, policy) as engine:
+        failed = 0
+
+        @engine.handler(TYPE)
+        async def handle(_message: Any, context: Any) -> int:
+            nonlocal failed
+            if context.attempt <= rounds:
+                failed += 1
+                raise RuntimeError("again")
+            return int(context.attempt)
+
+        def has_failed(times: int) -> bool:
+            return failed >= times
+
+        handles = await submit(engine, count, priority=3)
+        for turn in range(rounds + 1):
+            await until_promoted(engine, rabbit, count)
+            async with working(engine):
+                await until(partial(has_failed, count * min(turn + 1, rounds)))
+                if turn == rounds:
+                    assert await results(handles) == [rounds + 1] * count
+        assert failed == count * rounds
+
+
+# ---- organizations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 5)
+    monkeypatch.setattr("postroom.stores.rabbitmq.OWN_LANES_MAX", 5)
+    with Engine.open(any_url) as engine:
+        seen = echo(engine)
+        for number in range(5):
+            await submit(engine, 1, org_id=f"own{number}")
+        hot = "hot"
+        twin = next(f"t{n}" for n in range(10_000) if shard_of(f"org:t{n}") == shard_of("org:hot"))
+        await submit(engine, 60, org_id=hot)
+        await submit(engine, 3, org_id=twin)
+        homes = store_of(engine).homes
+        assert {is_shard(homes[f"{ENGINE_PREFIX}own{n}"]) for n in range(5)} == {False}
+        assert homes[ENGINE_PREFIX + hot] == homes[ENGINE_PREFIX + twin] == shard_of("org:hot")
+        async with working(engine, concurrency=4):
+            await until(lambda: len(seen) == 68)
+        last = max(index for index, (org_id, _) in enumerate(seen) if org_id == twin)
+        assert last < 30  # the hot organization does not go first with all its messages
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_250_organizations_are_served(url: str) -> None:
+    with Engine.open(url) as engine:
+        seen = echo(engine)
+        messages = [
+            {"type": TYPE, "org_id": f"o{number}", "payload": {"n": number}, "priority": number % 4}
+            for number in range(250)
+        ]
+        async with working(engine):
+            await results(await engine.submit_many(messages))
+        assert {org_id for org_id, _ in seen} == {f"o{number}" for number in range(250)}
+        homes = store_of(engine).homes.values()
+        assert sum(not is_shard(home) for home in homes) == OWN_LANES_MAX
+        assert sum(is_shard(home) for home in homes) == 50
+
+
+# ---- repair ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_the_sweep_publishes_what_the_broker_lost(any_url: str, rabbit: RabbitServer) -> None:
+    with Engine.open(any_url) as engine:
+        echo(engine)
+        handles = await submit(engine, 20) + await submit(engine, 5, priority=0, org_id="beta")
+        store = store_of(engine)
+        await until(
+            lambda: store._started().counts(["org:acme", "org:beta"]) == {"org:acme": 20, "org:beta": 5}
+        )
+        assert store.reconcile() == 0
+        channel = channel_of(rabbit)
+        for name in lanes_of(store) + lanes_of(store, "org:beta"):
+            channel.queue_delete(name)
+        channel.connection.close()
+        assert store.reconcile() == 25
+        async with working(engine):
+            await results(handles)
+
+
+@in_loop
+async def test_a_worker_claims_from_the_ledger_when_the_broker_is_silent(
+    url: str, rabbit: RabbitServer
+) -> None:
+    with Engine.open(url) as engine:
+        echo(engine)
+        handles = await submit(engine, 5)
+        store = store_of(engine)
+        await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 5})
+        channel = channel_of(rabbit)
+        for name in lanes_of(store):
+            channel.queue_purge(name)
+        channel.connection.close()
+        async with working(engine):
+            await results(handles)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_a_lane_that_was_deleted_is_declared_again(
+    url: str, rabbit: RabbitServer, broker_alone: None
+) -> None:
+    with Engine.open(url) as engine:
+        echo(engine)
+        async with working(engine):
+            await results(await submit(engine, 1))
+            channel = channel_of(rabbit)
+            for name in lanes_of(store_of(engine)):
+                channel.queue_delete(name)
+            channel.connection.close()
+            await results(await submit(engine, 5))
+
+
+# ---- the address -----------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_sqlite_ledger_is_refused_to_a_second_host(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.open(url) as engine:
+        await submit(engine, 1)
+        monkeypatch.setattr("postroom.system.clock.SystemClock.boot_id", lambda _self: "another-host")
+        with Engine.open(url) as other, pytest.raises(InvalidSetting, match="PostgreSQL ledger"):
+            await submit(other, 1)
+
+
+@in_loop
+async def test_p0_that_only_the_broker_has_is_stored_when_a_worker_gets_it(
+    rabbit: RabbitServer, tmp_path: Path, broker_alone: None
+) -> None:
+    url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", "p0=broker-only")
+    with Engine.open(url) as engine:
+        seen = echo(engine)
+        handles = await submit(engine, 10, priority=0)
+        keyed = await engine.submit(
+            type=TYPE, org_id="acme", payload={"n": 99}, priority=0, idempotency_key="k"
+        )
+        assert engine.store.load(handles[0].message_id) is None
+        assert engine.store.load(keyed.message_id) is not None
+        async with working(engine):
+            await until(lambda: len(seen) == 11)
+            assert await results(handles) == [*range(10)]
+
+
+@in_loop
+async def test_the_password_is_in_no_log(
+    rabbit: RabbitServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rabbit.ctl(
+        "eval",
+        f'rabbit_auth_backend_internal:add_user(<<"agent">>, <<"{SECRET}">>, <<"test">>), '
+        'All = <<".*">>, '
+        'rabbit_auth_backend_internal:set_permissions(<<"agent">>, <<"/">>, All, All, All, <<"test">>).',
+    )
+    url = rabbit.url(f"sqlite:///{tmp_path}/queue.db").replace("guest:guest", f"agent:{SECRET}")
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "pika"):
+        with Engine.open(url) as engine:
+            echo(engine)
+            async with working(engine):
+                [handle] = await submit(engine, 1)
+                await handle.result(timeout_s=PATIENCE_S)
+                assert SECRET not in await engine.explain(handle.message_id)
+                assert SECRET not in engine.store.url
+        wrong = url.replace(SECRET, f"{SECRET}-wrong").replace("queue.db", "other.db")
+        with Engine.open(wrong) as engine:
+            await submit(engine, 1)
+            assert "not reachable" in store_of(engine).broker_trouble
+    assert SECRET not in caplog.text
+
+
+def test_a_missing_pika_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pika", None)
+    with pytest.raises(InvalidSetting, match=r"install postroom\[rabbitmq\]"):
+        Engine.open("amqp://h/?ledger=memory://")

@@ -1,0 +1,142 @@
+"""A private RabbitMQ for tests: on free loopback ports, with its own folder, stopped at the end."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+HOST = "127.0.0.1"
+PATIENCE_S = 60.0
+LOOK_S = 0.05
+PROGRAMS = Path("/usr/lib/rabbitmq/bin")  # the wrappers on the PATH require another user
+
+
+def is_installed() -> bool:
+    """Whether RabbitMQ can be started here."""
+    return (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server((HOST, 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+class RabbitServer:
+    """One node. Its data stay in the folder between `kill` and `start`."""
+
+    def __init__(self, folder: Path, mapper_port: int, name: str = "test") -> None:
+        self.port = free_port()
+        self.node = f"{name}{self.port}@localhost"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self._config = folder / "rabbitmq.conf"
+        config.write_text(f"listeners.tcp.default = {HOST}:{self.port}\nloopback_users = none\n")
+        (folder / ".erlang.cookie").write_text("postroom-tests")
+        (folder / ".erlang.cookie").chmod(0o400)
+        self._environment = os.environ | {
+            "HOME": str(folder),
+            "ERL_EPMD_PORT": str(mapper_port),
+            "ERL_EPMD_ADDRESS": HOST,
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_CONFIG_FILE": str(config),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+            "RABBITMQ_CONF_ENV_FILE": os.devnull,
+            "RABBITMQ_PID_FILE": str(folder / "pid"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def url(self, ledger: str, options: str = "", *, port: int = 0) -> str:
+        """The URL of a store on this node. `port` is that of a proxy in front of it."""
+        return (
+            f"amqp://guest:guest@{HOST}:{port or self.port}/?{options}{'&' if options else ''}ledger={ledger}"
+        )
+
+    def join(self, nodes: Sequence[str]) -> None:
+        """Form a cluster with these nodes at the first start."""
+        lines = ["cluster_formation.peer_discovery_backend = classic_config"]
+        lines += [f"cluster_formation.classic_config.nodes.{n} = {node}" for n, node in enumerate(nodes, 1)]
+        self._config.write_text(self._config.read_text() + "\n".join(lines) + "\n")
+
+    def start(self) -> None:
+        """Start the node and wait until it listens."""
+        self._process = subprocess.Popen(
+            [PROGRAMS / "rabbitmq-server"],
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        await_listening(self.port, self._process)
+
+    def kill(self) -> None:
+        """Kill the node as a power cut would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop the node in order."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+            process.wait(PATIENCE_S)
+
+    def ctl(self, *words: str) -> str:
+        """Run `rabbitmqctl` for this node; what it prints."""
+        return subprocess.run(
+            [PROGRAMS / "rabbitmqctl", "-q", "-n", self.node, *words],
+            env=self._environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        ).stdout
+
+
+@contextmanager
+def port_mapper() -> Iterator[int]:
+    """The name server of Erlang nodes. Started here, because one that a node starts would outlive it."""
+    port = free_port()
+    environment = os.environ | {"ERL_EPMD_PORT": str(port), "ERL_EPMD_ADDRESS": HOST}
+    process = subprocess.Popen(
+        ["epmd"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        await_listening(port, process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+@contextmanager
+def rabbitmq(folder: Path) -> Iterator[RabbitServer]:
+    """A running node."""
+    with port_mapper() as mapper_port:
+        server = RabbitServer(folder, mapper_port)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def await_listening(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Wait until a process listens on a port."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError), socket.create_connection((HOST, port), timeout=1.0):
+            return
+        time.sleep(LOOK_S)
+    raise RuntimeError(f"nothing listens on port {port}")

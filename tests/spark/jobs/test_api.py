@@ -1,0 +1,53 @@
+"""The pipeline in a session of somebody else: the notebook runs as it is, whatever the time zone."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+import postroom.pipeline
+from postroom.errors import InvalidMessage
+from postroom.pipeline import Pipeline, Tables
+from tests.spark.oracle import expected, oracle, stored
+
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "pipeline.ipynb"
+TIME_ZONE = "spark.sql.session.timeZone"
+
+
+@pytest.fixture
+def in_tokyo(spark: SparkSession) -> Iterator[SparkSession]:
+    before = str(spark.conf.get(TIME_ZONE))
+    spark.conf.set(TIME_ZONE, "Asia/Tokyo")
+    yield spark
+    spark.conf.set(TIME_ZONE, before)
+
+
+@pytest.mark.usefixtures("in_tokyo")
+def test_the_notebook_makes_the_tables_of_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    try:
+        for cell in cells:
+            exec("".join(cell["source"]), names)  # noqa: S102 - that is what a notebook does
+        for name in ("events", "messages", "attempts", "spans"):
+            columns, rows = expected(oracle(names["folder"] / "events"), name)
+            assert stored(names["tables"], f"silver_{name}", columns) == rows
+        assert {"messages", "spans", "latency", "cost"} <= set(names["views"])
+        assert sum(row["n"] for row in names["outcomes"].collect()) == 100
+    finally:
+        shutil.rmtree(names["folder"])
+    assert "100 messages" in capsys.readouterr().out
+
+
+def test_a_uri_names_a_folder_and_an_object_store_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    assert Tables(folder.as_uri()).folder == Tables(str(folder)).folder == Tables(folder).folder == folder
+    with pytest.raises(InvalidMessage, match="s3://bucket/t is not a folder of this machine"):
+        Tables("s3://bucket/t")
+    assert Pipeline.__module__ == "postroom.pipeline.jobs"
+    with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
+        _ = postroom.pipeline.Nobody
