@@ -30,14 +30,18 @@ from postroom.errors import (
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
+from tests.postgresserver import database, postgres, store_url
 
 Opened = Callable[..., EngineUnderTest]
 ONCE = {"tool_call": Retry(max_retries=0), "model_call": Retry(max_retries=0)}
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def url(request: Any, tmp_path: Any) -> Any:
-    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+__all__ = ["database", "postgres"]  # fixtures
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return store_url(request, tmp_path)
 
 
 @pytest.fixture

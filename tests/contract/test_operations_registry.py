@@ -1,5 +1,6 @@
 """Conflicting operations never run at the same time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ from postroom.contracts.goals.cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, 
 from postroom.errors import InvalidMessage
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
+from tests.postgresserver import database, postgres, store_url
+
+__all__ = ["database", "postgres"]  # fixtures
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def opened(request: Any, tmp_path: Any) -> Any:
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     made: list[EngineUnderTest] = []
-    url = "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+    url = store_url(request, tmp_path)
 
     def open_engine(**rules: Any) -> Any:
         made.append(EngineUnderTest(url, Policy(**rules)))
