@@ -126,7 +126,7 @@ class WorkerProcesses:
         wanted = wanted_workers(
             self._wanted,
             status.stage,
-            promoted_share(status.workers),
+            promoted_share(status.workers, status.depth),
             now - self._idle_since,
             rule,
             self._least,
