@@ -155,13 +155,14 @@ class Endpoint:
         request.token = token.strip()
         identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
         if identity is None:
-            raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
+            raise Refusal(401, "Unauthorized", _token_fault(scheme, request.token))
         request.identity = identity
         connection = request.scope.get(CONNECTION)
         if connection is not None:  # the first request with a token on this connection
             connection.identify(identity)
         if self._served.operators_only and not identity.is_operator:
-            raise Refusal(403, "Forbidden", "only an operator may do that, and this is the token of an agent")
+            whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
+            raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""
@@ -196,7 +197,15 @@ class Endpoint:
         server.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
 
 
+def _token_fault(scheme: str, token: str) -> str:
+    if scheme.lower() != "bearer" or not token:
+        return "a bearer token of this server is needed: send the header 'Authorization: Bearer TOKEN'"
+    return "a bearer token of this server is needed, and this one is unknown, expired or revoked"
+
+
 def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
+    if not body:
+        raise InvalidMessage("the body is empty, and has to be a JSON object")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError:
