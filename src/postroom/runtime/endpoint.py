@@ -44,6 +44,7 @@ from postroom.errors import (
     WrongState,
     reason,
 )
+from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     JSON_TYPE,
     NO_CONTENT,
@@ -106,6 +107,8 @@ class ServedRoute(NamedTuple):
     handler: Handler
     body_bytes_max: int = SMALL_BODY_BYTES_MAX
     operators_only: bool = False
+    within_org: bool = False
+    """Whether an operator of one organization may also send it. The handler keeps to that organization."""
 
 
 class Endpoint:
@@ -160,9 +163,12 @@ class Endpoint:
         connection = request.scope.get(CONNECTION)
         if connection is not None:  # the first request with a token on this connection
             connection.identify(identity)
-        if self._served.operators_only and not identity.is_operator:
+        if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
+
+    def _may_operate(self, identity: Identity) -> bool:
+        return identity.is_operator or (self._served.within_org and identity.operates(identity.org))
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""

@@ -361,6 +361,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.replay,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -373,6 +374,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.purge,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
@@ -397,6 +399,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.pause,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -409,6 +412,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.resume,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/goals", "Goals and their states", {200: (GoalsAnswer,)}, _READ),
