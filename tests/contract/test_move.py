@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from postroom import Engine, Tasks
 from postroom.cli.main import cli
 from postroom.contracts.move import end_move, move_store
-from postroom.errors import InvalidMessage, StoreMoved
+from postroom.errors import InvalidMessage, StoreDamaged, StoreMoved, Unavailable
 from postroom.stores.base import Listing
 from postroom.testing import check_consistency
 from tests.postgresserver import database, postgres
@@ -90,6 +90,39 @@ def test_command_moves_and_says_what(tmp_path: Path, database: str) -> None:
     assert (done.exit_code, '"verified":true' in done.output.replace(" ", "")) == (0, True)
     with Tasks.open(source) as tasks, pytest.raises(StoreMoved):
         tasks.enqueue(agent="a", payload=1)
-    end_move(source)
+    with pytest.raises(InvalidMessage, match="both stores would deliver"):
+        end_move(source, database)
+    refused = CliRunner().invoke(cli, ["move", "--undo", source])
+    assert (refused.exit_code, "say where the move went" in refused.output) == (2, True)
+    undone = CliRunner().invoke(cli, ["move", "--undo", "--force", source], catch_exceptions=False)
+    assert undone.exit_code == 0
+    with Tasks.open(source) as tasks:
+        tasks.enqueue(agent="a", payload=1)
+
+
+def test_source_stays_closed_when_the_copy_is_in_the_target(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"sqlite:///{tmp_path}/queue.db"
+    filled(source)
+    monkeypatch.setattr("postroom.contracts.move.differences", lambda *_: ["the counters differ"])
+    with pytest.raises(StoreDamaged, match="the counters differ"):
+        move_store(source, database)
+    with Tasks.open(source) as tasks, pytest.raises(StoreMoved):
+        tasks.enqueue(agent="a", payload=1)
+
+
+def test_source_takes_writes_again_when_the_copy_failed(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"sqlite:///{tmp_path}/queue.db"
+    filled(source)
+
+    def fail(*_: object) -> None:
+        raise Unavailable("the copy failed")
+
+    monkeypatch.setattr("postroom.contracts.move.import_store", fail)
+    with pytest.raises(Unavailable, match="the copy failed"):
+        move_store(source, database)
     with Tasks.open(source) as tasks:
         tasks.enqueue(agent="a", payload=1)

@@ -53,7 +53,7 @@ def create(
     """Make a token and print it. It is shown only once; the folder keeps its checksum.
 
     An agent works on its own queue and for its own organization. An operator sees and does everything. An
-    admin may also make and revoke tokens. With --org, both have the rights of an agent of that organization.
+    admin may also make and revoke tokens. With --org, both keep to that organization.
 
     \b
     Example:

@@ -1,15 +1,22 @@
 """Move a store to another address while its users wait: `postroom move FROM TO`.
 
-Rule 1: the source refuses writes from the moment of the copy, in every process. It is never written again,
-        unless the move fails: then it takes writes again.
+Rule 1: the source refuses writes from the moment of the copy, in every process. It takes writes again only
+        when the move failed and the target is known to be empty: two stores would deliver the same messages.
 Rule 2: the move is over when every record, cell and counter of the target was compared with the source.
 """
 
-from postroom.errors import InvalidMessage, StoreDamaged
+import logging
+from contextlib import suppress
+
+import psycopg
+
+from postroom.errors import InvalidMessage, PostroomError, StoreDamaged
 from postroom.stores.open import POSTGRES, SQLITE, open_store
 from postroom.stores.postgres import PostgresStore
-from postroom.stores.postgres_import import differences, import_store
+from postroom.stores.postgres_import import differences, import_store, is_empty
 from postroom.stores.store import Store
+
+_log = logging.getLogger("postroom.store")
 
 
 def move_store(source_url: str, target_url: str) -> dict[str, int]:
@@ -22,18 +29,32 @@ def move_store(source_url: str, target_url: str) -> dict[str, int]:
     source, target = open_store(source_url), PostgresStore(target_url)
     try:
         source.write(lambda _: None)  # `StoreMoved` here: a failure below must not undo an earlier move
-        target.identity()  # before the source stops: the target must answer
+        if not is_empty(target):  # before the source stops
+            raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
         source.set_moved(target.url)
         try:
             copied = import_store(target, source)
             _compare(source, target)
         except BaseException:
-            source.set_moved("")
+            _reopen_if_empty(source, target)
             raise
     finally:
         source.close()
         target.close()
     return copied
+
+
+def _reopen_if_empty(source: Store, target: PostgresStore) -> None:
+    """Let the source of a failed move take writes again, unless the target holds what was copied."""
+    with suppress(PostroomError, psycopg.Error):
+        if is_empty(target):
+            source.set_moved("")
+            return
+    _log.error(
+        "%s still refuses writes: %s is not known to be empty. Empty it, then: postroom move --undo FROM TO",
+        source.url,
+        target.url,
+    )
 
 
 def _compare(source: Store, target: Store) -> None:
@@ -42,8 +63,20 @@ def _compare(source: Store, target: Store) -> None:
         raise StoreDamaged(f"the copy differs from {source.url}: {found[0]}")
 
 
-def end_move(source_url: str) -> None:
-    """Let a store take writes again after a move that was killed half-way."""
+def end_move(source_url: str, target_url: str | None) -> None:
+    """Let a store take writes again after a move that was killed half-way.
+
+    The target has to be empty. None skips that check.
+    """
+    if target_url is not None:
+        target = PostgresStore(target_url)
+        try:
+            if not is_empty(target):
+                raise InvalidMessage(
+                    f"{target.url} holds messages, which both stores would deliver: empty it first"
+                )
+        finally:
+            target.close()
     source = open_store(source_url)
     source.set_moved("")
     source.close()

@@ -44,6 +44,13 @@ def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
     return copied
 
 
+def is_empty(target: PostgresStore) -> bool:
+    """Whether a store holds nothing."""
+    target.identity()  # creates the schema
+    with target.connected() as connection:
+        return connection.execute(target.writing["is_used"]).fetchone() == (False,)  # type: ignore[arg-type, unused-ignore]
+
+
 def _copy(connection: Connection, query: str, rows: Iterator[tuple[Any, ...]]) -> int:
     count = 0
     with connection.cursor().copy(query) as copy:  # type: ignore[arg-type, unused-ignore]
