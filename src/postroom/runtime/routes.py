@@ -12,15 +12,18 @@ from postroom.runtime import agent_handlers, engine_handlers, event_streams, han
 from postroom.runtime.endpoint import ServedRoute
 from postroom.runtime.engine_schemas import (
     AckBody,
+    AgentAnswer,
     AgentsAnswer,
     AgentsQuery,
     ExplainAnswer,
+    FoundAnswer,
     InboxAnswer,
     InboxDoneBody,
     LettersAnswer,
     LettersQuery,
     MessageAnswer,
     MessagesAnswer,
+    MessagesQuery,
     NewMessageBody,
     NewMessagesBody,
     PauseBody,
@@ -43,6 +46,7 @@ from postroom.runtime.schemas import (
     BusAnswer,
     BusIdAnswer,
     BusQuery,
+    CallerAnswer,
     ClaimedTask,
     ClaimedTasks,
     CompleteBody,
@@ -187,6 +191,17 @@ ROUTES: Sequence[ServedRoute] = (
     ServedRoute(
         Route(
             "GET",
+            "/engine/messages",
+            "Messages of an organization in the order of acceptance",
+            {200: (FoundAnswer,)},
+            _READ,
+            query=MessagesQuery,
+        ),
+        engine_handlers.find,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
             "/engine/messages/{id}",
             "A message and its history, now or after its end",
             {200: (MessageInfo,)},
@@ -269,6 +284,16 @@ ROUTES: Sequence[ServedRoute] = (
             query=SessionQuery,
         ),
         agent_handlers.stream,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents/{id}/beat",
+            "Note the agent of the token as alive",
+            {202: (AgentAnswer,)},
+            _CHANGE,
+        ),
+        agent_handlers.beat,
     ),
     ServedRoute(
         Route(
@@ -404,6 +429,9 @@ ROUTES: Sequence[ServedRoute] = (
         Route("GET", "/metrics", "Metrics for Prometheus", {200: TEXT}, _READ),
         monitoring.metrics,
         operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/whoami", "The owner of the token", {200: (CallerAnswer,)}, _READ), monitoring.caller
     ),
     ServedRoute(
         Route(
