@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         StaleLease,
         StreamRestarted,
         TokensExhausted,
+        ToolFailed,
         TopicError,
         Unavailable,
         UnknownTask,
@@ -102,6 +103,7 @@ __all__ = [
     "StreamRestarted",
     "Tasks",
     "TokensExhausted",
+    "ToolFailed",
     "TopicError",
     "Unavailable",
     "UnknownTask",
@@ -160,6 +162,7 @@ _HOME = {
     "SinceIdNotFound": "postroom.errors",
     "TOPICS": "postroom.core.queuewire",
     "TokensExhausted": "postroom.errors",
+    "ToolFailed": "postroom.errors",
     "TopicError": "postroom.errors",
     "Unavailable": "postroom.errors",
 }
