@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-up bench-pipeline crash simulate fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -75,6 +75,9 @@ bench-brokers: $(STAMP) ## the benchmark of PostgreSQL and RabbitMQ beside raw c
 bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DBOS
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_engine.py
+
+bench-goals: $(STAMP) ## the benchmark of goals, graph, conflicts and sandboxes
+	@$(PYTHON) bench/bench_goals.py
 
 bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, idle agents
 	@$(PYTHON) bench/bench_coordinator.py

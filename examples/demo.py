@@ -12,6 +12,7 @@ its result is refused. At the end every acknowledged task was done once, and its
 Act 3, mailboxes. A mail server is killed with -9, and the published SDK of mq9 uses it; see mailact.py.
 
 Act 4, the global queue. Two organizations share an `Engine`, and several things go wrong; see engineact.py.
+Then a goal of five steps is rolled back and takes another way; see goalact.py.
 Then three agents on one coordinator are killed, and get their answers when they are back; see agents.py.
 
 Act 5, the audit stream. All events of these acts go to one stream. The demo prints the request of the stopped
@@ -41,6 +42,7 @@ from typing import Any
 
 from agents import main as run_agents
 from engineact import act_engine, store_url
+from goalact import act_goals
 from mailact import act_mail
 from pipelineact import act_pipeline
 
@@ -423,6 +425,7 @@ def tour(given: Path | None) -> None:
     fine = act_two(folder) and fine
     fine = act_mail(folder, say) and fine
     fine = act_engine(folder, say) and fine
+    fine = act_goals(folder, say) and fine
     print("\nThree agents on one coordinator:", flush=True)
     fine = run_agents(folder / "agents") and fine
     fine = act_audit(folder) and fine

@@ -1,15 +1,17 @@
-"""Many seeds of `postroom.testing.World`, in parts that processes can share."""
+"""Many seeds of the worlds of `postroom.testing`, in parts that processes can share."""
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from postroom.testing.world import StoreName, World
+from postroom.testing.agent_world import AgentReport, AgentWorld
+from postroom.testing.world import World
 
 
 class Part(NamedTuple):
     """A range of seeds."""
 
-    store: StoreName
+    world: Literal["memory", "sqlite", "agents"]
+    """The store of an engine, or the world of coordinators and agents."""
     first: int
     seeds: int
 
@@ -30,9 +32,9 @@ def simulated(part: Part) -> PartResult:
     actions: Counter[str] = Counter()
     messages = 0
     for seed in range(part.first, part.first + part.seeds):
-        report = World(seed, store=part.store).run()
+        report = AgentWorld(seed).run() if part.world == "agents" else World(seed, store=part.world).run()
+        messages += report.requests if isinstance(report, AgentReport) else report.messages
         actions.update(report.actions)
-        messages += report.messages
         if not report.ok:
             failed.append(str(report))
     return PartResult(part.seeds, messages, failed, actions)

@@ -1,10 +1,10 @@
-"""`make simulate`: seeded histories of an engine on all cores; see `postroom.testing.world`.
+"""`make simulate`: seeded histories of engines and of agents on all cores; see `postroom.testing.world`.
 
     python tools/simulate.py                               100,000 seeds
     python tools/simulate.py --seeds 500 --first 100000    others
 
-One seed of `SQLITE_EVERY` also runs on SQLite. A failed seed is printed with the command that replays it, and
-the exit code is 1 then.
+One seed of `SQLITE_EVERY` also runs on SQLite, and one of `AGENTS_EVERY` in the world of coordinators and
+agents. A failed seed is printed with the command that replays it, and the exit code is 1 then.
 """
 
 import argparse
@@ -22,17 +22,19 @@ from tests.simulation import Part, PartResult, simulated
 SEEDS = 100_000
 PART_SEEDS = 50
 SQLITE_EVERY = 10
+AGENTS_EVERY = 10
 FAILURES_SHOWN_MAX = 10
 PROGRESS_TERMINAL_S = 1.0
 PROGRESS_PIPED_S = 60.0
 
 
 def parts(first: int, seeds: int) -> Iterator[Part]:
-    """All seeds in memory, and the first tenth of each part on SQLite."""
+    """All seeds in memory, the first tenth of each part on SQLite, and that tenth with agents."""
     for start in range(first, first + seeds, PART_SEEDS):
         count = min(PART_SEEDS, first + seeds - start)
         yield Part("memory", start, count)
         yield Part("sqlite", start, -(-count // SQLITE_EVERY))
+        yield Part("agents", start, -(-count // AGENTS_EVERY))
 
 
 class Progress:

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
         Policy,
         Retry,
     )
+    from postroom.contracts.goals.adviser import Adviser, RuleAdviser
+    from postroom.contracts.goals.graph import Graph
+    from postroom.contracts.goals.http_adviser import HttpAdviser
     from postroom.contracts.queue import Queue
+    from postroom.contracts.sandbox import Sandbox
     from postroom.contracts.tasks import Tasks
+    from postroom.core.advice import Advice
     from postroom.core.queuewire import TOPICS
     from postroom.errors import (
         AgentReplaced,
@@ -65,6 +70,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BODY_THRESHOLD",
     "TOPICS",
+    "Advice",
+    "Adviser",
     "AgentReplaced",
     "AgentRules",
     "Audit",
@@ -77,9 +84,11 @@ __all__ = [
     "CoordinatorStopped",
     "EffectUnknown",
     "Engine",
+    "Graph",
     "Guard",
     "GuardTripped",
     "Handle",
+    "HttpAdviser",
     "KeyReused",
     "LockTimeout",
     "Mail",
@@ -98,6 +107,8 @@ __all__ = [
     "Rejected",
     "ResultGone",
     "Retry",
+    "RuleAdviser",
+    "Sandbox",
     "SinceIdNotFound",
     "StaleLease",
     "StreamRestarted",
@@ -116,6 +127,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Sandbox": "postroom.contracts.sandbox",
+    "Graph": "postroom.contracts.goals.graph",
+    "Advice": "postroom.core.advice",
+    "HttpAdviser": "postroom.contracts.goals.http_adviser",
+    "RuleAdviser": "postroom.contracts.goals.adviser",
+    "Adviser": "postroom.contracts.goals.adviser",
     "Coordinator": "postroom.contracts.engine",
     "AgentRules": "postroom.contracts.engine",
     "AgentReplaced": "postroom.errors",

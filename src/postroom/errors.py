@@ -25,6 +25,13 @@
     │   ├── ResultGone            the message of an idempotency key is no longer kept
     │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
     │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
+    │   ├── UnknownGoal           no goal of this id was started
+    │   ├── UnknownNode           no node of the knowledge graph that the caller may see has this id
+    │   ├── UnknownCheckpoint     no checkpoint has this id
+    │   ├── UnknownDecision       no decision, or no learned rule, has this id
+    │   ├── GoalEnded             the goal has ended, or is being rolled back
+    │   ├── ContextChanged        the context of a goal has another version than the caller expects
+    │   ├── RollbackRefused       a rollback would pass effects that cannot be undone; lists them
     │   ├── MessageFailed         a message ended without a result; has its errors
     │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
     │   ├── ToolFailed            a tool of an MCP server says that it failed: never retried
@@ -48,6 +55,8 @@
     │   ├── Overloaded            backpressure refuses a submit; says when to try again
     │   ├── CoordinatorStopped    a coordinator serves its agents no longer; open requests stay open
     │   ├── RateLimited           a handler's service limits its rate; says when to try again
+    │   ├── SandboxUnavailable    a sandbox could not be created; says when to try again
+    │   ├── GraphUnavailable      the server of the knowledge graph does not answer
     │   ├── BusFull               a bus and its archives are at their limit, or the disk is nearly full
     │   ├── AuditBehind           the backlog of the audit stream is too long; says when to try again
     │   ├── Unreachable           no harness answers, or it is overloaded; says when to try again
@@ -405,6 +414,80 @@ class GuardTripped(Rejected):
         self.goal_id = goal_id
         self.what = what
         super().__init__(message or f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
+
+
+class UnknownGoal(Rejected, LookupError):
+    """No goal of this id was started."""
+
+    def __init__(self, goal_id: object) -> None:
+        self.goal_id = goal_id
+        super().__init__(f"there is no goal {goal_id!r}: start it first")
+
+
+class UnknownNode(Rejected, LookupError):
+    """No node that the caller may see has this id."""
+
+    def __init__(self, node_id: object) -> None:
+        self.node_id = node_id
+        super().__init__(f"there is no node {node_id!r}: save it first")
+
+
+class UnknownCheckpoint(Rejected, LookupError):
+    """No checkpoint has this id."""
+
+    def __init__(self, checkpoint_id: object) -> None:
+        self.checkpoint_id = checkpoint_id
+        super().__init__(f"there is no checkpoint {checkpoint_id!r}")
+
+
+class UnknownDecision(Rejected, LookupError):
+    """No decision has this id, or no learned rule."""
+
+    def __init__(self, decision_id: object, what: str = "decision") -> None:
+        self.decision_id = decision_id
+        super().__init__(f"there is no {what} {decision_id!r}")
+
+
+class GoalEnded(Rejected):
+    """The state of a goal does not allow the call. Nothing was changed."""
+
+    def __init__(self, goal_id: str, state: str, verb: str) -> None:
+        self.goal_id = goal_id
+        self.state = state
+        super().__init__(f"cannot {verb} goal {goal_id!r}: it is {state}")
+
+
+class ContextChanged(Rejected):
+    """The context of a goal was changed meanwhile. Nothing was stored; read it again."""
+
+    def __init__(self, goal_id: str, expected: int, version: int) -> None:
+        self.goal_id = goal_id
+        self.version = version
+        super().__init__(f"the context of goal {goal_id!r} has version {version}, not {expected}")
+
+
+class RollbackRefused(Rejected):
+    """A rollback would pass effects that cannot be undone. Nothing was changed."""
+
+    def __init__(self, goal_id: str, irreversible: Iterable[str]) -> None:
+        self.goal_id = goal_id
+        self.irreversible = list(irreversible)
+        super().__init__(
+            f"the rollback of goal {goal_id!r} passes effects that cannot be undone: "
+            f"{', '.join(self.irreversible)}; name them in accept_irreversible to leave them as they are"
+        )
+
+
+class GraphUnavailable(Unavailable):
+    """The server of the knowledge graph does not answer, or other writers were always faster."""
+
+
+class SandboxUnavailable(Unavailable):
+    """A sandbox could not be created. The message is deferred."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"no sandbox: {reason}")
 
 
 class MessageFailed(Rejected):

@@ -354,10 +354,10 @@ def test_rate_limit_is_retried_when_the_service_says(
 
 
 def test_message_without_a_handler_goes_to_the_dead_letters(world: EngineUnderTest) -> None:
-    handle = world.submit(type="memory_save")
+    handle = world.submit(type="model_call")
     world.run_all()
     assert world.state(handle) == "DEAD_LETTER"
-    [letter] = world.wait(world.engine.dlq.list(type="memory_save"))
+    [letter] = world.wait(world.engine.dlq.list(type="model_call"))
     assert "NoHandler" in letter.failure_reason
 
 

@@ -71,6 +71,18 @@ def test_target_must_be_empty_and_a_failed_move_leaves_the_source_as_it_was(
         tasks.enqueue(agent="a", payload=1)
 
 
+def test_a_second_move_is_refused_and_the_source_still_takes_no_writes(tmp_path: Path, database: str) -> None:
+    source = f"sqlite:///{tmp_path}/queue.db"
+    filled(source)
+    move_store(source, database)
+    with pytest.raises(StoreMoved, match="postgres://"):
+        move_store(source, database)
+    again = CliRunner().invoke(cli, ["move", source, database])
+    assert (again.exit_code, "postroom move --undo" in again.output) == (1, True)
+    with Tasks.open(source) as tasks, pytest.raises(StoreMoved):
+        tasks.enqueue(agent="a", payload=1)
+
+
 def test_command_moves_and_says_what(tmp_path: Path, database: str) -> None:
     source = f"sqlite:///{tmp_path}/queue.db"
     filled(source)

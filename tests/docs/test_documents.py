@@ -45,7 +45,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(page for part in ("docs", "bench", "examples") for page in (ROOT / part).rglob("*.md")),
 ]
-PROGRAMS_WITH_OWN_TEST = {"demo.py", "engineact.py", "mailact.py", "pipelineact.py"}
+PROGRAMS_WITH_OWN_TEST = {"demo.py", "engineact.py", "goalact.py", "mailact.py", "pipelineact.py"}
 PROGRAMS = sorted(
     path
     for path in (ROOT / "examples").iterdir()
@@ -288,8 +288,9 @@ LIMITED = (
     "core.admission",
     "core.tokens",
     *(
-        f"contracts.engine.{module.stem}"
-        for module in sorted((ROOT / "src/postroom/contracts/engine").glob("[a-z]*.py"))
+        f"contracts.{package}.{module.stem}"
+        for package in ("engine", "goals", "sandbox")
+        for module in sorted((ROOT / "src/postroom/contracts" / package).glob("[a-z]*.py"))
     ),
     *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",

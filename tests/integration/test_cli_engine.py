@@ -186,6 +186,7 @@ def test_options_of_a_submit_reach_the_message() -> None:
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "[]"], "JSON object"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "{"], "is not JSON"),
         (["status", "--data", "run", "--url", "http://x"], "two places"),
+        (["status", "--data", "sqlite:///run/queue.db"], "neither a data folder nor an address"),
         (["status", "--url", "http://127.0.0.1:1"], "--url needs a token"),
         (["pause", "--data", "run", "--kill", "--type", "tool_call"], "not for a type"),
         (["dlq", "replay", "--data", "run"], "choose them"),
@@ -193,11 +194,13 @@ def test_options_of_a_submit_reach_the_message() -> None:
         (["load", "--mix", "1/2"], "10/40/40/10"),
         (["work", "--app", "nothing"], "module:engine"),
         (["work", "--app", "nothing:engine"], "cannot be loaded"),
+        (["work", "--app", "broken:engine"], "broken:engine cannot be loaded: ZeroDivisionError: division"),
         (["work", "--app", "app:here"], "is not an Engine"),
         (["work", "--app", "app:engine", "--min-workers", "3", "--max-workers", "2"], "is below"),
     ],
 )
 def test_a_wrong_call_is_one_sentence(arguments: list[str], error: str) -> None:
+    Path("broken.py").write_text("1 / 0")
     result = postroom("engine", *arguments)
     assert result.code == 2, result.errors
     assert error in result.errors.splitlines()[-1]

@@ -167,7 +167,19 @@ def test_a_port_in_use_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> 
         )
     assert refused.code == 1
     assert refused.raw == b""
-    assert "the part http cannot start" in refused.errors.splitlines()[-1]
+    *log, said = refused.errors.splitlines()
+    assert "the part http cannot start: cannot listen on 127.0.0.1 port" in said
+    assert all(json.loads(line)["ts"].endswith("Z") for line in log)
+
+
+def test_a_second_up_of_a_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data, "--no-audit", "--no-mail") as up:
+        before = up.parts(data)
+        refused = postroom("up", "--data", data, "--http-port", 0, "--no-audit", "--no-mail")
+        assert (refused.code, refused.raw) == (1, b"")
+        assert "another `postroom up` serves" in refused.errors
+        assert up.parts(data) == before
 
 
 def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         r"github +is up +5 of 5 calls done meanwhile",
         r"slack +is up +its breaker is closed",
         r"zen +replayed +3 orders, all done; charged 3 times in all",
+        r"step +fails for good +step 3: the train is full",
+        r"step +done +3 of 5, in another way",
+        r"recovery +used +rollback_to_checkpoint; ",
+        r"proof +of the goal +mail sent 1 time, charge undone 1 time",
     ):
         assert re.search(line, run.stdout), line
     assert int(re.findall(r"that were refused: (\d+)", run.stdout)[0]) > 0

@@ -246,6 +246,18 @@ def test_every_route_but_health_needs_a_token(server: Server, method: str, path:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_a_refusal_says_whether_the_token_is_missing_or_wrong(server: Server) -> None:
+    missing = server.send(None, "GET", "/queue/status", headers={})
+    assert "Authorization: Bearer TOKEN" in missing.json["message"]
+    wrong = server.send(None, "GET", "/queue/status", headers={"Authorization": "Bearer pr_nothing"})
+    assert "unknown, expired or revoked" in wrong.json["message"]
+
+
+def test_an_empty_body_is_named(server: Server) -> None:
+    answer = server.send("boss", "POST", "/queue/enqueue", raw=b"")
+    assert (answer.status, "the body is empty" in answer.json["message"]) == (400, True)
+
+
 def test_health_needs_no_token(server: Server) -> None:
     answer = server.get(None, "/health")
     assert (answer.status, answer.json) == (200, {"status": "ok"})

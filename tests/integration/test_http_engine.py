@@ -411,3 +411,29 @@ def test_a_migration_gives_a_message_to_no_other_organization() -> None:
         prepared = registry.prepare(attributed(caller, sent), policy, engine.store.wall_us())
         with pytest.raises(Refusal, match="no other organization"):
             check_attribution(caller, prepared)
+
+
+# ---- operators of one organization -----------------------------------------------------------------
+
+
+def test_an_operator_of_one_organization_changes_only_that_one(server: Server, worker: Engine) -> None:
+    server.tokens["chief"] = server.agents.tokens.create("operator", "acme").token
+    own, foreign = dead(server), dead(server, "spy")
+    found = server.post("chief", "/engine/dlq/replay", dry_run=True).json["message_ids"]
+    assert own in found
+    assert foreign not in found
+    assert server.post("chief", "/engine/dlq/replay", org_id="umbrella").status == 403
+    assert server.post("chief", "/engine/dlq/replay", message_ids=[foreign]).status == 404
+    assert server.post("chief", "/engine/dlq/purge", message_ids=[own]).json["message_ids"] == [own]
+    assert server.post("chief", "/engine/dlq/purge", message_ids=[foreign]).status == 404
+    assert server.get("spy", path_of(foreign)).json["state"] == "DEAD_LETTER"
+
+
+def test_an_operator_of_one_organization_pauses_only_that_one(server: Server) -> None:
+    server.tokens["chief"] = server.agents.tokens.create("operator", "acme").token
+    paused = server.post("chief", "/engine/pause", type="memory_update")
+    assert (paused.status, paused.json) == (202, {"org_id": "acme", "type": "memory_update"})
+    assert server.post("chief", "/engine/pause", org_id="umbrella").status == 403
+    assert server.post("chief", "/engine/resume", type="memory_update").json["org_id"] == "acme"
+    assert server.post("caller", "/engine/pause", org_id="acme").status == 403
+    assert server.get("chief", "/metrics").status == 403

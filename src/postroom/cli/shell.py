@@ -383,10 +383,15 @@ class StoreAddress(PosixPath):
 
 def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     """A data folder, or the address of a store."""
+    from postroom.settings import ADDRESS
     from postroom.stores.open import POSTGRES
 
     if value is not None and value.startswith(POSTGRES):
         return StoreAddress.of(value)
+    if value is not None and ADDRESS.match(value):
+        raise click.BadParameter(
+            f"{value} is neither a data folder nor an address as postgres://user@host/db"
+        )
     return as_path(context, parameter, value)
 
 

@@ -52,8 +52,8 @@ def create(
 ) -> None:
     """Make a token and print it. It is shown only once; the folder keeps its checksum.
 
-    An agent works on its own queue and for its own organization. An operator sees and does everything in its
-    organization, or in all of them. An admin may also make and revoke tokens.
+    An agent works on its own queue and for its own organization. An operator sees and does everything. An
+    admin may also make and revoke tokens. With --org, both have the rights of an agent of that organization.
 
     \b
     Example:

@@ -24,8 +24,8 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.command(context_settings=HELP_OPTIONS)
 @path_option("--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
-@click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0 takes a free one.")
-@click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0 takes a free one.")
+@click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0: a free one.  [default: 8800]")
+@click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0: a free one.  [default: 4222]")
 @click.option("--mail/--no-mail", default=None, help="Serve Mail over NATS.  [default: yes]")
 @click.option("--audit/--no-audit", default=None, help="Ship events to DIR/audit.  [default: yes]")
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
@@ -46,8 +46,9 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
       postroom up --data run --http-port 0 --nats-port 0 --no-audit
       postroom up --data run --app myagents:engine
     """
-    from postroom.runtime.parts import Parts
+    from postroom.runtime.parts import LOCK_FILE
     from postroom.system.atomic import make_folder
+    from postroom.system.lock import alone
 
     settings = _chosen(shell, given)
     data = settings.data
@@ -55,6 +56,13 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
         raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
     _check_address(settings, insecure=insecure)
     make_folder(data, "os")
+    with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
+        _run(shell, data, settings)
+
+
+def _run(shell: Shell, data: Path, settings: "UpSettings") -> None:
+    from postroom.runtime.parts import Parts
+
     token = _first_token(data)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

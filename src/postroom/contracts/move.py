@@ -13,11 +13,15 @@ from postroom.stores.store import Store
 
 
 def move_store(source_url: str, target_url: str) -> dict[str, int]:
-    """Move all records, leases, keys, dead letters, events and cells. Returns what was copied."""
+    """Move all records, leases, keys, dead letters, events and cells. Returns what was copied.
+
+    Raises `StoreMoved` for a store that was moved before.
+    """
     if not source_url.startswith(SQLITE) or not target_url.startswith(POSTGRES):
         raise InvalidMessage("a store is moved from sqlite:///path to postgres://user@host/db")
     source, target = open_store(source_url), PostgresStore(target_url)
     try:
+        source.write(lambda _: None)  # `StoreMoved` here: a failure below must not undo an earlier move
         target.identity()  # before the source stops: the target must answer
         source.set_moved(target.url)
         try:

@@ -57,7 +57,7 @@ class Tool(NamedTuple):
     arguments: type[Arguments]
     run: Run
     is_read_only: bool = False
-    is_destructive: bool = False
+    is_for_operators: bool = False
     is_team: bool = False
     """Whether its use shows that the agent has joined the team."""
 
@@ -521,19 +521,14 @@ TOOLS: Sequence[Tool] = (
     Tool("result", ResultArguments, result, is_read_only=True),
     Tool("explain", ExplainArguments, explain, is_read_only=True),
     Tool("search", SearchArguments, search, is_read_only=True),
-    Tool("dead_letters", DeadLettersArguments, dead_letters, is_read_only=True),
-    Tool("replay", ReplayArguments, replay),
+    Tool("dead_letters", DeadLettersArguments, dead_letters, is_read_only=True, is_for_operators=True),
+    Tool("replay", ReplayArguments, replay, is_for_operators=True),
 )
 
 
 def tools_of(backend: Backend) -> list[Tool]:
     """The tools that the role of the caller allows."""
-    hidden = set()
-    if backend.role == "agent":
-        hidden.add("dead_letters")
-    if not backend.is_operator:
-        hidden.add("replay")
-    return [tool for tool in TOOLS if tool.name not in hidden]
+    return [tool for tool in TOOLS if not (tool.is_for_operators and backend.role == "agent")]
 
 
 def checked_arguments(tool: Tool, given: dict[str, Any]) -> Arguments:

@@ -19,6 +19,8 @@ from postroom.errors import (
     AgentReplaced,
     Bounced,
     BusFull,
+    ContextChanged,
+    GoalEnded,
     GuardTripped,
     InvalidMessage,
     KeyReused,
@@ -27,11 +29,16 @@ from postroom.errors import (
     QueueFull,
     Rejected,
     ResultGone,
+    RollbackRefused,
     SinceIdNotFound,
     StaleLease,
     TooMany,
     Unavailable,
     UnknownAgent,
+    UnknownCheckpoint,
+    UnknownDecision,
+    UnknownGoal,
+    UnknownNode,
     UnknownTask,
     UnsafePath,
     WrongState,
@@ -65,6 +72,13 @@ STATUS_OF: dict[type[BaseException], int] = {
     AgentReplaced: 409,
     ResultGone: 410,
     UnknownTask: 404,
+    UnknownGoal: 404,
+    UnknownNode: 404,
+    UnknownCheckpoint: 404,
+    UnknownDecision: 404,
+    GoalEnded: 409,
+    ContextChanged: 409,
+    RollbackRefused: 409,
     UnknownAgent: 404,
     SinceIdNotFound: 404,
     Rejected: 400,
@@ -95,6 +109,8 @@ class ServedRoute(NamedTuple):
     handler: Handler
     body_bytes_max: int = SMALL_BODY_BYTES_MAX
     operators_only: bool = False
+    within_org: bool = False
+    """Whether an operator of one organization may also send it. The handler keeps to that organization."""
 
 
 class Endpoint:
@@ -141,8 +157,12 @@ class Endpoint:
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
         identity = request.identity = request.scope.get(IDENTITY) or identified(server, request)
-        if self._served.operators_only and not identity.is_operator:
-            raise Refusal(403, "Forbidden", "only an operator may do that, and this is the token of an agent")
+        if self._served.operators_only and not self._may_operate(identity):
+            whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
+            raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
+
+    def _may_operate(self, identity: Identity) -> bool:
+        return identity.is_operator or (self._served.within_org and identity.operates(identity.org))
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""
@@ -183,7 +203,7 @@ def identified(server: TaskServer, request: HttpRequest) -> Identity:
     request.token = token.strip()
     identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
     if identity is None:
-        raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
+        raise Refusal(401, "Unauthorized", _token_fault(scheme, request.token))
     request.identity = identity
     connection = request.scope.get(CONNECTION)
     if connection is not None:  # the first request with a token on this connection
@@ -202,7 +222,15 @@ async def refuse(send: Send, error: BaseException) -> None:
     await send_reply(send, _error_to_reply(error))
 
 
+def _token_fault(scheme: str, token: str) -> str:
+    if scheme.lower() != "bearer" or not token:
+        return "a bearer token of this server is needed: send the header 'Authorization: Bearer TOKEN'"
+    return "a bearer token of this server is needed, and this one is unknown, expired or revoked"
+
+
 def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
+    if not body:
+        raise InvalidMessage("the body is empty, and has to be a JSON object")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError:

@@ -307,16 +307,46 @@ async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: ReplayBody = request.body
+    filters = await _operated_letters(server, request, body)
     replayed = await server.engine.dlq.replay(
-        body.message_ids, dry_run=body.dry_run, priority=body.priority, **body.filters
+        body.message_ids, dry_run=body.dry_run, priority=body.priority, **filters
     )
     return _changed(server, request, "replayed", replayed, is_dry=body.dry_run)
 
 
 async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: PurgeBody = request.body
-    purged = await server.engine.dlq.purge(body.message_ids, dry_run=body.dry_run, **body.filters)
+    filters = await _operated_letters(server, request, body)
+    purged = await server.engine.dlq.purge(body.message_ids, dry_run=body.dry_run, **filters)
     return _changed(server, request, "purged", purged, is_dry=body.dry_run)
+
+
+async def _operated_letters(
+    server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody
+) -> dict[str, Any]:
+    """The filters of a change. An operator of one organization changes only that one's dead letters."""
+    identity, filters = request.identity, body.filters
+    if identity.is_operator:
+        return filters
+    if body.message_ids is None:
+        return {**filters, "org_id": operated_org(identity, body.org_id or "")}
+    chosen = [checked_message_id(message_id) for message_id in body.message_ids]
+
+    def check(operations: Operations) -> None:
+        for message_id in chosen:
+            visible(operations, message_id, identity)
+
+    await server.read_for(request, lambda: _read(server, check))
+    return filters
+
+
+def operated_org(identity: Identity, org_id: str) -> str:
+    """The organization that an operator acts on; empty for all of them."""
+    if identity.is_operator:
+        return org_id
+    if org_id not in ("", identity.org):
+        raise _not_yours(identity, "operates no other organization")
+    return identity.org
 
 
 def _changed(
@@ -367,17 +397,19 @@ async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: PauseBody = request.body
-    await server.engine.pause(org_id=body.org_id, type=body.type, kill=body.kill)
-    return _scoped(server, request, "killed" if body.kill else "paused")
+    org_id = operated_org(request.identity, body.org_id)
+    await server.engine.pause(org_id=org_id, type=body.type, kill=body.kill)
+    return _scoped(server, request, org_id, "killed" if body.kill else "paused")
 
 
 async def resume(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: ResumeBody = request.body
-    await server.engine.resume(org_id=body.org_id, type=body.type)
-    return _scoped(server, request, "resumed")
+    org_id = operated_org(request.identity, body.org_id)
+    await server.engine.resume(org_id=org_id, type=body.type)
+    return _scoped(server, request, org_id, "resumed")
 
 
-def _scoped(server: TaskServer, request: HttpRequest, event: str) -> HttpReply:
+def _scoped(server: TaskServer, request: HttpRequest, org_id: str, event: str) -> HttpReply:
     body: ResumeBody = request.body
-    server.server_log.write(event, agent=request.identity.name, org=body.org_id, type=body.type)
-    return HttpReply(202, _encode(ScopeAnswer(body.org_id, body.type)))
+    server.server_log.write(event, agent=request.identity.name, org=org_id, type=body.type)
+    return HttpReply(202, _encode(ScopeAnswer(org_id, body.type)))

@@ -12,6 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from postroom.contracts.engine.agents import OPEN_REQUESTS_MAX, AgentInfo
 from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
+from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
+from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.core.tokens import TOKENS_MAX
@@ -65,6 +67,7 @@ class NewMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: Text = ""
     tracestate: str = ""
     durability: Durability | None = None
+    operation: dict[str, Any] | None = None
 
 
 class NewMessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -302,3 +305,34 @@ class ScopeAnswer(msgspec.Struct, frozen=True):
 
     org_id: str
     type: str
+
+
+class AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/decisions/{id}/answer`: one of the options of the decision."""
+
+    choice: Text
+
+
+class DecisionsAnswer(msgspec.Struct, frozen=True):
+    """Decisions that nobody has taken yet."""
+
+    decisions: list[Decision]
+
+
+class GoalsAnswer(msgspec.Struct, frozen=True):
+    """Goals and how they stand."""
+
+    goals: list[GoalStatus]
+
+
+class CheckpointsAnswer(msgspec.Struct, frozen=True):
+    """The checkpoints of a goal."""
+
+    checkpoints: list[Checkpoint]
+
+
+class ConflictsAnswer(msgspec.Struct, frozen=True):
+    """Operations that are under way, and messages that wait for them."""
+
+    active: list[Active]
+    waiting: list[Waiting]

@@ -46,11 +46,18 @@ def load_app(name: str) -> Engine:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InvalidSetting(f"app {name} cannot be loaded: {error}") from error
+    except PostroomError:
+        raise
+    except Exception as error:  # the module is the caller's, and may raise anything
+        raise InvalidSetting(f"app {name} cannot be loaded: {_cause(error)}") from error
     if not isinstance(found, Engine):
         raise InvalidSetting(f"{name} is not an Engine but {type(found).__name__}")
     return found
+
+
+def _cause(error: Exception) -> str:
+    is_plain = isinstance(error, ImportError | AttributeError)  # their text says what is missing
+    return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
 
 class _Child(msgspec.Struct):
@@ -126,7 +133,7 @@ class WorkerProcesses:
         wanted = wanted_workers(
             self._wanted,
             status.stage,
-            promoted_share(status.workers),
+            promoted_share(status.workers, status.depth),
             now - self._idle_since,
             rule,
             self._least,

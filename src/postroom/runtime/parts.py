@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from postroom.runtime.supervisor import State, Supervisor
 from postroom.system.atomic import replace_file
 
 STATES_FILE = "up.json"
+LOCK_FILE = "up.lock"
 READY_TIMEOUT_S = 30.0
 READY_CHECK_S = 0.02
 CHECK_EVERY_S = 0.5
@@ -66,6 +68,7 @@ class Parts:
         self._changed = threading.Condition()
         self._log_mutex = threading.Lock()
         self._written: States | None = None
+        self._last_text: dict[str, str] = {}
         self._supervisors = {
             part.name: Supervisor(
                 part.command,
@@ -99,7 +102,8 @@ class Parts:
         """A part that ends before it was ready once has a wrong option or port. A restart would not help."""
         for name, supervisor in self._supervisors.items():
             if supervisor.restarts and not self._is_ready(name):
-                raise Unavailable(f"the part {name} cannot start: see the log above")
+                why = self._last_text.get(name, "see the log above")
+                raise Unavailable(f"the part {name} cannot start: {why}")
 
     def _all_ready(self) -> bool:
         return all(self._is_ready(name) for name in self._parts)
@@ -149,7 +153,7 @@ class Parts:
 
     def _note_exit(self, name: str) -> Callable[[int], None]:
         def note(code: int) -> None:
-            self._write_log({"ts": time.time(), "part": name, "event": "ended", "exit_code": code})
+            self._write_log({"ts": _now(), "part": name, "event": "ended", "exit_code": code})
 
         return note
 
@@ -158,7 +162,9 @@ class Parts:
             try:
                 facts = msgspec.json.decode(line, type=dict[str, Any])
             except msgspec.MsgspecError:
-                facts = {"ts": time.time(), "event": "log", "text": line[:LOG_LINE_CHARS_MAX]}
+                text = line[:LOG_LINE_CHARS_MAX]
+                facts = {"ts": _now(), "event": "log", "text": text}
+                self._last_text[name] = text.removeprefix("postroom: ")
             self._write_log({"part": name, **facts})
 
         return write
@@ -167,6 +173,11 @@ class Parts:
         with self._log_mutex:
             sys.stderr.write(_encode(facts).decode() + "\n")
             sys.stderr.flush()
+
+
+def _now() -> str:
+    """The time as the logs of the servers write it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def with_port(command: Sequence[str], url: str | None) -> list[str]:

@@ -7,16 +7,30 @@ from typing import Any
 from postroom.contracts.engine.dlq import DeadLetter
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.token_status import TokenStatus
+from postroom.contracts.goals.cells import Decision
+from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_views import TaskInfo
-from postroom.runtime import agent_handlers, engine_handlers, event_streams, handlers, monitoring
+from postroom.runtime import (
+    agent_handlers,
+    engine_handlers,
+    event_streams,
+    goal_handlers,
+    handlers,
+    monitoring,
+)
 from postroom.runtime.endpoint import ServedRoute
 from postroom.runtime.engine_schemas import (
     AckBody,
     AgentAnswer,
     AgentsAnswer,
     AgentsQuery,
+    AnswerBody,
+    CheckpointsAnswer,
+    ConflictsAnswer,
+    DecisionsAnswer,
     ExplainAnswer,
     FoundAnswer,
+    GoalsAnswer,
     InboxAnswer,
     InboxDoneBody,
     LettersAnswer,
@@ -372,6 +386,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.replay,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -384,6 +399,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.purge,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
@@ -408,6 +424,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.pause,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -419,6 +436,57 @@ ROUTES: Sequence[ServedRoute] = (
             (ResumeBody,),
         ),
         engine_handlers.resume,
+        operators_only=True,
+        within_org=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/goals", "Goals and their states", {200: (GoalsAnswer,)}, _READ),
+        goal_handlers.goals,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/goals/{id}", "How a goal stands", {200: (GoalStatus,)}, _READ),
+        goal_handlers.goal,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/goals/{id}/checkpoints",
+            "The checkpoints of a goal",
+            {200: (CheckpointsAnswer,)},
+            _READ,
+        ),
+        goal_handlers.checkpoints,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "GET", "/engine/decisions", "Decisions that wait for a person", {200: (DecisionsAnswer,)}, _READ
+        ),
+        goal_handlers.decisions,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/decisions/{id}", "A decision and its question", {200: (Decision,)}, _READ),
+        goal_handlers.decision,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/decisions/{id}/answer",
+            "Take a decision",
+            {202: (Decision,)},
+            _CHANGE,
+            (AnswerBody,),
+        ),
+        goal_handlers.answer,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/conflicts", "Operations that are under way", {200: (ConflictsAnswer,)}, _READ),
+        goal_handlers.conflicts,
         operators_only=True,
     ),
     ServedRoute(

@@ -24,8 +24,8 @@ _log = logging.getLogger("postroom.supervisor")
 class Supervisor:
     """Keeps a command running until `stop`.
 
-    `on_output` gets each line of its stdout, and `on_log` each line of its stderr; without them, stdout is
-    not read and stderr is logged.
+    `on_output` gets each line of its stdout, `on_log` each line of its stderr, and `on_exit` its exit code
+    before a restart. Without them, stdout is not read, and stderr and restarts are logged.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Supervisor:
             self.state = "restarting"
             if self._on_exit is not None:
                 self._on_exit(code)
-            _log.warning("%s ended with %d and is restarted in %g s", self.name, code, pause_s)
+            else:
+                _log.warning("%s ended with %d and is restarted in %g s", self.name, code, pause_s)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -31,7 +31,7 @@ from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Submitted, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
 from postroom.contracts.engine.token_status import status_of
-from postroom.core import breaker, lifecycle
+from postroom.core import breaker, conflicts, lifecycle
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker, Circuit
 from postroom.core.events import of_store
@@ -75,6 +75,7 @@ CLAIM_MAX: Final = 4
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
+TARGETS: Final = ("deploy", "ledger")
 HANDLER_SERVICES: Final = {"model_call": "model"}
 """Model calls that name no service call the one that their handler declares."""
 KEYS: Final = ("", "", "", "a", "b")
@@ -161,6 +162,8 @@ class World:
         self._paused: set[tuple[str, str]] = set()
         self._down: set[str] = set()
         """Services whose calls fail at present."""
+        self._operations: dict[str, Claimed] = {}
+        """The last delivery of each message with an operation."""
         self._position = 0
         self._counts: dict[str, int] = {}
         self._trace: list[str] = []
@@ -316,6 +319,7 @@ class World:
             "service": chance.choice(SERVICES),
             "ordering_key": key,
             "on_dead": chance.choice(("continue", "continue", "stop")) if key else "continue",
+            "operation": self._operation() if chance.random() < 0.3 else None,
             "idempotency_key": f"k{chance.getrandbits(40)}" if chance.random() < 0.5 else None,
             "tokens": chance.choice((0, chance.randint(1, TOKENS_ASKED_MAX))),
             "models": chance.choice(MODELS_ASKED),
@@ -326,6 +330,15 @@ class World:
             lives = timedelta(seconds=delay_s + chance.uniform(1, 40))
             fields["expires_at"] = EPOCH + self.clock.wall_us() * MICROSECOND + lives
         return self._registry.prepare(fields, self.policy, self.clock.wall_us())
+
+    def _operation(self) -> dict[str, Any]:
+        chance = self._random
+        return {
+            "target": chance.choice(TARGETS),
+            "resources": chance.choice(([], ["gpu"], {"seats": 1}, {"seats": 2})),
+            "mode": chance.choice(("exclusive", "shared")),
+            "constraints": chance.choice(({}, {}, {"not_with": ["deploy"]}, {"at_most": 1})),
+        }
 
     def _submit_again(self) -> None:
         """A sender repeats a submit with its key, perhaps with another payload."""
@@ -392,6 +405,7 @@ class World:
         self._check_pauses(claimed)
         self._check_services(claimed, circuits)
         self._check_priority(claimed)
+        self._check_operations(claimed)
         held = [_Held(one, worker) for one in claimed]
         for one in held:
             self._note(worker, "claimed", one.message_id, "lease", one.lease)
@@ -682,6 +696,30 @@ class World:
                 if number or not (may_probe or is_probe):
                     self.checker.report("breaker", one.record.message_id, f"the breaker of {name} is open")
 
+    def _check_operations(self, claimed: list[Claimed]) -> None:
+        """No two operations whose leases live have a conflict."""
+        for one in claimed:
+            if one.body is not None and one.body.operation is not None:
+                self._operations[one.record.message_id] = one
+        live = [
+            one
+            for message_id, one in self._operations.items()
+            if self.checker.is_live(message_id, one.record.lease, self._now_ns())
+        ]
+        for one in live:
+            others = [
+                (other.record.message_id, other.body.operation)
+                for other in live
+                if other is not one and other.record.queue == one.record.queue
+                and other.body is not None and other.body.operation is not None
+            ]  # fmt: skip
+            assert one.body is not None
+            assert one.body.operation is not None
+            found = conflicts.found(one.body.operation, others, self.policy.capacities)
+            if found is not None:
+                said = f"its operation conflicts with that of {found.other} ({found.kind} {found.what})"
+                self.checker.report("conflict", one.record.message_id, said)
+
     def _check_priority(self, claimed: list[Claimed]) -> None:
         """No message of a more urgent class is left behind by a claim that took a less urgent one."""
         lanes = [one.record.lane for one in claimed if not one.is_promoted]
@@ -691,7 +729,9 @@ class World:
         for record in self._records("QUEUED"):
             stored = self._loaded(record.message_id)
             body = msgspec.json.decode(stored.envelope.payload)
-            if "service" in body or stored.envelope.type in HANDLER_SERVICES or "ordering_key" in body:
+            if not body.keys().isdisjoint({"service", "ordering_key", "operation"}):
+                continue
+            if stored.envelope.type in HANDLER_SERVICES:
                 continue
             if self._is_paused(org_of(record.queue), stored.envelope.type):
                 continue
@@ -800,6 +840,7 @@ def _policy(chance: random.Random) -> Policy:
             cooldown_s=chance.choice((5.0, 300.0)),
             on_open=chance.choice(("defer", "defer", "fail")),
         ),
+        capacities={"seats": 3.0},
         guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(messages=20))),
         tokens=chance.choice(({}, _budgets(chance))),
         organizations={

@@ -28,6 +28,7 @@ RULES: Final[dict[str, str]] = {
     "expired": "a message was delivered after its expiry",
     "priority": "a message was delivered while one of a more urgent class waited",
     "breaker": "more than one message reached a service whose breaker was open",
+    "conflict": "two operations that conflict were leased at the same time",
     "effect": "an effect was to run again, or had two outcomes",
     "usage": "the usage of a goal is not the sum of the accepted completions",
     "tokens": "the books of a model are not what live leases reserved and accepted outcomes used",

@@ -6,7 +6,7 @@ same results: `places.Folder` calls the contract, `places.Remote` the HTTP clien
 
 import click
 
-from postroom.cli.engine import agents, dead_letters, load, operate, submit, tokens, work
+from postroom.cli.engine import agents, dead_letters, goals, load, operate, submit, tokens, work
 from postroom.cli.shell import HELP_OPTIONS, add_json_option
 
 
@@ -32,6 +32,8 @@ for _command in (
     *agents.COMMANDS,
     *tokens.COMMANDS,
     *load.COMMANDS,
+    *goals.COMMANDS,
+    *goals.GROUPS,
 ):
     engine.add_command(_command)
 add_json_option(engine)

@@ -68,6 +68,32 @@ class Folder:
     def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
         return list(self._blocking.dlq.purge(message_ids, **options))
 
+    def goals(self) -> list[dict[str, Any]]:
+        return [_builtins(one) for one in self._blocking.wait(self._engine.goals.list())]
+
+    def goal(self, goal_id: str) -> dict[str, Any]:
+        return _builtins(self._blocking.wait(self._engine.goals.status(goal_id)))
+
+    def checkpoints(self, goal_id: str) -> list[dict[str, Any]]:
+        return [_builtins(one) for one in self._blocking.wait(self._engine.goals.checkpoints(goal_id))]
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return [_builtins(one) for one in self._blocking.wait(self._engine.decisions.list())]
+
+    def decision(self, decision_id: str) -> dict[str, Any]:
+        return _builtins(self._blocking.wait(self._engine.decisions.show(decision_id)))
+
+    def answer(self, decision_id: str, choice: str) -> None:
+        self._blocking.wait(self._engine.decisions.answer(decision_id, choice))
+
+    def conflicts(self) -> dict[str, Any]:
+        active = self._blocking.wait(self._engine.conflicts.active())
+        waiting = self._blocking.wait(self._engine.conflicts.waiting())
+        return {
+            "active": [_builtins(one) for one in active],
+            "waiting": [_builtins(one) for one in waiting],
+        }
+
 
 class Remote:
     """The messages of a server, over HTTP."""
@@ -113,6 +139,35 @@ class Remote:
 
     def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
         return self._client.dlq.purge(message_ids, **options)
+
+    def goals(self) -> list[dict[str, Any]]:
+        return list(self._client.request("GET", "/engine/goals")["goals"])
+
+    def goal(self, goal_id: str) -> dict[str, Any]:
+        return dict(self._client.request("GET", f"/engine/goals/{_quoted(goal_id)}"))
+
+    def checkpoints(self, goal_id: str) -> list[dict[str, Any]]:
+        answer = self._client.request("GET", f"/engine/goals/{_quoted(goal_id)}/checkpoints")
+        return list(answer["checkpoints"])
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return list(self._client.request("GET", "/engine/decisions")["decisions"])
+
+    def decision(self, decision_id: str) -> dict[str, Any]:
+        return dict(self._client.request("GET", f"/engine/decisions/{_quoted(decision_id)}"))
+
+    def answer(self, decision_id: str, choice: str) -> None:
+        path = f"/engine/decisions/{_quoted(decision_id)}/answer"
+        self._client.request("POST", path, {"choice": choice})
+
+    def conflicts(self) -> dict[str, Any]:
+        return dict(self._client.request("GET", "/engine/conflicts"))
+
+
+def _quoted(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="")
 
 
 def _builtins(struct: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Rule 1: the parts of a key are joined by a character that no part can hold, so k
         stand together.
 """
 
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -13,7 +13,6 @@ from postroom.core.agents import Health, Receipt
 from postroom.core.breaker import Circuit
 from postroom.core.tokens import Account, Grant
 from postroom.stores.base import CHUNKS
-from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
@@ -28,6 +27,19 @@ def joined(*parts: str | int) -> str:
     return SEPARATOR.join(f"{part:020d}" if isinstance(part, int) else part for part in parts)
 
 
+class Cells(Protocol):
+    """Named values inside one transaction: those of a ledger, or of a graph outside it."""
+
+    def cell(self, kind: str, key: str) -> bytes | None:
+        """As `Ledger.cell`."""
+
+    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
+        """As `Ledger.put_cell`."""
+
+    def cells(self, kind: str, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, bytes]]:
+        """As `Ledger.cells`."""
+
+
 class Kind(Generic[T]):
     """The cells of one kind."""
 
@@ -36,30 +48,28 @@ class Kind(Generic[T]):
         self._decode = msgspec.json.Decoder(value_type).decode
         self._encode = msgspec.json.Encoder().encode
 
-    def get(self, transaction: Transaction, *parts: str | int) -> T | None:
+    def get(self, transaction: Cells, *parts: str | int) -> T | None:
         """The value of a key; None when there is none."""
         value = transaction.cell(self.name, joined(*parts))
         return None if value is None else self._decode(value)
 
-    def put(self, transaction: Transaction, value: T | None, *parts: str | int) -> None:
+    def put(self, transaction: Cells, value: T | None, *parts: str | int) -> None:
         """Set the value of a key; None removes it."""
         encoded = None if value is None else self._encode(value)
         transaction.put_cell(self.name, joined(*parts), encoded)
 
-    def all(self, transaction: Transaction) -> list[tuple[str, T]]:
+    def all(self, transaction: Cells) -> list[tuple[str, T]]:
         """Every key with its value."""
         found = self.scan(transaction)
         while found and len(found) % SCAN_MAX == 0 and (more := self.scan(transaction, found[-1][0])):
             found += more
         return found
 
-    def scan(self, transaction: Transaction, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
+    def scan(self, transaction: Cells, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys above `after` with their values."""
         return [(key, self._decode(value)) for key, value in transaction.cells(self.name, after, limit)]
 
-    def under(
-        self, transaction: Transaction, *parts: str | int, limit: int = SCAN_MAX
-    ) -> list[tuple[str, T]]:
+    def under(self, transaction: Cells, *parts: str | int, limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys that begin with these parts and have more, with their values."""
         prefix = joined(*parts) + SEPARATOR
         after, size = prefix, PAGE
@@ -74,7 +84,7 @@ class Kind(Generic[T]):
             after, size = own[-1][0], 4 * size
         return found
 
-    def drop_under(self, transaction: Transaction, *parts: str | int, limit: int | None = None) -> int:
+    def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:
         """Remove keys that begin with these parts and have more, at most `limit`; how many."""
         prefix = joined(*parts) + SEPARATOR
         dropped = 0
@@ -130,6 +140,8 @@ class Effect(msgspec.Struct, frozen=True, omit_defaults=True):
     is_done: bool = False
     outcome: Any = None
     reversal: Any = None
+    number: int = 0
+    """Its number among the effects of its goal; 0 without a goal."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):

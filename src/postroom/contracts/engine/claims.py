@@ -10,12 +10,13 @@ from math import ceil
 
 import msgspec
 
-from postroom.contracts.engine import ordering
+from postroom.contracts.engine import ends, ordering
 from postroom.contracts.engine.breakers import Breakers, Service, service_called
 from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
-from postroom.contracts.engine.messages import Body, decode_body
+from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import TokenBooks, short_text
+from postroom.contracts.goals.registry import OPERATION, OperationRegistry
 from postroom.core import breaker, lifecycle, poison
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
@@ -69,6 +70,7 @@ class Claims:
         self._grants: dict[str, tuple[Grant, Body]] = {}
         """Tokens of messages that are about to be leased, and their bodies."""
         self._held_back = 0
+        self._operations = OperationRegistry(transaction, policy)
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._breakers = Breakers(transaction, policy)
@@ -249,6 +251,12 @@ class Claims:
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
+        elif OPERATION in head.payload:
+            body = body_of(head.payload)
+            may_run = self._is_next(head) and self._operation_admits(head, body) and self._admits(head)
+            if may_run:
+                self._operations.enter(head, body)
+                return True
         elif self._is_next(head) and self._admits(head):
             return True
         self._held_back += 1
@@ -264,7 +272,7 @@ class Claims:
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)
-        ordering.ended(self._transaction, step.record)
+        ends.ended(self._transaction, self._policy, step.record)
 
     def _quarantine(self, record: Record) -> None:
         said = f"it crashed its worker {poison.own_crashes(record)} times while it ran alone"
@@ -275,11 +283,15 @@ class Claims:
         """Whether no older message of the same ordering key is left."""
         return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
 
+    def _operation_admits(self, head: Head, body: Body | None) -> bool:
+        """Whether no operation that is under way conflicts with that of a message."""
+        return self._operations.admits(head, body)
+
     def _admits(self, head: Head) -> bool:
         """Whether a message has its tokens, and its service may be called."""
         if self._books is None or SPENDS not in head.payload:
             return self._service_admits(head)
-        body = _decoded(head.payload)
+        body = body_of(head.payload)
         if body is None or not body.tokens:
             return self._service_admits(head)
         found = self._books.take(head.record, body)
@@ -344,7 +356,7 @@ class Claims:
         return False
 
     def _service_of(self, head: Head) -> Service | None:
-        body = _decoded(head.payload)
+        body = body_of(head.payload)
         named = "" if body is None else body.service
         return service_called(org_of(head.record.queue), named, self._services.get(head.type, ""))
 
@@ -357,11 +369,12 @@ class Claims:
         leased = self._transaction.lease(
             [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
+        self._operations.leased(leased)
         if self._grants:
             return self._with_tokens(chosen, leased)
         return [
             Claimed(
-                record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
+                record, head.type, head.parent_message_id, body_of(head.payload), head.payload,
                 head.record.lane > lane,
             )
             for (head, lane), record in zip(chosen, leased, strict=True)
@@ -376,7 +389,7 @@ class Claims:
             if grant is not None:
                 held.append((record, grant))
             else:
-                body = _decoded(head.payload)
+                body = body_of(head.payload)
             promoted = head.record.lane > lane
             claimed.append(
                 Claimed(record, head.type, head.parent_message_id, body, head.payload, promoted, grant)
@@ -390,13 +403,6 @@ def _never(body: Body, rules: TokenRules) -> str:
     if not rules.candidates(body.models):
         return f"none of its models has a budget: {', '.join(body.models)}"
     return f"its {body.tokens} tokens are more than any of its models can give"
-
-
-def _decoded(raw: bytes) -> Body | None:
-    try:
-        return decode_body(raw)
-    except msgspec.DecodeError:
-        return None
 
 
 def _required(step: Step | None) -> Step:

@@ -2,14 +2,21 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import Operations, Usage
 from postroom.contracts.engine.part_writer import PartWriter
+from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
+from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
+from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
+from postroom.contracts.sandbox.sandbox import Sandbox
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import tokens
+from postroom.core.advice import ReversalClass
 from postroom.core.tokens import Grant
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
@@ -165,6 +172,7 @@ class Context:
         run: Callable[[], Any],
         *,
         reversal: Any = None,
+        reversal_class: ReversalClass | None = None,
         probe: Callable[[], Any] | None = None,
         on_unknown: Literal["raise", "run"] = "raise",
     ) -> Any:
@@ -174,22 +182,31 @@ class Context:
         returns it. One that finds an intent alone asks `probe` (the outcome, or None when nothing
         happened), runs again with `on_unknown="run"`, or raises `EffectUnknown`. An ordinary error of `run`
         means that nothing happened; a timeout or a lost connection leaves that open.
+
+        `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
+        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser says.
         """
+        checked_reversal(reversal)
+        if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
+            raise InvalidMessage(f"reversal_class is one of {', '.join(REVERSAL_CLASSES)}")
         if not isinstance(key, str) or not 0 < len(key) <= EFFECT_KEY_CHARS_MAX or not key.isprintable():
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
             )
         _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
+        if reversal_class is None:
+            reversal_class = await reversal_class_of(self._core, self.message, key, reversal)
+        begin = partial(self._begin, key, reversal, reversal_class)
         try:
-            known = await self._begin(key, reversal, runs_unknown=runs_unknown)
+            known = await begin(runs_unknown=runs_unknown)
         except EffectUnknown:
             if probe is None:
                 raise
             outcome = await _called(probe)
             if outcome is not None:
                 return await self._end(key, outcome)
-            known = await self._begin(key, reversal, runs_unknown=True)
+            known = await begin(runs_unknown=True)
         if known is not None:
             return known.outcome
         try:
@@ -201,12 +218,36 @@ class Context:
             raise
         return await self._end(key, outcome)
 
-    async def _begin(self, key: str, reversal: Any, *, runs_unknown: bool) -> Any:
+    async def _begin(
+        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+    ) -> Any:
         return await self._write(
             lambda operations: operations.begin_effect(
-                self.message.message_id, self._lease, key, runs_unknown=runs_unknown, reversal=reversal
+                self.message.message_id,
+                self._lease,
+                key,
+                runs_unknown=runs_unknown,
+                reversal=reversal,
+                reversal_class=reversal_class,
             )
         )
+
+    async def goal_context(self) -> tuple[Any, int]:
+        """The context of the goal, and its version: see `engine.goals.context`."""
+        return await context_of(self._core, self.message.goal_id)
+
+    async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """What fits into a budget of tokens: see `ContextProvider`."""
+        built: BuiltContext = await self._core.context_provider.build(self.message, token_budget)
+        return built
+
+    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A sandbox for the work of this message: see `engine.sandboxes`."""
+        return self._core.sandboxes.sandbox(self.message)
+
+    async def prompt_additions(self) -> list[str]:
+        """What recovery has added to the prompt of the message's agent."""
+        return await prompt_additions(self._core, self.message)
 
     async def _end(self, key: str, outcome: Any) -> Any:
         _check_size("the outcome", key, outcome)
@@ -301,6 +342,20 @@ class ThreadContext:
 
         handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
         return BlockingHandle(handle, self._wait)
+
+    def goal_context(self) -> tuple[Any, int]:
+        """As `Context.goal_context`."""
+        found: tuple[Any, int] = self._wait(self._context.goal_context())
+        return found
+
+    def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """As `Context.build_context`."""
+        built: BuiltContext = self._wait(self._context.build_context(token_budget))
+        return built
+
+    def prompt_additions(self) -> list[str]:
+        """As `Context.prompt_additions`."""
+        return list(self._wait(self._context.prompt_additions()))
 
     def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
         """As `Context.effect`."""

@@ -17,6 +17,8 @@ from postroom.contracts.engine.messages import Prepared, Registry, checked_messa
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
+from postroom.contracts.goals.retention import purge as purge_goals
+from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
@@ -46,11 +48,20 @@ class EngineCore:
         self.mcp_servers = McpServers()
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
+        self.built_in: dict[str, Handler] = {}
+        """Handlers that the engine brings along. Those of the application go first."""
+        self.hooks: dict[str, dict[str, Callable[..., Any]]] = {}
+        """Functions that run after the completion of messages: type -> name -> function."""
+        self.recovery_tools: dict[str, Callable[..., Any]] = {}
+        self.context_provider: Any = None
+        """The `ContextProvider` of the engine."""
+        self.sandboxes = Sandboxes()
         self._commits = Commits(store)
         self._endings = Endings()
         self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
+        self._goals_purged_to: dict[str, str] = {}
         store.promote_after(policy.promote_after_ns)
         store.add_commit_listener(self._committed)
 
@@ -63,10 +74,15 @@ class EngineCore:
         """Use the types, handlers and services of another engine, also those registered later."""
         self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
         self.mcp_servers = other.mcp_servers
+        self.hooks, self.recovery_tools = other.hooks, other.recovery_tools
 
     def handler_of(self, type_name: str) -> Handler | None:
         """The handler of a message type: the registered one, or the default one of the type."""
-        return self.handlers.get(type_name) or self._default_handlers.get(type_name)
+        return (
+            self.handlers.get(type_name)
+            or self.built_in.get(type_name)
+            or self._default_handlers.get(type_name)
+        )
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
@@ -152,6 +168,9 @@ class EngineCore:
     async def purge(self) -> None:
         """Forget what has passed its retention. Workers do this by themselves."""
         await self._purge.run()
+        self._goals_purged_to = await self.write_raw(
+            lambda transaction: purge_goals(transaction, self._goals_purged_to), makes_room=True
+        )
 
     # ---- waking up -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import msgspec
 from postroom.contracts.engine.messages import checked_message_id, decode_body, message_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import error_history
+from postroom.contracts.goals.questions import patterns
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
 from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
 from postroom.message import Record, Stored
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = "list[DeadLetter]"
+Patterns: TypeAlias = list[dict[str, Any]]
 
 LETTERS_MAX = 1_000
 LOOKED_A_READ = 500
@@ -64,6 +66,10 @@ class DeadLetters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         wanted = checked_filters(filters)
         return await self._core.read(lambda operations: letters(operations, wanted))
+
+    async def patterns(self, **filters: Any) -> Patterns:
+        """What the adviser says about dead letters of the same type and error: keep, replay or purge."""
+        return await patterns(self._core, await self.list(**filters))
 
     async def show(self, message_id: str) -> DeadLetter:
         """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from msgspec.structs import replace
+
 from postroom.contracts.engine import inspection
 from postroom.contracts.engine.agents import AgentInfo, AgentOperations
 from postroom.contracts.engine.blocking import Blocking
@@ -22,6 +24,15 @@ from postroom.contracts.engine.parts import joined_answer
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.token_status import Tokens
 from postroom.contracts.engine.worker import DRAIN_S, Worker
+from postroom.contracts.goals.adviser import Adviser
+from postroom.contracts.goals.context import ContextProvider, GoalContextProvider
+from postroom.contracts.goals.decisions import Decisions
+from postroom.contracts.goals.goals import Goals
+from postroom.contracts.goals.graph import Graph, Graphs, LedgerGraph
+from postroom.contracts.goals.handlers import BuiltIn
+from postroom.contracts.goals.recovery import Recovery
+from postroom.contracts.goals.registry import Conflicts
+from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.task_input import checked_text
 from postroom.core.names import is_name
 from postroom.core.versions import Migration
@@ -35,26 +46,44 @@ if TYPE_CHECKING:
     from postroom.contracts.engine.inline import InlineEngine
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Engine(Closing):
     """The messages of all organizations in one store, and the workers of this process."""
 
-    def __init__(self, store: Store, policy: Policy | None = None) -> None:
-        self._core = self._new_core(store, Policy() if policy is None else policy)
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy | None = None,
+        *,
+        adviser: Adviser | None = None,
+        graph: Graph | str | None = None,
+    ) -> None:
+        rules = Policy() if policy is None else policy
+        self._core = self._new_core(store, rules if adviser is None else replace(rules, adviser=adviser))
         self.dlq = DeadLetters(self._core)
         self.tokens = Tokens(self._core)
         self.blocking = Blocking(self)
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
         self._workers: list[Worker] = []
+        place = Graph.open(graph) if isinstance(graph, str) else graph
+        self._place = LedgerGraph(self._core) if place is None else place
+        self.goals = Goals(self._core, self._place)
+        self.graph = Graphs(self._place, self.goals.wrote)
+        self.decisions = Decisions(self._core)
+        self.conflicts = Conflicts(self._core)
+        self.recovery = Recovery(self._core, self.goals)
+        self._core.context_provider = GoalContextProvider(self._core, self.graph)
+        BuiltIn(self._core, self.goals, self.graph, self.recovery).register()
 
     def _new_core(self, store: Store, policy: Policy) -> EngineCore:
         return EngineCore(store, policy)
 
     def on(self, store: Store) -> "Engine":
         """An engine with the same rules, types and handlers on another store."""
-        engine = Engine(store, self.policy)
+        engine = Engine(store, self.policy, graph=None if self._place.is_embedded else self._place)
         engine.core.share(self.core)
         return engine
 
@@ -62,6 +91,21 @@ class Engine(Closing):
     def core(self) -> EngineCore:
         """The inside of the engine, for servers."""
         return self._core
+
+    @property
+    def sandboxes(self) -> Sandboxes:
+        """Warm sandboxes of the agents in this process."""
+        return self._core.sandboxes
+
+    @property
+    def context_provider(self) -> ContextProvider:
+        """What builds the context of a message. An application may set its own."""
+        provider: ContextProvider = self._core.context_provider
+        return provider
+
+    @context_provider.setter
+    def context_provider(self, provider: ContextProvider) -> None:
+        self._core.context_provider = provider
 
     @property
     def policy(self) -> Policy:
@@ -74,11 +118,22 @@ class Engine(Closing):
         return self._core.store
 
     @classmethod
-    def open(cls, url: str, policy: Policy | None = None, clock: Clock | None = None) -> Self:
-        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`."""
+    def open(
+        cls,
+        url: str,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        adviser: Adviser | None = None,
+        graph: Graph | str | None = None,
+    ) -> Self:
+        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
+
+        `adviser` answers questions instead of the rules. `graph` is the knowledge graph, such as
+        `falkordb://host:port/name`, when it is not in the store.
+        """
         if not isinstance(url, str):
             raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
-        return cls(open_store(url, clock=clock), policy)
+        return cls(open_store(url, clock=clock), policy, adviser=adviser, graph=graph)
 
     # ---- types and handlers --------------------------------------------------------------------
 
@@ -130,6 +185,26 @@ class Engine(Closing):
         servers.add(name, command, url, headers, env)
         if getattr(self._core.handlers.get("tool_call"), "run", None) != servers.handle:
             self.handler("tool_call")(servers.handle)
+
+    def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
+        """Register a function that runs after each completed message of a type, as a message of its own.
+
+        It gets what `get` returns, and the result. It runs at least once.
+        """
+
+        def register(run: Callable[..., T]) -> Callable[..., T]:
+            self._core.hooks.setdefault(type, {})[run.__name__] = run
+            return run
+
+        return register
+
+    def recovery_tool(self, run: F) -> F:
+        """Register a function that the adviser may choose when a step of a goal fails for good.
+
+        It gets those of goal_id, message_id, checkpoint_id, agent_id, task, specialized_for,
+        prompt_additions, failure and decision_id that it has as arguments.
+        """
+        return self.recovery.tool(run)
 
     def migration(self, from_major: int) -> Callable[[Migration], Migration]:
         """Register a function that turns the fields of one major version into those of the next."""
@@ -279,6 +354,7 @@ class Engine(Closing):
     def close(self) -> None:
         """Close files and threads. The next call opens them again."""
         self.blocking.close()
+        self._place.close()
         self._core.close()
 
     async def __aenter__(self) -> Self:

@@ -23,6 +23,7 @@ from postroom.errors import (
     InvalidSetting,
     Overloaded,
     RateLimited,
+    SandboxUnavailable,
     TokensExhausted,
     ToolFailed,
     ValidationError,
@@ -219,6 +220,15 @@ def failed(
 def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "") -> Outcome:
     """The attempt ended without a result or an exception of the handler."""
     return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease, error=error)
+
+
+def deferred(claimed: Claimed, error: SandboxUnavailable) -> Outcome:
+    """The attempt cannot begin now, and no retry is counted."""
+    record = claimed.record
+    return Outcome(
+        kind="deferred", message_id=record.message_id, lease=record.lease, error=str(error),
+        delay_s=error.retry_after_s,
+    )  # fmt: skip
 
 
 def service_of(claimed: Claimed, handler: Handler) -> Service | None:

@@ -136,7 +136,7 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
         stage=stage,
         workers=workers,
         wanted_workers=admission.wanted_workers(
-            len(workers), stage, promoted_share(workers), 0.0, policy.backpressure
+            len(workers), stage, promoted_share(workers, depth), 0.0, policy.backpressure
         ),
         breakers=_breakers(transaction, org_id),
         pauses=[{"org_id": org_id, "type": type_name} for org_id, type_name in pauses],
@@ -165,8 +165,10 @@ def _stage(depth: int, pressure: Pressure | None, policy: Policy) -> int:
     return admission.stage_of(depth, policy.backpressure, pressure.stage if pressure else 0)
 
 
-def promoted_share(workers: Mapping[str, WorkerInfo]) -> float:
-    """The share of promoted messages among the claims of the last 30 s."""
+def promoted_share(workers: Mapping[str, WorkerInfo], depth: int) -> float:
+    """The share of promoted messages among the claims of the last 30 s; 0 when no message waits."""
+    if not depth:
+        return 0.0  # those were promoted before the workers came, and more workers have nothing to do
     claims = sum(info.claims for info in workers.values())
     return sum(info.promoted for info in workers.values()) / claims if claims else 0.0
 

@@ -8,11 +8,15 @@ Rule 3: a child that must be killed is killed with the processes that it started
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
+from postroom.contracts.engine.messages import Message
+from postroom.core.sandboxing import bytes_of
 from postroom.errors import PostroomError
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +34,16 @@ class ProcessDied(PostroomError):
             f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
         )
         super().__init__(f"the process of the handler died with {how}")
+
+
+def limit_memory(message: Message) -> None:
+    """Limit what this process may allocate on top of what it has."""
+    if message.resource_limits is None or message.resource_limits.memory is None:
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+    most = pages * os.sysconf("SC_PAGE_SIZE") + bytes_of(message.resource_limits.memory)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
 
 
 async def run_alone(call: Callable[[], bytes]) -> bytes:

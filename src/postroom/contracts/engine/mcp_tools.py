@@ -1,7 +1,7 @@
 """The tools of MCP servers as handlers of `tool_call`.
 
-Rule 1: a tool that may change something runs as an effect, so a retry does not repeat it. A tool that is
-        read-only or idempotent by its annotations just runs again.
+Rule 1: a tool that may change something runs as an effect, so a retry does not repeat it and a goal knows of
+        it. Only an idempotent tool is called again when it is not known whether it has run.
 Rule 2: one connection to a server for each event loop, opened with the first call and kept.
 Rule 3: the MCP library is imported with the first call.
 """
@@ -9,7 +9,7 @@ Rule 3: the MCP library is imported with the first call.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -32,15 +32,6 @@ class ToolCall(msgspec.Struct, frozen=True):
 
     tool: str
     arguments: dict[str, Any] = {}
-
-
-class Reversal(msgspec.Struct, frozen=True):
-    """What the annotations of a tool say about undoing a call. Kept with the effect."""
-
-    service: str
-    tool: str
-    destructive: bool
-    idempotent: bool
 
 
 class McpServer:
@@ -131,20 +122,18 @@ class McpServer:
             known = ", ".join(self._tools)
             raise ValidationError(f"MCP server {self.name} has no tool {shown(given.tool)}, but {known}")
         hints = tool.annotations
-        is_read_only = bool(hints and hints.read_only_hint)
-        is_idempotent = bool(hints and hints.idempotent_hint)
-        is_destructive = not is_read_only and (
-            hints is None or hints.destructive_hint is None or hints.destructive_hint
-        )
 
         async def run() -> Any:
             return await self._call(client, given, message, context)
 
-        if is_read_only or is_idempotent:
+        if hints is not None and hints.read_only_hint:
             return await run()
-        reversal = Reversal(self.name, given.tool, bool(is_destructive), is_idempotent)
-        key = f"mcp/{self.name}/{given.tool}"
-        return await context.effect(key, run, reversal=msgspec.to_builtins(reversal))
+        return await context.effect(
+            f"mcp/{self.name}/{given.tool}",
+            run,
+            reversal_class=_reversal_class(hints),
+            on_unknown="run" if hints is not None and hints.idempotent_hint else "raise",
+        )
 
     async def _call(self, client: Any, given: ToolCall, message: "Message", context: "Context") -> Any:
         async def progress(done: float, total: float | None, text: str | None) -> None:
@@ -167,6 +156,12 @@ class McpServer:
         if answer.is_error:
             raise ToolFailed(self.name, given.tool, _text(answer) or "the tool gave no reason")
         return _result(answer)
+
+
+def _reversal_class(hints: Any) -> Literal["COMPENSATABLE", "IRREVERSIBLE"]:
+    """Without a hint a tool counts as destructive, as the specification of MCP says."""
+    is_additive = hints is not None and hints.destructive_hint is False
+    return "COMPENSATABLE" if is_additive else "IRREVERSIBLE"
 
 
 async def _listed(client: Any) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from postroom.contracts.task_input import (
     checked_text,
     encoded,
 )
-from postroom.core import versions
+from postroom.core import conflicts, versions
+from postroom.core.conflicts import Operation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, epoch_ns_of, parse_utc
@@ -107,6 +108,10 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     tracestate: str = ""
     hop: int = 0
     """How many messages lie between this one and the first of its goal."""
+    in_goal: bool = False
+    """Whether the sender named the goal, which may have been started."""
+    operation: Operation | None = None
+    """What the message works on while its handler runs."""
     extra: dict[str, Any] = {}
     """Fields of a newer minor version."""
 
@@ -144,6 +149,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     tracestate: str = ""
     hop: int = 0
+    operation: Operation | None = None
     extra: dict[str, Any] = {}
 
 
@@ -180,6 +186,7 @@ class NewMessage(msgspec.Struct, frozen=True, kw_only=True):
     tracestate: Any = ""
     durability: Any = None
     hop: Any = 0
+    operation: Any = None
 
 
 FIELDS: Final = frozenset(NewMessage.__struct_fields__)
@@ -311,6 +318,14 @@ _encode = msgspec.json.Encoder().encode
 decode_body = msgspec.json.Decoder(Body).decode
 
 
+def body_of(raw: bytes) -> Body | None:
+    """The body in the bytes of a stored message; None when they cannot be decoded."""
+    try:
+        return decode_body(raw)
+    except msgspec.DecodeError:
+        return None
+
+
 def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
     """The envelope with its body. A payload above the limit is referred to."""
     body = prepared.body
@@ -352,6 +367,7 @@ def message_of(record: Record, type_name: str, parent: str, body: Body, payload:
         traceparent=body.traceparent,
         tracestate=body.tracestate,
         hop=body.hop,
+        operation=body.operation,
         extra=body.extra,
     )
 
@@ -467,8 +483,19 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         traceparent=_traceparent(new.traceparent),
         tracestate=_text("tracestate", new.tracestate, KEY_CHARS_MAX),
         hop=_hop(new.hop),
+        in_goal=new.goal_id is not None,
+        operation=_operation(new.operation),
         extra=extra,
     )
+
+
+def _operation(value: object) -> Operation | None:
+    if value is None or isinstance(value, Operation):
+        return value
+    try:
+        return conflicts.checked(value)
+    except ValueError as error:
+        raise InvalidMessage(str(error)) from None
 
 
 def _tokens(tokens: object) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine import ordering
+from postroom.contracts.engine import ends, ordering
 from postroom.contracts.engine.admission import ALL, Admission
 from postroom.contracts.engine.breakers import Breakers, Service
 from postroom.contracts.engine.cells import (
@@ -46,7 +46,9 @@ from postroom.contracts.engine.messages import (
 )
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import NOTHING, Spent, TokenBooks, note_dependant
+from postroom.contracts.goals import registry, tracking
 from postroom.core import lifecycle
+from postroom.core.advice import ReversalClass
 from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.retry import demoted
 from postroom.core.tokens import Grant, Observed, TokenRules
@@ -147,6 +149,7 @@ class Operations:
                 new.append((index, message))
         if new:
             self._check_ids([message for _, message in new])
+            tracking.check(self.transaction, [message for _, message in new])
             Admission(self.transaction, self._policy).check([message for _, message in new])
             for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
                 answers[index] = Submitted(accepted.message_id, accepted.duplicate)
@@ -239,6 +242,8 @@ class Operations:
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
+        if body.in_goal:
+            tracking.accepted(transaction, message.org_id, body, message_id)
         if body.ordering_key:
             [record] = transaction.find(ByIds((message_id,)))
             ordering.join(
@@ -292,12 +297,23 @@ class Operations:
                 self._breakers.succeeded(outcome.service, outcome.message_id)
             if outcome.body is not None and outcome.body.ordering_key:
                 self._ended(outcome.message_id)
+            self._after_work(outcome, is_new=outcome.message_id in new)
         if self._books is not None:
             for outcome in outcomes:
                 if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
                     self._settle(outcome, Spent(_tokens_of(outcome), ran=True))
         if self._policy.guard.is_set:
             self._count_usage([one for one in outcomes if one.message_id in new])
+
+    def _after_work(self, outcome: Outcome, *, is_new: bool) -> None:
+        """Tell the registry of operations and the goal of a completed message."""
+        body = outcome.body
+        if body is None or not is_new:
+            return
+        if body.operation is not None:
+            registry.released(self.transaction, self._policy, outcome.message_id, outcome.result)
+        if body.in_goal:
+            tracking.completed(self.transaction, self._policy, outcome.message_id)
 
     def _count_usage(self, outcomes: Sequence[Outcome]) -> None:
         """Add what messages cost to the use of their goals."""
@@ -384,7 +400,9 @@ class Operations:
         steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
         for step in steps:
             if step.record.state in lifecycle.ENDED:
-                ordering.ended(self.transaction, step.record)
+                ends.ended(self.transaction, self._policy, step.record)
+            else:
+                registry.released(self.transaction, self._policy, step.record.message_id)
         return bool(steps)
 
     def _ended(self, message_id: str) -> None:
@@ -421,7 +439,14 @@ class Operations:
     # ---- effects and parts ---------------------------------------------------------------------
 
     def begin_effect(
-        self, message_id: str, lease: int, key: str, *, runs_unknown: bool, reversal: Any = None
+        self,
+        message_id: str,
+        lease: int,
+        key: str,
+        *,
+        runs_unknown: bool,
+        reversal: Any = None,
+        reversal_class: ReversalClass | None = None,
     ) -> Effect | None:
         """Note the intent of an effect. Returns the effect when its outcome is known already.
 
@@ -433,7 +458,10 @@ class Operations:
             return known
         if known is not None and not runs_unknown:
             raise EffectUnknown(message_id, key)
-        intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal)
+        number = 0 if known is None else known.number
+        if known is None:
+            number = tracking.effect_begun(self.transaction, message_id, key, reversal, reversal_class)
+        intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal, number=number)
         EFFECTS.put(self.transaction, intent, message_id, key)
         self._sync(record)
         return None
@@ -448,6 +476,9 @@ class Operations:
     def drop_effect(self, message_id: str, lease: int, key: str) -> None:
         """Forget an intent: the effect did not happen."""
         self._sync(self._held(message_id, lease))
+        known = EFFECTS.get(self.transaction, message_id, key)
+        if known is not None:
+            tracking.effect_dropped(self.transaction, message_id, known.number)
         EFFECTS.put(self.transaction, None, message_id, key)
 
     def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
@@ -478,7 +509,7 @@ class Operations:
         """Cancel a message. A running handler learns of it within a second."""
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
-            ordering.ended(self.transaction, step.record)
+            ends.ended(self.transaction, self._policy, step.record)
             if self._books is not None:
                 self._books.settle_all(event.lease for event in step.events if event.lease)
 
@@ -490,6 +521,7 @@ class Operations:
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
         org_id = org_of(step.record.queue)
+        tracking.reopened(self.transaction, message_id)
         PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
         if body is not None and body.ordering_key:
             ordering.rejoin(
@@ -553,7 +585,7 @@ class Operations:
         """Lapse, wake and expire what is overdue; how many messages."""
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
-            ordering.ended(self.transaction, step.record)
+            ends.ended(self.transaction, self._policy, step.record)
         count = self.transaction.put_back(limit) + len(steps)
         if self._books is not None:
             self._books.sweep()
@@ -578,6 +610,7 @@ class Operations:
                 DEPENDANTS.drop_under(transaction, record.message_id)
             RECEIPTS.put(transaction, None, record.message_id)
             ordering.leave(transaction, record)
+            tracking.forgotten(transaction, record)
         if records:
             transaction.forget(records)
             transaction.emit("deleted", detail={"records": len(records)})

@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from postroom.core.admission import Backpressure
+from postroom.core.advice import CONFIDENCE_MIN
 from postroom.core.agents import AGENTS_AN_ORGANIZATION_MAX, AgentRules
 from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
@@ -22,6 +23,8 @@ POISON_CRASHES: Final = 3
 BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
 KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
+DECISION_TIMEOUT_S: Final = 3_600.0
+RECOVERIES: Final = 3
 KEEP_EVENTS_S: Final = 7 * DAY_S
 KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
@@ -60,11 +63,13 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
     messages: int | None = None
     tokens: int | None = None
     usd: float | None = None
+    recoveries: int = RECOVERIES
+    """Recovery tools that a goal may use before a person has to look."""
 
     @property
     def is_set(self) -> bool:
         """Whether anything is limited."""
-        return self != Guard()
+        return self != Guard(recoveries=self.recoveries)
 
 
 class Organization(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +129,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Budgets of models: providers with their limits, the shares of the tiers, and what a shortage does."""
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
+    adviser: Any = None
+    """Who answers the questions of goals and conflicts: an `Adviser`; None means the rules."""
+    adviser_confidence_min: float = CONFIDENCE_MIN
+    """An advice with less confidence is left to a person."""
+    decision_timeout_s: float = DECISION_TIMEOUT_S
+    """How long a person has to decide until the safe default is taken."""
+    capacities: Mapping[str, float] = {}
+    """Resource -> how much of it the operations of an organization may use together."""
     keep_events_s: float = KEEP_EVENTS_S
     """Of events that no shipper takes. A `Tasks` on the same store may forget them earlier."""
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
@@ -141,7 +154,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             )
         if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
             raise InvalidSetting("the weight of an organization must be positive")
-        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "keep_events_s"):
+        positive = (
+            "lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "keep_events_s", "decision_timeout_s",
+        )  # fmt: skip
+        for name in positive:
             if not getattr(self, name) > 0:
                 raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
 

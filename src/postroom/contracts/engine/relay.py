@@ -18,6 +18,7 @@ import msgspec
 from postroom import errors
 from postroom.contracts.engine.context import Context
 from postroom.contracts.engine.handle import Handle
+from postroom.core.advice import ReversalClass
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.cells import Effect
@@ -98,10 +99,12 @@ class RelayContext(Context):
         message_id, duplicate = self._line.ask("submit", {"type": type, "payload": payload, **fields})
         return RelayHandle(self._core, self._line, message_id, duplicate=duplicate)
 
-    async def _begin(self, key: str, reversal: Any, *, runs_unknown: bool) -> "Effect | None":
+    async def _begin(
+        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+    ) -> "Effect | None":
         from postroom.contracts.engine.cells import Effect  # noqa: PLC0415
 
-        known = self._line.ask("begin", key, reversal, runs_unknown)
+        known = self._line.ask("begin", key, reversal, reversal_class, runs_unknown)
         return None if known is None else msgspec.convert(known, Effect)
 
     async def _end(self, key: str, outcome: Any) -> Any:
@@ -180,8 +183,10 @@ async def _carried_out(context: Context, verb: str, arguments: list[Any]) -> Any
         case "submit", [fields]:
             submitted = await context.submit(**fields)
             return submitted.message_id, submitted.duplicate
-        case "begin", [key, reversal, runs_unknown]:
-            known = await context._begin(key, reversal, runs_unknown=runs_unknown)  # noqa: SLF001
+        case "begin", [key, reversal, reversal_class, runs_unknown]:
+            known = await context._begin(  # noqa: SLF001
+                key, reversal, reversal_class, runs_unknown=runs_unknown
+            )
             return None if known is None else msgspec.to_builtins(known)
         case "end", [key, outcome]:
             return await context._end(key, outcome)  # noqa: SLF001

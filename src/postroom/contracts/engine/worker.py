@@ -31,18 +31,27 @@ from postroom.contracts.engine.handlers import (
     awaited,
     called,
     completed,
+    deferred,
     ended,
     failed,
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, limit_memory, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
+from postroom.contracts.goals.hooks import note_completed
+from postroom.contracts.goals.questions import keeps_priority
 from postroom.core import poison
 from postroom.core.fairness import Rotation
-from postroom.errors import PostroomError, TokensExhausted, Unavailable, ValidationError
+from postroom.errors import (
+    PostroomError,
+    SandboxUnavailable,
+    TokensExhausted,
+    Unavailable,
+    ValidationError,
+)
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -240,12 +249,14 @@ class Worker:
         free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
-        services = self._core.services
+        services, hooks = self._core.services, self._core.hooks
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
             operations = Operations(transaction, policy)
             stale = operations.finish(outcomes) if outcomes else []
+            if hooks:
+                note_completed(transaction, policy, outcomes, stale, hooks)
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
             bodies = [
                 operations.payload_of(one.body) if one.body is not None and one.body.payload_ref else None
@@ -349,7 +360,18 @@ class Worker:
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
             failure = await _after_parts(running.context, error)
-            return self._failure(claimed, handler, message, failure, running.context)
+            return await self._advised(
+                self._failure(claimed, handler, message, failure, running.context), message, failure
+            )
+
+    async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
+        """A failure whose retry keeps its priority when the adviser says so."""
+        if message is None or outcome.kind != "failed" or outcome.is_final or outcome.keeps_priority:
+            return outcome
+        if not message.metadata.get("critical") and self._core.policy.adviser is None:
+            return outcome  # the rules demote every other message
+        keeps = await keeps_priority(self._core, message, error)
+        return msgspec.structs.replace(outcome, keeps_priority=keeps)
 
     def _failure(
         self,
@@ -359,6 +381,8 @@ class Worker:
         error: Exception,
         context: Context | None = None,
     ) -> Outcome:
+        if isinstance(error, SandboxUnavailable):
+            return deferred(claimed, error)
         if isinstance(error, TokensExhausted) and context is not None and context.chunks:
             return completed(claimed, handler, CUT, context.used)  # a stream is cut at its reservation
         keep = self._core.policy.keep_priority
@@ -411,6 +435,7 @@ class Worker:
         serving = None if ours is None else asyncio.create_task(serve(ours, context))
 
         def call() -> bytes:
+            limit_memory(message)
             own = context if theirs is None else RelayContext(context, Line(theirs))
             return _encode(self._in_child(claimed, handler, message, own))
 

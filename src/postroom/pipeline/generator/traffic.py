@@ -40,6 +40,7 @@ REQUESTS_A_GOAL_MAX: Final = 24
 PRIORITY_LOWEST: Final = 3
 RESPONSE_PRIORITY: Final = 1
 BREAKER_FAILURES: Final = 5
+BORROWED_BELOW: Final = 64  # a model call that leaves fewer of its tokens had to borrow some
 BREAKER_OPEN_US: Final = 5 * MINUTE
 POISON_LAPSES: Final = 3
 NEVER_US: Final = 1 << 62
@@ -342,6 +343,20 @@ class Traffic:
             failures = f',"service":"{service}","detail":{{"failures":{BREAKER_FAILURES}}}}}'
             add_event(message.feed, self.now_us, "breaker_opened", failures)
             add_event(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
+            self._note_outage(message, ends_us)
+
+    def _note_outage(self, message: GeneratedMessage, ends_us: int) -> None:
+        """During an outage an agent dies, its mail bounces, and budgets are shared anew afterwards."""
+        agent = f'"agent_id":"{message.agent}"'
+        dead = f',"detail":{{{agent},"health":"dead","coordinator":"c1"}}}}'
+        add_event(message.feed, self.now_us, "agent_health", dead)
+        bounced = f',"error_type":"Bounced","error":"the agent is dead","detail":{{{agent}}}}}'
+        add_event(message.feed, self.now_us + MS, "bounced", bounced)
+        budgets = f',"detail":{{"provider":"p","model":"{MODELS[0].name}","repaid":0,"moved":0}}}}'
+        add_event(message.feed, ends_us, "tokens_rebalanced", budgets)
+        message.say(self.now_us, "tokens_refused", "QUEUED", "", ',"detail":{"tokens":100,"tier":0}}')
+        receipt = f',"type":"agent_message","detail":{{"recipient":"{message.agent}","receipt":"stored"}}}}'
+        add_event(message.feed, self.now_us, "receipt", receipt)
 
     def _work(
         self,
@@ -440,6 +455,9 @@ class Traffic:
         reserved = f',"detail":{{"tokens":{tokens_in + tokens_out + left},"tier":{message.priority}}}}}'
         named = f',"model":"{model.name}"'
         message.held(t + MS, "tokens_reserved", "PROCESSING", worker, named, reserved)
+        if left < BORROWED_BELOW:
+            loan = f',"detail":{{"tokens":{left},"tier":{message.priority}}}}}'
+            message.held(t + MS, "tokens_borrowed", "PROCESSING", worker, named, loan)
         message.held(
             done_us, "tokens_returned", "PROCESSING", worker, named, f',"detail":{{"tokens":{left}}}}}'
         )

@@ -1,0 +1,385 @@
+"""For operators: `postroom engine goals`, `graph`, `decisions` and `conflicts`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from postroom.cli.engine.options import data_option, where_options
+from postroom.cli.engine.places import open_engine, open_place
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
+
+goal_argument = click.argument("goal_id", metavar="GOAL_ID")
+decision_argument = click.argument("decision_id", metavar="DECISION_ID")
+folder_option = data_option
+
+
+def _required(data: Path | None) -> Path:
+    if data is None:
+        raise click.UsageError("say where the messages are: --data DIR")
+    return data
+
+
+def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: str) -> None:
+    if not shell.output.readable:
+        for row in rows:
+            shell.output.json_line(row)
+        return
+    shell.output.rows(columns, rows, empty=empty)
+
+
+# ---- goals -------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def goals() -> None:
+    """Goals: what belongs together, with checkpoints that it can be rolled back to.
+
+    \b
+    Example:
+      postroom engine goals list --data run
+      postroom engine goals checkpoints trip-7 --data run
+      postroom engine goals rollback 'trip-7#3' --data run
+    """
+
+
+@goals.command(name="list")
+@where_options
+@click.pass_obj
+def list_goals(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+    """List goals and their states.
+
+    \b
+    Example:
+      postroom engine goals list --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        rows = place.goals()
+    columns = ["goal_id", "org_id", "state", "open_messages", "checkpoints", "effects"]
+    _lines(shell, columns, rows, "there is no goal yet")
+
+
+@goals.command()
+@goal_argument
+@where_options
+@click.pass_obj
+def show(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Show a goal: its state, what failed last, and what it waits for.
+
+    \b
+    Example:
+      postroom engine goals show trip-7 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        facts = place.goal(goal_id)
+    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+@goals.command()
+@goal_argument
+@where_options
+@click.pass_obj
+def checkpoints(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """List the checkpoints of a goal, the oldest first.
+
+    \b
+    Example:
+      postroom engine goals checkpoints trip-7 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        rows = place.checkpoints(goal_id)
+    _lines(shell, ["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
+
+
+@goals.command()
+@click.argument("org_id", metavar="ORGANIZATION")
+@click.option("--goal", "goal_id", metavar="GOAL_ID", help="The id of the goal.  [default: a new one]")
+@folder_option
+@click.pass_obj
+def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> None:
+    """Start a goal of an organization, and print its id.
+
+    \b
+    Example:
+      postroom engine goals start acme --goal trip-7 --data run
+    """
+    with open_engine(shell, _required(data), None, create=True) as engine:
+        started = engine.blocking.wait(engine.goals.start(org_id, goal_id))
+    shell.output.facts({"goal_id": started}, started)
+
+
+@goals.command()
+@goal_argument
+@folder_option
+@click.pass_obj
+def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
+    """Merge the branch of a goal into main, and end the goal.
+
+    \b
+    Example:
+      postroom engine goals complete trip-7 --data run
+    """
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        status = engine.blocking.wait(engine.goals.complete(goal_id))
+    facts = {"goal_id": goal_id, "state": status.state, "decisions": status.decisions}
+    shell.output.facts(facts, f"goal {goal_id} is {status.state}")
+
+
+@goals.command()
+@goal_argument
+@click.option("--reason", default="", metavar="TEXT", help="Why the goal failed.")
+@folder_option
+@click.pass_obj
+def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
+    """End a goal without a merge, and cancel its open messages.
+
+    \b
+    Example:
+      postroom engine goals fail trip-7 --reason 'no flight left' --data run
+    """
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        status = engine.blocking.wait(engine.goals.fail(goal_id, reason))
+    shell.output.facts({"goal_id": goal_id, "state": status.state}, f"goal {goal_id} is {status.state}")
+
+
+@goals.command()
+@click.argument("checkpoint_id", metavar="CHECKPOINT_ID")
+@click.option(
+    "--accept-irreversible", "accepted", multiple=True, metavar="KEY",
+    help="Leave this effect as it is, although it cannot be undone. May be repeated.",
+)  # fmt: skip
+@click.option("--forget-learning", is_flag=True, help="Do not put what failed into the context.")
+@folder_option
+@click.pass_obj
+def rollback(
+    shell: Shell, checkpoint_id: str, accepted: tuple[str, ...], forget_learning: bool, data: Path | None
+) -> None:
+    """Roll a goal back to a checkpoint, or resume a rollback that was interrupted.
+
+    Workers undo the effects. The goal is ROLLING_BACK until they have.
+
+    \b
+    Example:
+      postroom engine goals rollback 'trip-7#3' --data run
+    """
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        status = engine.blocking.wait(
+            engine.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted)
+        )
+    facts = {"goal_id": status.goal_id, "state": status.state, "undoing": status.undoing}
+    shell.output.facts(
+        facts, f"goal {status.goal_id} is {status.state}, {len(status.undoing)} effects to undo"
+    )
+
+
+# ---- graph -------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def graph() -> None:
+    """The knowledge graph of a data folder.
+
+    \b
+    Example:
+      postroom engine graph save paris '{"population": 2}' --edge in france --data run
+      postroom engine graph get paris --data run
+    """
+
+
+goal_option = click.option("--goal", "goal_id", metavar="GOAL_ID", help="As this goal sees it.")
+
+
+@graph.command(name="get")
+@click.argument("node_id", metavar="NODE_ID")
+@goal_option
+@folder_option
+@click.pass_obj
+def get_node(shell: Shell, node_id: str, goal_id: str | None, data: Path | None) -> None:
+    """Show a node with its properties, its edges and its version.
+
+    \b
+    Example:
+      postroom engine graph get paris --data run
+      postroom engine graph get paris --goal trip-7 --data run
+    """
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        view = engine.graph.main() if goal_id is None else engine.graph.branch(goal_id)
+        node = engine.blocking.wait(view.get(node_id))
+    if node is None:
+        raise click.ClickException(f"there is no node {node_id!r}")
+    facts = {
+        "node_id": node.node_id, "properties": node.properties, "edges": node.edges, "version": node.version,
+    }  # fmt: skip
+    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+@graph.command(name="save")
+@click.argument("node_id", metavar="NODE_ID")
+@click.argument("properties", metavar="JSON")
+@click.option(
+    "--edge", "edges", multiple=True, type=(str, str), metavar="LABEL NODE_ID", help="An edge to add."
+)
+@click.option("--org", "org_id", metavar="NAME", help="The organization that owns it.  [default: shared]")
+@folder_option
+@click.pass_obj
+def save_node(
+    shell: Shell,
+    node_id: str,
+    properties: str,
+    edges: tuple[tuple[str, str], ...],
+    org_id: str | None,
+    data: Path | None,
+) -> None:
+    """Save a node of main: these properties replace those it had.
+
+    \b
+    Example:
+      postroom engine graph save paris '{"population": 2}' --edge in france --data run
+    """
+    try:
+        decoded = json.loads(properties)
+    except ValueError as error:
+        raise click.UsageError(f"the properties are no JSON: {error}") from None
+    with open_engine(shell, _required(data), None, create=True) as engine:
+        node = engine.blocking.wait(engine.graph.main(org_id).save(node_id, decoded, edges))
+    shell.output.facts({"node_id": node_id, "version": node.version}, f"{node_id} has version {node.version}")
+
+
+# ---- decisions ---------------------------------------------------------------------------------------
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def decisions() -> None:
+    """Decisions that wait for a person, and rules that were learned from decisions.
+
+    \b
+    Example:
+      postroom engine decisions list --data run
+      postroom engine decisions answer 5c0d… wait --data run
+    """
+
+
+@decisions.command(name="list")
+@where_options
+@click.pass_obj
+def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+    """List the decisions that nobody has taken yet, the oldest first.
+
+    \b
+    Example:
+      postroom engine decisions list --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        rows = place.decisions()
+    shown = rows
+    if shell.output.readable:
+        shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
+    _lines(shell, ["decision_id", "kind", "org_id", "state", "options"], shown, "no decision is waiting")
+
+
+@decisions.command(name="show")
+@decision_argument
+@where_options
+@click.pass_obj
+def show_decision(
+    shell: Shell, decision_id: str, data: Path | None, url: str | None, token: str | None
+) -> None:
+    """Show a decision with its question, its facts and its reasoning.
+
+    \b
+    Example:
+      postroom engine decisions show 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        facts = place.decision(decision_id)
+    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+@decisions.command(name="answer")
+@decision_argument
+@click.argument("choice", metavar="CHOICE")
+@where_options
+@click.pass_obj
+def answer_decision(
+    shell: Shell, decision_id: str, choice: str, data: Path | None, url: str | None, token: str | None
+) -> None:
+    """Take a decision: one of its options.
+
+    \b
+    Example:
+      postroom engine decisions answer 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 wait --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        place.answer(decision_id, choice)
+    facts = {"decision_id": decision_id, "choice": choice}
+    shell.output.facts(facts, f"{decision_id} is decided: {choice}")
+
+
+@decisions.command()
+@folder_option
+@click.pass_obj
+def rules(shell: Shell, data: Path | None) -> None:
+    """List the rules that were learned: the same decision for the same pattern, five times in a row.
+
+    \b
+    Example:
+      postroom engine decisions rules --data run
+    """
+    import msgspec
+
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        found = [msgspec.to_builtins(rule) for rule in engine.blocking.wait(engine.decisions.rules())]
+    _lines(shell, ["rule_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
+
+
+@decisions.command()
+@click.argument("rule_id", metavar="RULE_ID")
+@folder_option
+@click.pass_obj
+def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
+    """Remove a learned rule: its questions are asked again.
+
+    \b
+    Example:
+      postroom engine decisions forget 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
+    """
+    with open_engine(shell, _required(data), None, create=False) as engine:
+        engine.blocking.wait(engine.decisions.forget(rule_id))
+    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is forgotten")
+
+
+# ---- conflicts ---------------------------------------------------------------------------------------
+
+
+@click.command()
+@where_options
+@click.pass_obj
+def conflicts(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+    """List the operations that are under way, and the messages that wait for them.
+
+    \b
+    Example:
+      postroom engine conflicts --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        found = place.conflicts()
+    if not shell.output.readable:
+        shell.output.json_line(found)
+        return
+    rows = [
+        {**one, "target": one["operation"]["target"], "mode": one["operation"].get("mode", "exclusive")}
+        for one in found["active"]
+    ]
+    columns = ["message_id", "org_id", "target", "mode"]
+    shell.output.rows(columns, rows, empty="no operation is under way")
+    for one in found["waiting"]:
+        shell.output.sentence(
+            f"message {one['message_id']} waits for {one['other']} ({one['kind']} {one['what']})"
+        )
+
+
+COMMANDS = (conflicts,)
+GROUPS = (goals, graph, decisions)
+for _group in GROUPS:
+    add_json_option(_group)

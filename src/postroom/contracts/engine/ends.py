@@ -1,0 +1,22 @@
+"""What follows from the end of an attempt or of a message: order, operations and goals."""
+
+from postroom.contracts.engine import ordering
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.goals import registry, tracking
+from postroom.message import Record
+from postroom.stores.transaction import Transaction
+
+
+def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
+    """A message has ended without a result."""
+    ordering.ended(transaction, record)
+    registry.released(transaction, policy, record.message_id)
+    tracking.ended(transaction, policy, record)
+
+
+def completed(transaction: Transaction, policy: Policy, message_id: str) -> None:
+    """A message was completed outside an outcome of a worker."""
+    record = transaction.record(message_id)
+    if record is not None:
+        ordering.ended(transaction, record)
+    tracking.completed(transaction, policy, message_id)

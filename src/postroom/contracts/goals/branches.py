@@ -1,0 +1,391 @@
+"""The knowledge graph: nodes of main with versions, and a branch of each goal over a pinned version of main.
+
+Rule 1: a branch sees its own changes over main as main was when the goal began. Nobody else sees them.
+Rule 2: a change of a branch is logged with what was before it, so a rollback takes changes back one by one.
+Rule 3: the old version of a node of main is kept while a branch may still read it.
+Rule 4: a node belongs to the organization that saved it first, and no other organization sees it. A node that
+        was saved without an organization is shared.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine.cells import SEPARATOR, Cells, Kind
+from postroom.core.merge import ABSENT, Edge, changed, merged, merged_edges
+from postroom.errors import InvalidMessage, UnknownGoal, UnknownNode
+
+Scope: TypeAlias = Literal["GOAL_LOCAL", "STAGED", "IMMEDIATE"]
+SCOPES: Final[tuple[Scope, ...]] = ("GOAL_LOCAL", "STAGED", "IMMEDIATE")
+NODE_BYTES_MAX: Final = 64 * 1024
+NODE_ID_CHARS_MAX: Final = 256
+EDGES_MAX: Final = 1_000
+HISTORY_PURGED_MAX: Final = 1_000  # old versions that the end of one branch forgets
+ROOT: Final = ""
+
+
+class Node(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A node of the knowledge graph, as one reader sees it."""
+
+    node_id: str
+    properties: dict[str, Any] = {}
+    edges: list[Edge] = []
+    """Label and target of each edge that leaves the node."""
+    version: int = 0
+    """How often the node was changed."""
+    at: int = 0
+    """The version of main that it was last changed in."""
+    org_id: str = ""
+
+
+class Old(msgspec.Struct, frozen=True):
+    """What a node of main was before a version; None when it did not exist."""
+
+    node: Node | None
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """The branch of a goal."""
+
+    org_id: str
+    pin: int
+    """The version of main that the branch lies over."""
+    version: int = 0
+    """How many changes it has."""
+
+
+class Staged(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The changes of one node in a branch."""
+
+    changes: dict[str, tuple[Scope, Any]] = {}
+    """Property -> scope and value; None removes the property."""
+    edges: list[tuple[Scope, str, str]] = []
+    writes: int = 0
+
+
+class Undo(msgspec.Struct, frozen=True):
+    """What a change of a branch replaced."""
+
+    node_id: str
+    before: Staged | None
+
+
+class NodeConflict(msgspec.Struct, frozen=True):
+    """A property that a branch and main changed, each in its own way."""
+
+    node_id: str
+    name: str
+    base: Any
+    branch: Any
+    main: Any
+
+
+MAIN: Final = Kind("graph.main", Node)
+HEAD: Final = Kind("graph.head", int)
+HISTORY: Final = Kind("graph.history", Old)
+"""Node id, version of main from which it no longer held -> the node."""
+HISTORY_AT: Final = Kind("graph.history_at", bool)
+"""The same keys with the version first, to forget the oldest."""
+BRANCHES: Final = Kind("graph.branch", Branch)
+STAGED: Final = Kind("graph.staged", Staged)
+"""Goal, node id -> changes."""
+UNDO: Final = Kind("graph.undo", Undo)
+"""Goal, number of the change -> what was before it."""
+
+
+# ---- checks ----------------------------------------------------------------------------------------
+
+
+def checked_node_id(node_id: object) -> str:
+    """The id of a node."""
+    if not isinstance(node_id, str) or not 0 < len(node_id) <= NODE_ID_CHARS_MAX or not node_id.isprintable():
+        raise InvalidMessage(f"the id of a node is printable text of 1 to {NODE_ID_CHARS_MAX} characters")
+    return node_id
+
+
+def checked_properties(properties: object) -> dict[str, Any]:
+    """The properties of a node: a JSON object of up to 64 KiB."""
+    if not isinstance(properties, Mapping) or not all(isinstance(name, str) for name in properties):
+        raise InvalidMessage(f"properties are a JSON object, not {type(properties).__name__}")
+    try:
+        data = msgspec.json.encode(properties)
+    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidMessage(f"properties cannot be written as JSON: {error}") from None
+    if len(data) > NODE_BYTES_MAX:
+        raise InvalidMessage(f"the properties have {len(data)} bytes, and at most {NODE_BYTES_MAX} are kept")
+    return dict(msgspec.json.decode(data))
+
+
+def checked_edges(edges: object) -> list[Edge]:
+    """Edges as pairs of a label and a node id."""
+    if not isinstance(edges, list | tuple | set | frozenset):
+        raise InvalidMessage("edges are a list of pairs (label, node id)")
+    found: list[Edge] = []
+    for edge in edges:
+        if not isinstance(edge, list | tuple) or len(edge) != 2:  # noqa: PLR2004 - a pair
+            raise InvalidMessage("an edge is a pair (label, node id)")
+        found.append((checked_node_id(edge[0]), checked_node_id(edge[1])))
+    if len(found) > EDGES_MAX:
+        raise InvalidMessage(f"a node has at most {EDGES_MAX} edges")
+    return found
+
+
+def checked_scope(scope: object) -> Scope:
+    """One of the three scopes."""
+    if scope not in SCOPES:
+        raise InvalidMessage(f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
+    return scope
+
+
+# ---- main ------------------------------------------------------------------------------------------
+
+
+def main_node(cells: Cells, node_id: str, org_id: str | None = None) -> Node | None:
+    """A node of main; None when there is none, or when it belongs to another organization."""
+    return _visible(MAIN.get(cells, node_id), org_id)
+
+
+def _visible(node: Node | None, org_id: str | None) -> Node | None:
+    hidden = node is not None and org_id is not None and node.org_id not in ("", org_id)
+    return None if hidden else node
+
+
+def put_main(
+    cells: Cells, node_id: str, properties: dict[str, Any], edges: Sequence[Edge], org_id: str
+) -> Node:
+    """Write a node of main, as the next version of main."""
+    head = (HEAD.get(cells, ROOT) or 0) + 1
+    HEAD.put(cells, head, ROOT)
+    has_readers = bool(BRANCHES.scan(cells, limit=1))
+    return _put_main(cells, node_id, properties, edges, org_id, head, has_readers=has_readers)
+
+
+def _put_main(
+    cells: Cells,
+    node_id: str,
+    properties: dict[str, Any],
+    edges: Sequence[Edge],
+    org_id: str,
+    head: int,
+    *,
+    has_readers: bool,
+) -> Node:
+    before = MAIN.get(cells, node_id)
+    if before is not None and before.org_id not in ("", org_id) and org_id:
+        raise InvalidMessage(f"the node id {node_id!r} is taken by another organization")
+    owner = org_id if before is None else before.org_id
+    version = 1 if before is None else before.version + 1
+    node = Node(node_id, properties, sorted(set(edges)), version, head, owner)
+    if len(node.edges) > EDGES_MAX:
+        raise InvalidMessage(f"a node has at most {EDGES_MAX} edges")
+    if has_readers:
+        HISTORY.put(cells, Old(before), node_id, head)
+        HISTORY_AT.put(cells, True, head, node_id)  # noqa: FBT003
+    MAIN.put(cells, node, node_id)
+    return node
+
+
+def main_at(cells: Cells, node_id: str, pin: int, org_id: str | None = None) -> Node | None:
+    """A node as it was in a version of main that a branch lies over."""
+    node = MAIN.get(cells, node_id)
+    if node is not None and node.at > pin:
+        for key, old in HISTORY.under(cells, node_id):
+            if int(key.rpartition(SEPARATOR)[2]) > pin:
+                node = old.node
+                break
+    return _visible(node, org_id)
+
+
+# ---- branches --------------------------------------------------------------------------------------
+
+
+def open_branch(cells: Cells, goal_id: str, org_id: str) -> Branch:
+    """The branch of a goal, over the present version of main."""
+    branch = Branch(org_id, HEAD.get(cells, ROOT) or 0)
+    BRANCHES.put(cells, branch, goal_id)
+    return branch
+
+
+def branch_of(cells: Cells, goal_id: str) -> Branch:
+    """The branch of a goal. Raises `UnknownGoal`."""
+    branch = BRANCHES.get(cells, goal_id)
+    if branch is None:
+        raise UnknownGoal(goal_id)
+    return branch
+
+
+def branch_node(cells: Cells, goal_id: str, node_id: str) -> Node | None:
+    """A node as a goal sees it. A goal without a branch only reads, and sees main."""
+    branch = BRANCHES.get(cells, goal_id)
+    if branch is None:
+        return main_node(cells, node_id)
+    return _seen(cells, branch, STAGED.get(cells, goal_id, node_id), node_id)
+
+
+def _seen(cells: Cells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
+    base = main_at(cells, node_id, branch.pin, branch.org_id)
+    if staged is None:
+        return base
+    node = base or Node(node_id, org_id=branch.org_id)
+    changes = {name: value for name, (_, value) in staged.changes.items()}
+    edges = {*map(tuple, node.edges), *((label, to) for _, label, to in staged.edges)}
+    return replace(
+        node,
+        properties=changed(node.properties, changes),
+        edges=sorted(edges),
+        version=node.version + staged.writes,
+    )
+
+
+def write(
+    cells: Cells,
+    goal_id: str,
+    node_id: str,
+    properties: Mapping[str, Any],
+    edges: Sequence[Edge] = (),
+    scope: Scope = "STAGED",
+    *,
+    replaces: bool,
+) -> Node:
+    """Change a node in the branch of a goal. `replaces` removes the properties that are not named."""
+    branch = branch_of(cells, goal_id)
+    before = STAGED.get(cells, goal_id, node_id)
+    seen = _seen(cells, branch, before, node_id)
+    if seen is None and not replaces:
+        raise UnknownNode(node_id)
+    if scope == "IMMEDIATE":
+        _publish(cells, branch, node_id, properties, edges, replaces=replaces)
+    staged = before or Staged()
+    given: dict[str, Any] = dict(properties)
+    if replaces and seen is not None and scope != "GOAL_LOCAL":
+        given = {**dict.fromkeys(seen.properties, ABSENT), **given}
+    after = Staged(
+        {**staged.changes, **{name: (scope, value) for name, value in given.items()}},
+        [*staged.edges, *((scope, label, to) for label, to in edges)],
+        staged.writes + 1,
+    )
+    STAGED.put(cells, after, goal_id, node_id)
+    UNDO.put(cells, Undo(node_id, before), goal_id, branch.version + 1)
+    BRANCHES.put(cells, replace(branch, version=branch.version + 1), goal_id)
+    node = _seen(cells, branch, after, node_id)
+    assert node is not None  # noqa: S101 - for the type checker: it was just written
+    return node
+
+
+def _publish(
+    cells: Cells,
+    branch: Branch,
+    node_id: str,
+    properties: Mapping[str, Any],
+    edges: Sequence[Edge],
+    *,
+    replaces: bool,
+) -> None:
+    write_main(cells, branch.org_id, node_id, properties, edges, replaces=replaces)
+
+
+def write_main(
+    cells: Cells,
+    org_id: str | None,
+    node_id: str,
+    properties: Mapping[str, Any],
+    edges: Sequence[Edge] = (),
+    *,
+    replaces: bool,
+) -> Node:
+    """Change a node of main at once."""
+    node = main_node(cells, node_id, org_id)
+    if node is None and not replaces:
+        raise UnknownNode(node_id)
+    known = {} if node is None or replaces else node.properties
+    all_edges = [*(() if node is None else map(_edge, node.edges)), *edges]
+    return put_main(cells, node_id, changed(known, properties), all_edges, org_id or "")
+
+
+def _edge(edge: Sequence[str]) -> Edge:
+    return edge[0], edge[1]
+
+
+def undo_to(cells: Cells, goal_id: str, version: int) -> None:
+    """Take back the changes of a branch behind a version, the newest first."""
+    branch = branch_of(cells, goal_id)
+    prefix = goal_id + SEPARATOR
+    after = UNDO.scan(cells, f"{prefix}{version:020d}", branch.version - version or 1)
+    for key, undo in reversed([one for one in after if one[0].startswith(prefix)]):
+        STAGED.put(cells, undo.before, goal_id, undo.node_id)
+        cells.put_cell(UNDO.name, key, None)
+    BRANCHES.put(cells, replace(branch, version=min(version, branch.version)), goal_id)
+
+
+# ---- the end of a branch ---------------------------------------------------------------------------
+
+
+def merge_conflicts(
+    cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]
+) -> tuple[list[tuple[str, dict[str, Any], list[Edge]]], list[NodeConflict]]:
+    """The nodes of main after the merge of a branch, and conflicts that `choices` does not decide."""
+    branch = branch_of(cells, goal_id)
+    nodes: list[tuple[str, dict[str, Any], list[Edge]]] = []
+    conflicts: list[NodeConflict] = []
+    for key, staged in _all_staged(cells, goal_id):
+        node_id = key.partition(SEPARATOR)[2]
+        mine = {name: value for name, (scope, value) in staged.changes.items() if scope == "STAGED"}
+        added = {(label, to) for scope, label, to in staged.edges if scope == "STAGED"}
+        if not mine and not added and (staged.changes or staged.edges):
+            continue  # nothing of it is to be merged
+        base = main_at(cells, node_id, branch.pin, branch.org_id) or Node(node_id)
+        main = main_node(cells, node_id, branch.org_id) or Node(node_id)
+        decided = {name: side for (node, name), side in choices.items() if node == node_id}
+        properties, found = merged(base.properties, changed(base.properties, mine), main.properties, decided)
+        base_edges = set(map(_edge, base.edges))
+        edges = merged_edges(base_edges, base_edges | added, set(map(_edge, main.edges)))
+        conflicts += [NodeConflict(node_id, one.name, one.base, one.branch, one.main) for one in found]
+        nodes.append((node_id, properties, sorted(edges)))
+    return nodes, conflicts
+
+
+def _all_staged(cells: Cells, goal_id: str) -> list[tuple[str, Staged]]:
+    prefix, found = goal_id + SEPARATOR, list[tuple[str, Staged]]()
+    after = prefix
+    while more := [one for one in STAGED.scan(cells, after) if one[0].startswith(prefix)]:
+        found += more
+        after = more[-1][0]
+    return found
+
+
+def merge(cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]) -> list[NodeConflict]:
+    """Merge a branch into main and end it, unless conflicts are left: those are returned."""
+    branch = branch_of(cells, goal_id)
+    nodes, conflicts = merge_conflicts(cells, goal_id, choices)
+    if conflicts:
+        return conflicts
+    drop_branch(cells, goal_id)
+    if nodes:
+        head = (HEAD.get(cells, ROOT) or 0) + 1
+        HEAD.put(cells, head, ROOT)
+        has_readers = bool(BRANCHES.scan(cells, limit=1))
+        for node_id, properties, edges in nodes:
+            _put_main(cells, node_id, properties, edges, branch.org_id, head, has_readers=has_readers)
+    return []
+
+
+def drop_branch(cells: Cells, goal_id: str) -> None:
+    """End a branch without a merge."""
+    BRANCHES.put(cells, None, goal_id)
+    STAGED.drop_under(cells, goal_id)
+    UNDO.drop_under(cells, goal_id)
+    _forget_history(cells)
+
+
+def _forget_history(cells: Cells) -> None:
+    """Forget old versions of nodes that no branch can read any more."""
+    pins = [branch.pin for _, branch in BRANCHES.all(cells)]
+    oldest = min(pins, default=HEAD.get(cells, ROOT) or 0)
+    for key, _ in HISTORY_AT.scan(cells, limit=HISTORY_PURGED_MAX):
+        until, _, node_id = key.partition(SEPARATOR)
+        if int(until) > oldest:
+            break
+        cells.put_cell(HISTORY_AT.name, key, None)
+        HISTORY.put(cells, None, node_id, int(until))

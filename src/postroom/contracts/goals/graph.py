@@ -1,0 +1,181 @@
+"""`Graph`: where the knowledge graph is kept. `engine.graph` gives the views of goals and of main."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from postroom.contracts.engine.cells import Cells
+from postroom.contracts.goals import branches
+from postroom.contracts.goals.branches import (
+    Node,
+    checked_edges,
+    checked_node_id,
+    checked_properties,
+    checked_scope,
+)
+from postroom.core.merge import Edge
+from postroom.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+T = TypeVar("T")
+
+
+class Graph(ABC):
+    """A place for the cells of a knowledge graph. `contracts.goals.branches` has every rule about them."""
+
+    is_embedded = False
+    """Whether a write shares its commit with the ledger of the engine."""
+
+    @abstractmethod
+    async def read(self, work: Callable[[Cells], T]) -> T:
+        """Run `work` on committed cells."""
+
+    @abstractmethod
+    async def write(self, work: Callable[[Cells], T]) -> T:
+        """Run `work` and commit its changes, all or none. It may run again when another writer interferes."""
+
+    def close(self) -> None:  # noqa: B027 - only for a graph with a connection
+        """Close the connection. The next call opens it again."""
+
+    @staticmethod
+    def open(url: str) -> "Graph":
+        """The graph of `falkordb://host:port/name`."""
+        if not isinstance(url, str) or not url.startswith("falkordb://"):
+            raise InvalidSetting(
+                f"a graph is named by text such as falkordb://127.0.0.1:6379/name, not {url!r}"
+            )
+        from postroom.contracts.goals.falkordb import FalkorGraph  # noqa: PLC0415 - it needs an extra
+
+        return FalkorGraph(url)
+
+
+class LedgerGraph(Graph):
+    """The graph in the cells of the engine's own ledger."""
+
+    is_embedded = True
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+
+    async def read(self, work: Callable[[Cells], T]) -> T:
+        return await self._core.read(lambda operations: work(operations.transaction))
+
+    async def write(self, work: Callable[[Cells], T]) -> T:
+        return await self._core.write_raw(work)
+
+
+class View(ABC):
+    """What a goal, or everybody, sees of the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    async def save(
+        self,
+        node_id: str,
+        properties: Mapping[str, Any],
+        edges: Iterable[Edge] = (),
+        scope: str = "STAGED",
+    ) -> Node:
+        """Save a node: these properties replace those it had, and these edges are added."""
+        return await self._write(
+            checked_node_id(node_id),
+            checked_properties(properties),
+            checked_edges(edges),
+            scope,
+            replaces=True,
+        )
+
+    async def update(
+        self,
+        node_id: str,
+        changes: Mapping[str, Any],
+        scope: str = "STAGED",
+        edges: Iterable[Edge] = (),
+    ) -> Node:
+        """Change some properties of a node; None removes one. Raises `UnknownNode`."""
+        return await self._write(
+            checked_node_id(node_id), checked_properties(changes), checked_edges(edges), scope, replaces=False
+        )
+
+    async def get(self, node_id: str) -> Node | None:
+        """A node with `properties`, `edges` and `version`; None when there is none."""
+        checked_node_id(node_id)
+        return await self._graph.read(lambda cells: self._node(cells, node_id))
+
+    async def neighbours(self, node_id: str) -> list[Edge]:
+        """The edges that leave a node, as pairs of a label and a node id."""
+        node = await self.get(node_id)
+        return [] if node is None else [(label, to) for label, to in node.edges]
+
+    @abstractmethod
+    def _node(self, cells: Cells, node_id: str) -> Node | None: ...
+
+    @abstractmethod
+    async def _write(
+        self, node_id: str, properties: dict[str, Any], edges: list[Edge], scope: str, *, replaces: bool
+    ) -> Node: ...
+
+
+class BranchView(View):
+    """The branch of a goal over its version of main."""
+
+    def __init__(self, graph: Graph, goal_id: str, wrote: Callable[[str], Any]) -> None:
+        super().__init__(graph)
+        self.goal_id = goal_id
+        self._wrote = wrote
+
+    def _node(self, cells: Cells, node_id: str) -> Node | None:
+        return branches.branch_node(cells, self.goal_id, node_id)
+
+    async def _write(
+        self, node_id: str, properties: dict[str, Any], edges: list[Edge], scope: str, *, replaces: bool
+    ) -> Node:
+        kept = checked_scope(scope)
+        node = await self._graph.write(
+            lambda cells: branches.write(
+                cells, self.goal_id, node_id, properties, edges, kept, replaces=replaces
+            )
+        )
+        if not self._graph.is_embedded:
+            await self._wrote(self.goal_id)
+        return node
+
+
+class MainView(View):
+    """What everybody sees. With an organization, only its nodes and shared ones."""
+
+    def __init__(self, graph: Graph, org_id: str | None) -> None:
+        super().__init__(graph)
+        self.org_id = org_id
+
+    def _node(self, cells: Cells, node_id: str) -> Node | None:
+        return branches.main_node(cells, node_id, self.org_id)
+
+    async def _write(
+        self, node_id: str, properties: dict[str, Any], edges: list[Edge], scope: str, *, replaces: bool
+    ) -> Node:
+        checked_scope(scope)  # everything is IMMEDIATE here
+        return await self._graph.write(
+            lambda cells: branches.write_main(
+                cells, self.org_id, node_id, properties, edges, replaces=replaces
+            )
+        )
+
+
+class Graphs:
+    """`engine.graph`."""
+
+    def __init__(self, graph: Graph, wrote: Callable[[str], Any]) -> None:
+        self.place = graph
+        self._wrote = wrote
+
+    def branch(self, goal_id: str) -> BranchView:
+        """The graph as a goal sees it."""
+        return BranchView(self.place, checked_node_id(goal_id), self._wrote)
+
+    def main(self, org_id: str | None = None) -> MainView:
+        """The graph as everybody sees it. An organization sees its own nodes and shared ones."""
+        return MainView(self.place, org_id)

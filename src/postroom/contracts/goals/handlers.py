@@ -1,0 +1,183 @@
+"""The handlers that an engine brings along: memory on the knowledge graph, and the work that goals leave."""
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.messages import Message
+from postroom.contracts.goals import branches, decisions
+from postroom.contracts.goals.cells import STATES
+from postroom.contracts.goals.graph import View
+from postroom.contracts.goals.internal import WORK
+from postroom.errors import Rejected, UnknownDecision, ValidationError
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+    from postroom.contracts.goals.goals import Goals
+    from postroom.contracts.goals.graph import Graphs
+    from postroom.contracts.goals.recovery import Recovery
+
+FOUND_MAX: Final = 100
+LOOKED_MAX: Final = 10_000
+
+
+class BuiltIn:
+    """The handlers of one engine."""
+
+    def __init__(self, core: "EngineCore", goals: "Goals", graphs: "Graphs", recovery: "Recovery") -> None:
+        self._core = core
+        self._goals = goals
+        self._graphs = graphs
+        self._recovery = recovery
+
+    def register(self) -> None:
+        """Register the handlers. A handler of the application replaces the one for memory."""
+        runs = {
+            "memory_save": self.memory_save,
+            "memory_retrieve": self.memory_retrieve,
+            "memory_update": self.memory_update,
+            WORK: self.work,
+        }
+        for type_name, run in runs.items():
+            self._core.built_in[type_name] = Handler(run=run)
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    async def memory_save(self, message: Message, _: Any) -> dict[str, Any]:
+        """Save a node: `{node_id, properties, edges, scope}`."""
+        payload = message.payload
+        view = await self._view(message)
+        try:
+            node = await view.save(
+                payload.get("node_id"),
+                payload.get("properties", {}),
+                payload.get("edges", ()),
+                payload.get("scope", "STAGED"),
+            )
+        except Rejected as error:
+            raise ValidationError(str(error)) from error
+        return _as_json(node)
+
+    async def memory_update(self, message: Message, _: Any) -> dict[str, Any]:
+        """Change a node: `{node_id, changes, scope}`."""
+        payload = message.payload
+        view = await self._view(message)
+        try:
+            node = await view.update(
+                payload.get("node_id"), payload.get("changes", {}), payload.get("scope", "STAGED")
+            )
+        except Rejected as error:
+            raise ValidationError(str(error)) from error
+        return _as_json(node)
+
+    async def memory_retrieve(self, message: Message, _: Any) -> dict[str, Any]:
+        """Find a node by `node_id`, or nodes by `query`: text that a property or an id contains."""
+        payload = message.payload
+        view = await self._view(message)
+        if "node_id" in payload:
+            try:
+                node = await view.get(payload["node_id"])
+            except Rejected as error:
+                raise ValidationError(str(error)) from error
+            return {"node": None if node is None else _as_json(node)}
+        query = payload.get("query")
+        if not isinstance(query, str) or not query:
+            raise ValidationError("memory_retrieve needs a node_id or a query")
+        nodes = await self._graphs.place.read(
+            lambda cells: _search(cells, message.goal_id, message.org_id, query)
+        )
+        return {"nodes": [_as_json(node) for node in nodes]}
+
+    async def _view(self, message: Message) -> View:
+        """The branch of a goal that was started; else main, as the organization sees it."""
+        goal = await self._core.read(lambda operations: STATES.get(operations.transaction, message.goal_id))
+        if goal is None or goal.org_id != message.org_id or goal.ended_us:
+            return self._graphs.main(message.org_id)
+        return self._graphs.branch(message.goal_id)
+
+    # ---- what goes on after a commit -----------------------------------------------------------
+
+    async def work(self, message: Message, _: Any) -> Any:
+        """Continue the work of a goal."""
+        payload = message.payload
+        match payload.get("do"):
+            case "advise":
+                return await self._advise(payload["decision_id"])
+            case "time_out":
+                policy = self._core.policy
+                await self._core.write_raw(
+                    lambda transaction: decisions.time_out(transaction, policy, payload["decision_id"])
+                )
+            case "failed_step":
+                await self._recovery.failed(payload["goal_id"], payload["message_id"])
+            case "recover":
+                await self._recovery.recover(payload["decision_id"])
+            case "complete":
+                await self._goals.complete(payload["goal_id"])
+            case "hook":
+                await self._hook(payload["type"], payload["name"], payload["message_id"])
+            case other:
+                raise ValidationError(f"there is no work {other!r} of goals")
+        return None
+
+    async def _advise(self, decision_id: str) -> str:
+        try:
+            decision = await self._core.read(
+                lambda operations: decisions.found(operations.transaction, decision_id)
+            )
+        except UnknownDecision:
+            return ""
+        if decision.state != "asked":
+            return decision.choice
+        return (await decisions.ask(self._core, decision)).choice
+
+    async def _hook(self, type_name: str, name: str, message_id: str) -> None:
+        from postroom.contracts.engine.inspection import info_of  # noqa: PLC0415 - it imports much
+
+        run = self._core.hooks.get(type_name, {}).get(name)
+        if run is None:
+            raise ValidationError(f"there is no hook {name!r} for {type_name} in this process")
+        info = await self._core.read(lambda operations: info_of(operations, message_id))
+        result = run(info, info.result)
+        if hasattr(result, "__await__"):
+            await result
+
+
+def _as_json(node: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(node)
+    fields.setdefault("properties", {})
+    fields.setdefault("edges", [])
+    fields.setdefault("version", 0)
+    fields.pop("at", None)
+    return fields
+
+
+def _search(cells: Any, goal_id: str, org_id: str, query: str) -> list[Any]:
+    """Nodes that a goal sees and whose id or text contains the query."""
+    wanted = query.casefold()
+    branch = branches.BRANCHES.get(cells, goal_id)
+    ids: dict[str, None] = {}
+    after = ""
+    while len(ids) < LOOKED_MAX and (more := branches.MAIN.scan(cells, after)):
+        ids.update(dict.fromkeys(key for key, _ in more))
+        after = more[-1][0]
+    if branch is not None and branch.org_id == org_id:
+        ids.update(
+            dict.fromkeys(key.partition("\x1f")[2] for key, _ in branches.STAGED.under(cells, goal_id))
+        )
+    found: list[Any] = []
+    for node_id in ids:
+        node = (
+            branches.main_node(cells, node_id, org_id)
+            if branch is None or branch.org_id != org_id
+            else branches.branch_node(cells, goal_id, node_id)
+        )
+        if (
+            node is not None
+            and wanted in f"{node_id} {msgspec.json.encode(node.properties).decode()}".casefold()
+        ):
+            found.append(node)
+            if len(found) == FOUND_MAX:
+                break
+    return found

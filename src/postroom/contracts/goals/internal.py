@@ -1,0 +1,49 @@
+"""Messages that an engine sends to itself inside a transaction: the work that goes on after a commit.
+
+Rule 1: such a message commits with its cause, so the work is neither lost nor done for a cause that was
+        rolled back. Backpressure does not refuse it, because its cause was accepted.
+"""
+
+from typing import Any, Final
+
+from postroom.contracts.engine import ordering
+from postroom.contracts.engine.cells import KEYS, UsedKey
+from postroom.contracts.engine.messages import Registry, stored
+from postroom.contracts.engine.policy import Policy
+from postroom.stores.transaction import Transaction
+
+WORK: Final = "goal_work"
+"""The type of messages that continue the work of goals. Callers cannot submit it."""
+
+
+def insert(transaction: Transaction, policy: Policy, fields: dict[str, Any]) -> str:
+    """Store one message; the same idempotency key gives the same message. Returns its id."""
+    registry = Registry((fields["type"],))
+    key, org_id = fields.get("idempotency_key"), fields["org_id"]
+    used = KEYS.get(transaction, org_id, key) if key else None
+    if used is not None:
+        return used.message_id
+    message = registry.prepare(fields, policy, transaction.wall_us)
+    [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
+    if key:
+        KEYS.put(transaction, UsedKey(accepted.message_id, message.digest, transaction.wall_us), org_id, key)
+    if message.body.ordering_key:
+        record = transaction.record(accepted.message_id)
+        assert record is not None  # noqa: S101 - for the type checker: it was just stored
+        stops = message.body.on_dead == "stop"
+        ordering.join(transaction, record, org_id, message.body.ordering_key, stops=stops)
+    return accepted.message_id
+
+
+def go_on(
+    transaction: Transaction, policy: Policy, org_id: str, do: str, *, delay_s: float = 0.0, **facts: Any
+) -> str:
+    """Have a worker do something after the commit."""
+    fields = {
+        "type": WORK,
+        "org_id": org_id,
+        "payload": {"do": do, **facts},
+        "delay_s": delay_s,
+        "priority": 1,
+    }
+    return insert(transaction, policy, fields)

@@ -1,0 +1,96 @@
+"""Questions that a running handler or a worker asks the adviser, and waits for the answer."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from postroom.contracts.engine.messages import Message
+from postroom.contracts.goals import rollback
+from postroom.contracts.goals.adviser import asked
+from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF, PROMPTS
+from postroom.core import advice
+from postroom.core.advice import Advice, Question, ReversalClass
+from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+PATTERNS_MAX: Final = 100
+EXAMPLES_MAX: Final = 5
+
+
+async def reversal_class_of(
+    core: "EngineCore", message: Message, key: str, reversal: Any
+) -> ReversalClass | None:
+    """The class of an effect of a goal by the adviser; None leaves it to the rules."""
+    adviser = core.policy.adviser
+    if adviser is None or adviser.is_pure:
+        return None
+    line = await core.read(lambda operations: GOAL_OF.get(operations.transaction, message.message_id))
+    if line is None:
+        return None
+    facts = {"key": key, "type": message.type, "has_reversal": reversal is not None, "reversal": reversal}
+    said = await _said(core, advice.question("reversal_class", facts, pattern=f"{message.type} {key}"))
+    return said.choice  # type: ignore[return-value]
+
+
+async def keeps_priority(core: "EngineCore", message: Message, error: BaseException) -> bool:
+    """Whether the retry of a message keeps its priority."""
+    facts = {
+        "type": message.type,
+        "priority": message.priority,
+        "retry_count": message.retry_count,
+        "critical": message.metadata.get("critical"),
+        "error_type": type(error).__name__,
+        "error": str(error),
+    }
+    question = advice.question("demotion", facts, pattern=f"{message.type} {type(error).__name__}")
+    return (await _said(core, question)).choice == "keep"
+
+
+async def _said(core: "EngineCore", question: Question) -> Advice:
+    """An advice that cannot wait for a person: below the confidence, the safe default."""
+    said, _ = await asked(core.policy.adviser, question)
+    if said.confidence < core.policy.adviser_confidence_min:
+        return Advice(question.default, 1.0, "the adviser is not sure, and there is no time to ask a person")
+    return said
+
+
+async def context_of(core: "EngineCore", goal_id: str) -> tuple[dict[str, Any], int]:
+    """The context of a goal, and its version."""
+
+    def work(transaction: Transaction) -> tuple[dict[str, Any], int]:
+        goal = rollback.goal_of(transaction, goal_id)
+        found = CONTEXTS.get(transaction, goal_id, goal.context_version)
+        return ({} if found is None else found.value), goal.context_version
+
+    return await core.read(lambda operations: work(operations.transaction))
+
+
+async def patterns(core: "EngineCore", letters: Sequence[Any]) -> list[dict[str, Any]]:
+    """What the adviser says about dead letters that are alike: same type, same error."""
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for letter in letters:
+        last = letter.error_history[-1] if letter.error_history else {"error_type": letter.state, "error": ""}
+        kind = str(letter.original_message.get("type", ""))
+        groups.setdefault((kind, last["error_type"]), []).append(letter)
+    found = []
+    for (kind, error_type), alike in list(groups.items())[:PATTERNS_MAX]:
+        last = alike[-1].error_history[-1:] or [{"error": ""}]
+        facts = {
+            "type": kind,
+            "error_type": error_type,
+            "error": last[0]["error"],
+            "count": len(alike),
+            "is_poison": any(letter.state == "QUARANTINED" for letter in alike),
+        }
+        said = await _said(core, advice.question("dead_letter", facts, pattern=f"{kind} {error_type}"))
+        examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
+        found.append({**facts, "advice": said.choice, "reasoning": said.reasoning, "message_ids": examples})
+    return found
+
+
+async def prompt_additions(core: "EngineCore", message: Message) -> list[str]:
+    """What recovery added to the prompt of the agent of a message."""
+    return await core.read(
+        lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
+    )

@@ -1,0 +1,315 @@
+"""A rollback: later messages are cancelled, the branch and the context restored, and effects undone.
+
+Rule 1: a rollback is a sequence of commits. Each one can be repeated, so a rollback that a crash has ended
+        halfway is resumed by the same call and has the same end.
+Rule 2: effects are undone in reverse order, one after the other, by ordinary messages.
+Rule 3: nothing is changed when a later effect cannot be undone and the caller has not accepted that.
+"""
+
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine import ordering
+from postroom.contracts.engine.cells import EFFECTS as OUTCOMES
+from postroom.contracts.engine.cells import PARTS, SEPARATOR, Part, joined
+from postroom.contracts.engine.messages import body_of
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.goals import branches, internal
+from postroom.contracts.goals.cells import (
+    CHECKPOINTS,
+    CONTEXTS,
+    EFFECTS,
+    GOAL_OF,
+    MESSAGES,
+    OPEN,
+    ROLLBACKS,
+    STATES,
+    UNDOES,
+    Checkpoint,
+    Goal,
+    GoalContext,
+    GoalEffect,
+    Rollback,
+)
+from postroom.contracts.task_input import KEY_CHARS_MAX
+from postroom.core import lifecycle
+from postroom.core.times import utc_text
+from postroom.errors import GoalEnded, RollbackRefused, UnknownCheckpoint, UnknownGoal
+from postroom.message import Record
+from postroom.stores.base import ByIds
+from postroom.stores.transaction import Transaction
+
+CANCELLED_A_COMMIT_MAX: Final = 200
+AVOIDED_MAX: Final = 20
+PARTS_MAX: Final = 100_000  # cells with parts of one attempt
+
+
+def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint:
+    """A checkpoint by its id. Raises `UnknownCheckpoint`."""
+    goal_id, _, number = checkpoint_id.rpartition("#") if isinstance(checkpoint_id, str) else ("", "", "")
+    found = CHECKPOINTS.get(transaction, goal_id, int(number)) if number.isdecimal() else None
+    if found is None:
+        raise UnknownCheckpoint(checkpoint_id)
+    return found
+
+
+def goal_of(transaction: Transaction, goal_id: object) -> Goal:
+    """A goal by its id. Raises `UnknownGoal`."""
+    goal = STATES.get(transaction, goal_id) if isinstance(goal_id, str) else None
+    if goal is None:
+        raise UnknownGoal(goal_id)
+    return goal
+
+
+def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tuple[int, GoalEffect]]:
+    """Effects of a goal after a checkpoint, the newest first."""
+    goal_id = checkpoint.goal_id
+    prefix, after = goal_id + SEPARATOR, joined(goal_id, checkpoint.effects)
+    found: list[tuple[int, GoalEffect]] = []
+    while more := [one for one in EFFECTS.scan(transaction, after) if one[0].startswith(prefix)]:
+        found += [(int(key.rpartition(SEPARATOR)[2]), effect) for key, effect in more]
+        after = more[-1][0]
+    return found[::-1]
+
+
+def _is_undone(effect: GoalEffect) -> bool:
+    return effect.reversal_class != "IRREVERSIBLE" and effect.reversal is not None
+
+
+# ---- the steps -------------------------------------------------------------------------------------
+
+
+def begin(
+    transaction: Transaction,
+    checkpoint_id: str,
+    *,
+    preserve_learning: bool,
+    accepted: Collection[str],
+    plan: Rollback | None = None,
+) -> Checkpoint:
+    """Begin a rollback, or find the one that is under way. Raises `RollbackRefused`."""
+    checkpoint = checkpoint_of(transaction, checkpoint_id)
+    goal_id = checkpoint.goal_id
+    goal = goal_of(transaction, goal_id)
+    under_way = ROLLBACKS.get(transaction, goal_id)
+    if under_way is not None and under_way.checkpoint_id == checkpoint_id:
+        return checkpoint
+    if goal.state != "ACTIVE":
+        raise GoalEnded(goal_id, goal.state, "roll back")
+    left = [
+        effect.key
+        for _, effect in reversed(later_effects(transaction, checkpoint))
+        if not _is_undone(effect) and effect.key not in accepted
+    ]
+    if left:
+        raise RollbackRefused(goal_id, dict.fromkeys(left))
+    begun = replace(
+        plan or Rollback(checkpoint_id, preserve_learning),
+        checkpoint_id=checkpoint_id,
+        preserve_learning=preserve_learning,
+        accepted=sorted(accepted),
+    )
+    ROLLBACKS.put(transaction, begun, goal_id)
+    STATES.put(transaction, replace(goal, state="ROLLING_BACK", rollbacks=goal.rollbacks + 1), goal_id)
+    return checkpoint
+
+
+def cancel_some(
+    transaction: Transaction, policy: Policy, checkpoint: Checkpoint, after: str = ""
+) -> str | None:
+    """Cancel later messages of the goal that have not ended, and tell who waits for them.
+
+    Returns the key to continue from; None at the end.
+    """
+    goal_id = checkpoint.goal_id
+    prefix = goal_id + SEPARATOR
+    seen = MESSAGES.scan(transaction, after or prefix, CANCELLED_A_COMMIT_MAX)
+    own = [(key, message_id) for key, message_id in seen if key.startswith(prefix)]
+    for key, message_id in own:
+        record = transaction.record(message_id)
+        if record is None or record.state in lifecycle.ENDED:
+            continue
+        if int(key.rpartition(SEPARATOR)[2]) >= checkpoint.at:
+            said = f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}"
+            _tell(transaction, record, said)
+            cancel(transaction, policy, record)
+    return own[-1][0] if len(own) == CANCELLED_A_COMMIT_MAX else None
+
+
+def cancel(transaction: Transaction, policy: Policy, record: Record) -> None:
+    """Cancel a message of a goal."""
+    from postroom.contracts.engine.operations import Operations  # noqa: PLC0415 - it imports this module
+
+    Operations(transaction, policy).cancel(record.message_id)
+
+
+def _tell(transaction: Transaction, record: Record, text: str) -> None:
+    part = Part(
+        record.message_id,
+        "progress",
+        utc_text(transaction.wall_us * 1000),
+        attempt=record.attempt,
+        message=text,
+    )
+    known = PARTS.under(transaction, record.message_id, record.attempt, limit=PARTS_MAX)
+    last = int(known[-1][0].rpartition(SEPARATOR)[2]) if known else -1
+    PARTS.put(transaction, [part], record.message_id, record.attempt, last + 1)
+
+
+def restore(transaction: Transaction, policy: Policy, checkpoint: Checkpoint) -> None:
+    """Restore the branch and the context, and send the compensations."""
+    goal_id = checkpoint.goal_id
+    plan, goal = ROLLBACKS.get(transaction, goal_id), goal_of(transaction, goal_id)
+    if plan is None or plan.begun:
+        return
+    if branches.BRANCHES.get(transaction, goal_id) is not None:
+        branches.undo_to(transaction, goal_id, checkpoint.graph_version)
+    goal = _restored_context(transaction, checkpoint, goal, learns=plan.preserve_learning)
+    undoing = _send_compensations(transaction, policy, checkpoint, goal)
+    STATES.put(transaction, goal, goal_id)
+    ROLLBACKS.put(transaction, replace(plan, begun=True, undoing=undoing), goal_id)
+    if not undoing:
+        finish(transaction, policy, goal_id)
+
+
+def _restored_context(transaction: Transaction, checkpoint: Checkpoint, goal: Goal, *, learns: bool) -> Goal:
+    goal_id = checkpoint.goal_id
+    before = CONTEXTS.get(transaction, goal_id, checkpoint.context_version)
+    value: dict[str, Any] = {} if before is None else dict(before.value)
+    if learns:
+        current = CONTEXTS.get(transaction, goal_id, goal.context_version)
+        avoided = [] if current is None else list(current.value.get("avoid_approaches", []))
+        if goal.failure:
+            avoided.append(goal.failure["approach"])
+        value["previous_failure"] = goal.failure or {"checkpoint_id": checkpoint.checkpoint_id}
+        value["avoid_approaches"] = list(dict.fromkeys(avoided))[-AVOIDED_MAX:]
+    version = goal.context_version + 1
+    CONTEXTS.put(transaction, GoalContext(value), goal_id, version)
+    return replace(goal, context_version=version)
+
+
+def _send_compensations(
+    transaction: Transaction, policy: Policy, checkpoint: Checkpoint, goal: Goal
+) -> list[str]:
+    """One message for each effect that is undone, in reverse order; returns their ids."""
+    sent: list[str] = []
+    goal_id, count = checkpoint.goal_id, goal.rollbacks
+    for number, effect in later_effects(transaction, checkpoint):
+        if not _is_undone(effect) or effect.reversal is None:
+            continue
+        outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
+        fields = {
+            "type": effect.reversal["type"],
+            "org_id": goal.org_id,
+            "payload": effect.reversal["payload"],
+            "priority": 1,
+            "goal_id": goal_id,
+            "parent_message_id": effect.message_id,
+            "idempotency_key": f"undo {count} {number} {goal_id}"[:KEY_CHARS_MAX],
+            "ordering_key": f"undo {count} {goal_id}"[:KEY_CHARS_MAX],
+            "on_dead": "stop",
+            "metadata": {
+                "undoes": effect.key,
+                "reversal_class": effect.reversal_class,
+                "outcome": None if outcome is None else outcome.outcome,
+            },
+        }
+        message_id = internal.insert(transaction, policy, fields)
+        UNDOES.put(transaction, goal_id, message_id)
+        EFFECTS.put(transaction, None, goal_id, number)
+        OUTCOMES.put(transaction, None, effect.message_id, effect.key)  # the step may do it again
+        sent.append(message_id)
+    return sent
+
+
+def undone(transaction: Transaction, policy: Policy, goal_id: str, message_id: str) -> None:
+    """A compensation was completed. The last one ends the rollback."""
+    UNDOES.put(transaction, None, message_id)
+    plan = ROLLBACKS.get(transaction, goal_id)
+    if plan is None or message_id not in plan.undoing:
+        return
+    left = [one for one in plan.undoing if one != message_id]
+    ROLLBACKS.put(transaction, replace(plan, undoing=left), goal_id)
+    if not left and plan.begun:
+        finish(transaction, policy, goal_id)
+
+
+def resume(transaction: Transaction, goal_id: str) -> None:
+    """Replay compensations that have failed."""
+    plan = ROLLBACKS.get(transaction, goal_id)
+    for message_id in [] if plan is None else plan.undoing:
+        record = transaction.record(message_id)
+        if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"):
+            replay(transaction, message_id)
+
+
+def replay(transaction: Transaction, message_id: str) -> None:
+    """Queue an ended message again, as a new attempt with all its retries."""
+    stored = transaction.load(message_id)
+    if stored is None:
+        return
+    [step] = transaction.apply(ByIds((message_id,)), lifecycle.replay)
+    body = body_of(stored.envelope.payload)
+    if body is not None and body.ordering_key:
+        org_id = step.record.queue.partition(":")[2]
+        stops = body.on_dead == "stop"
+        ordering.rejoin(transaction, step.record, org_id, body.ordering_key, stops=stops)
+    line = GOAL_OF.get(transaction, message_id)
+    if line is not None:
+        OPEN.put(transaction, True, line, message_id)  # noqa: FBT003
+
+
+def finish(transaction: Transaction, policy: Policy, goal_id: str) -> None:
+    """Everything is undone: the goal goes on."""
+    plan, goal = ROLLBACKS.get(transaction, goal_id), goal_of(transaction, goal_id)
+    ROLLBACKS.put(transaction, None, goal_id)
+    active = replace(goal, state="ACTIVE")
+    STATES.put(transaction, active, goal_id)
+    if plan is None:
+        return
+    said = f"goal {goal_id} was rolled back to checkpoint {plan.checkpoint_id}"
+    transaction.emit(
+        "alert", f"org:{goal.org_id}", error_type="RolledBack", error=said, detail={"goal_id": goal_id}
+    )
+    for message_id in plan.resumes:
+        record = transaction.record(message_id)
+        if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED"):
+            replay(transaction, message_id)
+    for message_id in plan.resubmits:
+        _submit_again(transaction, policy, message_id, goal, plan)
+
+
+def _submit_again(
+    transaction: Transaction, policy: Policy, message_id: str, goal: Goal, plan: Rollback
+) -> None:
+    """Submit a root message of a restarted goal as a new message."""
+    from postroom.contracts.goals import tracking  # noqa: PLC0415 - it imports this module
+
+    stored = transaction.load(message_id)
+    body = None if stored is None else body_of(stored.envelope.payload)
+    if stored is None or body is None:
+        return
+    payload = msgspec.json.decode(
+        (transaction.cell("engine.body", body.payload_ref) or b"{}") if body.payload_ref else body.payload
+    )
+    fields = {
+        "type": stored.envelope.type,
+        "org_id": goal.org_id,
+        "payload": {**payload, **plan.modifications},
+        "priority": stored.record.priority,
+        "goal_id": body.goal_id,
+        "task_id": body.task_id,
+        "agent_id": body.agent_id,
+        "user_id": body.user_id,
+        "created_by": body.created_by,
+        "service": body.service,
+        "context": body.context,
+        "metadata": body.metadata,
+        "max_retries": stored.record.max_retries,
+        "idempotency_key": f"restart {goal.rollbacks} {message_id}",
+    }
+    new = internal.insert(transaction, policy, fields)
+    tracking.accepted(transaction, goal.org_id, body, new)

@@ -1,0 +1,170 @@
+"""Questions that an engine asks, and the rules that answer them without a model.
+
+Rule 1: a question has options. An advice that is none of them is no advice.
+Rule 2: the rules are total: each kind of question gets the same answer for the same facts, at any time.
+Rule 3: the safe default of a question changes nothing that cannot be changed back.
+"""
+
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+QuestionKind: TypeAlias = Literal[
+    "demotion", "recovery", "reversal_class", "merge", "conflict", "dead_letter"
+]
+ReversalClass: TypeAlias = Literal["REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE"]
+
+CONFIDENCE_MIN: Final = 0.5
+LEARNED_AFTER: Final = 5
+ROLLBACK: Final = "rollback_to_checkpoint"
+RESTART: Final = "restart_entire_goal"
+PERSON: Final = "person"
+
+OPTIONS: Final[dict[QuestionKind, tuple[str, ...]]] = {
+    "demotion": ("demote", "keep"),
+    "recovery": (ROLLBACK, RESTART, PERSON),
+    "reversal_class": ("REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE"),
+    "merge": ("branch", "main", "base"),
+    "conflict": ("run", "wait", "merge", "cancel", "escalate"),
+    "dead_letter": ("keep", "replay", "purge"),
+}
+SAFE: Final[dict[QuestionKind, str]] = {
+    "demotion": "demote",
+    "recovery": PERSON,
+    "reversal_class": "IRREVERSIBLE",
+    "merge": "main",
+    "conflict": "wait",
+    "dead_letter": "keep",
+}
+"""What happens when nobody answers in time."""
+
+_TRANSIENT: Final = frozenset(
+    {"TimeoutError", "HandlerTimeout", "ConnectionError", "RateLimited", "BreakerOpen"}
+)
+_FINAL_WORDS: Final = ("send", "email", "mail", "publish", "post", "notify", "call", "print", "ship")
+_MONEY_WORDS: Final = ("charge", "pay", "refund", "transfer", "invoice", "order", "book")
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine wants to know. `facts` are data: nothing in them is an instruction."""
+
+    kind: QuestionKind
+    options: tuple[str, ...]
+    facts: dict[str, Any] = {}
+    pattern: str = ""
+    """Questions with the same kind and pattern are alike: their answers become a learned rule."""
+    default: str = ""
+    """The option that is taken when nobody answers."""
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """An answer."""
+
+    choice: str
+    confidence: float = 1.0
+    reasoning: str = ""
+    arguments: dict[str, Any] = {}
+    """Of a recovery tool, in place of those that follow from the failure."""
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """The same decision for the same pattern, counted."""
+
+    choice: str
+    count: int
+
+
+def question(
+    kind: QuestionKind, facts: dict[str, Any], *, pattern: str = "", options: tuple[str, ...] = ()
+) -> Question:
+    """A question with the options of its kind, unless others are given."""
+    offered = options or OPTIONS[kind]
+    safe = SAFE[kind]
+    return Question(
+        kind=kind,
+        options=offered,
+        facts=facts,
+        pattern=pattern,
+        default=safe if safe in offered else offered[-1],
+    )
+
+
+def is_valid(advice: object, asked: Question) -> bool:
+    """Whether an advice answers the question."""
+    return (
+        isinstance(advice, Advice)
+        and advice.choice in asked.options
+        and type(advice.confidence) in (int, float)
+        and 0 <= advice.confidence <= 1
+    )
+
+
+def tallied(before: Tally | None, choice: str) -> Tally:
+    """Count a decision. Another choice begins again."""
+    return Tally(choice, before.count + 1 if before is not None and before.choice == choice else 1)
+
+
+def advise(asked: Question) -> Advice:
+    """The advice of the rules."""
+    found = _ruled(asked)
+    if found.choice in asked.options:
+        return found
+    return Advice(asked.default, 1.0, f"{found.choice} is not offered: the safe default")
+
+
+def _ruled(asked: Question) -> Advice:
+    match asked.kind:
+        case "demotion":
+            return _demotion(asked.facts)
+        case "recovery":
+            return _recovery(asked)
+        case "reversal_class":
+            return _reversal_class(asked.facts)
+        case "merge":
+            return Advice("branch", 1.0, "the goal that completes last wins over the older value of main")
+        case "conflict":
+            return _conflict(asked.facts)
+        case "dead_letter":
+            return _dead_letter(asked.facts)
+
+
+def _demotion(facts: dict[str, Any]) -> Advice:
+    if facts.get("critical") is True:
+        return Advice("keep", 1.0, "the message says in its metadata that it is critical")
+    return Advice("demote", 1.0, "each retry is demoted by one priority")
+
+
+def _recovery(asked: Question) -> Advice:
+    """Each tool once, the gentlest first: roll back, restart, ask a person."""
+    tried = set(asked.facts.get("tried", ()))
+    if ROLLBACK in asked.options and ROLLBACK not in tried:
+        return Advice(ROLLBACK, 1.0, "the work since the last checkpoint is undone, and the step tried again")
+    if RESTART in asked.options and RESTART not in tried:
+        return Advice(RESTART, 1.0, "a rollback did not help, so the goal begins again with what was learned")
+    return Advice(PERSON, 1.0, "no recovery tool is left that has not been tried")
+
+
+def _reversal_class(facts: dict[str, Any]) -> Advice:
+    name = str(facts.get("key", "")).casefold()
+    if any(word in name for word in _FINAL_WORDS):
+        return Advice("IRREVERSIBLE", 1.0, "what was sent or published cannot be taken back")
+    if not facts.get("has_reversal"):
+        return Advice("IRREVERSIBLE", 1.0, "no reversal is known")
+    if any(word in name for word in _MONEY_WORDS):
+        return Advice("COMPENSATABLE", 1.0, "a payment can be returned, and both entries stay visible")
+    return Advice("REVERSIBLE", 1.0, "a reversal is known")
+
+
+def _conflict(facts: dict[str, Any]) -> Advice:
+    asked_for = facts.get("on_conflict")
+    if asked_for == "merge" and facts.get("same_work"):
+        return Advice("merge", 1.0, "the same work runs already, and its result serves both")
+    if asked_for == "cancel":
+        return Advice("cancel", 1.0, "the operation says that it is not needed when it cannot run at once")
+    return Advice("wait", 1.0, "the operation runs when the other one has ended")
+
+
+def _dead_letter(facts: dict[str, Any]) -> Advice:
+    if facts.get("error_type") in _TRANSIENT and not facts.get("is_poison"):
+        return Advice("replay", 1.0, "the error was of a service that was not available for a while")
+    return Advice("keep", 1.0, "the same message would meet the same error")
