@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-pipeline crash simulate fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -81,6 +81,9 @@ bench-goals: $(STAMP) ## the benchmark of goals, graph, conflicts and sandboxes
 
 bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, idle agents
 	@$(PYTHON) bench/bench_coordinator.py
+
+bench-up: $(STAMP) ## the benchmark of MCP tool calls over stdio
+	@$(PYTHON) bench/bench_up.py
 
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA)

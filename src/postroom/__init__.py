@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         StaleLease,
         StreamRestarted,
         TokensExhausted,
+        ToolFailed,
         TopicError,
         Unavailable,
         UnknownTask,
@@ -113,6 +114,7 @@ __all__ = [
     "StreamRestarted",
     "Tasks",
     "TokensExhausted",
+    "ToolFailed",
     "TopicError",
     "Unavailable",
     "UnknownTask",
@@ -177,6 +179,7 @@ _HOME = {
     "SinceIdNotFound": "postroom.errors",
     "TOPICS": "postroom.core.queuewire",
     "TokensExhausted": "postroom.errors",
+    "ToolFailed": "postroom.errors",
     "TopicError": "postroom.errors",
     "Unavailable": "postroom.errors",
 }

@@ -34,6 +34,7 @@
     │   ├── RollbackRefused       a rollback would pass effects that cannot be undone; lists them
     │   ├── MessageFailed         a message ended without a result; has its errors
     │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
+    │   ├── ToolFailed            a tool of an MCP server says that it failed: never retried
     │   ├── Bounced               the recipient of a message is unknown or dead, or its inbox is full
     │   ├── AgentReplaced         another registration of the same agent is newer than this one
     │   ├── NotHeld               a client was never given the task, and the call names no lease
@@ -515,6 +516,16 @@ def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]])
     """The error of a message that ended without a result."""
     is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
     return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
+
+
+class ToolFailed(Rejected):
+    """A tool of an MCP server answered with an error. The call is not retried: the tool has run."""
+
+    def __init__(self, service: str, tool: str, reason: str) -> None:
+        self.service = service
+        self.tool = tool
+        self.reason = reason
+        super().__init__(f"tool {tool!r} of {service} failed: {reason}")
 
 
 class Bounced(Rejected):

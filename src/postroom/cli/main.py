@@ -8,6 +8,7 @@ from postroom.cli.audit import audit
 from postroom.cli.bus import bus
 from postroom.cli.engine import engine
 from postroom.cli.mail import mail
+from postroom.cli.mcp import mcp
 from postroom.cli.move import move
 from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
@@ -50,6 +51,7 @@ cli.add_command(audit)
 cli.add_command(bus)
 cli.add_command(engine)
 cli.add_command(mail)
+cli.add_command(mcp)
 cli.add_command(move)
 cli.add_command(pipeline)
 cli.add_command(queue)

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,13 +21,22 @@ _T = TypeVar("_T")
 class HttpClient:
     """The base of every client. Safe to share between threads."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S, retries: int = RETRIES) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.timeout_s = arguments.positive_seconds("timeout_s", timeout_s)
         self.retries = arguments.count("retries", retries)
         self._connections = Connections(url)
         self._headers = {
             "Authorization": f"Bearer {arguments.token(token)}",
             "Content-Type": "application/json",
+            **(headers or {}),
         }
 
     def request(

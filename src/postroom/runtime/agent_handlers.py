@@ -37,6 +37,7 @@ from postroom.runtime.endpoint import send_reply
 from postroom.runtime.engine_handlers import attributed, check_attribution, visible
 from postroom.runtime.engine_schemas import (
     AckBody,
+    AgentAnswer,
     AgentsAnswer,
     AgentsQuery,
     InboxAnswer,
@@ -280,6 +281,12 @@ async def _beat(server: TaskServer, agent: Agent) -> None:
         with suppress(PostroomError):
             await agent.beat()
             server.note_beat(agent)
+
+
+async def beat(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Note an agent as alive. Unlike other calls, it registers a dead agent again."""
+    agent = await _agent(server, *_own(request), None)
+    return HttpReply(202, _encode(AgentAnswer(agent.org_id, agent.agent_id)))
 
 
 # ---- messages between agents -------------------------------------------------------------------------

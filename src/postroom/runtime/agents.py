@@ -66,6 +66,10 @@ class Identity(msgspec.Struct, frozen=True):
         """Whether the caller may make and revoke tokens."""
         return self.role == "admin" and not self.org
 
+    def acting_as(self, agent: str, org: str) -> "Identity":
+        """The identity of an agent that an operator of all organizations acts for."""
+        return Identity(checked_name("agent", agent), "agent", org=checked_name("organization", org))
+
     def operates(self, org_id: str) -> bool:
         """Whether the caller may do everything with the messages of an organization."""
         return self.role != "agent" and self.org in ("", org_id)

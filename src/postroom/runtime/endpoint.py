@@ -46,6 +46,7 @@ from postroom.errors import (
 )
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
+    IDENTITY,
     JSON_TYPE,
     NO_CONTENT,
     ClientDisconnected,
@@ -60,6 +61,7 @@ from postroom.runtime.server_log import error_location
 from postroom.runtime.task_server import TaskServer
 
 RETRY_AFTER_S = 1
+ACTING_AS = b"postroom-agent"  # the header that names the agent an operator acts for: ORGANIZATION/AGENT
 
 STATUS_OF: dict[type[BaseException], int] = {
     StaleLease: 409,
@@ -154,15 +156,7 @@ class Endpoint:
         return await self._served.handler(server, request)
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
-        scheme, _, token = request.header(b"authorization").partition(" ")
-        request.token = token.strip()
-        identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
-        if identity is None:
-            raise Refusal(401, "Unauthorized", _token_fault(scheme, request.token))
-        request.identity = identity
-        connection = request.scope.get(CONNECTION)
-        if connection is not None:  # the first request with a token on this connection
-            connection.identify(identity)
+        identity = request.identity = request.scope.get(IDENTITY) or identified(server, request)
         if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
@@ -201,6 +195,31 @@ class Endpoint:
             return
         task_id = getattr(request.body, "task_id", None) or ""
         server.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
+
+
+def identified(server: TaskServer, request: HttpRequest) -> Identity:
+    """The caller that the token of a request names, or the agent that an operator acts for."""
+    scheme, _, token = request.header(b"authorization").partition(" ")
+    request.token = token.strip()
+    identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
+    if identity is None:
+        raise Refusal(401, "Unauthorized", _token_fault(scheme, request.token))
+    request.identity = identity
+    connection = request.scope.get(CONNECTION)
+    if connection is not None:  # the first request with a token on this connection
+        connection.identify(identity)
+    acting_as = request.header(ACTING_AS)
+    if not acting_as:
+        return identity
+    if not identity.is_operator:
+        raise Refusal(403, "Forbidden", "only an operator of all organizations may act for an agent")
+    org, _, agent = acting_as.partition("/")
+    return identity.acting_as(agent, org)
+
+
+async def refuse(send: Send, error: BaseException) -> None:
+    """Send the refusal of an error."""
+    await send_reply(send, _error_to_reply(error))
 
 
 def _token_fault(scheme: str, token: str) -> str:

@@ -21,14 +21,18 @@ from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
-from postroom.message import Stored, org_of
+from postroom.message import ENGINE_PREFIX, Stored, org_of
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
     ExplainAnswer,
+    FoundAnswer,
     LettersQuery,
     MessageAnswer,
+    MessageLine,
     MessagesAnswer,
+    MessagesQuery,
     NewMessagesBody,
     PauseBody,
     PurgeBody,
@@ -42,9 +46,11 @@ from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRe
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
+from postroom.stores.base import Listing
 
 T = TypeVar("T")
 
+SEARCHED_MAX = 500
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 
 _encode = msgspec.json.Encoder().encode
@@ -130,6 +136,51 @@ def check_attribution(identity: Identity, message: Prepared) -> None:
 
 def _not_yours(identity: Identity, rule: str) -> Refusal:
     return Refusal(403, "Forbidden", f"this token is {identity.name}'s and {rule}")
+
+
+# ---- searching -------------------------------------------------------------------------------------
+
+
+async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """List messages of an organization. One call looks at `SEARCHED_MAX` messages at most."""
+    query: MessagesQuery = request.query
+    identity, org_id = request.identity, query.org_id or ""
+    if not identity.is_operator:
+        if org_id not in ("", identity.org) or not identity.org:
+            raise _not_yours(identity, "searches only the messages of its organization")
+        org_id = identity.org
+    if not org_id:
+        raise InvalidMessage("an operator has to name the organization of the messages: org_id")
+    state = query.state or None
+    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, query.after, SEARCHED_MAX)
+    found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
+    return HttpReply(200, _encode(found))
+
+
+def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:
+    records = operations.transaction.find(pick)
+    lines: list[MessageLine] = []
+    for record in records:
+        stored = operations.loaded(record.message_id)
+        message = dlq.original_message(operations, stored) or {}
+        if query.type in ("", stored.envelope.type) and query.text.encode() in _encode(message):
+            lines.append(_line(stored, message))
+        if len(lines) == query.limit:
+            return FoundAnswer(lines, record.seq)
+    return FoundAnswer(lines, records[-1].seq if len(records) == pick.limit else 0)
+
+
+def _line(stored: Stored, message: dict[str, Any]) -> MessageLine:
+    record = stored.record
+    return MessageLine(
+        seq=record.seq,
+        message_id=record.message_id,
+        state=record.state,
+        type=stored.envelope.type,
+        agent_id=message.get("agent_id", ""),
+        attempt=record.attempt,
+        created_at=EPOCH + record.created_us * MICROSECOND,
+    )
 
 
 # ---- one message -----------------------------------------------------------------------------------

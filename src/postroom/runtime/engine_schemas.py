@@ -4,6 +4,7 @@ Rule 1: a new message may have fields that are not listed here, because a newer 
         may add some. The contract checks every field.
 """
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,8 +18,8 @@ from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MA
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.core.tokens import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
-from postroom.message import Durability
-from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Text
+from postroom.message import Durability, State
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Number, Page, Text
 
 LETTERS_DEFAULT = 100
 
@@ -141,6 +142,13 @@ class RegisteredAnswer(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class AgentAnswer(msgspec.Struct, frozen=True):
+    """The agent that the request was about."""
+
+    org_id: str
+    agent_id: str
+
+
 class RequestAnswer(msgspec.Struct, frozen=True):
     """The answer to a request. A streamed answer is joined."""
 
@@ -234,6 +242,36 @@ class LettersQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The filters of the contract."""
         fields = msgspec.structs.asdict(self)
         return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+class MessagesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /engine/messages`: an operator names the organization. `text` is searched in the message."""
+
+    org_id: Name | UnsetType = UNSET
+    state: State | UnsetType = UNSET
+    type: Text = ""
+    text: Text = ""
+    after: Number = 0
+    limit: Page = LETTERS_DEFAULT
+
+
+class MessageLine(msgspec.Struct, frozen=True):
+    """A message in a list."""
+
+    seq: int
+    message_id: str
+    state: str
+    type: str
+    agent_id: str
+    attempt: int
+    created_at: datetime
+
+
+class FoundAnswer(msgspec.Struct, frozen=True):
+    """A page of messages. The next page begins after `next_after`, which is 0 at the end."""
+
+    messages: list[MessageLine]
+    next_after: int
 
 
 class MessageAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,12 +28,13 @@ from postroom.contracts.engine import Engine
 from postroom.contracts.task_input import LEASE_S_MAX, LEASE_S_MIN
 from postroom.contracts.tasks import Tasks
 from postroom.core.times import checked_seconds
-from postroom.errors import Unavailable
+from postroom.errors import PostroomError, Unavailable
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
-from postroom.runtime.endpoint import Endpoint
+from postroom.runtime.endpoint import Endpoint, identified, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
+from postroom.runtime.http_messages import IDENTITY, HttpRequest, Refusal
 from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
@@ -47,15 +48,32 @@ SOCKET_BACKLOG = 2_048
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
 
 
+class MountedApp(Protocol):
+    """An ASGI application beside the routes. The caller is in the scope under `IDENTITY`."""
+
+    path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+
+
+Mount = Callable[["TasksApp"], MountedApp]
+"""Makes the application that is mounted, for an application that answers its calls."""
+
+
 # ---- the application -------------------------------------------------------------------------------
 
 
 class TasksApp(Starlette):
     """All routes. Paths without parameters are looked up in a dict, because they are the hot ones."""
 
-    def __init__(self, lifespan: Callable[["TasksApp"], Any]) -> None:
+    def __init__(self, lifespan: Callable[["TasksApp"], Any], mounted: Mount | None = None) -> None:
         self.server: TaskServer | None = None
         """None before the start."""
+        self.mounted = None if mounted is None else mounted(self)
+        """Serves paths of its own, to callers with a token."""
         endpoints = [Endpoint(self._running_server, served) for served in ROUTES]
         self._direct = {
             (endpoint.route.method, endpoint.route.path): endpoint
@@ -87,7 +105,19 @@ class TasksApp(Starlette):
             if endpoint is not None:
                 await endpoint(scope, receive, send)
                 return
+            if self.mounted is not None and scope["path"] == self.mounted.path:
+                await self._serve_mounted(self.mounted, scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
+
+    async def _serve_mounted(self, mounted: "MountedApp", scope: Scope, receive: Receive, send: Send) -> None:
+        request = HttpRequest(scope, receive, send)
+        try:
+            scope[IDENTITY] = identified(self._running_server(), request)
+        except (Refusal, PostroomError) as error:
+            await refuse(send, error)
+        else:
+            await mounted(scope, receive, send)
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""
@@ -128,6 +158,7 @@ def create_app(
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
     lease_s_max: float = LEASE_S_MAX,
+    mounted: Mount | None = None,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application. The harness runs from its start to its end.
 
@@ -156,11 +187,13 @@ def create_app(
         try:
             yield
         finally:
+            if app.mounted is not None:
+                await app.mounted.close()
             await server.stop_coordinator()
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 
-    return TasksApp(lifespan)
+    return TasksApp(lifespan, mounted)
 
 
 # ---- the process -----------------------------------------------------------------------------------
@@ -187,6 +220,7 @@ def serve(
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
     tls: tuple[Path, Path | None] | None = None,
+    mounted: Mount | None = None,
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
@@ -230,6 +264,7 @@ def serve(
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,
             lease_s_max=lease_s_max,
+            mounted=mounted,
         )
 
         _run(app, listening, server_log, ready, tls)

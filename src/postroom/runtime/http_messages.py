@@ -8,6 +8,9 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.openapi import JSON
 
 JSON_TYPE = (b"content-type", JSON.encode())
+IDENTITY = "postroom.identity"
+"""The key of the caller in the scope of a request that a part of this process makes: it has no token."""
+
 _ANONYMOUS = Identity("", "agent")
 
 

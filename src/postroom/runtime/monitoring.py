@@ -5,7 +5,7 @@ import msgspec
 from postroom.runtime.engine_handlers import engine_status
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.metrics import CONTENT_TYPE, ServerCounters, metrics_text
-from postroom.runtime.schemas import ErrorAnswer, HealthAnswer
+from postroom.runtime.schemas import CallerAnswer, ErrorAnswer, HealthAnswer
 from postroom.runtime.task_server import TaskServer
 
 _encode = msgspec.json.Encoder().encode
@@ -26,6 +26,11 @@ async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
     reply = await health(server, request)
     parts = await server.degraded()
     return _unavailable("; ".join(f"{name}: {why}" for name, why in parts.items())) if parts else reply
+
+
+async def caller(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - the token is enough
+    identity = request.identity
+    return HttpReply(200, _encode(CallerAnswer(identity.name, identity.role, identity.org)))
 
 
 def _unavailable(message: str) -> HttpReply:

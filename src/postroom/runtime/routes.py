@@ -21,6 +21,7 @@ from postroom.runtime import (
 from postroom.runtime.endpoint import ServedRoute
 from postroom.runtime.engine_schemas import (
     AckBody,
+    AgentAnswer,
     AgentsAnswer,
     AgentsQuery,
     AnswerBody,
@@ -28,6 +29,7 @@ from postroom.runtime.engine_schemas import (
     ConflictsAnswer,
     DecisionsAnswer,
     ExplainAnswer,
+    FoundAnswer,
     GoalsAnswer,
     InboxAnswer,
     InboxDoneBody,
@@ -35,6 +37,7 @@ from postroom.runtime.engine_schemas import (
     LettersQuery,
     MessageAnswer,
     MessagesAnswer,
+    MessagesQuery,
     NewMessageBody,
     NewMessagesBody,
     PauseBody,
@@ -57,6 +60,7 @@ from postroom.runtime.schemas import (
     BusAnswer,
     BusIdAnswer,
     BusQuery,
+    CallerAnswer,
     ClaimedTask,
     ClaimedTasks,
     CompleteBody,
@@ -201,6 +205,17 @@ ROUTES: Sequence[ServedRoute] = (
     ServedRoute(
         Route(
             "GET",
+            "/engine/messages",
+            "Messages of an organization in the order of acceptance",
+            {200: (FoundAnswer,)},
+            _READ,
+            query=MessagesQuery,
+        ),
+        engine_handlers.find,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
             "/engine/messages/{id}",
             "A message and its history, now or after its end",
             {200: (MessageInfo,)},
@@ -283,6 +298,16 @@ ROUTES: Sequence[ServedRoute] = (
             query=SessionQuery,
         ),
         agent_handlers.stream,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/agents/{id}/beat",
+            "Note the agent of the token as alive",
+            {202: (AgentAnswer,)},
+            _CHANGE,
+        ),
+        agent_handlers.beat,
     ),
     ServedRoute(
         Route(
@@ -472,6 +497,9 @@ ROUTES: Sequence[ServedRoute] = (
         Route("GET", "/metrics", "Metrics for Prometheus", {200: TEXT}, _READ),
         monitoring.metrics,
         operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/whoami", "The owner of the token", {200: (CallerAnswer,)}, _READ), monitoring.caller
     ),
     ServedRoute(
         Route(

@@ -220,6 +220,14 @@ class StatusAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     harness: HarnessStatus | None = None
 
 
+class CallerAnswer(msgspec.Struct, frozen=True):
+    """The owner of the token. An empty `org` means all organizations for an operator or an admin."""
+
+    name: str
+    role: str
+    org: str
+
+
 class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """`ok`, or `degraded` when the server works except for the named `parts`."""
 

@@ -131,6 +131,7 @@ def serve(
         shell.output.flush()
 
     from postroom.contracts.tasks import Tasks
+    from postroom.mcp.mount import mount
 
     address = store or f"sqlite:///{data / DATABASE}"
     if while_stdin:
@@ -143,7 +144,7 @@ def serve(
                 ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
-                tls=check_tls(tls_cert, tls_key), **terms,
+                tls=check_tls(tls_cert, tls_key), mounted=mount, **terms,
             )  # fmt: skip
         finally:
             end_programs()

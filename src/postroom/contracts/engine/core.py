@@ -12,6 +12,7 @@ from postroom.contracts.engine.commits import Commits
 from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.mcp_tools import McpServers
 from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
@@ -44,6 +45,7 @@ class EngineCore:
         self.registry = Registry(REQUEST_TYPES)
         self.handlers: dict[str, Handler] = {}
         self._default_handlers = default_handlers(self)
+        self.mcp_servers = McpServers()
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
         self.built_in: dict[str, Handler] = {}
@@ -71,6 +73,7 @@ class EngineCore:
     def share(self, other: "EngineCore") -> None:
         """Use the types, handlers and services of another engine, also those registered later."""
         self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
+        self.mcp_servers = other.mcp_servers
         self.hooks, self.recovery_tools = other.hooks, other.recovery_tools
 
     def handler_of(self, type_name: str) -> Handler | None:

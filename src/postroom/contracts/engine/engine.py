@@ -4,7 +4,7 @@ Who remembers what was done: the store. A message is leased to one worker at a t
 of a handler happens once (`ctx.effect`).
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -167,6 +167,25 @@ class Engine(Closing):
         if payload is not None or type not in self._core.registry.types:
             self._core.registry.types[type] = payload
 
+    def mcp(
+        self,
+        name: str,
+        *,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the tools of an MCP server handlers of `tool_call`, whose `service` is this name.
+
+        The server is a command that speaks MCP over its stdin and stdout, with `env` in its environment, or
+        an address, called with `headers`. The payload is `{"tool": name, "arguments": {...}}`.
+        """
+        servers = self._core.mcp_servers
+        servers.add(name, command, url, headers, env)
+        if getattr(self._core.handlers.get("tool_call"), "run", None) != servers.handle:
+            self.handler("tool_call")(servers.handle)
+
     def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
         """Register a function that runs after each completed message of a type, as a message of its own.
 
@@ -246,6 +265,8 @@ class Engine(Closing):
             await worker.run()
         finally:
             self._workers.remove(worker)
+            if not self._workers:
+                await self._core.mcp_servers.close()
 
     async def stop(self) -> None:
         """Have the workers of this process claim no more, finish within `drain_s`, and release the rest."""

@@ -25,6 +25,7 @@ from postroom.errors import (
     RateLimited,
     SandboxUnavailable,
     TokensExhausted,
+    ToolFailed,
     ValidationError,
     clipped,
     shown,
@@ -33,7 +34,7 @@ from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
-_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced)
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced, ToolFailed)
 """Errors that another attempt would meet again."""
 
 Pool = Literal["thread", "process"]

@@ -1,0 +1,78 @@
+"""The speed of what `postroom up` starts. For now: MCP tool calls over stdio."""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
+from mcp import Client, StdioServerParameters
+
+MCP_P50_MS = 10.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The quick one only shows that everything runs."""
+
+    calls: int = 1_000
+
+
+QUICK = Sizes(calls=5)
+
+
+def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """A tool that writes and one that reads, one call after the other."""
+    times = asyncio.run(_call_times(folder, sizes.calls))
+    for tool, found in times.items():
+        yield Figure(
+            f"MCP tool call over stdio, {tool}, p50",
+            percentile(found, 0.5),
+            "ms",
+            f"p99: {percentile(found, 0.99):.1f} ms",
+            goals=[Goal("value", "<", MCP_P50_MS)],
+        )
+
+
+async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
+    command = ["-m", "postroom.cli.main", "mcp", "--data", str(folder / "run"), "--agent", "bench"]
+    parameters = StdioServerParameters(command=sys.executable, args=command, env=dict(os.environ))
+    async with Client(parameters) as client:
+        sent = await client.call_tool("submit", {"type": "tool_call", "payload": {}})
+        message_id = sent.structured_content["message_id"]
+        arguments = {"submit": {"type": "tool_call", "payload": {}}, "result": {"id": message_id}}
+        times: dict[str, list[float]] = {tool: [] for tool in arguments}
+        for _ in range(calls):
+            for tool, given in arguments.items():
+                begun = time.perf_counter()
+                answer = await client.call_tool(tool, given)
+                times[tool].append((time.perf_counter() - begun) * 1_000)
+                assert not answer.is_error, answer.content
+    return times
+
+
+BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--only", choices=BENCHES, help="one part")
+    options = parser.parse_args()
+    report = Report(f"up: {machine()}; times of {Sizes().calls} calls, not {REPEATS} repeats")
+    report.begin()
+    for name, bench in BENCHES.items():
+        if options.only in (None, name):
+            with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
+                    report.add(figure)
+    report.end()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,58 @@
+"""`postroom mcp`: an MCP server over stdin and stdout, for agent programs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.shell import HELP_OPTIONS, path_option
+from postroom.cli.tasks.options import FOLDER
+
+
+@click.command(context_settings=HELP_OPTIONS)
+@path_option("--data", metavar="DIR", text="A data folder. It needs no server and no token.", kind=FOLDER)
+@click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
+@click.option(
+    "--token",
+    metavar="TOKEN",
+    help=f"Who you are. Needed with --url.  [default: ${TOKEN_VARIABLE}]",
+)
+@click.option(
+    "--agent", default="", metavar="NAME", help="The agent that you act as, unless the token names one."
+)
+@click.option("--org", default="", metavar="NAME", help="The organization of that agent.  [default: default]")
+@click.option(
+    "--role",
+    type=click.Choice(["agent", "operator", "admin"]),
+    default="operator",
+    show_default=True,
+    help="Which tools exist, with --data and without a token.",
+)
+def mcp(data: Path | None, url: str | None, token: str | None, agent: str, org: str, role: Any) -> None:
+    """Serve the tools of postroom to an agent program, over stdin and stdout.
+
+    The agent program starts this command by itself: docs/howto/mcp.md has its settings. The tools send and
+    read messages of agents, work on tasks, post to buses and use the global queue. A running `postroom up`
+    has the same tools over HTTP at /mcp.
+
+    \b
+    Example:
+      postroom mcp --data run --agent planner --org acme
+      POSTROOM_TOKEN=pr_... postroom mcp --url http://127.0.0.1:8800
+    """
+    if (data is None) == (url is None):
+        raise click.UsageError("say where the messages are: --data DIR or --url URL, one of them")
+    token = token or os.environ.get(TOKEN_VARIABLE, "")
+    if url is not None and not token:
+        raise click.UsageError(f"--url needs a token: --token TOKEN, or ${TOKEN_VARIABLE}")
+    try:
+        from postroom.mcp.stdio import serve_folder, serve_url
+    except ModuleNotFoundError as error:
+        missing = f"MCP needs {error.name}, which is not installed: pip install 'postroom[mcp,server]'"
+        raise click.ClickException(missing) from None
+    if url is not None:
+        serve_url(url, token, agent, org)
+    elif data is not None:
+        serve_folder(data, token, agent, org, role)

@@ -1,0 +1,88 @@
+"""MCP over streamable HTTP, mounted in the task server.
+
+Rule 1: the MCP library is imported with the first call, because most servers have no MCP clients.
+Rule 2: there are no sessions. Every request carries its token, so a server that restarts loses nothing.
+"""
+
+import asyncio
+import importlib.util
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from postroom.mcp.backend import LocalBackend
+from postroom.mcp.presence import Presence
+from postroom.runtime.endpoint import refuse
+from postroom.runtime.http import TasksApp
+from postroom.runtime.http_messages import IDENTITY, Refusal
+
+PATH = "/mcp"
+BODY_BYTES_MAX = 4 * 1024 * 1024
+
+
+def mount(app: TasksApp) -> "McpMount":
+    """The MCP endpoint of a task server."""
+    return McpMount(app)
+
+
+class McpMount:
+    """An ASGI application. The library runs in a task of its own, which starts with the first request."""
+
+    path = PATH
+
+    def __init__(self, app: TasksApp) -> None:
+        self._app = app
+        self._manager: Any = None
+        self._starting = asyncio.Lock()
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._presence = Presence()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if importlib.util.find_spec("mcp") is None:
+            missing = "MCP is not installed on this server: pip install 'postroom[mcp]'"
+            await refuse(send, Refusal(501, "NotImplemented", missing))
+        elif scope["method"] == "GET":  # no notification is ever sent outside of a call
+            await refuse(send, Refusal(405, "MethodNotAllowed", "this server opens no stream: use POST"))
+        else:
+            manager = await self._started()
+            await manager.handle_request(scope, receive, send)
+
+    async def _started(self) -> Any:
+        async with self._starting:
+            if self._manager is None:
+                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                self._task = asyncio.create_task(self._run(ready))
+                self._manager = await ready
+        return self._manager
+
+    async def _run(self, ready: "asyncio.Future[Any]") -> None:
+        try:
+            manager = await asyncio.to_thread(self._create)
+        except BaseException as error:
+            ready.set_exception(error)
+            raise
+        async with manager.run():
+            ready.set_result(manager)
+            await self._stopping.wait()
+
+    def _create(self) -> Any:
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager  # noqa: PLC0415 - rule 1
+
+        from postroom.mcp.server import create_server  # noqa: PLC0415 - rule 1
+
+        return StreamableHTTPSessionManager(
+            create_server(self._backend, self._presence), stateless=True, max_request_body_size=BODY_BYTES_MAX
+        )
+
+    def _backend(self, context: Any) -> LocalBackend:
+        return LocalBackend(self._app, context.request.scope[IDENTITY])
+
+    async def close(self) -> None:
+        """End the library's tasks and the heartbeats."""
+        self._stopping.set()
+        await self._presence.close()
+        if self._task is not None:
+            with suppress(Exception):
+                await self._task

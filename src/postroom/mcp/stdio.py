@@ -1,0 +1,69 @@
+"""`postroom mcp`: the MCP server of one caller over stdin and stdout."""
+
+import asyncio
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from mcp.server.stdio import stdio_server
+
+from postroom.contracts.tasks import Tasks
+from postroom.errors import NotAllowed, PostroomError
+from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBackend
+from postroom.mcp.presence import Presence, beat
+from postroom.mcp.server import create_server
+from postroom.runtime.agents import Agents, Identity
+from postroom.runtime.http import TasksApp, create_app
+from postroom.runtime.server_log import ServerLog
+from postroom.runtime.tokens import Role
+from postroom.system.atomic import make_folder
+
+LOCAL_AGENT = "local"
+
+
+def serve_url(url: str, token: str, agent: str, org: str) -> None:
+    """Serve the routes of a server until stdin ends."""
+    asyncio.run(_serve(RemoteBackend(url, token, agent, org)))
+
+
+def serve_folder(data: Path, token: str, agent: str, org: str, role: Role) -> None:
+    """Serve a data folder until stdin ends. Without a token, write access to the folder is enough."""
+    make_folder(data, "os")
+    agents = Agents(data)
+    identity = _local_identity(agents, token, agent, org, role)
+    with (
+        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability="group") as tasks,
+        Path(os.devnull).open("w") as nowhere,  # agent programs show stderr as errors
+    ):
+        app = create_app(data, tasks, agents=agents, server_log=ServerLog(nowhere))
+        asyncio.run(_serve_app(app, identity, agent, org))
+
+
+def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role) -> Identity:
+    if not token:
+        name = agent or LOCAL_AGENT
+        return Identity(name, role, org=org or ORG_DEFAULT) if role == "agent" else Identity(name, role)
+    identity = agents.identify(token)
+    if identity is None:
+        raise NotAllowed(401, "the token is not one of this data folder, or has expired")
+    return identity
+
+
+async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str) -> None:
+    async with app.router.lifespan_context(app):
+        await _serve(LocalBackend(app, identity, agent, org))
+
+
+async def _serve(backend: Backend) -> None:
+    presence = Presence(math.inf)  # until this process ends
+    server = create_server(lambda _ctx: backend, presence)
+    if backend.role == "agent":
+        with suppress(PostroomError):  # an agent without an organization has no team
+            await beat(backend)
+            presence.note(backend)
+    try:
+        async with stdio_server() as (read_stream, write_stream):
+            await server.run(read_stream, write_stream, server.create_initialization_options())
+    finally:
+        await presence.close()

@@ -1,0 +1,564 @@
+"""The tools: their arguments, their descriptions for a model, and the routes that they call.
+
+Rule 1: the docstring of a struct is the description of its tool, and says all that an agent has to know.
+Rule 2: a tool waits at most `WAIT_S_MAX`. An answer that is not there yet says which call to make next.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import quote, urlencode
+
+import msgspec
+from msgspec import Meta
+
+from postroom.core.fieldfaults import field_fault
+from postroom.errors import InvalidMessage, UnknownTask
+from postroom.mcp.backend import Backend
+from postroom.mcp.reading import WARNING, Entry, page
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
+
+BUDGET_TOKENS = 2_000
+BUDGET_TOKENS_MAX = 200_000
+BUS_PAGE = 200  # messages of a bus that one call reads
+SEARCH_PAGE_MAX = 100
+INBOX_POLL_S = 0.1
+
+_ENDED = ("COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
+
+Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait, 0 to 30.")]
+Budget = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=BUDGET_TOKENS_MAX,
+        description="About how many tokens of messages to return. The rest is summed up.",
+    ),
+]
+Id = Annotated[str, Meta(min_length=1)]
+Priority = Annotated[int, Meta(ge=0, le=3, description="0 is the most urgent, 3 the least.")]
+AnyId = Annotated[str, Meta(min_length=1, description="The id that submit, enqueue or ask returned.")]
+AgentName = Annotated[str, Meta(min_length=1, description="The name of the agent, as who_is_there shows it.")]
+Content = Annotated[Any, Meta(description="Text or any JSON value.")]
+
+
+class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The arguments of a tool."""
+
+
+Run = Callable[[Backend, Any], Awaitable[dict[str, Any]]]
+
+
+class Tool(NamedTuple):
+    """One tool."""
+
+    name: str
+    arguments: type[Arguments]
+    run: Run
+    is_read_only: bool = False
+    is_for_operators: bool = False
+    is_team: bool = False
+    """Whether its use shows that the agent has joined the team."""
+
+
+# ---- messages between agents -------------------------------------------------------------------------
+
+
+class SendArguments(Arguments, frozen=True, kw_only=True):
+    """Send a message to another agent of your organization. It waits in the inbox of that agent.
+
+    Use ask instead when you need an answer.
+    """
+
+    to: AgentName
+    body: Content
+    priority: Priority = 2
+
+
+async def send(backend: Backend, given: SendArguments) -> dict[str, Any]:
+    message_id = await _send(backend, given.to, {"kind": "message", "body": given.body}, given.priority)
+    return {"message_id": message_id, "to": given.to}
+
+
+async def _send(backend: Backend, to: str, payload: dict[str, Any], priority: int = 2) -> str:
+    body = {"to": to, "payload": payload, "priority": priority}
+    answer = await backend.call("POST", _own(backend, "messages"), body, as_agent=True)
+    return str(answer["message_id"])
+
+
+def _own(backend: Backend, rest: str) -> str:
+    return f"/engine/agents/{_quoted(backend.agent)}/{rest}"
+
+
+class InboxArguments(Arguments, frozen=True, kw_only=True):
+    """Read the messages that other agents sent you, the oldest first.
+
+    Messages stay in the inbox until you call inbox again with the cursor of the answer: everything up to that
+    cursor is then removed. You have read everything when `complete` is true (cursor equals high_water).
+    Answer a message of kind "question" with reply.
+    """
+
+    cursor: Annotated[str, Meta(pattern="^[0-9]{0,18}$", description="The cursor of the last answer.")] = ""
+    budget_tokens: Budget = BUDGET_TOKENS
+    wait_s: Wait = 0.0
+
+
+async def inbox(backend: Backend, given: InboxArguments) -> dict[str, Any]:
+    lines = await _lines(backend)
+    acted_on = [line["key"] for line in lines if given.cursor and int(line["key"]) <= int(given.cursor)]
+    await _done(backend, acted_on)
+    unread = lines[len(acted_on) :]
+    deadline = time.monotonic() + given.wait_s
+    while not unread and time.monotonic() < deadline:
+        await asyncio.sleep(INBOX_POLL_S)
+        unread = await _lines(backend)
+    found = page([_entry(line) for line in unread], given.budget_tokens)
+    if not unread:
+        found |= {"cursor": given.cursor, "high_water": given.cursor}
+    return found | {"removed": len(acted_on)}
+
+
+async def _lines(backend: Backend) -> list[dict[str, Any]]:
+    """The messages of the inbox, by key."""
+    answer = await backend.call("GET", _own(backend, "inbox"), as_agent=True)
+    return sorted(answer["messages"], key=lambda line: int(line["key"]))
+
+
+async def _done(backend: Backend, keys: Sequence[str]) -> None:
+    for start in range(0, len(keys), ENQUEUE_MANY_MAX):
+        body = {"keys": keys[start : start + ENQUEUE_MANY_MAX]}
+        await backend.call("POST", _own(backend, "inbox/done"), body, as_agent=True)
+
+
+def _entry(line: dict[str, Any]) -> Entry:
+    letter = _letter(line["payload"])
+    facts = {"message_id": line["message_id"], "kind": letter["kind"]}
+    if letter.get("reply_to"):
+        facts["reply_to"] = letter["reply_to"]
+    if line["is_bounce"]:
+        facts |= {"kind": "bounce", "reason": line["reason"]}
+    return Entry(
+        line["key"], line["sender"], letter["body"], facts, f"postroom://messages/{line['message_id']}"
+    )
+
+
+def _letter(payload: Any) -> dict[str, Any]:
+    """The payload as these tools write it. Other programs may send anything."""
+    is_ours = isinstance(payload, dict) and {"kind", "body"} <= payload.keys() <= {"kind", "body", "reply_to"}
+    return payload if is_ours else {"kind": "message", "body": payload}
+
+
+class AskArguments(Arguments, frozen=True, kw_only=True):
+    """Ask another agent a question and wait for its reply.
+
+    When the reply does not come in time, the answer has status "waiting": call wait_for with question_id.
+    """
+
+    to: AgentName
+    question: Content
+    wait_s: Wait = 20.0
+
+
+async def ask(backend: Backend, given: AskArguments) -> dict[str, Any]:
+    question_id = await _send(backend, given.to, {"kind": "question", "body": given.question})
+    return await _reply_to(backend, question_id, given.wait_s)
+
+
+async def _reply_to(backend: Backend, question_id: str, wait_s: float) -> dict[str, Any]:
+    """The reply to a question. It leaves the inbox with this."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        for line in await _lines(backend):
+            letter = _letter(line["payload"])
+            if letter.get("reply_to") == question_id:
+                await _done(backend, [line["key"]])
+                return {
+                    "status": "answered", "question_id": question_id, "from": line["sender"],
+                    "warning": WARNING, "untrusted": True, "body": letter["body"],
+                }  # fmt: skip
+        if time.monotonic() >= deadline:
+            return {
+                "status": "waiting", "question_id": question_id,
+                "next": "call wait_for with this id, or who_is_there to see whether the agent is alive",
+            }  # fmt: skip
+        await asyncio.sleep(INBOX_POLL_S)
+
+
+class ReplyArguments(Arguments, frozen=True, kw_only=True):
+    """Reply to a message of your inbox. The agent that asked gets it as the answer to its question."""
+
+    message_id: Annotated[str, Meta(min_length=1, description="The message_id of the message in your inbox.")]
+    body: Content
+
+
+async def reply(backend: Backend, given: ReplyArguments) -> dict[str, Any]:
+    path = f"/engine/messages/{_quoted(given.message_id)}"
+    message = (await backend.call("GET", path, as_agent=True))["message"]
+    is_mine = message.get("type") == "agent_message" and message["payload"].get("to") == backend.agent
+    if not is_mine:
+        raise InvalidMessage(
+            f"message {given.message_id} was not sent to you: take the message_id from inbox"
+        )
+    payload = {"kind": "answer", "body": given.body, "reply_to": given.message_id}
+    return {"message_id": await _send(backend, message["agent_id"], payload), "to": message["agent_id"]}
+
+
+class WaitForArguments(Arguments, frozen=True, kw_only=True):
+    """Wait for the result of a message or task, for the reply to a question, or, without an id, for mail.
+
+    Use this instead of calling result or inbox again and again.
+    """
+
+    id: Annotated[str, Meta(description="An id of submit, enqueue or ask. Empty waits for your inbox.")] = ""
+    wait_s: Wait = 20.0
+
+
+async def wait_for(backend: Backend, given: WaitForArguments) -> dict[str, Any]:
+    if not given.id:
+        return await inbox(backend, InboxArguments(wait_s=given.wait_s))
+    if await _is_question(backend, given.id):
+        return await _reply_to(backend, given.id, given.wait_s)
+    return await result(backend, ResultArguments(id=given.id, wait_s=given.wait_s))
+
+
+async def _is_question(backend: Backend, message_id: str) -> bool:
+    try:
+        info = await backend.call("GET", f"/engine/messages/{_quoted(message_id)}", as_agent=True)
+    except UnknownTask:
+        return False
+    message = info["message"]
+    is_own = message.get("type") == "agent_message" and message.get("agent_id") == backend.agent
+    return bool(is_own) and _letter(message["payload"].get("body"))["kind"] == "question"
+
+
+class WhoIsThereArguments(Arguments, frozen=True, kw_only=True):
+    """List the agents of your organization and whether they are alive. Calling it makes you visible."""
+
+
+async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str, Any]:  # noqa: ARG001
+    await backend.call("POST", _own(backend, "beat"), as_agent=True)
+    answer = await backend.call("GET", "/engine/agents", as_agent=True)
+    agents = [
+        {"agent": one["agent_id"], "health": one["health"], "silent_s": round(one["silent_s"], 1)}
+        for one in answer["agents"]
+    ]
+    return {"you": backend.agent, "organization": backend.org, "role": backend.role, "agents": agents}
+
+
+# ---- tasks -------------------------------------------------------------------------------------------
+
+
+class EnqueueArguments(Arguments, frozen=True, kw_only=True):
+    """Put a task into the queue of an agent. One worker of that agent claims and completes it."""
+
+    agent: Annotated[str, Meta(min_length=1, description="The agent whose queue gets the task.")]
+    payload: Content
+    delay_s: Annotated[float, Meta(ge=0, description="Deliver it no earlier than after this time.")] = 0.0
+    idempotency_key: Annotated[
+        str,
+        Meta(description="A second task with the same key is not stored."),
+    ] = ""
+
+
+async def enqueue(backend: Backend, given: EnqueueArguments) -> dict[str, Any]:
+    body = _filled(given)
+    answer: dict[str, Any] = await backend.call("POST", "/queue/enqueue", body)
+    return answer
+
+
+class ClaimArguments(Arguments, frozen=True, kw_only=True):
+    """Take the next task of your own queue. You hold it for lease_s; then another worker gets it.
+
+    End it with complete or fail, both with its task_id and lease.
+    """
+
+    wait_s: Wait = 0.0
+    lease_s: Annotated[float, Meta(gt=0, description="How long you need for the task, in seconds.")] = 300.0
+
+
+async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
+    body = {"wait_s": given.wait_s, "lease_s": given.lease_s, "worker": f"mcp:{backend.agent}"}
+    task = await backend.call("POST", "/queue/next", body, as_agent=True, wait_s=given.wait_s)
+    if task is None:
+        return {"task": None, "next": "there is no task now: call claim again with wait_s, or inbox"}
+    return {"warning": WARNING, "task": {**task, "untrusted": True}}
+
+
+class CompleteArguments(Arguments, frozen=True, kw_only=True):
+    """Complete a task that you have claimed, with its result."""
+
+    task_id: Id
+    lease: Annotated[int, Meta(ge=0, description="The lease that claim returned.")]
+    result: Content = None
+
+
+async def complete(backend: Backend, given: CompleteArguments) -> dict[str, Any]:
+    body = {"task_id": given.task_id, "lease": given.lease, "decision": given.result}
+    await backend.call("POST", "/queue/complete", body, as_agent=True)
+    return {"task_id": given.task_id, "completed": True}
+
+
+class FailArguments(Arguments, frozen=True, kw_only=True):
+    """Report that you could not do a claimed task. It is retried, or becomes a dead letter."""
+
+    task_id: Id
+    lease: Annotated[int, Meta(ge=0, description="The lease that claim returned.")]
+    error: Annotated[str, Meta(min_length=1, description="Why it failed, in one sentence.")]
+    retry_in_s: Annotated[float, Meta(ge=0)] | None = None
+
+
+async def fail(backend: Backend, given: FailArguments) -> dict[str, Any]:
+    await backend.call("POST", "/queue/fail", _filled(given), as_agent=True)
+    return {"task_id": given.task_id, "failed": True}
+
+
+# ---- buses -------------------------------------------------------------------------------------------
+
+BusName = Annotated[str, Meta(min_length=1, description="The name of the bus, such as the name of the team.")]
+
+
+class PostArguments(Arguments, frozen=True, kw_only=True):
+    """Post to a bus: a shared log that every agent can read. Use it for news that concern the whole team."""
+
+    bus: BusName
+    body: Annotated[str, Meta(description="Text.")]
+    type: Annotated[str, Meta(min_length=1, description="What it is: note, decision, question, ...")] = "note"
+    reply_to: Annotated[str, Meta(description="The cursor of the message that this one answers.")] = ""
+
+
+async def post(backend: Backend, given: PostArguments) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "type": given.type,
+        "project_id": backend.org,
+        "run_id": backend.agent,
+        "body": given.body,
+        "parents": [given.reply_to] if given.reply_to else [],
+    }
+    answer = await backend.call("POST", f"/bus/{_quoted(given.bus)}/messages", body)
+    return {"bus": given.bus, "cursor": answer["msg_id"]}
+
+
+class ReadBusArguments(Arguments, frozen=True, kw_only=True):
+    """Read a bus from a cursor on, the oldest message first. Keep its cursor for the next call."""
+
+    bus: BusName
+    cursor: Annotated[
+        str, Meta(description="The cursor of the last answer. Empty reads from the beginning.")
+    ] = ""
+    budget_tokens: Budget = BUDGET_TOKENS
+
+
+async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
+    query = urlencode({"since": given.cursor, "limit": BUS_PAGE})
+    answer = await backend.call("GET", f"/bus/{_quoted(given.bus)}/messages?{query}")
+    entries = [_bus_entry(given.bus, message) for message in answer["messages"]]
+    found = page(entries, given.budget_tokens)
+    if not entries:
+        found |= {"cursor": given.cursor, "high_water": given.cursor}
+    return found | ({"complete": False} if len(entries) == BUS_PAGE else {})
+
+
+def _bus_entry(bus: str, message: dict[str, Any]) -> Entry:
+    facts = {"type": message["type"], "ts": message["ts"]}
+    if message.get("parents"):
+        facts["parents"] = message["parents"]
+    uri = f"postroom://buses/{_quoted(bus)}"
+    return Entry(message["msg_id"], message.get("run_id", ""), message["body"], facts, uri)
+
+
+# ---- the global queue --------------------------------------------------------------------------------
+
+
+class SubmitArguments(Arguments, frozen=True, kw_only=True):
+    """Submit a message to the global queue, where a worker handles it, such as a tool_call.
+
+    Returns its id at once. Get the result with wait_for.
+    """
+
+    type: Annotated[str, Meta(min_length=1, description="The message type, such as tool_call.")]
+    payload: Annotated[dict[str, Any], Meta(description="What the handler of the type needs.")]
+    priority: Priority = 2
+    service: Annotated[str, Meta(description="For a tool_call: the MCP server that has the tool.")] = ""
+    idempotency_key: Annotated[
+        str,
+        Meta(description="A second message with the same key is not stored."),
+    ] = ""
+    org_id: Annotated[str, Meta(description="Operators only: the organization.")] = ""
+
+
+async def submit(backend: Backend, given: SubmitArguments) -> dict[str, Any]:
+    body = _filled(given) | {"type": given.type, "payload": given.payload}
+    if backend.is_operator:
+        body.setdefault("org_id", backend.org)
+    answer = await backend.call("POST", "/engine/messages", body)
+    return {**answer, "next": "call wait_for with this id"}
+
+
+class ResultArguments(Arguments, frozen=True, kw_only=True):
+    """Look at a message or a task: its state, and its result or its errors."""
+
+    id: AnyId
+    wait_s: Wait = 0.0
+
+
+async def result(backend: Backend, given: ResultArguments) -> dict[str, Any]:
+    info = await info_of(backend, given.id, given.wait_s)
+    ended = info["state"] in _ENDED
+    found = {"id": given.id, "state": info["state"], "ended": ended, "attempt": info["attempt"]}
+    if ended:
+        found |= {"warning": WARNING, "untrusted": True, "result": info["result"]}
+    else:
+        found |= {"next": "it has not ended: call wait_for with this id, or explain to see what holds it"}
+    return found | ({"errors": info["errors"]} if info["errors"] else {})
+
+
+async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+    """A message of the global queue, or a task."""
+    query = f"{_quoted(message_id)}?wait_s={wait_s:.3f}"
+    try:
+        found: dict[str, Any] = await backend.call("GET", f"/engine/messages/{query}", wait_s=wait_s)
+    except UnknownTask:
+        found = await backend.call("GET", f"/tasks/{query}", wait_s=wait_s)
+    return found
+
+
+class ExplainArguments(Arguments, frozen=True, kw_only=True):
+    """Why a message of the global queue does not move: which rule holds it, and what would release it."""
+
+    id: Annotated[str, Meta(min_length=1, description="The id that submit returned.")]
+
+
+async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
+    answer = await backend.call("GET", f"/engine/messages/{_quoted(given.id)}/explain")
+    return {"id": given.id, "explanation": answer["explanation"]}
+
+
+class SearchArguments(Arguments, frozen=True, kw_only=True):
+    """Find messages of the global queue, or tasks, by state, type or words. Use result to see one."""
+
+    text: Annotated[str, Meta(description="Words that the message contains. Not for tasks.")] = ""
+    type: Annotated[str, Meta(description="Only this message type. Not for tasks.")] = ""
+    state: Annotated[str, Meta(description="Only this state, such as QUEUED or DEAD_LETTER.")] = ""
+    where: Literal["messages", "tasks"] = "messages"
+    cursor: Annotated[int, Meta(ge=0, description="The cursor of the last answer.")] = 0
+    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
+
+
+async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
+    query: dict[str, Any] = {"after": given.cursor, "limit": given.limit}
+    query |= {"state": given.state} if given.state else {}
+    if given.where == "tasks":
+        lines = (await backend.call("GET", f"/tasks?{urlencode(query)}"))["tasks"]
+        return {"tasks": lines, "cursor": lines[-1]["seq"] if len(lines) == given.limit else 0}
+    query |= {name: value for name in ("text", "type") if (value := getattr(given, name))}
+    query |= {"org_id": backend.org} if backend.is_operator else {}
+    answer = await backend.call("GET", f"/engine/messages?{urlencode(query)}")
+    found: dict[str, Any] = {"messages": answer["messages"], "cursor": answer["next_after"]}
+    return found | (
+        {"next": "there may be more: call search with this cursor"} if answer["next_after"] else {}
+    )
+
+
+# ---- for operators -----------------------------------------------------------------------------------
+
+
+class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
+    """List messages that failed for good, with their errors. Look at them before you call replay."""
+
+    type: Annotated[str, Meta(description="Only this message type.")] = ""
+    error_type: Annotated[str, Meta(description="Only letters whose last error has this type.")] = ""
+    org_id: Annotated[str, Meta(description="Only this organization.")] = ""
+    after: Annotated[str, Meta(description="The id of the last letter of the previous page.")] = ""
+    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
+
+
+async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[str, Any]:
+    query = urlencode({**_filled(given), "limit": given.limit})
+    answer = await backend.call("GET", f"/engine/dlq?{query}")
+    return {"warning": WARNING, "untrusted": True, "letters": answer["letters"]}
+
+
+class ReplayArguments(Arguments, frozen=True, kw_only=True):
+    """Queue dead letters again, by ids or by filters.
+
+    Without dry_run=false nothing changes: the answer lists the letters that would be queued.
+    """
+
+    message_ids: list[str] = []
+    type: str = ""
+    error_type: str = ""
+    org_id: str = ""
+    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
+    dry_run: bool = True
+
+
+async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
+    body: dict[str, Any] = {**_filled(given), "dry_run": given.dry_run}
+    if not given.message_ids:
+        body["limit"] = given.limit
+    answer = await backend.call("POST", "/engine/dlq/replay", body)
+    found: dict[str, Any] = {"message_ids": answer["message_ids"], "dry_run": given.dry_run}
+    return found | ({"next": "call replay with dry_run=false to queue them"} if given.dry_run else {})
+
+
+# ---- all tools ---------------------------------------------------------------------------------------
+
+TOOLS: Sequence[Tool] = (
+    Tool("who_is_there", WhoIsThereArguments, who_is_there, is_read_only=True, is_team=True),
+    Tool("send", SendArguments, send, is_team=True),
+    Tool("inbox", InboxArguments, inbox, is_team=True),
+    Tool("ask", AskArguments, ask, is_team=True),
+    Tool("reply", ReplyArguments, reply, is_team=True),
+    Tool("wait_for", WaitForArguments, wait_for, is_read_only=True, is_team=True),
+    Tool("enqueue", EnqueueArguments, enqueue),
+    Tool("claim", ClaimArguments, claim),
+    Tool("complete", CompleteArguments, complete),
+    Tool("fail", FailArguments, fail),
+    Tool("post", PostArguments, post),
+    Tool("read_bus", ReadBusArguments, read_bus, is_read_only=True),
+    Tool("submit", SubmitArguments, submit),
+    Tool("result", ResultArguments, result, is_read_only=True),
+    Tool("explain", ExplainArguments, explain, is_read_only=True),
+    Tool("search", SearchArguments, search, is_read_only=True),
+    Tool("dead_letters", DeadLettersArguments, dead_letters, is_read_only=True, is_for_operators=True),
+    Tool("replay", ReplayArguments, replay, is_for_operators=True),
+)
+
+
+def tools_of(backend: Backend) -> list[Tool]:
+    """The tools that the role of the caller allows."""
+    return [tool for tool in TOOLS if not (tool.is_for_operators and backend.role == "agent")]
+
+
+def checked_arguments(tool: Tool, given: dict[str, Any]) -> Arguments:
+    """The arguments of a call as the struct of its tool. Raises `InvalidMessage`."""
+    try:
+        return msgspec.convert(given, tool.arguments)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(field_fault(error, f"the call of {tool.name}", tool.arguments)) from None
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """The JSON schema of the arguments, without references."""
+    document = msgspec.json.schema(tool.arguments)
+    schema: dict[str, Any] = document["$defs"][tool.arguments.__name__]
+    return {name: value for name, value in schema.items() if name not in ("title", "description")}
+
+
+def description_of(tool: Tool) -> str:
+    """The docstring of the arguments as one paragraph."""
+    return " ".join((tool.arguments.__doc__ or "").split())
+
+
+def _filled(given: Arguments) -> dict[str, Any]:
+    """The arguments that differ from their defaults."""
+    return {
+        field.name: value
+        for field in msgspec.structs.fields(given)
+        if (value := getattr(given, field.name)) != field.default and value != []
+    }
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")

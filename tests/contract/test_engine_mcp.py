@@ -1,0 +1,130 @@
+"""Tools of MCP servers as handlers of `tool_call`: a third-party server, and one that misbehaves."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Engine, MessageFailed, Policy, Retry
+from postroom.errors import InvalidSetting
+
+TEST_SERVER = Path(__file__).resolve().parents[1] / "mcpserver.py"
+WAIT_S = 60.0
+
+
+def opened(folder: Path) -> Engine:
+    engine = Engine.open(
+        f"sqlite:///{folder / 'queue.db'}", Policy(retries={"tool_call": Retry(delay_s=0.01)})
+    )
+    engine.mcp("test", command=[sys.executable, str(TEST_SERVER), str(folder / "calls")])
+    return engine
+
+
+@asynccontextmanager
+async def working(engine: Engine) -> AsyncIterator[Engine]:
+    worker = asyncio.create_task(engine.run())
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        await worker
+        engine.close()
+
+
+def calling(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_call", "org_id": "acme", "payload": {"tool": tool, "arguments": arguments}}
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run(engine: Engine, check: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with working(engine):
+            await check(engine)
+
+    asyncio.run(main())
+
+
+def test_tools_of_a_third_party_server_answer_tool_calls(tmp_path: Path) -> None:
+    engine = opened(tmp_path)
+    engine.mcp("time", command=[sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
+
+    async def check(engine: Engine) -> None:
+        call = calling("convert_time", source_timezone="UTC", time="12:00", target_timezone="Asia/Tokyo")
+        answer = await engine.request(**call, service="time", timeout_s=WAIT_S)
+        assert "+9.0h" in str(answer)
+        wrong = calling("get_current_time", timezone="Nowhere/City")
+        with pytest.raises(MessageFailed, match="Invalid timezone"):
+            await engine.request(**wrong, service="time", timeout_s=WAIT_S)
+        with pytest.raises(MessageFailed, match="has no tool 'fly', but"):
+            await engine.request(**calling("fly"), service="time", timeout_s=WAIT_S)
+        with pytest.raises(MessageFailed, match="service must be an MCP server"):
+            await engine.request(**calling("fly"), service="other", timeout_s=WAIT_S)
+
+    run(engine, check)
+
+
+def test_progress_errors_and_cancellation_pass_between_the_message_and_the_tool(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        parts = [part async for part in await engine.submit(**calling("count", steps=3))]
+        reports = [(part.progress, part.message) for part in parts if part.type == "progress"]
+        assert reports[-1] == (1.0, "step 3")
+        assert parts[-1].type == "result"
+
+        with pytest.raises(MessageFailed, match="no such thing"):
+            await engine.request(**calling("delete", name="missing"), idempotency_key="k-1", timeout_s=WAIT_S)
+        assert calls(tmp_path) == ["delete missing k-1"]  # it was not retried
+
+        hanging = await engine.submit(**calling("hang"))
+        await until(lambda: "hang begins" in calls(tmp_path))
+        await engine.cancel(hanging.message_id)
+        await until(lambda: "hang cancelled" in calls(tmp_path))
+
+    run(opened(tmp_path), check)
+
+
+def test_a_destructive_tool_whose_server_died_is_not_repeated(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        handle = await engine.submit(**calling("delete", name="crash"))
+        with pytest.raises(MessageFailed) as failed:
+            await handle.result(timeout_s=WAIT_S)
+        assert failed.value.error_history[-1]["error_type"] == "EffectUnknown"
+        assert calls(tmp_path) == [f"delete crash {handle.message_id}"]
+        answer = await engine.request(**calling("delete", name="file"), timeout_s=WAIT_S)  # a new connection
+        assert "deleted file" in str(answer)
+
+    run(opened(tmp_path), check)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - another process writes the file
+        await asyncio.sleep(0.05)
+
+
+def test_a_server_that_cannot_start_is_retried_and_names_itself(tmp_path: Path) -> None:
+    engine = Engine.open("memory://", Policy(retries={"tool_call": Retry(max_retries=1, delay_s=0.01)}))
+    engine.mcp("gone", command=[str(tmp_path / "no-such-program")])
+
+    async def check(engine: Engine) -> None:
+        with pytest.raises(MessageFailed, match="MCP server gone cannot be reached"):
+            await engine.request(**calling("any"), timeout_s=WAIT_S)
+
+    run(engine, check)
+
+
+def test_a_wrong_server_is_refused_at_once() -> None:
+    engine = Engine.open("memory://")
+    for wrong in ({}, {"command": ["x"], "url": "http://x"}, {"command": "x"}):
+        with pytest.raises(InvalidSetting, match="a command, a list of texts, or a url"):
+            engine.mcp("one", **wrong)
+    engine.mcp("one", url="http://127.0.0.1:1/mcp")
+    with pytest.raises(InvalidSetting, match="already"):
+        engine.mcp("one", url="http://127.0.0.1:1/mcp")
+    engine.close()

@@ -1,0 +1,51 @@
+"""A small MCP server for tests: tools that fail, report progress, are repeated, hang, or end the process."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mcp_types as types
+from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+CALLS = Path(sys.argv[1])
+server = MCPServer("test")
+
+
+def note(line: str) -> None:
+    with CALLS.open("a") as file:
+        file.write(line + "\n")
+
+
+@server.tool(annotations=types.ToolAnnotations(read_only_hint=True))
+async def count(steps: int, ctx: Context[Any, Any]) -> str:
+    for step in range(steps):
+        await ctx.report_progress(step + 1, steps, f"step {step + 1}")
+    return f"counted to {steps}"
+
+
+@server.tool(annotations=types.ToolAnnotations(destructive_hint=True))
+async def delete(name: str, ctx: Context[Any, Any]) -> str:
+    meta: dict[str, Any] = dict(ctx.request_context.meta or {})
+    note(f"delete {name} {meta.get('postroom/idempotency-key')}")
+    if name == "crash":
+        os._exit(1)
+    if name == "missing":
+        raise ToolError("there is no such thing")
+    return f"deleted {name}"
+
+
+@server.tool(annotations=types.ToolAnnotations(read_only_hint=True))
+async def hang() -> str:
+    note("hang begins")
+    try:
+        await asyncio.sleep(60)
+    except BaseException:
+        note("hang cancelled")
+        raise
+    return "done"
+
+
+server.run("stdio")
