@@ -69,7 +69,7 @@ def test_the_document_names_every_route(server: Server) -> None:
     assert named == served
 
 
-def test_every_route_but_health_is_documented_with_a_token() -> None:
+def test_every_route_but_health_and_ready_is_documented_with_a_token() -> None:
     document = openapi()
     free = [
         path
@@ -78,7 +78,7 @@ def test_every_route_but_health_is_documented_with_a_token() -> None:
         if operation.get("security") == []
     ]
     assert document["security"] == [{"token": []}]
-    assert free == ["/health"]
+    assert free == ["/health", "/ready"]
 
 
 def test_every_reference_in_the_document_resolves() -> None:
