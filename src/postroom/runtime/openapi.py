@@ -42,7 +42,7 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type, components)
     for struct in {route.query for route in routes}:
         components.pop(struct.__name__, None)
-    return {
+    built = {
         "openapi": "3.1.0",
         "info": {"title": "postroom tasks", "version": version},
         "security": [{"token": []}],
@@ -52,6 +52,8 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(built))  # a default may be a tuple
+    return found
 
 
 def _types(routes: list[Route]) -> list[Any]:
