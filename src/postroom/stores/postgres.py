@@ -27,7 +27,6 @@ from postroom.stores.base import Counted
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.postgres_connection import (
     Address,
-    Connection,
     Pool,
     migrate,
     queries,
@@ -41,7 +40,9 @@ from postroom.stores.postgres_transaction import (
     Known,
     PostgresReading,
     PostgresTransaction,
+    to_sql,
 )
+from postroom.stores.postgres_trips import Connection, Statement
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
@@ -235,19 +236,22 @@ class PostgresStore(Store):
             self._pool.drop(connection)
 
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
-        """Begin a transaction, lock its mark, and take numbers when the last one needed some: in one trip."""
-        known = self._opened()
-        wanted, spare = known.usual, known.spare
-        asked = [f"pg_advisory_xact_lock({writer})"]
+        """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
+
+        Numbers are taken when the last transaction needed some.
+        """
+        known, queries = self._opened(), self.writing
+        wanted, spare, scans = known.usual, known.spare, [*known.scans]
+        begin: Statement = (queries["begin"], (writer,))
         if wanted:
-            asked.append(f"{self.address.schema}.take_numbers({wanted}, {spare[0]}, {spare[1]})")
+            begin = (queries["begin_with_numbers"], (writer, wanted, *spare))
             known.spare = (1, 0)
-        found = connection.pgconn.exec_(f"BEGIN; SELECT {_NOW}, {', '.join(reversed(asked))}".encode())
-        _check(connection, found)
-        now = self._time(int(found.get_value(0, 0) or 0))
-        first = int(found.get_value(0, 1) or 0) if wanted else 0
-        taken = (first, first + wanted - 1) if wanted else None
-        return PostgresTransaction(known, connection, self.writing, now, taken)
+        reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
+        _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
+        database_us, _, *numbers = begun.rows[0]
+        taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
+        read = {scan: answer.rows for scan, answer in zip(scans, cells, strict=True)}
+        return PostgresTransaction(known, connection, queries, self._time(database_us), taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
