@@ -1,7 +1,8 @@
 """A store in a PostgreSQL database, for any number of processes on any number of machines.
 
-Rule 1: callers of one process share commits (`group_commit`). Processes do not wait for each other: they lock
-        the records that they decide about, nothing else.
+Rule 1: callers of one process share commits (`group_commit`); callers that bring a whole group
+        (`write_many`) commit beside them. Transactions do not wait for each other: they lock the records that
+        they decide about, nothing else.
 Rule 2: a transaction that met a deadlock, a conflict or a lost connection is done again, from its beginning.
 Rule 3: the outcome of every commit is known before it is answered. After a lost connection the store looks
         whether the commit happened; when it cannot find out, the error says so.
@@ -33,6 +34,7 @@ from postroom.stores.postgres_connection import (
     unreachable,
 )
 from postroom.stores.postgres_transaction import (
+    NUMBERS_AT_ONCE,
     PLACED_A_READ_MAX,
     RECORD_COLUMNS,
     TRAIL_BYTES_MAX,
@@ -81,6 +83,7 @@ class PostgresStore(Store):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
     fatal_errors = (psycopg.Error, ConflictError)
+    is_concurrent = True
 
     def __init__(
         self,
@@ -115,6 +118,11 @@ class PostgresStore(Store):
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         return self._group.submit(Job(work, makes_room))
+
+    def _write_group(self, work: Callable[[Transaction], T], *, makes_room: bool) -> T:
+        job = Job(work, makes_room)
+        self._commit_group([job])
+        return job.outcome()
 
     def _commit_group(self, jobs: list[Job[Any]]) -> bool:
         """Commit jobs in one transaction, again and again until it is settled."""
@@ -241,11 +249,10 @@ class PostgresStore(Store):
         Numbers are taken when the last transaction needed some.
         """
         known, queries = self._opened(), self.writing
-        wanted, spare, scans = known.usual, known.spare, [*known.scans]
+        wanted, scans = max(NUMBERS_AT_ONCE, known.usual) if known.usual else 0, [*known.scans]
         begin: Statement = (queries["begin"], (writer,))
         if wanted:
-            begin = (queries["begin_with_numbers"], (writer, wanted, *spare))
-            known.spare = (1, 0)
+            begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))
         reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
         _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
         database_us, _, *numbers = begun.rows[0]
@@ -369,8 +376,8 @@ class PostgresStore(Store):
     def _return_numbers(self) -> None:
         """Give back the numbers that were taken and not used. When that fails, they are never used."""
         known = self._known
-        if known is not None and known.spare[0] <= known.spare[1]:
-            spare, known.spare = known.spare, (1, 0)
+        if known is not None and known.has_spare:
+            spare = known.take_spare()
             with suppress(psycopg.Error, PostroomError):
                 self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
 

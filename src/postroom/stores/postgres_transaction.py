@@ -8,8 +8,9 @@ Rule 2: writes are kept until the commit or until a query needs them. A cell tha
 Rule 3: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ ACTIVE_MAX = 100  # lanes of organizations that are read together, as in `all_ac
 DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
 FAR_FROM_FULL = 0.5
+DEPTHS_TOGETHER_MAX = 16
 HEADS_PEEKED_MAX = 8  # first records of a queue and lane that are read with the lanes, as in `all_heads`
 ALL = ""  # the key of the depth of all organizations together
 DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
@@ -110,7 +112,7 @@ class Known:
         self.store_id = store_id
         self.prefix = f"{store_id}-"
         self.limits = LimitsCache()
-        self.spare: tuple[int, int] = (1, 0)
+        self._spare: deque[tuple[int, int]] = deque(maxlen=1)
         """Numbers that were taken and not used: the first and the last."""
         self.usual = 0
         """How many numbers the last transaction used: the next one takes as many when it begins."""
@@ -122,6 +124,21 @@ class Known:
         """Cells that transactions read together: they are read when the next one begins."""
         self.keeps_up = True
         """Whether the last claim found less than it asked for."""
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there are numbers that were taken and not used."""
+        return bool(self._spare)
+
+    def take_spare(self) -> tuple[int, int]:
+        """Numbers that were taken and not used. Of several threads, one gets them; the others get none."""
+        with suppress(IndexError):
+            return self._spare.pop()
+        return (1, 0)
+
+    def keep_spare(self, first: int, last: int) -> None:
+        """Keep numbers that were not used for the next transaction."""
+        self._spare.append((first, last))
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store gave; 0 for any other id."""
@@ -183,6 +200,7 @@ class PostgresTransaction(Transaction):
         self.counts: dict[tuple[str, Counted], int] = {}
         """What the transaction did to the counters."""
         self._depths: dict[str, dict[Counted, int]] = {}
+        self._has_all_depths = False
         self._total: dict[Counted, int] | None = None
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
@@ -229,28 +247,19 @@ class PostgresTransaction(Transaction):
     def look_ahead(
         self,
         cells: Sequence[tuple[str, int]] = (),
-        queues: Sequence[str] = (),
         *,
         lanes: bool = False,
         heads: bool = True,
     ) -> None:
         scans = [(kind, "", limit) for kind, limit in cells if (kind, "", limit) not in self._scans]
         self._known.scans.update(dict.fromkeys(scans))
-        depths = [
-            queue for queue in queues if queue not in self._depths and self._recent_depth(queue) is None
-        ]
         asked: list[tuple[str, Any]] = [("cells", (to_sql(kind), "", limit)) for kind, _, limit in scans]
-        asked += [("depth", {"queue": to_sql(queue)}) for queue in depths]
-        asks_total = self._total is None and (
-            (lanes and not heads) or (bool(queues) and self._recent_depth(ALL) is None)
-        )
+        asks_total = lanes and not heads and self._total is None
         asked += [("total", ())] if asks_total else []
         reads_lanes = lanes and self._lanes is None
         answers = iter(self._ask_lanes(asked, heads=heads) if reads_lanes else self._ask_all(asked))
         for scan in scans:
             self._scans[scan] = next(answers)
-        for queue in depths:
-            self._set_depth(queue, next(answers))
         if asks_total:
             self._set_total(next(answers))
 
@@ -330,10 +339,9 @@ class PostgresTransaction(Transaction):
         self._took(first, wanted)
 
     def _spare(self) -> tuple[int, int]:
-        return (self._number, self._number_end) if self._first_number else self._known.spare
+        return (self._number, self._number_end) if self._first_number else self._known.take_spare()
 
     def _took(self, first: int, count: int) -> None:
-        self._known.spare = (1, 0)
         if first != self._number or not self._first_number:
             self._first_number = first
         self._number, self._number_end = first, first + count - 1
@@ -358,7 +366,7 @@ class PostgresTransaction(Transaction):
         self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
         if self._first_number and first <= self._number_end:
-            self._known.spare = (first, self._number_end)
+            self._known.keep_spare(first, self._number_end)
 
     # ---- records -------------------------------------------------------------------------------
 
@@ -715,24 +723,38 @@ class PostgresTransaction(Transaction):
     def _count(self, queue: str, what: Counted, change: int) -> None:
         self._lanes, self._pulled, self._peeked = None, {}, {}  # they show the records before this change
         self.counts[queue, what] = self.counts.get((queue, what), 0) + change
-        if queue in self._depths:
-            self._depths[queue][what] = self._depths[queue].get(what, 0) + change
+        if queue in self._depths or self._has_all_depths:
+            counts = self._depths.setdefault(queue, {})
+            counts[what] = counts.get(what, 0) + change
         if self._total is not None and org_of(queue):
             self._total[what] = self._total.get(what, 0) + change
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        counts = self._depths.get(queue)
-        if counts is None:
-            counts = self._set_depth(queue, self._ask("depth", {"queue": to_sql(queue)}))
-        return {what: n for what, n in counts.items() if n}
+        if queue not in self._depths:
+            self._read_depths(queue)
+        return {what: n for what, n in self._depths[queue].items() if n}
 
-    def _set_depth(self, queue: str, rows: list[Any]) -> dict[Counted, int]:
-        counts = self._depths[queue] = dict(rows)
+    def _read_depths(self, queue: str) -> None:
+        """Read the counters of a queue, and of queues that this handle read last, in one trip."""
+        known = self._known.depths
+        last = [name for name in [*known][-DEPTHS_TOGETHER_MAX:] if name not in self._depths]
+        names = [*dict.fromkeys([queue, *last])]
+        asked: list[tuple[str, Any]] = [("depths_of", {"queues": [to_sql(name) for name in names]})]
+        if org_of(queue) and self._total is None:
+            asked.append(("total", ()))
+        rows, *totals = self._ask_all(asked)
+        found: dict[str, dict[Counted, int]] = {name: {} for name in names if name != ALL}
+        for name, what, n in [(from_sql(name), what, n) for name, what, n in rows if name != ALL]:
+            found[name][what] = n
         for (name, what), change in self.counts.items():
-            if name == queue:
-                counts[what] = counts.get(what, 0) + change
-        self._known.depths[queue] = waiting(counts), self.steady_ns
-        return counts
+            if name in found:
+                found[name][what] = found[name].get(what, 0) + change
+        for name, counts in found.items():
+            known.pop(name, None)  # the last one that was read stands at the end
+            known[name] = waiting(counts), self.steady_ns
+        self._depths.update(found)
+        for total in totals:
+            self._set_total(total)
 
     def total(self) -> dict[Counted, int]:
         if self._total is None:
@@ -757,7 +779,9 @@ class PostgresTransaction(Transaction):
         return is_far or super().is_quiet(queue, most)
 
     def queues(self) -> list[str]:
-        return sorted(queue for queue, counts in self.depths().items() if counts)
+        if not self._has_all_depths:
+            self._depths, self._has_all_depths = self.depths(), True
+        return sorted(queue for queue, counts in self._depths.items() if any(counts.values()))
 
     def depths(self) -> dict[str, dict[Counted, int]]:
         """The counters of every queue."""
@@ -777,7 +801,7 @@ class PostgresTransaction(Transaction):
                 depth = waiting(self.depth(queue))
             if depth + count > most * FAR_FROM_FULL or most < DEPTH_KNOWN_MIN:
                 self.exclusive(f"depth {queue}")
-                self._depths.pop(queue, None)
+                self._depths, self._has_all_depths = {}, False
                 super()._check_depths([each for each in envelopes if each.queue == queue])
             for name in (queue, ALL) if org_of(queue) else (queue,):
                 depth, read_ns = self._known.depths.get(name, (0, -DEPTH_KNOWN_NS))

@@ -152,13 +152,12 @@ class RabbitTransaction(Transaction):
     def look_ahead(
         self,
         cells: Sequence[tuple[str, int]] = (),
-        queues: Sequence[str] = (),
         *,
         lanes: bool = False,
         heads: bool = True,
     ) -> None:
         heads = heads and lanes and self.is_direct
-        self._inner.look_ahead(cells, queues, lanes=lanes, heads=heads)
+        self._inner.look_ahead(cells, lanes=lanes, heads=heads)
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
         if self.is_direct:

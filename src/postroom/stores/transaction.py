@@ -418,15 +418,14 @@ class Transaction(Ledger, Lanes):
     def look_ahead(
         self,
         cells: Sequence[tuple[str, int]] = (),
-        queues: Sequence[str] = (),
         *,
         lanes: bool = False,
         heads: bool = True,
     ) -> None:
         """Say what will be asked next. A store across a network reads it all in one trip.
 
-        Cells are given by kind and limit. `queues` are those that `is_quiet` is asked about. `lanes` means
-        the lanes of all organizations, and `heads` that their first records will be pulled.
+        Cells are given by kind and limit. `lanes` means the lanes of all organizations, and `heads` that
+        their first records will be pulled.
         """
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:

@@ -48,8 +48,7 @@ class Admission:
         for message in messages:
             of_org = counts.setdefault(message.org_id, {})
             of_org[message.envelope.priority] = of_org.get(message.envelope.priority, 0) + 1
-        queues = [ENGINE_PREFIX + org_id for org_id in counts]
-        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),), queues)
+        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
         self._check_kill_switch(counts.keys())
         for org_id, priorities in counts.items():
             self._check_pressure(org_id, priorities)

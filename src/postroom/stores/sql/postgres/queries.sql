@@ -203,11 +203,11 @@ DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %b::bytea[]
 INSERT INTO postroom.count_changes (queue, counter, change)
     SELECT * FROM unnest(%s::text[], %s::text[], %b::bigint[])
 
--- name: depth
-SELECT counter, sum(n)::bigint FROM (
-    SELECT counter, n FROM postroom.counts WHERE queue = %(queue)s
-    UNION ALL SELECT counter, change FROM postroom.count_changes WHERE queue = %(queue)s
-) AS every GROUP BY counter
+-- name: depths_of
+SELECT queue, counter, sum(n)::bigint FROM (
+    SELECT queue, counter, n FROM postroom.counts WHERE queue = ANY(%(queues)s::text[])
+    UNION ALL SELECT queue, counter, change FROM postroom.count_changes WHERE queue = ANY(%(queues)s::text[])
+) AS every GROUP BY queue, counter
 
 -- name: total
 SELECT counter, sum(n)::bigint FROM (
