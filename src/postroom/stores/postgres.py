@@ -246,10 +246,11 @@ class PostgresStore(Store):
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
         """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
 
-        Numbers are taken when the last transaction needed some.
+        Numbers are taken when the last transaction of this thread needed some before it locked records.
         """
         known, queries = self._opened(), self.writing
-        wanted, scans = max(NUMBERS_AT_ONCE, known.usual) if known.usual else 0, [*known.scans]
+        early, scans = known.habits.early, [*known.scans]
+        wanted = max(NUMBERS_AT_ONCE, early) if early else 0
         begin: Statement = (queries["begin"], (writer,))
         if wanted:
             begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))

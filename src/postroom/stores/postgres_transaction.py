@@ -8,6 +8,7 @@ Rule 2: writes are kept until the commit or until a query needs them. A cell tha
 Rule 3: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -105,6 +106,13 @@ def from_sql(text: str) -> str:
     return text
 
 
+class _Habits(threading.local):
+    """What transactions of one thread do: a thread of submits and a thread of claims differ."""
+
+    early = 0
+    """How many numbers the last transaction used before it locked records: the next one begins with some."""
+
+
 class Known:
     """What a handle knows between two transactions."""
 
@@ -115,7 +123,8 @@ class Known:
         self._spare: deque[tuple[int, int]] = deque(maxlen=1)
         """Numbers that were taken and not used: the first and the last."""
         self.usual = 0
-        """How many numbers the last transaction used: the next one takes as many when it begins."""
+        """How many numbers the last transaction used."""
+        self.habits = _Habits()
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
         self.depths: dict[str, tuple[int, int]] = {}
@@ -194,6 +203,9 @@ class PostgresTransaction(Transaction):
         self._has_fresh_numbers = True
         """Whether no record was locked since the numbers were taken. The tokens of a record grow, and its
         events are placed in the order of their numbers, because numbers are taken after its lock."""
+        self._has_locked = False
+        self._early = 0
+        """How many numbers were used before records were locked."""
         self.parts: list[Part] = []
         """The events, in order."""
         self.event_count = 0
@@ -229,6 +241,7 @@ class PostgresTransaction(Transaction):
     def _ask_records(self, name: str, values: Any) -> list[Any]:
         """All rows of a query about records, changes of this transaction included."""
         self._has_fresh_numbers = False  # the query may lock records that have changed meanwhile
+        self._has_locked = True
         return self._trip(self._unsent(), [(name, values)])[0].rows
 
     def _tell(self, name: str, values: Any) -> int:
@@ -276,6 +289,7 @@ class PostgresTransaction(Transaction):
             asked.append(("take_numbers", (NUMBERS_AT_ONCE, *self._spare())))
         unsent = self._unsent()
         answers = [answer.rows for answer in self._trip(unsent, asked)]
+        self._has_locked = True
         if peeks:
             [(first,)] = answers.pop()
             self._took(first, NUMBERS_AT_ONCE)
@@ -328,6 +342,8 @@ class PostgresTransaction(Transaction):
         if count:
             self.changes += 1
             self._number = first + count
+            if not self._has_locked:
+                self._early += count
         return first
 
     def _reserve(self, count: int) -> None:
@@ -358,11 +374,13 @@ class PostgresTransaction(Transaction):
         wanted = max(numbers, NUMBERS_AT_ONCE)
         asked = [(name, values), ("take_numbers", (wanted, *self._spare()))]
         found, numbered = self._trip(self._unsent(), asked)
+        self._has_locked = True
         self._took(numbered.rows[0][0], wanted)
         return found.rows
 
     def spare_numbers(self, *, committed: bool) -> None:
         """Remember how many numbers were used, and those that were not, for the next transaction."""
+        self._known.habits.early = self._early if committed else 0
         self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
         if self._first_number and first <= self._number_end:
