@@ -256,3 +256,11 @@ def test_options_of_tls_reach_the_driver(postgres: PostgresServer) -> None:
     store = PostgresStore(f"{postgres.url()}?sslmode=require", reconnect_s=0.1)
     with pytest.raises(StoreUnreachable, match="SSL"):
         insert(store)
+
+
+def test_statements_of_a_failed_trip_can_be_used_again(postgres: PostgresServer) -> None:
+    with PostgresStore(postgres.new_store()).connected() as connection:
+        for _ in range(2):
+            with pytest.raises(psycopg.errors.DivisionByZero):
+                connection.trip([("SELECT 1 / %s::int", (0,)), ("SELECT %s::text", ("later",))])
+        assert connection.trip([("SELECT %s::text", ("later",))])[0].rows == [("later",)]

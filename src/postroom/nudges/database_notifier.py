@@ -82,7 +82,7 @@ class DatabaseNotifier(Notifier):
             is_any.clear()
             names, self._names = list(self._names), {}
             try:
-                connection = connection or self._connect()
+                connection = connection or self._connect_to_send()
                 self._send(connection, names)
             except Exception:  # noqa: BLE001 - a wake-up may be lost
                 _close(connection)
@@ -90,6 +90,12 @@ class DatabaseNotifier(Notifier):
                 stopped.wait(RECONNECT_S)
             time.sleep(SEND_PAUSE_S)
         _close(connection)
+
+    def _connect_to_send(self) -> Any:
+        """A connection whose commits do not wait for the disk, which NOTIFY would make them do."""
+        connection = self._connect()
+        connection.execute("SET synchronous_commit = off")
+        return connection
 
     def _send(self, connection: Any, names: list[str]) -> None:
         texts = [f"{self._own}{SEPARATOR}{_escaped(name)}" for name in names]

@@ -1,7 +1,8 @@
 """A store in a PostgreSQL database, for any number of processes on any number of machines.
 
-Rule 1: callers of one process share commits (`group_commit`). Processes do not wait for each other: they lock
-        the records that they decide about, nothing else.
+Rule 1: callers of one process share commits (`group_commit`); callers that bring a whole group
+        (`write_many`) commit beside them. Transactions do not wait for each other: they lock the records that
+        they decide about, nothing else.
 Rule 2: a transaction that met a deadlock, a conflict or a lost connection is done again, from its beginning.
 Rule 3: the outcome of every commit is known before it is answered. After a lost connection the store looks
         whether the commit happened; when it cannot find out, the error says so.
@@ -27,13 +28,13 @@ from postroom.stores.base import Counted
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.postgres_connection import (
     Address,
-    Connection,
     Pool,
     migrate,
     queries,
     unreachable,
 )
 from postroom.stores.postgres_transaction import (
+    NUMBERS_AT_ONCE,
     PLACED_A_READ_MAX,
     RECORD_COLUMNS,
     TRAIL_BYTES_MAX,
@@ -41,7 +42,9 @@ from postroom.stores.postgres_transaction import (
     Known,
     PostgresReading,
     PostgresTransaction,
+    to_sql,
 )
+from postroom.stores.postgres_trips import Connection, Statement
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
@@ -80,6 +83,7 @@ class PostgresStore(Store):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
     fatal_errors = (psycopg.Error, ConflictError)
+    is_concurrent = True
 
     def __init__(
         self,
@@ -114,6 +118,11 @@ class PostgresStore(Store):
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         return self._group.submit(Job(work, makes_room))
+
+    def _write_group(self, work: Callable[[Transaction], T], *, makes_room: bool) -> T:
+        job = Job(work, makes_room)
+        self._commit_group([job])
+        return job.outcome()
 
     def _commit_group(self, jobs: list[Job[Any]]) -> bool:
         """Commit jobs in one transaction, again and again until it is settled."""
@@ -235,19 +244,22 @@ class PostgresStore(Store):
             self._pool.drop(connection)
 
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
-        """Begin a transaction, lock its mark, and take numbers when the last one needed some: in one trip."""
-        known = self._opened()
-        wanted, spare = known.usual, known.spare
-        asked = [f"pg_advisory_xact_lock({writer})"]
+        """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
+
+        Numbers are taken when the last transaction of this thread needed some before it locked records.
+        """
+        known, queries = self._opened(), self.writing
+        early, scans = known.habits.early, [*known.scans]
+        wanted = max(NUMBERS_AT_ONCE, early) if early else 0
+        begin: Statement = (queries["begin"], (writer,))
         if wanted:
-            asked.append(f"{self.address.schema}.take_numbers({wanted}, {spare[0]}, {spare[1]})")
-            known.spare = (1, 0)
-        found = connection.pgconn.exec_(f"BEGIN; SELECT {_NOW}, {', '.join(reversed(asked))}".encode())
-        _check(connection, found)
-        now = self._time(int(found.get_value(0, 0) or 0))
-        first = int(found.get_value(0, 1) or 0) if wanted else 0
-        taken = (first, first + wanted - 1) if wanted else None
-        return PostgresTransaction(known, connection, self.writing, now, taken)
+            begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))
+        reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
+        _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
+        database_us, _, *numbers = begun.rows[0]
+        taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
+        read = {scan: answer.rows for scan, answer in zip(scans, cells, strict=True)}
+        return PostgresTransaction(known, connection, queries, self._time(database_us), taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
@@ -365,8 +377,8 @@ class PostgresStore(Store):
     def _return_numbers(self) -> None:
         """Give back the numbers that were taken and not used. When that fails, they are never used."""
         known = self._known
-        if known is not None and known.spare[0] <= known.spare[1]:
-            spare, known.spare = known.spare, (1, 0)
+        if known is not None and known.has_spare:
+            spare = known.take_spare()
             with suppress(psycopg.Error, PostroomError):
                 self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
 

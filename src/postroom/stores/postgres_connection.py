@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import resources
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from postroom.errors import InvalidMessage, StoreDamaged, StoreUnreachable
@@ -24,6 +23,8 @@ from postroom.system.handles import leak
 try:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
+
+    from postroom.stores.postgres_trips import Connection
 except ImportError as missing:  # a store is opened lazily, so this is the first place that needs it
     raise InvalidMessage(
         "a store on PostgreSQL needs the extra postgres: pip install 'postroom[postgres]'"
@@ -51,8 +52,6 @@ _SESSION = (
     "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
     "SET enable_mergejoin = off"
 )
-
-Connection = psycopg.Connection[Any]
 
 
 class Address:
@@ -98,7 +97,7 @@ class Address:
 
     def connect(self) -> Connection:
         """A connection with the settings of a store."""
-        connection = psycopg.connect(
+        connection = Connection.connect(
             self._conninfo, autocommit=True, prepare_threshold=0 if self.prepares else None,
             connect_timeout=CONNECT_TIMEOUT_S, application_name="postroom", client_encoding="UTF8",
         )  # fmt: skip

@@ -8,8 +8,10 @@ Rule 2: writes are kept until the commit or until a query needs them. A cell tha
 Rule 3: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
 """
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ from postroom.stores.base import (
     waiting,
 )
 from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, LeasedRun, NewRun, Part, pack, unpack
-from postroom.stores.postgres_connection import Connection
+from postroom.stores.postgres_trips import Answer, Connection, Statement
 from postroom.stores.transaction import (
     NO_DETAILS,
     Accepted,
@@ -64,10 +66,15 @@ ACTIVE_MAX = 100  # lanes of organizations that are read together, as in `all_ac
 DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
 FAR_FROM_FULL = 0.5
+DEPTHS_TOGETHER_MAX = 16
+HEADS_PEEKED_MAX = 8  # first records of a queue and lane that are read with the lanes, as in `all_heads`
+ALL = ""  # the key of the depth of all organizations together
 DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
 NUMBER_DIGITS_MAX = 18
 UUID_CHARS = 36
 ESCAPE = "\x1a"
+
+NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
 
 _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED"})
 _decode_event = msgspec.json.Decoder(Event).decode
@@ -99,6 +106,13 @@ def from_sql(text: str) -> str:
     return text
 
 
+class _Habits(threading.local):
+    """What transactions of one thread do: a thread of submits and a thread of claims differ."""
+
+    early = 0
+    """How many numbers the last transaction used before it locked records: the next one begins with some."""
+
+
 class Known:
     """What a handle knows between two transactions."""
 
@@ -106,14 +120,34 @@ class Known:
         self.store_id = store_id
         self.prefix = f"{store_id}-"
         self.limits = LimitsCache()
-        self.spare: tuple[int, int] = (1, 0)
+        self._spare: deque[tuple[int, int]] = deque(maxlen=1)
         """Numbers that were taken and not used: the first and the last."""
         self.usual = 0
-        """How many numbers the last transaction used: the next one takes as many when it begins."""
+        """How many numbers the last transaction used."""
+        self.habits = _Habits()
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
         self.depths: dict[str, tuple[int, int]] = {}
-        """How many records wait in a queue that is far from its limit, and when it was read."""
+        """How many records waited in a queue, and when that was read."""
+        self.scans: dict[tuple[str, str, int], None] = {}
+        """Cells that transactions read together: they are read when the next one begins."""
+        self.keeps_up = True
+        """Whether the last claim found less than it asked for."""
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there are numbers that were taken and not used."""
+        return bool(self._spare)
+
+    def take_spare(self) -> tuple[int, int]:
+        """Numbers that were taken and not used. Of several threads, one gets them; the others get none."""
+        with suppress(IndexError):
+            return self._spare.pop()
+        return (1, 0)
+
+    def keep_spare(self, first: int, last: int) -> None:
+        """Keep numbers that were not used for the next transaction."""
+        self._spare.append((first, last))
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store gave; 0 for any other id."""
@@ -153,102 +187,134 @@ class PostgresTransaction(Transaction):
         queries: Mapping[str, str],
         now: tuple[int, int],
         taken: tuple[int, int] | None = None,
+        scans: Mapping[tuple[str, str, int], list[Any]] = NO_SCANS,
     ) -> None:
-        """`now` is the time by the steady and by the wall clock, `taken` the first and the last number."""
+        """`now` is the time by the steady and by the wall clock, `taken` the first and the last number.
+
+        `scans` are cells that were read when the transaction began.
+        """
         super().__init__(known.store_id, known.limits, *now)
         self._known = known
         self._connection = connection
         self._queries = queries
-        self._cursor = connection.cursor(binary=True)
         self._number, self._number_end = taken or (1, 0)
         """The next number to give, and the last one that was taken."""
         self._first_number = taken[0] if taken else 0
         self._has_fresh_numbers = True
         """Whether no record was locked since the numbers were taken. The tokens of a record grow, and its
         events are placed in the order of their numbers, because numbers are taken after its lock."""
+        self._has_locked = False
+        self._early = 0
+        """How many numbers were used before records were locked."""
         self.parts: list[Part] = []
         """The events, in order."""
         self.event_count = 0
         self.counts: dict[tuple[str, Counted], int] = {}
         """What the transaction did to the counters."""
         self._depths: dict[str, dict[Counted, int]] = {}
+        self._has_all_depths = False
         self._total: dict[Counted, int] | None = None
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
         self._new_first = 0
-        self._pending: list[tuple[str, Any]] = []
-        """Statements about records that are not sent yet; a list of values runs once for each of them."""
+        self._pending: list[Statement] = []
+        """Statements about records that are not sent yet."""
         self._inserts: list[tuple[Any, ...]] = []
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
-        self._scans: dict[tuple[str, str, int], list[Any]] = {}
+        self._scans: dict[tuple[str, str, int], list[Any]] = {**scans}
         """Cells that were read together: kind, after and limit -> rows."""
         self._lanes: _Lanes | None = None
         self._pulled: dict[tuple[str, int, int], list[Head]] = {}
         """Heads that were read ahead, by queue, lane and limit."""
+        self._peeked: dict[tuple[str, int], list[Head]] = {}
+        """The first heads of queues, by queue and lane: up to `HEADS_PEEKED_MAX` of each."""
         self._saved: set[int] = set()
 
     # ---- queries -------------------------------------------------------------------------------
 
     def _ask(self, name: str, values: Any = ()) -> list[Any]:
         """All rows of a query about something else than records."""
-        return self._cursor.execute(self._queries[name], values).fetchall()  # type: ignore[arg-type, unused-ignore]
+        return self._connection.trip([(self._queries[name], values)])[0].rows
 
     def _ask_records(self, name: str, values: Any) -> list[Any]:
         """All rows of a query about records, changes of this transaction included."""
-        self._write_records()
         self._has_fresh_numbers = False  # the query may lock records that have changed meanwhile
-        return self._ask(name, values)
+        self._has_locked = True
+        return self._trip(self._unsent(), [(name, values)])[0].rows
 
     def _tell(self, name: str, values: Any) -> int:
         """Run a statement; how many rows it changed."""
-        return self._cursor.execute(self._queries[name], values).rowcount  # type: ignore[arg-type, unused-ignore]
+        return self._connection.trip([(self._queries[name], values)])[0].changed
 
     def _ask_all(self, asked: Sequence[tuple[str, Any]]) -> list[list[Any]]:
         """The rows of several queries, in one trip."""
-        with self._connection.pipeline():
-            cursors = [
-                self._connection.cursor(binary=True).execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
-                for name, values in asked
-            ]
-        return [cursor.fetchall() for cursor in cursors]
+        return [answer.rows for answer in self._trip([], asked)] if asked else []
+
+    def _trip(self, unsent: list[Statement], asked: Sequence[tuple[str, Any]]) -> list[Answer]:
+        """Send statements and named queries in one trip, and return the answers of the queries."""
+        statements = [*unsent, *((self._queries[name], values) for name, values in asked)]
+        return self._connection.trip(statements)[len(unsent) :]
 
     def look_ahead(
-        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+        self,
+        cells: Sequence[tuple[str, int]] = (),
+        *,
+        lanes: bool = False,
+        heads: bool = True,
     ) -> None:
         scans = [(kind, "", limit) for kind, limit in cells if (kind, "", limit) not in self._scans]
-        depths = [queue for queue in queues if queue not in self._depths]
+        self._known.scans.update(dict.fromkeys(scans))
         asked: list[tuple[str, Any]] = [("cells", (to_sql(kind), "", limit)) for kind, _, limit in scans]
-        asked += [("depth", {"queue": to_sql(queue)}) for queue in depths]
-        asks_total = (lanes or bool(queues)) and self._total is None
+        asks_total = lanes and not heads and self._total is None
         asked += [("total", ())] if asks_total else []
-        asks_lanes = lanes and self._lanes is None and not self._has_unsent()
-        asked += [("all_active", ()), ("all_oldest", ())] if asks_lanes else []
-        if len(asked) <= 1:  # one question takes one trip anyway
-            return
-        answers = iter(self._ask_all(asked))
+        reads_lanes = lanes and self._lanes is None
+        answers = iter(self._ask_lanes(asked, heads=heads) if reads_lanes else self._ask_all(asked))
         for scan in scans:
             self._scans[scan] = next(answers)
-        for queue in depths:
-            self._depths[queue] = self._with_own_counts(dict(next(answers)), queue)
         if asks_total:
             self._set_total(next(answers))
-        if asks_lanes:
-            self._lanes = self._lanes_from(next(answers), next(answers))
 
-    def _lanes_from(self, active: list[Any], oldest: list[Any]) -> "_Lanes":
-        """The lanes of all organizations."""
+    def _ask_lanes(self, asked: Sequence[tuple[str, Any]], *, heads: bool) -> list[list[Any]]:
+        """Read the lanes of all organizations, in one trip with other questions, which are answered.
+
+        While a worker keeps up, the first records of all queues are read and locked, too: they are probably
+        all that it will pull. Numbers are taken after the locks.
+        """
+        known = self._known
+        peeks = heads and known.keeps_up and known.usual > 0 and not self.is_reading
+        asked = [*asked, ("all_oldest", ()), ("all_heads" if peeks else "all_active", ())]
+        if peeks:
+            asked.append(("take_numbers", (NUMBERS_AT_ONCE, *self._spare())))
+        unsent = self._unsent()
+        answers = [answer.rows for answer in self._trip(unsent, asked)]
+        self._has_locked = True
+        if peeks:
+            [(first,)] = answers.pop()
+            self._took(first, NUMBERS_AT_ONCE)
+        else:
+            self._has_fresh_numbers = False
+        rows = answers.pop()
+        oldest = {record.lane: record for record in map(self._record, answers.pop())}
+        if not peeks:
+            active = [(lane, from_sql(queue)) for lane, queue in rows]
+        else:
+            found = [self._head(row) for row in rows]
+            active = [*dict.fromkeys((head.record.lane, head.record.queue) for head in found)]
+            self._peeked = {(queue, lane): [] for lane, queue in active}
+            for head in found:
+                self._peeked[head.record.queue, head.record.lane].append(head)
+            known.keeps_up = all(len(few) < HEADS_PEEKED_MAX for few in self._peeked.values())
         queues: dict[int, list[str]] = {}
         for lane, queue in active:
-            queues.setdefault(lane, []).append(from_sql(queue))
-        by_lane = {record.lane: record for record in map(self._record, oldest)}
-        return _Lanes(len(active) < ACTIVE_MAX, queues, by_lane)
-
-    def _has_unsent(self) -> bool:
-        return bool(self._new or self._saved or self._pending)
+            queues.setdefault(lane, []).append(queue)
+        self._lanes = _Lanes(len(active) < ACTIVE_MAX, queues, oldest)
+        return answers
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        if all(self._has_peeked(*pull) for pull in pulls):
+            return
         names, lanes, limits = zip(
             *((to_sql(queue), lane, limit) for queue, lane, limit in pulls), strict=True
         )
@@ -258,6 +324,7 @@ class PostgresTransaction(Transaction):
             head = self._head(row)
             found[head.record.queue, head.record.lane].append(head)
         self._pulled = {(queue, lane, limit): found[queue, lane] for queue, lane, limit in pulls}
+        self._known.keeps_up = len(rows) < sum(limits)
 
     def exclusive(self, name: str) -> None:
         self._scans.clear()  # what is read from now on is current
@@ -265,7 +332,7 @@ class PostgresTransaction(Transaction):
             self._cells_read = {
                 name: value for name, value in self._cells_read.items() if name in self._cells
             }
-            self._cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [to_sql(name)])
+            self._ask("lock_name", (to_sql(name),))
 
     # ---- numbers -------------------------------------------------------------------------------
 
@@ -275,6 +342,8 @@ class PostgresTransaction(Transaction):
         if count:
             self.changes += 1
             self._number = first + count
+            if not self._has_locked:
+                self._early += count
         return first
 
     def _reserve(self, count: int) -> None:
@@ -286,10 +355,9 @@ class PostgresTransaction(Transaction):
         self._took(first, wanted)
 
     def _spare(self) -> tuple[int, int]:
-        return (self._number, self._number_end) if self._first_number else self._known.spare
+        return (self._number, self._number_end) if self._first_number else self._known.take_spare()
 
     def _took(self, first: int, count: int) -> None:
-        self._known.spare = (1, 0)
         if first != self._number or not self._first_number:
             self._first_number = first
         self._number, self._number_end = first, first + count - 1
@@ -303,18 +371,20 @@ class PostgresTransaction(Transaction):
         """
         if not self._known.usual:
             return self._ask_records(name, values)
-        self._write_records()
         wanted = max(numbers, NUMBERS_AT_ONCE)
-        rows, [(first,)] = self._ask_all([(name, values), ("take_numbers", (wanted, *self._spare()))])
-        self._took(first, wanted)
-        return rows
+        asked = [(name, values), ("take_numbers", (wanted, *self._spare()))]
+        found, numbered = self._trip(self._unsent(), asked)
+        self._has_locked = True
+        self._took(numbered.rows[0][0], wanted)
+        return found.rows
 
     def spare_numbers(self, *, committed: bool) -> None:
         """Remember how many numbers were used, and those that were not, for the next transaction."""
+        self._known.habits.early = self._early if committed else 0
         self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
         if self._first_number and first <= self._number_end:
-            self._known.spare = (first, self._number_end)
+            self._known.keep_spare(first, self._number_end)
 
     # ---- records -------------------------------------------------------------------------------
 
@@ -428,24 +498,20 @@ class PostgresTransaction(Transaction):
             inserts, updates = self._inserts, self._updates
             self._inserts, self._updates, self._saved = [], [], set()
             if inserts:
-                self._pending.append(("insert", inserts))
+                self._pending += [(self._queries["insert"], values) for values in inserts]
             if updates:
-                self._pending.append(("update", updates))
+                self._pending += [(self._queries["update"], values) for values in updates]
 
     def _write_records(self) -> None:
         """Send the changed records that are kept."""
-        self._queue_records()
-        if self._pending:
-            with self._connection.pipeline():
-                self._send_pending()
+        if unsent := self._unsent():
+            self._connection.trip(unsent)
 
-    def _send_pending(self) -> None:
+    def _unsent(self) -> list[Statement]:
+        """The statements about records that are not sent yet. The caller sends them."""
+        self._queue_records()
         pending, self._pending = self._pending, []
-        for name, values in pending:
-            if isinstance(values, list):
-                self._cursor.executemany(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
-            else:
-                self._cursor.execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+        return pending
 
     # ---- insert --------------------------------------------------------------------------------
 
@@ -504,7 +570,7 @@ class PostgresTransaction(Transaction):
             "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
             "payloads": [each.payload for each in run],
         }  # fmt: skip
-        self._pending.append(("insert_alike", values))
+        self._pending.append((self._queries["insert_alike"], values))
         sizes = [len(each.payload) for each in run]
         facts = [each.facts for each in run] if any(each.facts for each in run) else ()
         self.parts.append(
@@ -558,7 +624,7 @@ class PostgresTransaction(Transaction):
             "until": self._ends_at(now + lease_ns), "wall_us": self.wall_us,
             "seqs": [one.seq for one in leased],
         }  # fmt: skip
-        self._pending.append(("lease_many", values))
+        self._pending.append((self._queries["lease_many"], values))
         for _, neighbours in groupby(leased, _queue_and_lane):
             self._note_leased(list(neighbours))
         return leased
@@ -608,9 +674,9 @@ class PostgresTransaction(Transaction):
         }  # fmt: skip
         contents = [results[message_id][1] for message_id in numbers.values()]
         if len(set(contents)) == 1:  # most often they are all null
-            self._pending.append(("complete_alike", {**values, "result": contents[0]}))
+            self._pending.append((self._queries["complete_alike"], {**values, "result": contents[0]}))
         else:
-            self._pending.append(("complete_many", {**values, "results": contents}))
+            self._pending.append((self._queries["complete_many"], {**values, "results": contents}))
 
     def _note_completed(
         self, first: int, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
@@ -673,25 +739,40 @@ class PostgresTransaction(Transaction):
     # ---- counters ------------------------------------------------------------------------------
 
     def _count(self, queue: str, what: Counted, change: int) -> None:
-        self._lanes, self._pulled = None, {}  # they show the records before this change
+        self._lanes, self._pulled, self._peeked = None, {}, {}  # they show the records before this change
         self.counts[queue, what] = self.counts.get((queue, what), 0) + change
-        if queue in self._depths:
-            self._depths[queue][what] = self._depths[queue].get(what, 0) + change
+        if queue in self._depths or self._has_all_depths:
+            counts = self._depths.setdefault(queue, {})
+            counts[what] = counts.get(what, 0) + change
         if self._total is not None and org_of(queue):
             self._total[what] = self._total.get(what, 0) + change
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        counts = self._depths.get(queue)
-        if counts is None:
-            found = dict(self._ask("depth", {"queue": to_sql(queue)}))
-            counts = self._depths[queue] = self._with_own_counts(found, queue)
-        return {what: n for what, n in counts.items() if n}
+        if queue not in self._depths:
+            self._read_depths(queue)
+        return {what: n for what, n in self._depths[queue].items() if n}
 
-    def _with_own_counts(self, counts: dict[Counted, int], queue: str) -> dict[Counted, int]:
+    def _read_depths(self, queue: str) -> None:
+        """Read the counters of a queue, and of queues that this handle read last, in one trip."""
+        known = self._known.depths
+        last = [name for name in [*known][-DEPTHS_TOGETHER_MAX:] if name not in self._depths]
+        names = [*dict.fromkeys([queue, *last])]
+        asked: list[tuple[str, Any]] = [("depths_of", {"queues": [to_sql(name) for name in names]})]
+        if org_of(queue) and self._total is None:
+            asked.append(("total", ()))
+        rows, *totals = self._ask_all(asked)
+        found: dict[str, dict[Counted, int]] = {name: {} for name in names if name != ALL}
+        for name, what, n in [(from_sql(name), what, n) for name, what, n in rows if name != ALL]:
+            found[name][what] = n
         for (name, what), change in self.counts.items():
-            if name == queue:
-                counts[what] = counts.get(what, 0) + change
-        return counts
+            if name in found:
+                found[name][what] = found[name].get(what, 0) + change
+        for name, counts in found.items():
+            known.pop(name, None)  # the last one that was read stands at the end
+            known[name] = waiting(counts), self.steady_ns
+        self._depths.update(found)
+        for total in totals:
+            self._set_total(total)
 
     def total(self) -> dict[Counted, int]:
         if self._total is None:
@@ -703,9 +784,22 @@ class PostgresTransaction(Transaction):
         for (name, what), change in self.counts.items():
             if org_of(name):
                 self._total[what] = self._total.get(what, 0) + change
+        self._known.depths[ALL] = waiting(self._total), self.steady_ns
+
+    def _recent_depth(self, queue: str) -> int | None:
+        """How many records waited in a queue a moment ago, with those that this handle added since."""
+        depth, read_ns = self._known.depths.get(queue, (0, -DEPTH_KNOWN_NS))
+        return depth if read_ns <= self.steady_ns < read_ns + DEPTH_KNOWN_NS else None
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        recent = [self._recent_depth(queue), self._recent_depth(ALL)]
+        is_far = all(depth is not None and depth <= most * FAR_FROM_FULL for depth in recent)
+        return is_far or super().is_quiet(queue, most)
 
     def queues(self) -> list[str]:
-        return sorted(queue for queue, counts in self.depths().items() if counts)
+        if not self._has_all_depths:
+            self._depths, self._has_all_depths = self.depths(), True
+        return sorted(queue for queue, counts in self._depths.items() if any(counts.values()))
 
     def depths(self) -> dict[str, dict[Counted, int]]:
         """The counters of every queue."""
@@ -720,19 +814,16 @@ class PostgresTransaction(Transaction):
     def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
         """As in `Transaction`. Transactions that insert into a queue near its limit take turns."""
         for queue, count in Counter(envelope.queue for envelope in envelopes).items():
-            most, now = self.limits(queue).max_depth, self.steady_ns
-            depth, read_ns = self._known.depths.get(queue, (0, -DEPTH_KNOWN_NS))
-            if not read_ns <= now < read_ns + DEPTH_KNOWN_NS:
+            most, depth = self.limits(queue).max_depth, self._recent_depth(queue)
+            if depth is None:
                 depth = waiting(self.depth(queue))
             if depth + count > most * FAR_FROM_FULL or most < DEPTH_KNOWN_MIN:
-                self._known.depths.pop(queue, None)
                 self.exclusive(f"depth {queue}")
-                self._depths.pop(queue, None)
+                self._depths, self._has_all_depths = {}, False
                 super()._check_depths([each for each in envelopes if each.queue == queue])
-            elif read_ns <= now < read_ns + DEPTH_KNOWN_NS:
-                self._known.depths[queue] = depth + count, read_ns
-            else:
-                self._known.depths[queue] = depth + count, now
+            for name in (queue, ALL) if org_of(queue) else (queue,):
+                depth, read_ns = self._known.depths.get(name, (0, -DEPTH_KNOWN_NS))
+                self._known.depths[name] = depth + count, read_ns
 
     # ---- cells ---------------------------------------------------------------------------------
 
@@ -794,7 +885,14 @@ class PostgresTransaction(Transaction):
 
     # ---- lanes ---------------------------------------------------------------------------------
 
+    def _has_peeked(self, queue: str, lane: int, limit: int) -> bool:
+        """Whether a pull needs no query."""
+        few = self._peeked.get((queue, lane), ())
+        return bool(few) and (len(few) < HEADS_PEEKED_MAX or limit <= HEADS_PEEKED_MAX)
+
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        if self._has_peeked(queue, lane, limit):
+            return self._peeked[queue, lane][:limit]
         pulled = self._pulled.pop((queue, lane, limit), None)
         if pulled is not None:
             return pulled
@@ -804,6 +902,7 @@ class PostgresTransaction(Transaction):
             if self.is_reading
             else self._ask_to_change("pull", values, limit)
         )
+        self._known.keeps_up = len(asked) < limit
         return [self._head(row) for row in asked]
 
     def _head(self, row: Sequence[Any]) -> Head:
@@ -822,6 +921,13 @@ class PostgresTransaction(Transaction):
         heads = [found[number] for number in numbers if number in found]
         return [head for head in heads if head.record.message_id in wanted]
 
+    def filled(self) -> list[int]:
+        return sorted(self._all_lanes().active)
+
+    def is_alone(self, queue: str, lane: int) -> bool:
+        lanes = self._all_lanes()
+        return lanes.has_all and lanes.active.get(lane) == [queue]
+
     def active(self, lane: int, after: str, limit: int) -> list[str]:
         if self._lanes is not None and self._lanes.has_all:
             return [queue for queue in self._lanes.active.get(lane, ()) if queue > after][:limit]
@@ -829,10 +935,13 @@ class PostgresTransaction(Transaction):
         return [from_sql(queue) for (queue,) in self._ask_records("active", values)]
 
     def oldest(self, lane: int) -> Record | None:
+        return self._all_lanes().oldest.get(lane)
+
+    def _all_lanes(self) -> "_Lanes":
         if self._lanes is None:
-            self._write_records()
-            self._lanes = self._lanes_from(*self._ask_all([("all_active", ()), ("all_oldest", ())]))
-        return self._lanes.oldest.get(lane)
+            self._ask_lanes((), heads=True)
+        assert self._lanes is not None  # noqa: S101 - for the type checker: just read
+        return self._lanes
 
     def put_back(self, limit: int) -> int:
         return super().put_back(limit) if self.has_overdue() else 0
@@ -856,7 +965,7 @@ class PostgresTransaction(Transaction):
 
     def events(self, after: int, limit: int) -> list[Event]:
         if not self.is_reading:  # a purge; readings place events before they begin
-            self._cursor.execute(self._queries["place_events"], (PLACED_A_READ_MAX,))  # type: ignore[arg-type, unused-ignore]
+            self._ask("place_events", (PLACED_A_READ_MAX,))
         if after == NEWEST:
             return [event for row in self._ask("newest_events") for event in self._unpacked(row)][-1:]
         found: list[Event] = []
@@ -891,15 +1000,14 @@ class PostgresTransaction(Transaction):
         """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
         batch = pack(self.parts).encode()
-        execute, queries = self._cursor.execute, self._queries
-        with self._connection.pipeline():
-            self._send_pending()
-            if changes:
-                execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
-            execute(queries["append_events"], (self.last_number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
-            if not self.synced:
-                execute("SET LOCAL synchronous_commit = off", prepare=False)
-            execute("COMMIT", prepare=False)
+        statements = self._unsent()
+        if changes:
+            statements.append((self._queries["count"], tuple(map(list, zip(*changes, strict=True)))))
+        values = self.last_number, writer, self.event_count, batch
+        statements.append((self._queries["append_events"], values))
+        if not self.synced:
+            statements.append(("SET LOCAL synchronous_commit = off", ()))
+        self._connection.trip([*statements, ("COMMIT", ())])
 
 
 class PostgresReading(PostgresTransaction):

@@ -150,9 +150,14 @@ class RabbitTransaction(Transaction):
         self._inner.exclusive(name)
 
     def look_ahead(
-        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+        self,
+        cells: Sequence[tuple[str, int]] = (),
+        *,
+        lanes: bool = False,
+        heads: bool = True,
     ) -> None:
-        self._inner.look_ahead(cells, queues, lanes=lanes)
+        heads = heads and lanes and self.is_direct
+        self._inner.look_ahead(cells, lanes=lanes, heads=heads)
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
         if self.is_direct:
@@ -182,6 +187,9 @@ class RabbitTransaction(Transaction):
                     self._taken += old
                     self._stale.update(each.tag for each in old)
         return counts
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        return self._inner.is_quiet(queue, most)
 
     def oldest(self, lane: int) -> Record | None:
         return self._inner.oldest(lane)

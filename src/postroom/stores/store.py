@@ -23,6 +23,8 @@ class Store(ABC):
     url: str
     trouble: str = ""
     """Why the store cannot write at present; empty when it can."""
+    is_concurrent = False
+    """Whether calls of `write_many` in several threads commit beside each other."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit. Contracts use `add_commit_listener`."""
     fatal_errors: tuple[type[Exception], ...] = ()
@@ -59,11 +61,15 @@ class Store(ABC):
             return [self._run_one(work, transaction) for work in works]
 
         try:
-            return self.write(run_all, makes_room=makes_room)
+            return self._write_group(run_all, makes_room=makes_room)
         except _ChangedAndFailedError:
             return [self._outcome(work, makes_room) for work in works]
         except Exception as error:  # noqa: BLE001 - the commit failed for all
             return [error] * len(works)
+
+    def _write_group(self, work: Callable[[Transaction], T], *, makes_room: bool) -> T:
+        """Commit work that is a group already."""
+        return self.write(work, makes_room=makes_room)
 
     def _run_one(self, work: Callable[[Transaction], Any], transaction: Transaction) -> Any:
         changes = transaction.changes

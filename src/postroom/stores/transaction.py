@@ -37,6 +37,7 @@ from postroom.stores.base import (
     Listing,
     Outbox,
     Pick,
+    ready,
     waiting,
 )
 
@@ -314,6 +315,23 @@ class Transaction(Ledger, Lanes):
                     counts[what] = counts.get(what, 0) + n
         return counts
 
+    def filled(self) -> list[int]:
+        """Lanes in which messages of organizations are ready."""
+        counts = self.total()
+        return [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+
+    def is_alone(self, queue: str, lane: int) -> bool:
+        """Whether no other organization has messages in a lane in which a queue has some."""
+        what = LANE_COUNTS[lane]
+        return self.total().get(what) == self.depth(queue).get(what)
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        """Whether at most `most` records are ready in a queue, and in all organizations together.
+
+        A store across a network may answer by counters that are a moment old and far below.
+        """
+        return ready(self.depth(queue)) <= most and ready(self.total()) <= most
+
     def oldest(self, lane: int) -> Record | None:
         """The record of an organization that has waited longest in a lane."""
         heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
@@ -398,12 +416,16 @@ class Transaction(Ledger, Lanes):
         """
 
     def look_ahead(
-        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+        self,
+        cells: Sequence[tuple[str, int]] = (),
+        *,
+        lanes: bool = False,
+        heads: bool = True,
     ) -> None:
         """Say what will be asked next. A store across a network reads it all in one trip.
 
-        Cells are given by kind and limit. `queues` are those whose counters are asked, and their total.
-        `lanes` means the lanes of all organizations.
+        Cells are given by kind and limit. `lanes` means the lanes of all organizations, and `heads` that
+        their first records will be pulled.
         """
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:

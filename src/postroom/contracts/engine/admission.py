@@ -48,8 +48,7 @@ class Admission:
         for message in messages:
             of_org = counts.setdefault(message.org_id, {})
             of_org[message.envelope.priority] = of_org.get(message.envelope.priority, 0) + 1
-        queues = [ENGINE_PREFIX + org_id for org_id in counts]
-        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),), queues)
+        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
         self._check_kill_switch(counts.keys())
         for org_id, priorities in counts.items():
             self._check_pressure(org_id, priorities)
@@ -71,11 +70,11 @@ class Admission:
     def _check_pressure(self, org_id: str, priorities: Mapping[int, int]) -> None:
         """Check how many messages of an organization wait, for new ones by priority."""
         transaction, rule = self._transaction, self._policy.backpressure
-        counts = transaction.depth(ENGINE_PREFIX + org_id)
-        depth, total = ready(counts), ready(transaction.total())
-        quiet = admission.LEAVE_AT * rule.scale
-        if depth <= quiet and total <= quiet:
+        queue, quiet = ENGINE_PREFIX + org_id, int(admission.LEAVE_AT * rule.scale)
+        if transaction.is_quiet(queue, quiet):
             return
+        counts = transaction.depth(queue)
+        depth, total = ready(counts), ready(transaction.total())
         pressure = self._pressure(org_id, depth)
         stage = pressure.stage
         if total > quiet:

@@ -22,7 +22,7 @@ from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short, TokenRules
 from postroom.message import Moment, Record, Step, org_of
-from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Counted, Head
+from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
 
 HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
@@ -74,8 +74,6 @@ class Claims:
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._breakers = Breakers(transaction, policy)
-        self._counts: Mapping[Counted, int] = {}
-        """The counters of all organizations together, before the claim."""
         self._filled: list[int] = []
         """Lanes that have messages."""
         self._oldest: dict[int, Record | None] = {}
@@ -115,8 +113,7 @@ class Claims:
 
     def _look_at_lanes(self) -> None:
         """Read which lanes have messages, and how old the oldest ones are."""
-        counts = self._counts = self._transaction.total()
-        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+        self._filled = self._transaction.filled()
         self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
 
     def _look_at_rules(self) -> bool:
@@ -145,14 +142,12 @@ class Claims:
         if len(shares) > 1:
             wanted = [lane, *aged] if lane in self._filled else aged
             self._transaction.look_ahead_pulls([(queue, n, count) for queue, count in shares for n in wanted])
+        is_all = len(queues) < limit
         for queue, count in shares:
             own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
-            older = [
-                head
-                for other in aged
-                for head in self._transaction.pull(queue, other, count)
-                if self._class_of(head.record) <= lane
-            ]
+            old = [self._transaction.pull(queue, other, count) for other in aged]
+            is_all = is_all and all(len(heads) < count for heads in (own, *old))
+            older = [head for heads in old for head in heads if self._class_of(head.record) <= lane]
             if lane and older:
                 accepted[queue] = sorted([*own, *older], key=lambda head: head.record.place)
             elif lane:
@@ -162,7 +157,7 @@ class Claims:
         if not lane and any(promoted.values()):
             return self._mix(accepted, promoted, limit), False
         heads = self._rotation.share(lane, accepted, limit, self._weight)
-        return heads, len(queues) <= 1 and len(heads) < limit
+        return heads, is_all and len(heads) < limit
 
     def _mix(
         self, accepted: dict[str, list[Head]], promoted: dict[str, list[Head]], limit: int
@@ -206,7 +201,7 @@ class Claims:
 
     def _active(self, lane: int, after: str, limit: int) -> list[str]:
         """Up to `limit` queues with messages in a lane that are not paused, from `after` on and around."""
-        if after and not self._paused_orgs and self._is_alone(after, LANE_COUNTS[lane]):
+        if after and not self._paused_orgs and self._transaction.is_alone(after, lane):
             return [after]
         found: list[str] = []
         seen: set[str] = set()
@@ -222,10 +217,6 @@ class Claims:
             if not start:
                 break
         return found[:limit]
-
-    def _is_alone(self, queue: str, what: Counted) -> bool:
-        """Whether no other organization has messages in a lane."""
-        return self._counts.get(what) == self._transaction.depth(queue).get(what)
 
     def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:
         """How many messages of each queue one round of turns can take. The next round takes the rest."""

@@ -57,6 +57,8 @@ class EngineCore:
         """The `ContextProvider` of the engine."""
         self.sandboxes = Sandboxes()
         self._commits = Commits(store)
+        self._cycles = Commits(store) if store.is_concurrent else self._commits
+        """Commits of workers: submits do not wait for them where the store allows it."""
         self._endings = Endings()
         self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
@@ -87,6 +89,7 @@ class EngineCore:
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
         self._commits.close()
+        self._cycles.close()
         self._notifier.close()
         self.store.close()
 
@@ -157,6 +160,10 @@ class EngineCore:
 
     async def write_raw(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         return await self._commits.write(work, makes_room=makes_room)
+
+    async def write_cycle(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
+        """Commit the outcomes and claims of a worker."""
+        return await self._cycles.write(work, makes_room=makes_room)
 
     async def read(self, work: Callable[[Operations], T]) -> T:
         policy = self.policy

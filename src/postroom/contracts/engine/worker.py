@@ -280,7 +280,7 @@ class Worker:
 
     async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
         """Commit a cycle. When the worker is cancelled meanwhile, what the cycle claimed is released."""
-        commit = asyncio.ensure_future(self._core.write_raw(work, makes_room=makes_room))
+        commit = asyncio.ensure_future(self._core.write_cycle(work, makes_room=makes_room))
         try:
             return await asyncio.shield(commit)
         except asyncio.CancelledError:

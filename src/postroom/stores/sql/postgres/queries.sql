@@ -65,6 +65,24 @@ SELECT lanes.lane, one.queue FROM generate_series(0, 3) AS lanes(lane) CROSS JOI
     ) SELECT queue FROM found WHERE queue IS NOT NULL LIMIT 100
 ) AS one LIMIT 100
 
+-- name: all_heads
+SELECT found.* FROM (
+    SELECT lanes.lane, one.queue FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
+        WITH RECURSIVE names(queue) AS (
+            (SELECT queue FROM postroom.records WHERE state = 'QUEUED' AND lane = lanes.lane
+                AND queue >= 'org:' AND queue < 'org;' ORDER BY queue LIMIT 1)
+            UNION ALL
+            SELECT (SELECT r.queue FROM postroom.records r WHERE r.state = 'QUEUED' AND r.lane = lanes.lane
+                AND r.queue > names.queue AND r.queue < 'org;' ORDER BY r.queue LIMIT 1)
+            FROM names WHERE names.queue IS NOT NULL
+        ) SELECT queue FROM names WHERE queue IS NOT NULL LIMIT 100
+    ) AS one LIMIT 100
+) AS active CROSS JOIN LATERAL (
+    SELECT {record}, payload, type, parent_message_id FROM postroom.records r
+    WHERE r.state = 'QUEUED' AND r.lane = active.lane AND r.queue = active.queue
+    ORDER BY place LIMIT 8 {skip}
+) AS found
+
 -- name: all_oldest
 SELECT one.* FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
     SELECT {record} FROM postroom.records WHERE state = 'QUEUED' AND left(queue, 4) = 'org:'
@@ -185,11 +203,11 @@ DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %b::bytea[]
 INSERT INTO postroom.count_changes (queue, counter, change)
     SELECT * FROM unnest(%s::text[], %s::text[], %b::bigint[])
 
--- name: depth
-SELECT counter, sum(n)::bigint FROM (
-    SELECT counter, n FROM postroom.counts WHERE queue = %(queue)s
-    UNION ALL SELECT counter, change FROM postroom.count_changes WHERE queue = %(queue)s
-) AS every GROUP BY counter
+-- name: depths_of
+SELECT queue, counter, sum(n)::bigint FROM (
+    SELECT queue, counter, n FROM postroom.counts WHERE queue = ANY(%(queues)s::text[])
+    UNION ALL SELECT queue, counter, change FROM postroom.count_changes WHERE queue = ANY(%(queues)s::text[])
+) AS every GROUP BY queue, counter
 
 -- name: total
 SELECT counter, sum(n)::bigint FROM (
@@ -211,6 +229,16 @@ SELECT greatest(
 
 -- name: restart_leases
 UPDATE postroom.records SET lease_until = %s + lease_ns WHERE state = 'PROCESSING'
+
+-- name: begin
+SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s)
+
+-- name: begin_with_numbers
+SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s),
+    postroom.take_numbers(%s, %s, %s)
+
+-- name: lock_name
+SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))
 
 -- name: take_numbers
 SELECT postroom.take_numbers(%s, %s, %s)
