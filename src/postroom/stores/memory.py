@@ -8,7 +8,6 @@ import os
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
 
@@ -160,7 +159,7 @@ class MemoryTransaction(Transaction):
                 index = ("all", "") if state is None else ("state", state)
                 entries = self._data.indexes.get(index, [])
                 later = self._records(entries[bisect_left(entries, (after + 1,)) :])
-                return list(islice((r for r in later if queue in (None, r.queue)), limit))
+                return [record for record in later if queue in (None, record.queue)][:limit]
 
     def _records(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:
         return [self._data.rows[message_id].record for _, _, message_id in entries]
