@@ -15,7 +15,7 @@ from figures import REPEATS, Figure, Goal, Report, compare, machine, median_of, 
 from postroom import Engine, Sandbox
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.operations import Operations, Outcome
-from postroom.contracts.goals import branches, goals, tracking
+from postroom.contracts.goals import branches, goals, progress
 from postroom.contracts.goals.cells import STATES
 from postroom.contracts.sandbox import SandboxPool
 from postroom.core.fairness import Rotation
@@ -141,7 +141,7 @@ def checkpoint_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     def checkpoint(transaction: Transaction, _: int) -> None:
         goal = STATES.get(transaction, GOAL)
         assert goal is not None
-        tracking.take(transaction, GOAL, goal, "bench")
+        progress.take(transaction, GOAL, goal, "bench")
 
     took = compare(
         lambda: repeated(store, checkpoint, sizes.writes),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.goals import branches, tracking
+from postroom.contracts.goals import branches, progress
 from postroom.testing.goal_world import GoalWorld
 
 SEEDS = 1_000
@@ -45,7 +45,7 @@ def leave_branches(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_end_of_messages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracking, "_close", lambda *_: None)
+    patch.setattr(progress, "_close", lambda *_: None)
 
 
 @pytest.mark.parametrize("mutant", [leave_branches, forget_the_end_of_messages])

@@ -12,7 +12,7 @@ from postroom import Sandbox
 from postroom.contracts.sandbox import Completed, SandboxPool
 from postroom.contracts.sandbox.sandbox import OUTPUT_BYTES_MAX, MockSandbox, bubblewrap_trouble
 from postroom.core.breaker import Breaker
-from postroom.core.sandboxing import bytes_of, needs_sandbox
+from postroom.core.sandbox_rules import bytes_of, needs_sandbox
 from postroom.errors import InvalidMessage, InvalidSetting, SandboxUnavailable
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable

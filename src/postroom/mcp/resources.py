@@ -8,7 +8,7 @@ import msgspec
 
 from postroom.errors import InvalidMessage
 from postroom.mcp.backend import Backend
-from postroom.mcp.reading import WARNING
+from postroom.mcp.excerpts import WARNING
 from postroom.mcp.tools import BUDGET_TOKENS_MAX, ReadBusArguments, info_of, read_bus
 
 _encode = msgspec.json.Encoder().encode

@@ -16,7 +16,7 @@ from msgspec import Meta
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import InvalidMessage, UnknownTask
 from postroom.mcp.backend import Backend
-from postroom.mcp.reading import WARNING, Entry, page
+from postroom.mcp.excerpts import WARNING, Entry, page
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
 
 BUDGET_TOKENS = 2_000

@@ -11,8 +11,8 @@ from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import Operations, Usage
 from postroom.contracts.engine.part_writer import PartWriter
 from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
+from postroom.contracts.goals.progress import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
-from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.sandbox.sandbox import Sandbox
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import tokens

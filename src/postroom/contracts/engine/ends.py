@@ -2,7 +2,7 @@
 
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.policy import Policy
-from postroom.contracts.goals import registry, tracking
+from postroom.contracts.goals import progress, registry
 from postroom.message import Record
 from postroom.stores.transaction import Transaction
 
@@ -11,7 +11,7 @@ def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
     """A message has ended without a result."""
     ordering.ended(transaction, record)
     registry.released(transaction, policy, record.message_id)
-    tracking.ended(transaction, policy, record)
+    progress.ended(transaction, policy, record)
 
 
 def completed(transaction: Transaction, policy: Policy, message_id: str) -> None:
@@ -19,4 +19,4 @@ def completed(transaction: Transaction, policy: Policy, message_id: str) -> None
     record = transaction.record(message_id)
     if record is not None:
         ordering.ended(transaction, record)
-    tracking.completed(transaction, policy, message_id)
+    progress.completed(transaction, policy, message_id)

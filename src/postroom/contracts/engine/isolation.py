@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from postroom.contracts.engine.messages import Message
-from postroom.core.sandboxing import bytes_of
+from postroom.core.sandbox_rules import bytes_of
 from postroom.errors import PostroomError
 
 _PR_SET_PDEATHSIG = 1

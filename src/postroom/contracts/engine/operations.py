@@ -46,7 +46,7 @@ from postroom.contracts.engine.messages import (
 )
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import NOTHING, Spent, TokenBooks, note_dependant
-from postroom.contracts.goals import registry, tracking
+from postroom.contracts.goals import progress, registry
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
 from postroom.core.ids import number_in_uuid, store_tag
@@ -149,7 +149,7 @@ class Operations:
                 new.append((index, message))
         if new:
             self._check_ids([message for _, message in new])
-            tracking.check(self.transaction, [message for _, message in new])
+            progress.check(self.transaction, [message for _, message in new])
             Admission(self.transaction, self._policy).check([message for _, message in new])
             for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
                 answers[index] = Submitted(accepted.message_id, accepted.duplicate)
@@ -243,7 +243,7 @@ class Operations:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
         if body.in_goal:
-            tracking.accepted(transaction, message.org_id, body, message_id)
+            progress.accepted(transaction, message.org_id, body, message_id)
         if body.ordering_key:
             [record] = transaction.find(ByIds((message_id,)))
             ordering.join(
@@ -313,7 +313,7 @@ class Operations:
         if body.operation is not None:
             registry.released(self.transaction, self._policy, outcome.message_id, outcome.result)
         if body.in_goal:
-            tracking.completed(self.transaction, self._policy, outcome.message_id)
+            progress.completed(self.transaction, self._policy, outcome.message_id)
 
     def _count_usage(self, outcomes: Sequence[Outcome]) -> None:
         """Add what messages cost to the use of their goals."""
@@ -460,7 +460,7 @@ class Operations:
             raise EffectUnknown(message_id, key)
         number = 0 if known is None else known.number
         if known is None:
-            number = tracking.effect_begun(self.transaction, message_id, key, reversal, reversal_class)
+            number = progress.effect_begun(self.transaction, message_id, key, reversal, reversal_class)
         intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal, number=number)
         EFFECTS.put(self.transaction, intent, message_id, key)
         self._sync(record)
@@ -478,7 +478,7 @@ class Operations:
         self._sync(self._held(message_id, lease))
         known = EFFECTS.get(self.transaction, message_id, key)
         if known is not None:
-            tracking.effect_dropped(self.transaction, message_id, known.number)
+            progress.effect_dropped(self.transaction, message_id, known.number)
         EFFECTS.put(self.transaction, None, message_id, key)
 
     def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
@@ -521,7 +521,7 @@ class Operations:
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
         org_id = org_of(step.record.queue)
-        tracking.reopened(self.transaction, message_id)
+        progress.reopened(self.transaction, message_id)
         PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
         if body is not None and body.ordering_key:
             ordering.rejoin(
@@ -610,7 +610,7 @@ class Operations:
                 DEPENDANTS.drop_under(transaction, record.message_id)
             RECEIPTS.put(transaction, None, record.message_id)
             ordering.leave(transaction, record)
-            tracking.forgotten(transaction, record)
+            progress.forgotten(transaction, record)
         if records:
             transaction.forget(records)
             transaction.emit("deleted", detail={"records": len(records)})

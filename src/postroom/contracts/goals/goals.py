@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from postroom.contracts.engine.cells import SEPARATOR, Cells
 from postroom.contracts.engine.messages import CONTEXT_BYTES_MAX, new_id
 from postroom.contracts.engine.policy import Policy
-from postroom.contracts.goals import branches, decisions, rollback, tracking
+from postroom.contracts.goals import branches, decisions, progress, rollback
 from postroom.contracts.goals.branches import NodeConflict
 from postroom.contracts.goals.cells import (
     CHECKPOINTS,
@@ -166,7 +166,7 @@ class Goals:
 
         def work(transaction: Transaction) -> Checkpoints:
             goal_of(transaction, goal_id)
-            return [one for _, one in CHECKPOINTS.under(transaction, goal_id, limit=tracking.CHECKPOINTS_MAX)]
+            return [one for _, one in CHECKPOINTS.under(transaction, goal_id, limit=progress.CHECKPOINTS_MAX)]
 
         return await self._core.read(lambda operations: work(operations.transaction))
 
@@ -178,7 +178,7 @@ class Goals:
             goal = goal_of(transaction, goal_id)
             if goal.state != "ACTIVE":
                 raise GoalEnded(goal_id, goal.state, "take a checkpoint of")
-            return tracking.take(transaction, goal_id, goal, reason)
+            return progress.take(transaction, goal_id, goal, reason)
 
         return await self._write(work)
 
@@ -300,7 +300,7 @@ def start(
     STATES.put(transaction, goal, goal_id)
     if is_embedded:
         branches.open_branch(transaction, goal_id, org_id)
-    tracking.take(transaction, goal_id, goal, "start")
+    progress.take(transaction, goal_id, goal, "start")
     return goal
 
 
@@ -387,7 +387,7 @@ def end(transaction: Transaction, goal_id: str, state: Any, reason: str = "") ->
     for version in range(max(1, goal.context_version - LISTED_MAX), goal.context_version):
         CONTEXTS.put(transaction, None, goal_id, version)
     if branches.main_node(transaction, f"goal:{goal_id}") is not None:
-        tracking.note(transaction, goal_id, ended, reason=reason)
+        progress.note(transaction, goal_id, ended, reason=reason)
 
 
 def cancel_open(transaction: Transaction, policy: Policy, goal_id: str) -> None:

@@ -286,7 +286,7 @@ def _submit_again(
     transaction: Transaction, policy: Policy, message_id: str, goal: Goal, plan: Rollback
 ) -> None:
     """Submit a root message of a restarted goal as a new message."""
-    from postroom.contracts.goals import tracking  # noqa: PLC0415 - it imports this module
+    from postroom.contracts.goals import progress  # noqa: PLC0415 - it imports this module
 
     stored = transaction.load(message_id)
     body = None if stored is None else body_of(stored.envelope.payload)
@@ -312,4 +312,4 @@ def _submit_again(
         "idempotency_key": f"restart {goal.rollbacks} {message_id}",
     }
     new = internal.insert(transaction, policy, fields)
-    tracking.accepted(transaction, goal.org_id, body, new)
+    progress.accepted(transaction, goal.org_id, body, new)

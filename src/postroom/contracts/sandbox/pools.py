@@ -7,7 +7,7 @@ from typing import Any, Final
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.sandbox.pool import SIZE, PoolStatus, SandboxPool
 from postroom.contracts.sandbox.sandbox import Sandbox
-from postroom.core.sandboxing import needs_sandbox
+from postroom.core.sandbox_rules import needs_sandbox
 from postroom.errors import TooMany
 
 POOLS_MAX: Final = 100

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from postroom.core.sandboxing import bytes_of
+from postroom.core.sandbox_rules import bytes_of
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, InvalidSetting, SandboxUnavailable
 

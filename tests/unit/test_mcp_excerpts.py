@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from postroom.mcp.reading import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Entry, page
+from postroom.mcp.excerpts import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Entry, page
 
 
 def entry(number: int, body: Any = "hello", sender: str = "bob") -> Entry:
