@@ -1,7 +1,7 @@
 """What goals promise: context, checkpoints, rollback, recovery, hooks and decisions."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -338,18 +338,23 @@ def rollback_story(
     world.wait(branch.save("fact", {"x": 2}))
     world.wait(goals.set_context("g", {"plan": "b"}, 1))
     open_ones = [world.submit(goal_id="g", task_id="open", delay_s=100) for _ in range(size)]
-    points, write = count(), world.engine.core.write_raw
+    points = count()
 
-    async def dying(work: Any, **options: Any) -> Any:
-        """Each commit has two points: before it, and after it but before anybody knows."""
-        if next(points) == dies_at:
-            raise Killed
-        result = await write(work, **options)
-        if next(points) == dies_at:
-            raise Killed
-        return result
+    def dying(write: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Each commit has two points: before it, and after it but before its caller knows."""
 
-    monkeypatch.setattr(world.engine.core, "write_raw", dying)
+        async def write_or_die(work: Any, **options: Any) -> Any:
+            if next(points) == dies_at:
+                raise Killed
+            result = await write(work, **options)
+            if next(points) == dies_at:
+                raise Killed
+            return result
+
+        return write_or_die
+
+    for name in ("write_raw", "write_cycle"):
+        monkeypatch.setattr(world.engine.core, name, dying(getattr(world.engine.core, name)))
     died = False
     try:
         world.wait(goals.rollback("g#1"))
