@@ -29,13 +29,14 @@ setup: $(STAMP) ## make .venv with the locked tools and postroom (implied by the
 JAVA    := java=default-jre-headless
 BROWSER := chromium
 BROKERS := redis-server rabbitmq-server epmd=erlang-base
+SANDBOX := bwrap=bubblewrap
 
 demo: $(STAMP) ## a tour with real processes, some of which are killed
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) examples/demo.py
 
 test: $(STAMP) ## all tests, with the time of each part
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS)
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX)
 	@$(PYTHON) tools/run_tests.py
 
 check: $(STAMP) ## lint, formatting, types, import layers

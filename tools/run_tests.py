@@ -1,28 +1,42 @@
-"""`make test`: all tests, with the Spark tests beside the others.
+"""`make test`: all tests, in three processes at the same time.
 
-Most tests wait for processes, sockets and disks, and leave a core to Spark. The output of the Spark tests is
-printed when the others are done.
+Most tests wait for processes, sockets and disks, so that three processes keep two cores busy. The first one
+prints as it runs; the output of the others follows when it is done.
 """
 
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-SPARK = "tests/spark"
+SLOW = ["tests/integration", "tests/crash"]
+SPARK = ["tests/spark"]
+OTHERS = [f"--ignore={folder}" for folder in SLOW + SPARK]
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "pytest"]
-    with tempfile.TemporaryFile() as output:
-        spark = subprocess.Popen([*command, SPARK], stdout=output, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("others", "spark")]
+        first = subprocess.Popen(pytest(SLOW))
+        background = [start(*pair) for pair in zip((OTHERS, SPARK), outputs, strict=True)]
         try:
-            others = subprocess.run([*command, f"--ignore={SPARK}"], check=False).returncode
-            code = spark.wait()
+            codes = [first.wait()]
+            for process, output in zip(background, outputs, strict=True):
+                codes.append(process.wait())
+                sys.stdout.write(output.read_text(errors="replace"))
         finally:
-            spark.terminate()
-        output.seek(0)
-        sys.stdout.buffer.write(output.read())
-    return others or code
+            for process in (first, *background):
+                process.terminate()
+    return next((code for code in codes if code), 0)
+
+
+def pytest(selection: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", *selection]
+
+
+def start(selection: list[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as file:
+        return subprocess.Popen(pytest(selection), stdout=file, stderr=subprocess.STDOUT)
 
 
 if __name__ == "__main__":
