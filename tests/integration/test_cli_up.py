@@ -4,63 +4,20 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import ssl
-import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import nats
 import pytest
 
 from tests.integration.commandline import finish, isolate, postroom, start
+from tests.integration.ups import answer_to_login, running
 from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolate(monkeypatch, tmp_path)
-
-
-class Running:
-    """A running `postroom up`."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", facts: dict[str, Any]) -> None:
-        self.process = process
-        self.http: str = facts["http"]
-        self.nats: str = facts["nats"] or ""
-        self.token: str | None = facts["token"]
-
-    def get(self, path: str, token: str | None, context: ssl.SSLContext | None = None) -> tuple[int, Any]:
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310 - our own server
-        try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def parts(self, data: Path) -> dict[str, Any]:
-        return dict(json.loads((data / "up.json").read_text())["parts"])
-
-
-@contextmanager
-def running(data: Path, *options: object) -> Iterator[Running]:
-    process = start("postroom", "up", "--data", data, "--http-port", 0, "--nats-port", 0, *options)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise AssertionError(finish(process).errors)
-        yield Running(process, json.loads(line))
-    finally:
-        process.terminate()
-        finish(process)
 
 
 async def echo(url: str, token: str) -> bytes:
@@ -71,14 +28,6 @@ async def echo(url: str, token: str) -> bytes:
         return (await waiting.next_msg(timeout=30)).data
     finally:
         await client.close()
-
-
-def answer_to_login(url: str, token: str) -> bytes:
-    """What the server says to a login, up to the end of the connection."""
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
-        client.sendall(b'CONNECT {"verbose":false,"auth_token":"%b"}\r\nPING\r\n' % token.encode())
-        return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def is_alive(pid: int) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from postroom.cli.render import rfc3339
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_rate, parse_wait
 from postroom.cli.tasks.options import needed_data_option
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ def token() -> None:
     metavar="NAME",
     help="An agent that it may send tasks to. May be repeated.",
 )
+@click.option(
+    "--rate", type=parse_rate, default=0.0, metavar="N",
+    help="Calls a second that it may make, on HTTP and on NATS.  [default: token_rate in the settings]",
+)  # fmt: skip
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
 def create(
@@ -48,6 +52,7 @@ def create(
     agent: str,
     expires_s: float | None,
     may_send_to: tuple[str, ...],
+    rate: float,
     token_only: bool,
 ) -> None:
     """Make a token and print it. It is shown only once; the folder keeps its checksum.
@@ -61,7 +66,7 @@ def create(
       postroom token create --data run --role operator --expires-s 86400
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
-    made = _tokens(data).create(role, org, agent, expires_s, may_send_to)
+    made = _tokens(data).create(role, org, agent, expires_s, may_send_to, rate)
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
 
 
@@ -83,11 +88,12 @@ def list_tokens(shell: Shell, data: Path) -> None:
             "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
             "created": rfc3339(known.created),
             "expires": "" if known.expires is None else rfc3339(known.expires),
+            "rate": known.rate or None,
             "valid": not known.is_expired(now),
         }
         for known in _existing(data).list()
     ]  # fmt: skip
-    columns = ["token_id", "role", "org", "agent", "created", "expires", "valid"]
+    columns = ["token_id", "role", "org", "agent", "created", "expires", "rate", "valid"]
     shell.output.rows(columns, rows, empty="there is no token yet")
 
 

@@ -118,7 +118,8 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     tls: tuple[str, ...] = () if settings.tls_cert is None else ("--tls-cert", str(settings.tls_cert))
     tls += () if settings.tls_key is None else ("--tls-key", str(settings.tls_key))
     app = () if settings.app is None else ("--app", settings.app)
-    listen = ("--host", settings.host, "--while-stdin", *tls)
+    rate = ("--token-rate", str(settings.token_rate))
+    listen = ("--host", settings.host, "--while-stdin", *rate, *tls)
     port, folder = str(settings.http_port), str(data)
     parts = [
         Part("http", (*program, "tasks", "serve", "--data", folder, "--port", port, *listen, *app)),

@@ -37,7 +37,7 @@ def serve_folder(data: Path, token: str, agent: str, org: str, role: Role) -> No
         Path(os.devnull).open("w") as nowhere,  # agent programs show stderr as errors
     ):
         app = create_app(data, tasks, agents=agents, server_log=ServerLog(nowhere))
-        asyncio.run(_serve_app(app, identity, agent, org))
+        asyncio.run(_serve_app(app, identity, agent, org, token))
 
 
 def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role) -> Identity:
@@ -50,9 +50,9 @@ def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role
     return identity
 
 
-async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str) -> None:
+async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str, token: str) -> None:
     async with app.router.lifespan_context(app):
-        await _serve(LocalBackend(app, identity, agent, org))
+        await _serve(LocalBackend(app, identity, agent, org, token))
 
 
 async def _serve(backend: Backend) -> None:

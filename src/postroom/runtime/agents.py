@@ -55,6 +55,13 @@ class Identity(msgspec.Struct, frozen=True):
     """Empty for an operator or admin of all organizations, and for an agent of none."""
     token_id: str = ""
     """Empty for the token that was made with the agent."""
+    rate: float = 0.0
+    """Calls a second that the token may make; 0 for the limit of the server."""
+
+    @property
+    def caller(self) -> str:
+        """Names the token, or the agent of a token that was made with it."""
+        return self.token_id or f"{self.role}:{self.name}"
 
     @property
     def is_operator(self) -> bool:
@@ -185,7 +192,7 @@ class Agents:
         url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
         name = token.agent or token.token_id
         return Identity(
-            name, token.role, url, (*may_send_to, *token.may_send_to), token.org, token.token_id
+            name, token.role, url, (*may_send_to, *token.may_send_to), token.org, token.token_id, token.rate
         )  # fmt: skip
 
     def knows(self, name: str) -> bool:

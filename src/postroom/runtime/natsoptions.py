@@ -5,6 +5,7 @@ import ipaddress
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from postroom.core import natswire as wire
 from postroom.system.descriptors import raise_descriptor_limit
@@ -34,6 +35,16 @@ IPV6_CLIENT_BITS = 64
 FILES_RESERVED = 64  # open files that are not for connections
 
 
+class TokenOwner(NamedTuple):
+    """Who has logged in."""
+
+    user: str
+    caller: str = ""
+    """Names the token of a registry, without its text."""
+    rate: float = 0.0
+    """Messages a second that clients with the token may publish; 0 for no limit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The options of a NATS server."""
@@ -43,8 +54,8 @@ class ServerOptions:
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Passwords by user."""
     token: str = field(default="", repr=False)
-    identify: Callable[[str], str | None] | None = None
-    """The user of a token of a registry; None for a token that is not valid."""
+    identify: Callable[[str], "TokenOwner | None"] | None = None
+    """The owner of a token of a registry; None for a token that is not valid."""
     tls: ssl.SSLContext | None = None
     tls_first: bool = False
     """Start with the TLS handshake. By default NATS clients expect INFO in the clear first."""
@@ -65,16 +76,17 @@ class ServerOptions:
     def client_connections_max(self) -> int:
         return max(1, int(self.connections_max * CLIENT_CONNECTIONS_SHARE))
 
-    def user_of(self, options: wire.ConnectOptions) -> str | None:
-        """The user of a CONNECT; None when the login is wrong."""
+    def owner_of(self, options: wire.ConnectOptions) -> TokenOwner | None:
+        """The owner of a CONNECT; None when the login is wrong."""
         if not self.needs_auth:
-            return ""
+            return TokenOwner("")
         if self.token and _same(options.auth_token, self.token):
-            return TOKEN_USER
-        if self.identify is not None and (user := self.identify(token_of(options))) is not None:
-            return user
+            return TokenOwner(TOKEN_USER)
+        if self.identify is not None and (owner := self.identify(token_of(options))) is not None:
+            return owner
         password = self.users.get(options.user)
-        return options.user if password is not None and _same(options.password, password) else None
+        is_right = password is not None and _same(options.password, password)
+        return TokenOwner(options.user) if is_right else None
 
 
 def token_of(options: wire.ConnectOptions) -> str:

@@ -17,6 +17,7 @@ from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownToken
 from postroom.runtime.registry_file import RegistryFile
+from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
 TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
@@ -44,6 +45,8 @@ class RegisteredToken(msgspec.Struct, frozen=True):
     expires: datetime | None = None
     may_send_to: tuple[str, ...] = ()
     """Agents that the token may send tasks to, beside those of its agent."""
+    rate: float = 0.0
+    """Calls a second that the token may make; 0 for the limit of the server."""
 
     def is_expired(self, now: datetime) -> bool:
         """Whether the token is no longer valid."""
@@ -72,6 +75,7 @@ class Tokens:
         agent: str = "",
         expires_s: float | None = None,
         may_send_to: Iterable[str] = (),
+        rate: float = 0.0,
     ) -> NewToken:
         """Make a token. An agent's token names the agent and its organization."""
         if role not in ROLES:
@@ -81,6 +85,8 @@ class Tokens:
         for what, name in (("organization", org), ("agent", agent)):
             if name:
                 checked_name(what, name)
+        if not 0 <= rate <= RATE_MAX:  # NaN, too
+            raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:g} calls a second, not {rate!r}")
         targets = tuple(dict.fromkeys(checked_name("agent", name) for name in may_send_to))
         now = datetime.now(UTC)
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
@@ -90,7 +96,7 @@ class Tokens:
                 raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
             digest = digest_of(made.token)
             tokens.append(
-                RegisteredToken(made.token_id, digest, role, org, agent, now, expires, targets)  # type: ignore[arg-type]
+                RegisteredToken(made.token_id, digest, role, org, agent, now, expires, targets, rate)  # type: ignore[arg-type]
             )
         return made
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.program import end_programs, run_program
-from postroom.cli.shell import Shell, parse_wait, path_option, stop_with_stdin
+from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option, stop_with_stdin
 from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, needed_data_option
 from postroom.cli.tasks.places import DATABASE
 
@@ -77,6 +77,10 @@ CONCURRENCY_DEFAULT = 4
 @click.option(
     "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",
     help="How many decisions are executed at the same time.",
+)  # fmt: skip
+@click.option(
+    "--token-rate", type=parse_rate, default=0.0, show_default=True, metavar="N",
+    help="Calls a second that a token without a rate of its own may make; 0: no limit.",
 )  # fmt: skip
 @click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
 @click.option(
