@@ -294,6 +294,11 @@ async def beat(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: SendBody = request.body
+    identity = request.identity
+    if identity.permissions.only_message and body.to not in identity.permissions.only_message:
+        raise Refusal(
+            403, "Forbidden", f"this token is {identity.name}'s and sends messages to no agent {body.to!r}"
+        )
     agent = await _agent(server, *_own(request), body.session)
     fields: dict[str, Any] = {"priority": body.priority}
     if body.message_id is not None:

@@ -25,10 +25,46 @@ TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
+NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
 
 Role: TypeAlias = Literal["agent", "operator", "admin"]
 ROLES: Final = get_args(Role)
+
+
+class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a token may do, beside what its role allows, and what it may not do."""
+
+    may_send_to: tuple[str, ...] = ()
+    """Agents that it may send tasks to, beside those of its agent."""
+    may_claim: tuple[str, ...] = ()
+    """Agents whose tasks it may claim and end, beside its own."""
+    may_read: tuple[str, ...] = ()
+    """Agents whose tasks it may read, beside its own."""
+    only_message: tuple[str, ...] = ()
+    """The only agents that it may send messages to; empty for all of its organization."""
+    only_buses: tuple[str, ...] = ()
+    """The only buses that it may read and post to; empty for all."""
+    is_read_only: bool = False
+    """Whether it changes nothing."""
+
+    def checked(self) -> "Permissions":
+        """The permissions with valid names, none of them twice."""
+        names = {
+            field: _names("bus" if field == "only_buses" else "agent", getattr(self, field))
+            for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses")
+        }
+        return msgspec.structs.replace(self, **names)
+
+    def shown(self) -> str:
+        """The permissions as words of `postroom token create`."""
+        words = ["read-only"] if self.is_read_only else []
+        for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses"):
+            words += [f"{field.replace('_', '-')} {name}" for name in getattr(self, field)]
+        return ", ".join(words)
+
+
+NO_PERMISSIONS = Permissions()
 
 
 class RegisteredToken(msgspec.Struct, frozen=True):
@@ -44,9 +80,10 @@ class RegisteredToken(msgspec.Struct, frozen=True):
     created: datetime
     expires: datetime | None = None
     may_send_to: tuple[str, ...] = ()
-    """Agents that the token may send tasks to, beside those of its agent."""
+    """Read from files of earlier versions. `permissions` has them now."""
     rate: float = 0.0
     """Calls a second that the token may make; 0 for the limit of the server."""
+    permissions: Permissions = NO_PERMISSIONS
 
     def is_expired(self, now: datetime) -> bool:
         """Whether the token is no longer valid."""
@@ -74,7 +111,7 @@ class Tokens:
         org: str = "",
         agent: str = "",
         expires_s: float | None = None,
-        may_send_to: Iterable[str] = (),
+        permissions: Permissions = NO_PERMISSIONS,
         rate: float = 0.0,
     ) -> NewToken:
         """Make a token. An agent's token names the agent and its organization."""
@@ -87,7 +124,7 @@ class Tokens:
                 checked_name(what, name)
         if not 0 <= rate <= RATE_MAX:  # NaN, too
             raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:g} calls a second, not {rate!r}")
-        targets = tuple(dict.fromkeys(checked_name("agent", name) for name in may_send_to))
+        permissions = permissions.checked()
         now = datetime.now(UTC)
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
@@ -96,8 +133,11 @@ class Tokens:
                 raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
             digest = digest_of(made.token)
             tokens.append(
-                RegisteredToken(made.token_id, digest, role, org, agent, now, expires, targets, rate)  # type: ignore[arg-type]
-            )
+                RegisteredToken(
+                    made.token_id, digest, role, org, agent, now, expires,  # type: ignore[arg-type]
+                    rate=rate, permissions=permissions,
+                )
+            )  # fmt: skip
         return made
 
     def revoke(self, token_id: str) -> None:
@@ -141,6 +181,13 @@ class Tokens:
             self._by_digest = {token.token_sha256: token for token in tokens}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
+
+
+def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(checked_name(what, name) for name in names))
+    if len(found) > NAMES_MAX:
+        raise InvalidMessage(f"a token names at most {NAMES_MAX} in each permission")
+    return found
 
 
 def _lifetime(expires_s: float) -> float:
