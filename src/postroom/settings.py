@@ -269,6 +269,14 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_NATS_PORT",), "wants": _PORT},
         ),
     ] = 4222
+    store: Annotated[
+        str | None,
+        Meta(
+            description="The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
+            "queue.db of the data folder.",
+            extra={"env": ("POSTROOM_UP_STORE",), "wants": "the address of a store"},
+        ),
+    ] = None
     mail: Annotated[
         bool,
         Meta(

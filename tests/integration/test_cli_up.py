@@ -10,9 +10,14 @@ from pathlib import Path
 import nats
 import pytest
 
+from postroom.client import EngineClient
+from postroom.contracts.audit import Audit
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.ups import answer_to_login, running
+from tests.postgresserver import database, postgres
 from tests.waiting import until
+
+__all__ = ["database", "postgres"]
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +178,42 @@ def test_init_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_pa
     Path("postroom.toml").write_text(uncommented.replace("nats_port = 4222", "nats_port = 0"))
     with running(tmp_path / "run", "--no-audit") as up:
         assert up.nats
+
+
+APP = """
+from postroom import Engine
+
+engine = Engine.open("memory://")
+
+
+@engine.handler("tool_call")
+async def call(message, ctx):
+    return {"sum": sum(message.payload["numbers"])}
+"""
+
+
+def test_all_parts_use_the_store_and_no_process_shows_its_password(tmp_path: Path, database: str) -> None:
+    Path("sums.py").write_text(APP)
+    user, _, rest = database.removeprefix("postgres://").partition("@")
+    secret = f"postgres://{user}:hidden-word@{rest}"
+    data = tmp_path / "run"
+    with running(data, "--store", secret, "--no-mail", "--app", "sums:engine") as up:
+        assert up.token is not None
+        with EngineClient(up.http, up.token) as remote:
+            message_id = remote.submit(type="tool_call", org_id="acme", payload={"numbers": [1, 2, 3]})
+            assert remote.result(message_id, 30) == {"sum": 6}
+        until(lambda: any(message_id in str(event) for event in Audit(data / "audit").query()))
+        parts = up.parts(data)
+        lines = [Path(f"/proc/{part['pid']}/cmdline").read_bytes() for part in parts.values()]
+        assert set(parts) == {"http", "audit", "workers"}
+    assert not any(b"hidden-word" in line for line in lines)
+    assert not (data / "queue.db").exists()
+    assert not any(b"hidden-word" in path.read_bytes() for path in data.rglob("*") if path.is_file())
+
+
+def test_an_address_that_is_no_store_is_refused_without_the_password(tmp_path: Path) -> None:
+    for store in ("postgre://me:hidden-word@host/db", "memory://"):
+        refused = postroom("up", "--data", tmp_path / "run", "--store", store)
+        assert refused.code in (1, 2)
+        assert "hidden-word" not in refused.errors
+        assert not (tmp_path / "run").exists()

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.server_options import PORT
+from postroom.cli.server_options import (
+    FROM_ENVIRONMENT,
+    PORT,
+    STORE_VARIABLE,
+    store_option,
+    with_store,
+)
 from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, path_option
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 @click.command(context_settings=HELP_OPTIONS)
 @path_option("--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]")
+@store_option("The store of Tasks and Engine, such as postgres://user@host/db, instead of DIR/queue.db.")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0: a free one.  [default: 8800]")
 @click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0: a free one.  [default: 4222]")
@@ -55,6 +62,7 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
     if data is None:
         raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
     _check_address(settings, insecure=insecure)
+    _check_store(settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
         _run(shell, data, settings)
@@ -67,7 +75,9 @@ def _run(shell: Shell, data: Path, settings: "UpSettings") -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S)
+    parts = Parts(
+        data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=with_store(settings.store)
+    )
     try:
         ready = parts.start(stop.is_set)
         if not stop.is_set():
@@ -91,6 +101,15 @@ def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
             f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
             "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
         )
+
+
+def _check_store(store: str | None) -> None:
+    from postroom.stores.open import MEMORY, open_store
+
+    if store == MEMORY:
+        raise click.UsageError("the parts are processes of their own, and memory:// belongs to one process")
+    if store is not None:
+        open_store(store).close()  # opens no connection, and refuses an address that is none
 
 
 def _is_loopback(host: str) -> bool:
@@ -121,18 +140,20 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     rate = ("--token-rate", str(settings.token_rate))
     listen = ("--host", settings.host, "--while-stdin", *rate, *tls)
     port, folder = str(settings.http_port), str(data)
+    store = () if settings.store is None else ("--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
+    records = store or ("--data", folder)
     parts = [
-        Part("http", (*program, "tasks", "serve", "--data", folder, "--port", port, *listen, *app)),
+        Part("http", (*program, "tasks", "serve", "--data", folder, *store, "--port", port, *listen, *app)),
     ]
     if settings.mail:
         mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)
         parts.append(Part("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
     if settings.audit:
-        sources = ("--data", folder, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
+        sources = (*records, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
         ship = ("audit", "ship", *sources, "--to", str(data / AUDIT_FOLDER), "--while-stdin")
         parts.append(Part("audit", (*program, *ship), after="http", is_silent=True))
     if settings.app is not None:
-        work = ("engine", "work", "--data", folder, *app, "--while-stdin")
+        work = ("engine", "work", *records, *app, "--while-stdin")
         parts.append(Part("workers", (*program, *work), after="http", is_silent=True))
     return parts
 

@@ -253,6 +253,7 @@ def serve(
         Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
         _library_logs(server_log),
     ):
+        tasks.store.identity()  # a store that does not answer is one error here, and not one of each thread
         agents = Agents(data)
         harness = Harness(
             tasks,

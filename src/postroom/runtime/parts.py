@@ -61,7 +61,14 @@ class States(msgspec.Struct, frozen=True):
 class Parts:
     """Starts the parts, watches them, and stops them."""
 
-    def __init__(self, data: Path, parts: Sequence[Part], *, stop_grace_s: float) -> None:
+    def __init__(
+        self,
+        data: Path,
+        parts: Sequence[Part],
+        *,
+        stop_grace_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._data = data
         self._parts = {part.name: part for part in parts}
         self._ready: dict[str, dict[str, Any]] = {}
@@ -77,6 +84,7 @@ class Parts:
                 on_output=None if part.is_silent else self._note_ready(part.name),
                 on_log=self._log_line(part.name),
                 on_exit=self._note_exit(part.name),
+                environment=environment,
             )
             for part in parts
         }

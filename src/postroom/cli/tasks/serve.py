@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.program import end_programs, run_program
-from postroom.cli.server_options import listen_options, tls_options
+from postroom.cli.server_options import (
+    FROM_ENVIRONMENT,
+    STORE_VARIABLE,
+    listen_options,
+    store_option,
+    tls_options,
+    with_store,
+)
 from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option, stop_with_stdin
 from postroom.cli.tasks.options import durability_option, needed_data_option
 from postroom.cli.tasks.places import DATABASE
@@ -27,10 +34,7 @@ CONCURRENCY_DEFAULT = 4
 
 @click.command()
 @needed_data_option
-@click.option(
-    "--store", metavar="URL",
-    help="The store of the tasks, such as postgres://user@host/db.  [default: DIR/queue.db]",
-)  # fmt: skip
+@store_option("The store of the tasks, such as postgres://user@host/db, instead of DIR/queue.db.")
 @listen_options(PORT_DEFAULT)
 @click.option(
     "--overlap",
@@ -167,10 +171,10 @@ def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -
         yield
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
-    where = ["--data", str(data)] if store is None else ["--store", store]
+    where = ["--data", str(data)] if store is None else ["--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}"]
     what = ["audit", "ship", *where, "--to", str(folder), "--while-stdin"]
     command = [sys.executable, "-m", "postroom.cli.main", *config, *what]
-    shipper = Supervisor(command, name="the shipper")
+    shipper = Supervisor(command, name="the shipper", environment=with_store(store))
     shipper.start()
     try:
         yield
