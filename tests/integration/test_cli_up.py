@@ -6,14 +6,16 @@ import os
 import signal
 import ssl
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 
 from postroom.client import EngineClient
 from postroom.contracts.audit import Audit
+from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, start
-from tests.integration.ups import answer_to_login, running
+from tests.integration.ups import Running, answer_to_login, running
 from tests.postgresserver import database, postgres
 from tests.waiting import until
 
@@ -217,3 +219,27 @@ def test_an_address_that_is_no_store_is_refused_without_the_password(tmp_path: P
         assert refused.code in (1, 2)
         assert "hidden-word" not in refused.errors
         assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_fills_every_part_and_leaves_no_token(tmp_path: Path) -> None:
+    folder = tmp_path / "postroom-demo"  # of the current folder
+    process = start("postroom", "up", "--demo", "--http-port", 0, "--nats-port", 0, "--no-audit")
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        assert (facts["demo"], facts["data"]) == (True, "postroom-demo")
+        up = Running(process, facts)
+
+        def organizations() -> dict[str, Any]:
+            return dict(up.get("/engine/status", up.token)[1]["organizations"])
+
+        until(lambda: sum("COMPLETED" in one["states"] for one in organizations().values()) > 1)
+        until(lambda: len(up.get("/bus/demo-team/messages", up.token)[1]["messages"]) > 1)
+        until(lambda: '"demo.help/1"' in (folder / "mail" / "events.jsonl").read_text())
+        until(lambda: up.get("/tasks?agent=demo-coder", up.token)[1]["tasks"])
+        assert all(name.startswith("demo-") for name in organizations())
+    finally:
+        process.terminate()
+        ended = finish(process)
+    assert ended.code == 0
+    assert [known.role for known in Tokens(folder).list()] == ["admin"]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from postroom.settings import UpSettings
 
 STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
+DEMO_FOLDER = "postroom-demo"
 MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 
@@ -38,9 +39,10 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
 @path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate, on HTTP and NATS.")
 @path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@click.option("--demo", is_flag=True, help=f"Add traffic of a few agents. Without --data: in {DEMO_FOLDER}.")
 @click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
 @click.pass_obj
-def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
+def up(shell: Shell, /, demo: bool, insecure: bool, **given: Any) -> None:
     """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
@@ -52,11 +54,14 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
       postroom up --data run
       postroom up --data run --http-port 0 --nats-port 0 --no-audit
       postroom up --data run --app myagents:engine
+      postroom up --demo
     """
     from postroom.runtime.parts import LOCK_FILE
     from postroom.system.atomic import make_folder
     from postroom.system.lock import alone
 
+    if demo and given["data"] is None:
+        given["data"] = Path(DEMO_FOLDER)
     settings = _chosen(shell, given)
     data = settings.data
     if data is None:
@@ -65,23 +70,26 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
     _check_store(settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
-        _run(shell, data, settings)
+        _run(shell, data, settings, demo=demo)
 
 
-def _run(shell: Shell, data: Path, settings: "UpSettings") -> None:
+def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> None:
     from postroom.runtime.parts import Parts
 
     token = _first_token(data)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    parts = Parts(
-        data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=with_store(settings.store)
-    )
+    environment = with_store(settings.store)
+    if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
+        environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
+    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
     try:
         ready = parts.start(stop.is_set)
         if not stop.is_set():
-            _print_addresses(shell, data, ready, token)
+            if demo:
+                parts.add(_demo_part(data, ready))
+            _print_addresses(shell, data, ready, token, demo=demo)
         parts.run(stop.wait)
     finally:
         parts.stop()
@@ -158,10 +166,21 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     return parts
 
 
-def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None) -> None:
+def _demo_part(data: Path, ready: Any) -> "Part":
+    from postroom.runtime.parts import Part
+
+    where = ("--url", ready["http"]["url"], "--nats", ready.get("mail", {}).get("url", ""))
+    command = (sys.executable, "-m", "postroom.runtime.demo", *where, "--data", str(data))
+    return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True)
+
+
+def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None, *, demo: bool) -> None:
     http, nats = ready["http"]["url"], ready.get("mail", {}).get("url")
     facts = {"http": http, "nats": nats, "token": token, "data": str(data), "pid": os.getpid()}
     lines = [f"{data} is served at {http}", f"mailboxes at {nats}" if nats else ""]
+    if demo:
+        facts |= {"demo": True}
+        lines.append("with the traffic of a demo")
     lines += [f"the token of the first admin, shown only now: {token}"] if token else []
     shell.output.facts(facts, "; ".join(line for line in lines if line))
     shell.output.flush()

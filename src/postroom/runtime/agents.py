@@ -216,8 +216,8 @@ class Agents:
         )  # fmt: skip
 
     def knows(self, name: str) -> bool:
-        """Whether an agent or operator of this name is registered."""
-        return name in self._recent().by_name or name in self._index().by_name
+        """Whether an agent or operator of this name is registered, or has a token."""
+        return name in self._recent().by_name or name in self._index().by_name or self.tokens.names(name)
 
     def with_url(self) -> dict[str, str]:
         """The nudge addresses by agent, of the agents that have one."""

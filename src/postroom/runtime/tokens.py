@@ -173,6 +173,10 @@ class Tokens:
         """All tokens in the order in which they were made."""
         return [*self._file.read()]
 
+    def names(self, agent: str) -> bool:
+        """Whether a token names this agent."""
+        return any(token.agent == agent for token in self._file.read())
+
     def find(self, digest: str) -> RegisteredToken | None:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
         if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
