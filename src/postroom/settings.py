@@ -308,6 +308,14 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_TOKEN_RATE",), "wants": f"a number from 0 to {RATE_MAX:g}"},
         ),
     ] = 0.0
+    page_redaction: Annotated[
+        Redaction,
+        Meta(
+            description="What the live page hides in payloads and errors: none, medium (secrets and personal "
+            "data) or full (all text). `[audit]` may add patterns and fields.",
+            extra={"env": ("POSTROOM_PAGE_REDACTION",), "wants": "none, medium or full"},
+        ),
+    ] = "medium"
     tls_cert: Annotated[
         Path | None,
         Meta(

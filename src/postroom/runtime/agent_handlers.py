@@ -216,10 +216,10 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
             )
         org_id = identity.org
     found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
-    return HttpReply(200, _encode(AgentsAnswer([_shown(identity, info) for info in found])))
+    return HttpReply(200, _encode(AgentsAnswer([shown_to(identity, info) for info in found])))
 
 
-def _shown(identity: Identity, info: AgentInfo) -> AgentInfo:
+def shown_to(identity: Identity, info: AgentInfo) -> AgentInfo:
     """An agent sees what it waits for itself, and the health of the others."""
     if identity.is_operator or identity.name == info.agent_id:
         return info

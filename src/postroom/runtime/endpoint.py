@@ -104,6 +104,8 @@ _encode = msgspec.json.Encoder().encode
 
 Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
 """Handles a request. Returns None when it has sent the whole reply itself."""
+Identify = Callable[[TaskServer, HttpRequest], Identity]
+"""Finds the caller of a request. Raises a `Refusal` when there is none."""
 
 
 class ServedRoute(NamedTuple):
@@ -120,9 +122,12 @@ class ServedRoute(NamedTuple):
 class Endpoint:
     """An ASGI application for one method of one path."""
 
-    def __init__(self, server: Callable[[], TaskServer], served: ServedRoute) -> None:
+    def __init__(
+        self, server: Callable[[], TaskServer], served: ServedRoute, identify: "Identify | None" = None
+    ) -> None:
         self.route = served.route
         self._server = server
+        self._identified = identify or identified
         self._served = served
         self._decoders: list[msgspec.json.Decoder[Any]] = [
             msgspec.json.Decoder(body) for body in served.route.bodies
@@ -164,7 +169,7 @@ class Endpoint:
         return await self._served.handler(server, request)
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
-        identity = request.identity = request.scope.get(IDENTITY) or identified(server, request)
+        identity = request.identity = request.scope.get(IDENTITY) or self._identified(server, request)
         if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")

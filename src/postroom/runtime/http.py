@@ -1,6 +1,6 @@
 """The task server as an ASGI application, and as a process.
 
-Rule 1: every route but `/health` needs a bearer token.
+Rule 1: every route but `/health`, `/ready` and the sign-in of the live page needs a token.
 Rule 2: every body, request head, queue of requests and stream has a limit. One token cannot use up a
         limit that others share.
 """
@@ -59,6 +59,18 @@ class MountedApp(Protocol):
         """End what it has started."""
 
 
+class PageApp(Protocol):
+    """An ASGI application that identifies its callers itself."""
+
+    def serves(self, path: str) -> bool:
+        """Whether a path is one of its own."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+
+
 Mount = Callable[["TasksApp"], MountedApp]
 """Makes the application that is mounted, for an application that answers its calls."""
 
@@ -69,32 +81,34 @@ Mount = Callable[["TasksApp"], MountedApp]
 class TasksApp(Starlette):
     """All routes. Paths without parameters are looked up in a dict, because they are the hot ones."""
 
-    def __init__(self, lifespan: Callable[["TasksApp"], Any], mounted: Mount | None = None) -> None:
+    def __init__(
+        self,
+        lifespan: Callable[["TasksApp"], Any],
+        mounted: Mount | None = None,
+        page: "Callable[[TasksApp], PageApp] | None" = None,
+    ) -> None:
         self.server: TaskServer | None = None
         """None before the start."""
         self.mounted = None if mounted is None else mounted(self)
         """Serves paths of its own, to callers with a token."""
-        endpoints = [Endpoint(self._running_server, served) for served in ROUTES]
+        self.page = None if page is None else page(self)
+        """The live page, which identifies its callers itself."""
+        endpoints = [Endpoint(self.running_server, served) for served in ROUTES]
         self._direct = {
             (endpoint.route.method, endpoint.route.path): endpoint
             for endpoint in endpoints
             if "{" not in endpoint.route.path
         }
-        by_path: dict[str, dict[str, Endpoint]] = {}
-        for endpoint in endpoints:
-            by_path.setdefault(endpoint.route.path, {})[endpoint.route.method] = endpoint
         super().__init__(
-            routes=[
-                StarletteRoute(path, _ByMethod(by_method), methods=[*by_method])
-                for path, by_method in by_path.items()
-            ],
+            routes=routes_of(endpoints),
             lifespan=lifespan,
             exception_handlers={HTTPException: _not_served},
         )
         self.router.redirect_slashes = False  # a path with an extra slash is unknown
         self.openapi_json = msgspec.json.encode(openapi())
 
-    def _running_server(self) -> TaskServer:
+    def running_server(self) -> TaskServer:
+        """The server. Raises `Unavailable` before the start."""
         if self.server is None:
             raise Unavailable("the server has not started")
         return self.server
@@ -108,10 +122,13 @@ class TasksApp(Starlette):
             if self.mounted is not None and scope["path"] == self.mounted.path:
                 await self._serve_mounted(self.mounted, scope, receive, send)
                 return
+            if self.page is not None and self.page.serves(scope["path"]):
+                await self.page(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
     async def _serve_mounted(self, mounted: "MountedApp", scope: Scope, receive: Receive, send: Send) -> None:
-        server, request = self._running_server(), HttpRequest(scope, receive, send)
+        server, request = self.running_server(), HttpRequest(scope, receive, send)
         try:
             scope[IDENTITY] = identified(server, request, is_counted=False)
             scope[TOKEN] = request.token
@@ -126,6 +143,17 @@ class TasksApp(Starlette):
         """End all long polls and streams, so that the server can stop."""
         if self.server is not None:
             self.server.end_waits()
+
+
+def routes_of(endpoints: Iterable[Endpoint]) -> list[StarletteRoute]:
+    """One route for each path."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.route.path, {})[endpoint.route.method] = endpoint
+    return [
+        StarletteRoute(path, _ByMethod(by_method), methods=[*by_method])
+        for path, by_method in by_path.items()
+    ]
 
 
 class _ByMethod:
@@ -167,6 +195,7 @@ def create_app(
     lease_s_max: float = LEASE_S_MAX,
     token_rate: float = 0.0,
     mounted: Mount | None = None,
+    page: Callable[[TasksApp], PageApp] | None = None,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application. The harness runs from its start to its end.
 
@@ -195,14 +224,15 @@ def create_app(
         try:
             yield
         finally:
-            if app.mounted is not None:
-                await app.mounted.close()
+            for beside in (app.mounted, app.page):
+                if beside is not None:
+                    await beside.close()
             await server.stop_coordinator()
             await server.refusals.close()
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 
-    return TasksApp(lifespan, mounted)
+    return TasksApp(lifespan, mounted, page)
 
 
 # ---- the process -----------------------------------------------------------------------------------
@@ -231,6 +261,7 @@ def serve(
     beside: AbstractContextManager[object] | None = None,
     tls: tuple[Path, Path | None] | None = None,
     mounted: Mount | None = None,
+    page: Callable[[TasksApp], PageApp] | None = None,
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
@@ -278,6 +309,7 @@ def serve(
             lease_s_max=lease_s_max,
             token_rate=token_rate,
             mounted=mounted,
+            page=page,
         )
 
         _run(app, listening, server_log, ready, tls)

@@ -130,10 +130,16 @@ def serve(
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
+    import msgspec
+
     from postroom.contracts.tasks import Tasks
     from postroom.mcp.mount import mount
+    from postroom.page.mount import mount as mount_page
+    from postroom.runtime.shipping import redactor_of
 
     address = store or f"sqlite:///{data / DATABASE}"
+    settings = shell.settings
+    hidden = msgspec.structs.replace(settings.audit, redaction=settings.up.page_redaction)
     if while_stdin:
         stop_with_stdin()
     with Tasks.open(address) as tasks:  # opens no file before its first use
@@ -144,7 +150,8 @@ def serve(
                 ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
-                tls=check_tls(tls_cert, tls_key), mounted=mount, **terms,
+                tls=check_tls(tls_cert, tls_key), mounted=mount,
+                page=mount_page(lambda: redactor_of(hidden)), **terms,
             )  # fmt: skip
         finally:
             end_programs()
