@@ -14,7 +14,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.server_options import token_option
-from postroom.cli.shell import HELP_OPTIONS, Shell, json_option, path_option
+from postroom.cli.shell import HELP_OPTIONS, Shell, Stopped, json_option, path_option
 from postroom.cli.tasks.options import FOLDER
 from postroom.cli.tasks.places import DATABASE
 
@@ -55,7 +55,7 @@ def top(
         raise click.UsageError("say what to look at: --data DIR or --url URL, one of them")
     with _reader(shell, data, url, token) as look:
         where = url or str(data)
-        with suppress(KeyboardInterrupt):  # the usual end
+        with suppress(Stopped):  # Ctrl-C is the usual end
             if once or not shell.output.readable:
                 _print_all(shell, look, where, every_s, once=once)
             else:
