@@ -108,7 +108,9 @@ def submit_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
             with socket.create_connection((address.hostname, address.port)) as connection:
                 while time.perf_counter() < end:
                     connection.sendall(request)
-                    answer = connection.recv(65536)  # small enough to come at once
+                    answer = connection.recv(65536)
+                    while not answer.endswith(b"}"):  # the head alone has come
+                        answer += connection.recv(65536)
                     assert answer.startswith(b"HTTP/1.1 202"), answer
                     counts[place] += 1
 
