@@ -214,7 +214,7 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "tokens_refused": "no model had its tokens",
     "tokens_borrowed": "part of its tokens is of a lower tier",
     "tokens_rebalanced": "a window of a model began with other pools: loans repaid, unused tokens moved",
-    "agent_health": "an agent was registered, is alive, suspect or dead, or has left; `detail` has `health`",
+    "agent_health": "an agent is registered, alive, suspect, dead, left or forgotten; `detail` has `health`",
     "receipt": "a message to an agent was stored, fetched, shown or acted on; `detail` has `receipt`",
     "bounced": "a message or an answer cannot reach its agent; `error` says why",
     "alert": "an operator should look",

@@ -96,6 +96,8 @@ def test_the_stream_of_an_agent_is_plain_server_sent_events(server: Server) -> N
     message_id = server.post("writer", "/engine/request", **body).json["message_id"]
     events = list[Any]()
     with server.stream("writer", "/engine/agents/writer/stream") as stream:
+        [begin] = stream.take(1)
+        assert begin.data == {"request_ids": [message_id]}
         while not events or events[-1]["type"] != "stream_complete":
             [message] = stream.take(1)
             events.append(message.data)

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import AgentOperations, Answer, Asked
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.claims import Claimed, Claims
@@ -268,7 +269,7 @@ class AgentWorld:
                 self._note(coordinator, "takes over from", *lost)
 
     def _sweep(self) -> None:
-        self._write(lambda agents: (agents.sweep_agents(), agents.sweep_requests(), agents.sweep_letters()))
+        self._write(lambda agents: sweep(agents, Swept()))
 
     # ---- requests ------------------------------------------------------------------------------
 

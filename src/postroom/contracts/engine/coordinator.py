@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from msgspec.structs import replace
 
 from postroom.contracts.engine.agent import PARTS_WAITING_MAX, Agent, Reader
+from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import LEASE_S, AgentInfo, AgentOperations, Answer, Asked
 from postroom.contracts.engine.cells import AgentEntry
 from postroom.errors import AgentReplaced, Bounced, CoordinatorStopped, PostroomError, Unavailable
@@ -283,7 +284,7 @@ class Coordinator:
 
         try:
             await self.write(work)
-        except Unavailable:
+        except BaseException:  # also a cancellation by `stop`, which acknowledges once more
             self._closing = closing + self._closing
             self._acknowledging.set()
             raise
@@ -291,29 +292,27 @@ class Coordinator:
             agent.shown.difference_update(message_ids)
 
     async def _beat(self) -> None:
-        """Renew the lease, take over the agents of lost coordinators, and sweep now and then."""
-        after = {"agents": "", "requests": "", "letters": ""}
-        swept = time.monotonic()
+        """Renew the lease, take over the agents of lost coordinators, and sweep every `SWEEP_S`."""
+        swept_at, after = time.monotonic(), Swept()
         while True:
-            is_due = time.monotonic() >= swept + SWEEP_S or any(after.values())
-            if is_due and not any(after.values()):
-                swept = time.monotonic()
-            after = await self.write(partial(self._beaten, is_due=is_due, after=after))
+            await self.write(self._renew)
+            if not after.is_complete or time.monotonic() >= swept_at + SWEEP_S:
+                if after.is_complete:
+                    swept_at = time.monotonic()
+                # A commit of its own: a sweep that fails must not cost the lease.
+                after = await self.write(partial(_swept, after))
             await asyncio.sleep(BEAT_S)
 
-    def _beaten(self, agents: AgentOperations, *, is_due: bool, after: dict[str, str]) -> dict[str, str]:
+    def _renew(self, agents: AgentOperations) -> None:
         if not agents.renew_coordinator(self.id, self.epoch, self.name):
             for agent in list(self._agents.values()):
                 if agent.is_local:
                     agents.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
         agents.take_over(self.id)
-        if not is_due:
-            return after
-        return {
-            "agents": agents.sweep_agents(after["agents"]),
-            "requests": agents.sweep_requests(after["requests"]),
-            "letters": agents.sweep_letters(after["letters"]),
-        }
+
+
+def _swept(after: Swept, agents: AgentOperations) -> Swept:
+    return sweep(agents, after)
 
 
 def _answers(asked: list[Asked], agents: AgentOperations) -> list[Answer]:

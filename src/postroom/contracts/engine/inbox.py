@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.cells import Letter
+from postroom.contracts.engine.cells import SEPARATOR, Letter, joined
 from postroom.core.agents import RECEIPTS, Receipt
 from postroom.core.times import EPOCH, MICROSECOND
 
@@ -41,6 +41,11 @@ class InboxMessage(msgspec.Struct, frozen=True):
     agent: Any
     key: str
 
+    @property
+    def number(self) -> str:
+        """The position of the message in its inbox, which names it over HTTP."""
+        return self.key.rpartition(SEPARATOR)[2].lstrip("0")
+
     async def done(self) -> None:
         """The agent has acted on it: it leaves the inbox."""
         await self.agent.coordinator.write(partial(_note, self.agent, [self.key], "acted_on"))
@@ -55,6 +60,14 @@ class Inbox:
 
     def __await__(self) -> Generator[Any, None, list[InboxMessage]]:
         return self._all().__await__()
+
+    async def page(self, after: str = "") -> list[InboxMessage]:
+        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`."""
+        agent = self._agent
+        self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
+        found = await self._page()
+        await self._show(found)
+        return found
 
     async def _all(self) -> list[InboxMessage]:
         found: list[InboxMessage] = []
