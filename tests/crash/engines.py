@@ -179,7 +179,7 @@ def judge_tokens(engine: Engine, tally: Tally) -> ModelTokens:
 
     model, held = engine.store.read(look)
     tally.count("reserved", model.reserved)
-    if model.used + model.reserved + model.free != model.limit:
+    if model.used + model.reserved + model.free != engineprograms.MODEL[model.window]:
         tally.breaks(f"the books of the model do not add up: {model}")
     if model.reserved != held:
         tally.breaks(f"{model.reserved} tokens are reserved, and live leases hold {held}")

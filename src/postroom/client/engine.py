@@ -134,20 +134,21 @@ class EngineClient(HttpClient):
         """
         failures = itertools.count()
         until = deadline_after(timeout_s)
-        while True:
+        while time.monotonic() < until:
             try:
                 for part in self._parts(message_id, after, until):
                     after, failures = part["id"], itertools.count()
                     yield part
                     if part["type"] in FINAL_PARTS:
                         return
+            except TimeoutError:
+                break
             except Unreachable as error:
                 failed = next(failures)
                 if failed >= self.retries:
                     raise
                 time.sleep(pause_s(failed, error.retry_after_s))
-            if time.monotonic() >= until:
-                raise TimeoutError(f"the answer to {message_id} did not come within {timeout_s:g} s")
+        raise TimeoutError(f"the answer to {message_id} did not come within {timeout_s:g} s")
 
     def _parts(self, message_id: str, after: str, until: float) -> Iterator[dict[str, Any]]:
         headers = {"Last-Event-ID": arguments.text("after", after)} if after else {}

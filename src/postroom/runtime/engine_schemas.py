@@ -17,7 +17,7 @@ from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
 from postroom.core.names import NAME_CHARS_MAX
-from postroom.core.tokens import TOKENS_MAX
+from postroom.core.token_rules import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability, State
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Number, Page, Text

@@ -38,9 +38,11 @@ from postroom.core.events import of_store
 from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.provider_headers import Observed
 from postroom.core.retry import Retry
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.core.tokens import WINDOW_NS, WINDOWS, Observed
+from postroom.core.token_rules import WINDOWS
+from postroom.core.tokens import WINDOW_NS
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,

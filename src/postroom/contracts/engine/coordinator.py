@@ -284,7 +284,7 @@ class Coordinator:
 
         try:
             await self.write(work)
-        except BaseException:  # also a cancellation by `stop`, which acknowledges once more
+        except Unavailable:
             self._closing = closing + self._closing
             self._acknowledging.set()
             raise

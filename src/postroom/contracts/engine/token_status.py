@@ -10,7 +10,8 @@ from postroom.contracts.engine.cells import ACCOUNTS, SEPARATOR, TOKEN_USES, Hol
 from postroom.contracts.engine.tokens import all_holds
 from postroom.core import tokens
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.tokens import Account, ModelRule, TokenRules
+from postroom.core.token_rules import REQUESTS_MINUTE, SHARED, WINDOWS, ModelRule, TokenRules
+from postroom.core.tokens import Account
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -159,17 +160,17 @@ def _model(
 ) -> ModelTokens:
     windows = {
         name: _window(account, number, now_ns)
-        for number, name in enumerate(tokens.WINDOWS)
+        for number, name in enumerate(WINDOWS)
         if account.limits[number]
     }
-    main = windows[tokens.WINDOWS[rule.main]]
+    main = windows[WINDOWS[rule.main]]
     return ModelTokens(
         limit=main.limit,
         used=main.used,
         reserved=main.reserved,
         free=main.free,
         borrowed=tokens.borrowed_of(account),
-        window=tokens.WINDOWS[rule.main],
+        window=WINDOWS[rule.main],
         resets_in_s=main.resets_in_s,
         blocked_s=max(0, account.blocked_until - now_ns) / NANOS_PER_S,
         windows=windows,
@@ -179,7 +180,7 @@ def _model(
 
 
 def _window(account: Account, window: int, now_ns: int) -> WindowTokens:
-    reserved = account.tokens if window < tokens.REQUESTS_MINUTE else account.requests
+    reserved = account.tokens if window < REQUESTS_MINUTE else account.requests
     used, free = account.used[window] + account.outside[window], tokens.free_of(account, window)
     # A provider or a new policy may lower a limit below what is in use: the limit follows when that ends.
     return WindowTokens(
@@ -188,11 +189,11 @@ def _window(account: Account, window: int, now_ns: int) -> WindowTokens:
 
 
 def _tiers(account: Account, rule: ModelRule) -> list[TierTokens]:
-    if rule.main >= tokens.REQUESTS_MINUTE:
+    if rule.main >= REQUESTS_MINUTE:
         return []
     books = zip(account.pools, account.pool_used, account.pool_reserved, strict=True)
     return [
-        TierTokens(-1 if pool == tokens.SHARED else pool, size, used, reserved, size - used - reserved)
+        TierTokens(-1 if pool == SHARED else pool, size, used, reserved, size - used - reserved)
         for pool, (size, used, reserved) in enumerate(books)
     ]
 

@@ -24,17 +24,9 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.messages import Body
 from postroom.core import lifecycle, tokens
-from postroom.core.tokens import (
-    Account,
-    Grant,
-    ModelRule,
-    Need,
-    Observed,
-    Purse,
-    Refill,
-    Short,
-    TokenRules,
-)
+from postroom.core.provider_headers import Observed, observe
+from postroom.core.token_rules import SHARED, TIERS, ModelRule, TokenRules
+from postroom.core.tokens import Account, Grant, Need, Purse, Refill, Short
 from postroom.message import ENGINE_PREFIX, Noted, Record, org_of
 from postroom.stores.transaction import Transaction
 
@@ -306,7 +298,7 @@ class TokenBooks:
         rule = self._rule(grant.provider, grant.model)
         if rule is not None:
             parts = tokens.used_parts(grant, used)
-            borrowed = used - parts[grant.tier] - parts[tokens.SHARED]
+            borrowed = used - parts[grant.tier] - parts[SHARED]
             use = self._use(rule, org_id)
             more = replace(use, used=use.used + used, borrowed=use.borrowed + borrowed)
             self._uses[grant.provider, grant.model, org_id] = more
@@ -328,7 +320,7 @@ class TokenBooks:
         """Follow what the headers of a provider say about a model."""
         rule = self._rule(provider, model)
         if rule is not None:
-            account = tokens.observe(self.account(rule), said, self._transaction.steady_ns)
+            account = observe(self.account(rule), said, self._transaction.steady_ns)
             self._accounts[provider, model] = account
 
     def sweep(self) -> None:
@@ -351,7 +343,7 @@ def _reserved(grant: Grant) -> dict[str, Any]:
     if grant.wanted:
         detail["wanted"] = grant.wanted
     if grant.borrowed:
-        parts = enumerate(grant.parts[: tokens.TIERS])
+        parts = enumerate(grant.parts[:TIERS])
         detail["lenders"] = {f"P{pool}": part for pool, part in parts if part and pool != grant.tier}
     return detail
 
