@@ -33,6 +33,7 @@ from postroom.errors import AgentReplaced, Bounced, StaleLease, Unavailable, Unk
 from postroom.stores.memory import MemoryStore
 from postroom.system.manual_clock import ManualClock
 from postroom.testing.events import check_consistency
+from postroom.testing.reports import SeedReport
 from postroom.testing.world_checker import Broken
 
 T = TypeVar("T")
@@ -58,28 +59,15 @@ RULES: Final[dict[str, str]] = {
 }
 
 
-class AgentReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seed gave."""
+class AgentReport(SeedReport, frozen=True, kw_only=True):
+    """The outcome of one seed."""
 
-    seed: int
-    broken: list[Broken]
-    actions: dict[str, int]
     requests: int
-    trace: list[str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rule held."""
-        return not self.broken
 
     @property
     def command(self) -> str:
         """The command that replays the seed."""
         return f"python -m postroom.testing.agent_world --seed {self.seed}"
-
-    def __str__(self) -> str:
-        lines = [f"{one.rule}: request {one.message_id or '-'}: {one.sentence}" for one in self.broken]
-        return "\n".join([f"seed {self.seed}: {len(lines)} broken rules", *lines, self.command])
 
 
 class _Request(msgspec.Struct):
