@@ -120,7 +120,12 @@ def miscount(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransaction, "_count", lambda *_: None)
 
 
+def bounce_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_sweeps, "_creator", lambda _: None)
+
+
 MUTANTS: dict[Patch, set[str]] = {
+    bounce_to_nobody: {"creator"},
     resume_nothing: {"lost"},
     keep_bounced_requests_open: {"both"},
     read_from_the_beginning_again: {"repeated"},
