@@ -20,8 +20,11 @@ from postroom import (
     Retry,
     StreamRestarted,
 )
+from postroom.contracts.engine.agent import PARTS_WAITING_MAX
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import PARTS, REQUESTS
+from postroom.contracts.engine.part_writer import PARTS_A_COMMIT_MAX
+from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
 from postroom.stores.base import Listing
@@ -38,11 +41,25 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
 
 
+GATES: dict[str, asyncio.Event] = {}
+"""A handler whose payload names a gate waits until the test opens it."""
+
+
+def gate(name: str) -> asyncio.Event:
+    GATES[name] = asyncio.Event()
+    return GATES[name]
+
+
+async def pass_gate(payload: dict[str, Any]) -> None:
+    if "gate" in payload:
+        await GATES[payload["gate"]].wait()
+
+
 def handlers(engine: Engine) -> None:
     @engine.handler("tool_call")
     async def tool(message: Any, _ctx: Any) -> Any:
         payload = message.payload
-        await asyncio.sleep(payload.get("sleep_s", 0))
+        await pass_gate(payload)
         if payload.get("fails"):
             raise ValueError("no")
         return {"got": payload.get("n")}
@@ -54,7 +71,7 @@ def handlers(engine: Engine) -> None:
             await ctx.stream(f"{ctx.attempt}{word}")
         if ctx.attempt <= message.payload.get("fails", 0):
             await ctx.flush()
-            await asyncio.sleep(message.payload.get("pause_s", 0.1))
+            await pass_gate(message.payload)
             raise ValueError("again")
         return message.payload.get("result")
 
@@ -123,13 +140,16 @@ def test_a_retry_restarts_the_stream(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            payload = {"words": "ab", "fails": 1}
+            failing = gate("failing")
+            payload = {"words": "ab", "fails": 1, "gate": "failing"}
             stream = agent.stream(type="model_call", payload=payload, timeout_s=WAIT_S)
             seen: list[Any] = []
 
             async def read() -> None:
                 async for part in stream:
-                    seen.append(part.chunk)  # noqa: PERF401 - the loop raises
+                    seen.append(part.chunk)
+                    if part.chunk == "1b":
+                        failing.set()
 
             with pytest.raises(StreamRestarted) as restarted:
                 await read()
@@ -175,10 +195,12 @@ def test_a_late_answer_is_kept_for_resume(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
+            late = gate("late")
             with pytest.raises(TimeoutError, match="resume"):
-                await agent.request(type="tool_call", payload={"n": 1, "sleep_s": 0.3}, timeout_s=0.05)
+                await agent.request(type="tool_call", payload={"n": 1, "gate": "late"}, timeout_s=0.05)
             [info] = await coordinator.agents("acme")
             assert len(info.waits_for) == 1
+            late.set()
             parts = [part async for part in agent.resume()]
             assert (parts[-1].type, parts[-1].result) == ("result", {"got": 1})
             assert parts[-1].request_id == info.waits_for[0]
@@ -193,8 +215,11 @@ def test_a_restarted_agent_resumes_its_open_requests_and_nothing_else(url: str) 
             async with Coordinator(engine) as first:
                 agent = await first.register("planner", "acme")
                 assert await agent.request(type="tool_call", payload={"n": 0}, timeout_s=WAIT_S) == {"got": 0}
+                restarted = gate("restarted")
                 tasks = [
-                    asyncio.create_task(agent.request(type="tool_call", payload={"n": n, "sleep_s": 0.2}))
+                    asyncio.create_task(
+                        agent.request(type="tool_call", payload={"n": n, "gate": "restarted"})
+                    )
                     for n in (1, 2)
                 ]
                 await eventually(lambda: len(open_requests(engine)) == 2)
@@ -203,6 +228,7 @@ def test_a_restarted_agent_resumes_its_open_requests_and_nothing_else(url: str) 
                     await task
             async with Coordinator(engine) as second:
                 agent = await second.register("planner", "acme")
+                restarted.set()
                 parts = [part async for part in agent.resume() if part.type == "result"]
                 assert sorted(part.result["got"] for part in parts) == [1, 2]
                 assert {part.epoch for part in parts} == {second.epoch}
@@ -216,10 +242,13 @@ def test_an_answer_that_was_read_and_not_shown_is_resumed(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
+            timed_out = gate("timed out")
             for n in range(5):
+                payload = {"n": n, "gate": "timed out"}
                 with pytest.raises(TimeoutError):
-                    await agent.request(type="tool_call", payload={"n": n, "sleep_s": 0.1}, timeout_s=0.01)
-            await asyncio.sleep(0.3)
+                    await agent.request(type="tool_call", payload=payload, timeout_s=0.01)
+            timed_out.set()
+            await eventually(lambda: engine.store.count()["org:acme"].get("COMPLETED") == 5)
             seen = []
             async for part in agent.resume():  # left in the middle
                 if part.type == "result":
@@ -236,8 +265,14 @@ def test_two_reads_of_the_same_message_both_get_the_answer(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            fields: dict[str, Any] = {"payload": {"n": 1, "sleep_s": 0.1}, "idempotency_key": "once"}
-            both = [agent.request(type="tool_call", **fields, timeout_s=WAIT_S) for _ in range(2)]
+            asked = gate("asked twice")
+            fields: dict[str, Any] = {"payload": {"n": 1, "gate": "asked twice"}, "idempotency_key": "once"}
+            both = [
+                asyncio.create_task(agent.request(type="tool_call", **fields, timeout_s=WAIT_S))
+                for _ in range(2)
+            ]
+            await eventually(lambda: agent.reading.total() == 2)
+            asked.set()
             assert await asyncio.gather(*both) == [{"got": 1}] * 2
             await eventually(lambda: not open_requests(engine))
 
@@ -248,15 +283,18 @@ def test_a_slow_reader_gets_every_chunk_in_order(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            words = [f"w{n} " for n in range(3_000)]
+            words = [f"w{n} " for n in range(6_000)]
             stream = agent.stream(type="model_call", payload={"words": words}, timeout_s=WAIT_S)
-            indexes = []
+            indexes, waiting_most = [], 0
             async for part in stream:
                 if part.chunk_index is not None:
                     indexes.append(part.chunk_index)
-                    if part.chunk_index % 500 == 0:
-                        await asyncio.sleep(0.05)
-            assert indexes == list(range(3_000))
+                if part.chunk_index == 0:  # the reader stands still until the whole answer is stored
+                    await eventually(lambda: "COMPLETED" in engine.store.count()["org:acme"])
+                reader = stream._reader
+                waiting_most = max(waiting_most, 0 if reader is None else len(reader.parts))
+            assert indexes == list(range(6_000))
+            assert waiting_most < PARTS_WAITING_MAX + PART_CELLS_A_READ_MAX * PARTS_A_COMMIT_MAX
 
     soon(scenario())
 
@@ -316,7 +354,9 @@ def test_the_newest_registration_of_an_id_is_the_only_one(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
             old = await one.register("planner", "acme")
-            waiting = asyncio.create_task(old.request(type="tool_call", payload={"n": 1, "sleep_s": 0.3}))
+            replaced = gate("replaced")
+            payload = {"n": 1, "gate": "replaced"}
+            waiting = asyncio.create_task(old.request(type="tool_call", payload=payload))
             await eventually(lambda: bool(open_requests(engine)))
             new = await two.register("planner", "acme")
             with pytest.raises(AgentReplaced):
@@ -329,6 +369,7 @@ def test_the_newest_registration_of_an_id_is_the_only_one(url: str) -> None:
             ):
                 with pytest.raises(AgentReplaced):
                     await call
+            replaced.set()
             parts = [part async for part in new.resume()]
             assert parts[-1].result == {"got": 1}
 
@@ -390,6 +431,25 @@ def test_a_stopped_coordinator_says_so() -> None:
     soon(scenario())
 
 
+def test_agents_have_no_queue_and_no_task_of_their_own(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            agents = [await coordinator.register(f"a{n}", "acme") for n in range(30)]
+            all_ask = gate("all ask")
+            payload = {"n": 1, "gate": "all ask"}
+            asked = [
+                asyncio.create_task(agent.request(type="tool_call", payload=payload, timeout_s=WAIT_S))
+                for agent in agents
+            ]
+            await eventually(lambda: len(open_requests(engine)) == len(agents))
+            assert len(coordinator._tasks) == 3  # answers, acknowledgments and heartbeats of all agents
+            assert {*engine.store.count()} == {"org:acme"}
+            all_ask.set()
+            assert await asyncio.gather(*asked) == [{"got": 1}] * len(agents)
+
+    soon(scenario())
+
+
 # ---- messages between agents -----------------------------------------------------------------------
 
 
@@ -422,21 +482,22 @@ def test_an_inbox_waits_for_messages(url: str) -> None:
         async with Engine.open(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
             sender, reader = await one.register("sender", "acme"), await two.register("reader", "acme")
 
-            async def read() -> list[Any]:
-                seen = []
+            seen: list[Any] = []
+
+            async def read() -> None:
                 async for message in reader.inbox():
                     seen.append(message.payload)
                     await message.done()
                     if len(seen) == 3:
                         break
-                return seen
 
             reading = asyncio.create_task(read())
-            for number in range(3):
+            for number in range(3):  # each one comes to a reader that waits
+                await eventually(lambda: len(seen) == number)  # noqa: B023 - awaited at once
                 await sender.send(to="reader", payload=number)
-                await asyncio.sleep(0.02)
             async with asyncio.timeout(WAIT_S):
-                assert await reading == [0, 1, 2]
+                await reading
+            assert seen == [0, 1, 2]
 
     soon(scenario())
 
@@ -483,9 +544,7 @@ def test_a_paused_coordinator_goes_on(url: str, monkeypatch: pytest.MonkeyPatch)
         async with working(url) as engine, Coordinator(engine) as coordinator:
             await coordinator.register("planner", "acme")
             await coordinator.write(lambda agents: _forget_coordinator(agents, coordinator.id))
-            async with asyncio.timeout(WAIT_S):
-                while (await engine.agents())[0].coordinator != coordinator.id:  # noqa: ASYNC110 - as above
-                    await asyncio.sleep(0.02)
+            await eventually(lambda: engine.blocking.agents()[0].coordinator == coordinator.id)
 
     def _forget_coordinator(agents: AgentOperations, coordinator: str) -> None:
         agents.stop_coordinator(coordinator)

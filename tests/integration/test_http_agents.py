@@ -87,8 +87,10 @@ def test_late_answers_are_resumed_with_the_epoch(planner: RemoteAgent, tmp_path:
             planner.request(
                 type="tool_call", payload={"say": say, "waits_for": str(gate), "chunks": 1}, timeout_s=0.05
             )
-    threading.Timer(0.3, gate.touch).start()
-    parts = [*planner.resume()]
+    parts = list[dict[str, Any]]()
+    for part in planner.resume():
+        parts.append(part)
+        gate.touch()  # after the first part, which is an acknowledgment
     ends = [part for part in parts if part["type"] == "stream_complete"]
     assert sorted(part["result"]["said"] for part in ends) == [1, 2]
     assert {part["epoch"] for part in parts} == {planner.registration.epoch}
