@@ -80,7 +80,7 @@ class Account(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Refill(msgspec.Struct, frozen=True):
-    """What the beginning of a window changed besides the refill."""
+    """How the pools of a new window differ from those of the policy."""
 
     repaid: int = 0
     """Tokens that tiers gave back to their lenders."""
@@ -112,7 +112,7 @@ def borrowed_of(account: Account) -> int:
 
 
 def current(account: Account, rule: ModelRule, now_ns: int) -> tuple[Account, Refill | None]:
-    """The account at a time: windows that are over begin again. The second value says what else changed."""
+    """The account at a time: windows that are over begin again. The second value has changes of the pools."""
     if now_ns < account.next_ns and account.limits == rule.limits:
         return account, None
     resets, used, outside = [*account.resets], [*account.used], [*account.outside]
@@ -414,10 +414,10 @@ def used_parts(grant: Grant, used: int) -> Five:
 
 
 class Purse:
-    """What is free of a model, for the many messages of one claim: `take` is faster than `allocate`.
+    """The free tokens of a model during one claim: `take` is a faster `allocate` for messages without loans.
 
-    A purse gives tokens of a message's own tier and those that no tier reserves. What it does not have is for
-    `allocate` to find.
+    A purse gives tokens of a message's own tier and those that no tier reserves. A message that needs others
+    goes through `allocate`.
     """
 
     __slots__ = ("_account", "_begun", "_free", "_grants", "_requests", "_requests_begun", "_room", "_rule")

@@ -1,9 +1,9 @@
-"""What can be done with agents, their requests and their inboxes inside one transaction.
+"""Operations on agents, their requests and their inboxes inside one transaction.
 
 Rule 1: an operation raises before it writes, so several of them can share a commit.
 Rule 2: a registration is fenced. Each call for an agent names the session of its registration, and only the
         newest session counts.
-Rule 3: a request stays open until its last part was handed over, or until it bounces. One of them happens.
+Rule 3: a request is open until its agent has the last part, or until the answer bounces.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,10 +63,10 @@ class AgentInfo(msgspec.Struct, frozen=True):
     health: Health
     coordinator: str
     epoch: int
-    """The epoch of its coordinator; 0 when that one is gone."""
+    """The epoch of its coordinator; 0 when there is no such coordinator any more."""
     registered_at: datetime
     silent_s: float
-    """How long it was not heard of."""
+    """Seconds since its last sign of life."""
     waits_for: list[str]
     """The ids of its requests that are not answered, or whose answer it has not fetched."""
     waited_for_by: list[str]
@@ -84,18 +84,18 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is new about one request."""
+    """The new parts of the answer to one request."""
 
     parts: list[tuple[Position, Part]] = []
     is_complete: bool = False
     is_replaced: bool = False
     """Whether another registration of the agent is newer."""
     is_closed: bool = False
-    """Whether the answer was handed over before, or has bounced."""
+    """Whether the request was closed before: the answer was acknowledged, or has bounced."""
 
     @property
     def has_more(self) -> bool:
-        """Whether another read may give more at once."""
+        """Whether the next read may return more parts without waiting."""
         return not self.is_complete and len(self.parts) >= PART_CELLS_A_READ_MAX
 
 
@@ -226,7 +226,7 @@ class AgentOperations:
         return entry is not None and entry.session == session
 
     def beat(self, org_id: str, agent_id: str, session: int, coordinator: str) -> AgentEntry:
-        """Note that an agent was heard of, perhaps by another coordinator than before."""
+        """Store a heartbeat of an agent. From now on it belongs to this coordinator."""
         entry = self.held(org_id, agent_id, session)
         if entry.health == "dead":
             self.count(org_id, 1)
@@ -264,7 +264,7 @@ class AgentOperations:
         return [key.rpartition(SEPARATOR)[2] for key, _ in found]
 
     def answers(self, asked: Iterable[Asked]) -> list[Answer]:
-        """What is new about each request."""
+        """The new parts of the answer to each request."""
         operations = Operations(self.transaction, self.policy)
         held: dict[tuple[str, str], int] = {}
         found = []
@@ -290,7 +290,7 @@ class AgentOperations:
         return Answer(parts, is_complete)
 
     def acknowledge(self, org_id: str, agent_id: str, session: int, message_ids: Iterable[str]) -> list[str]:
-        """The last parts of these answers were handed over. Returns those that were still open."""
+        """Close requests whose agent has the last part. Returns the ids that were still open."""
         self.held(org_id, agent_id, session)
         closed = []
         for message_id in message_ids:
@@ -313,7 +313,7 @@ class AgentOperations:
         return submitted.message_id
 
     def check_recipient(self, org_id: str, agent_id: str) -> None:
-        """Raise `Bounced` when an agent cannot get a message."""
+        """Raise `Bounced` unless an agent can get a message."""
         entry = AGENTS.get(self.transaction, org_id, agent_id)
         if entry is None:
             raise Bounced(agent_id, "no agent of this name is registered")
@@ -364,7 +364,7 @@ class AgentOperations:
     def note_receipt(
         self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
     ) -> None:
-        """A message was fetched, shown or acted on. What was acted on leaves the inbox."""
+        """Store that messages were fetched, shown or acted on. The last removes them from the inbox."""
         self.held(org_id, agent_id, session)
         for key in keys:
             parts = key.split(SEPARATOR)
@@ -390,7 +390,7 @@ class AgentOperations:
     # ---- programs ------------------------------------------------------------------------------
 
     def want_program(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
-        """Have a supervisor run the program of an agent. Raises `TooMany`."""
+        """Store that a supervisor has to run the program of an agent. Raises `TooMany`."""
         check_names(org_id, agent_id)
         if not self.rules.program:
             raise InvalidMessage(
@@ -419,7 +419,7 @@ class AgentOperations:
         return entry is not None and entry.health != "dead"
 
     def unwant_program(self, org_id: str, agent_id: str) -> bool:
-        """Have the supervisor end the program of an agent; whether there was one."""
+        """Store that the program of an agent has to end; whether one was wanted."""
         known = PROGRAMS.get(self.transaction, org_id, agent_id)
         PROGRAMS.put(self.transaction, None, org_id, agent_id)
         return known is not None
@@ -438,12 +438,12 @@ class AgentOperations:
         return {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
 
     def release_programs(self, supervisor: str) -> None:
-        """The supervisor runs no programs any more."""
+        """Give up the lease of a supervisor that has ended its programs."""
         held = COORDINATORS.get(self.transaction, SUPERVISOR)
         if held is not None and held.name == supervisor:
             COORDINATORS.put(self.transaction, None, SUPERVISOR)
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- listing -------------------------------------------------------------------------------
 
     def list(self, org_id: str | None = None) -> list[AgentInfo]:
         """The registered agents of an organization, or of all."""
@@ -485,7 +485,7 @@ class AgentOperations:
         return agents.health_of(entry.registered_ns, seen_ns, self.transaction.steady_ns, self.rules)
 
     def seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
-        """When an agent was last heard of. One in the process of its coordinator lives with that one."""
+        """The time of an agent's last sign of life. A local agent lives as long as its coordinator."""
         if entry.is_local and coordinator is not None:
             return max(entry.seen_ns, coordinator.seen_ns)
         return entry.seen_ns

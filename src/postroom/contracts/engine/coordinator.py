@@ -3,7 +3,8 @@
 Rule 1: one loop reads the answers for all agents, in one read of the store. An agent has no task of its own.
 Rule 2: a request is closed only after its last part was handed over. Until then another coordinator, or a
         restarted agent, gets the answer.
-Rule 3: nothing but positions of readers is kept here. Whatever must survive a crash is in the store.
+Rule 3: a coordinator keeps only the positions of its readers in memory. Everything that must survive a crash
+        is in the store.
 """
 
 import asyncio
@@ -48,14 +49,14 @@ class Coordinator:
     def __init__(self, engine: "Engine", *, name: str = "") -> None:
         self.core: EngineCore = engine.core
         self.name = name or socket.gethostname()[:64]
-        """Of the server. Two coordinators of the same name may overlap during an upgrade."""
+        """The name of the server. Two coordinators of the same name may overlap during an upgrade."""
         self.id = f"{self.name}-{os.getpid()}-{os.urandom(3).hex()}"
         self.epoch = 0
-        """Larger than that of every coordinator that was started before. Each part carries it."""
+        """A number that is larger than the epoch of every earlier coordinator. Each part carries it."""
         self._agents: dict[tuple[str, str], Agent] = {}
         self._readers: set[Reader] = set()
         self._closing: list[tuple[Agent, str]] = []
-        """Answers that were handed over and are not acknowledged in the store yet."""
+        """Requests whose answer was handed over, and which the store still has as open."""
         self._acknowledging = asyncio.Event()
         self._woken = asyncio.Event()
         self._news: asyncio.Future[None] | None = None
@@ -68,7 +69,7 @@ class Coordinator:
     # ---- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin the lease, and hand out answers from now on."""
+        """Begin the lease, and start the loops."""
         self._loop = asyncio.get_running_loop()
         info = await self.write(lambda agents: agents.start_coordinator(self.id, self.name))
         self.epoch = info.epoch
@@ -77,7 +78,7 @@ class Coordinator:
         self._tasks = [asyncio.create_task(self._kept_running(each)) for each in loops]
 
     async def stop(self) -> None:
-        """Acknowledge what was handed over, and end the lease. Open requests stay open."""
+        """Close the requests whose answers were handed over, and end the lease. Open requests stay open."""
         if self._stopped:
             return
         self._stopped = True
@@ -90,7 +91,7 @@ class Coordinator:
         with suppress(PostroomError):
             await self._acknowledge_all()
             await self.write(lambda agents: agents.stop_coordinator(self.id))
-        self._tell()
+        self._wake_inboxes()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -169,11 +170,11 @@ class Coordinator:
 
     @property
     def rings(self) -> int:
-        """How often somebody said that answers may have come."""
+        """The number of wake-ups so far. Each one means that answers may have come."""
         return self._rings
 
     def add_reader(self, agent: Agent, message_id: str, rings: int | None = None) -> Reader:
-        """Begin to read an answer. `rings` from before the submit saves a look if nothing has come since."""
+        """Begin to read an answer. `rings` of before the submit saves a read if no wake-up came since."""
         if self._stopped:
             raise CoordinatorStopped(message_id)
         reader = Reader(agent, message_id)
@@ -184,7 +185,7 @@ class Coordinator:
         return reader
 
     def remove_reader(self, reader: Reader) -> None:
-        """Read no more for somebody."""
+        """Stop reading an answer."""
         if reader in self._readers:
             self._readers.remove(reader)
             reader.agent.reading[reader.message_id] -= 1
@@ -192,8 +193,8 @@ class Coordinator:
                 del reader.agent.reading[reader.message_id]
 
     def handed_over(self, agent: Agent, message_id: str) -> None:
-        """The last part of an answer reached its agent."""
-        if message_id not in agent.reading:  # else somebody else still reads it
+        """The agent has the last part of an answer: close the request soon."""
+        if message_id not in agent.reading:  # otherwise another reader of the same answer closes it
             self._closing.append((agent, message_id))
             self._acknowledging.set()
 
@@ -205,23 +206,23 @@ class Coordinator:
     # ---- the loops -----------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        """From any thread."""
+        """Wake the loop that reads answers. Called from any thread."""
         self._rings += 1
         with suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     def look(self) -> None:
-        """Look for answers soon."""
+        """Have the loop read answers as soon as it can."""
         self._woken.set()
 
-    def _tell(self) -> None:
+    def _wake_inboxes(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
         self._news = None
 
     async def wait_for_news(self, timeout_s: float) -> None:
-        """Return when something may have come for an agent."""
+        """Return when a message or an answer may have come for an agent, or after `timeout_s`."""
         if self._stopped:
             raise CoordinatorStopped("")
         if self._news is None:
@@ -234,7 +235,7 @@ class Coordinator:
                 async with asyncio.timeout(self.core.look_again_s):
                     await self._woken.wait()
             self._woken.clear()
-            self._tell()
+            self._wake_inboxes()
             readers = [reader for reader in self._readers if len(reader.parts) < PARTS_WAITING_MAX]
             if readers:
                 await self._look(readers)

@@ -1,4 +1,4 @@
-"""Messages between agents: what one agent sent, and the inbox of another."""
+"""Messages between agents: the receipts of a sent message, and the inbox of its recipient."""
 
 from collections.abc import AsyncIterator, Generator
 from functools import partial
@@ -24,7 +24,7 @@ class SentMessage:
         self.message_id = message_id
 
     async def receipts(self) -> dict[Receipt, Any]:
-        """What the recipient has done with it so far, each with its time. See `core.agents.RECEIPTS`."""
+        """The receipts so far, each with its time. See `core.agents.RECEIPTS`."""
         found = await self._coordinator.read(lambda agents: agents.receipts(self.message_id))
         return {receipt: EPOCH + found[receipt] * MICROSECOND for receipt in RECEIPTS if receipt in found}
 
@@ -36,7 +36,7 @@ class InboxMessage(msgspec.Struct, frozen=True):
     sender: str
     payload: Any
     is_bounce: bool
-    """Whether it is the answer to a request that its agent never fetched; `payload` is its last part."""
+    """Whether it is an answer that another agent never fetched; `payload` is the last part of the answer."""
     reason: str
     agent: Any
     key: str

@@ -1,4 +1,4 @@
-"""The parts of an answer, as a reader meets them: acknowledgment, progress and chunks, then the end.
+"""The parts of an answer in the order of reading: acknowledgment, progress and chunks, then the last part.
 
 Rule 1: a reader has a position. Reading on from a position gives every later part once.
 Rule 2: every part has a position of its own, the last part included.
@@ -91,9 +91,9 @@ def read_on(
 def _stored_parts(
     operations: Operations, message_id: str, cursor: Cursor, newest: int
 ) -> tuple[list[tuple[int, Part]], Literal["none", "more", "gap"]]:
-    """The stored parts of the newest attempt behind a cursor, each with its index; and what is behind them.
+    """The stored parts of the newest attempt behind a cursor, each with its index; and what follows them.
 
-    Parts are stored in order. A gap means that the store was damaged: nothing behind it is given out.
+    Parts are stored in order. A gap means that the store is damaged, so parts behind it are not returned.
     """
     prefix = joined(message_id) + SEPARATOR
     is_begun = cursor.attempt == newest and cursor.index
@@ -114,7 +114,7 @@ def _stored_parts(
 
 
 def _missing(record: Record, position: Position) -> Part:
-    """The end of an answer whose chunks are not all there."""
+    """The last part of an answer with missing chunks."""
     text = f"parts of the answer are missing from index {position.index} of attempt {record.attempt} on"
     error = {"type": "ChunksMissing", "message": text}
     timestamp = utc_text(record.ended_us * 1000)
@@ -122,7 +122,7 @@ def _missing(record: Record, position: Position) -> Part:
 
 
 def last_part(stored: Stored, chunks: int) -> Part:
-    """The end of an answer that has ended."""
+    """The last part of the answer of a message that has ended."""
     record = stored.record
     timestamp, message_id = utc_text(record.ended_us * 1000), record.message_id
     try:

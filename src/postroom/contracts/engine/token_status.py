@@ -1,4 +1,4 @@
-"""What the token budgets say about themselves: `engine.tokens`."""
+"""`engine.tokens`: the status of the token budgets."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ class WindowTokens(msgspec.Struct, frozen=True):
 
 
 class TierTokens(msgspec.Struct, frozen=True):
-    """The tokens that a priority has reserved, or with tier -1 those that no priority has."""
+    """The pool of one priority. Tier -1 is the pool of tokens that no priority reserves."""
 
     tier: int
     limit: int
@@ -39,7 +39,7 @@ class TierTokens(msgspec.Struct, frozen=True):
 
 
 class OrganizationTokens(msgspec.Struct, frozen=True):
-    """What an organization did with the tokens of a model in the present window."""
+    """The figures of an organization for one model in the present window."""
 
     used: int = 0
     reserved: int = 0
@@ -60,7 +60,7 @@ class ModelTokens(msgspec.Struct, frozen=True):
     """The limit that these figures are about, such as tokens_per_minute."""
     resets_in_s: float
     blocked_s: float
-    """How long the provider asked to be left alone."""
+    """Seconds until the end of a pause that the provider asked for."""
     windows: dict[str, WindowTokens]
     tiers: list[TierTokens]
     organizations: dict[str, OrganizationTokens]
@@ -73,12 +73,12 @@ class ProviderTokens(msgspec.Struct, frozen=True):
 
 
 class TokenStatus(msgspec.Struct, frozen=True):
-    """How the token budgets stand."""
+    """The status of the token budgets."""
 
     providers: dict[str, ProviderTokens]
 
     def of_organization(self, org_id: str) -> "TokenStatus":
-        """The same without what other organizations do."""
+        """The same without the figures of other organizations."""
         return TokenStatus(
             {
                 name: ProviderTokens(
@@ -103,13 +103,13 @@ class Tokens:
         self._core = core
 
     async def status(self) -> TokenStatus:
-        """The tokens of each model, and who used, reserved and borrowed them and was refused."""
+        """The tokens of each model, and what each organization used, reserved, borrowed and was refused."""
         rules = self._core.policy.token_rules
         return await self._core.read(lambda operations: status_of(operations.transaction, rules))
 
 
 def status_of(transaction: Transaction, rules: TokenRules | None) -> TokenStatus:
-    """How the budgets stand. Without rules, as they were when somebody used them last."""
+    """The status of the budgets. Without rules, the limits are those of the last reservation."""
     stored = {_name(key): account for key, account in ACCOUNTS.all(transaction)}
     known = {(rule.provider, rule.name): rule for rule in rules.models} if rules else {}
     holds = all_holds(transaction)
