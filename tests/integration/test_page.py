@@ -163,7 +163,10 @@ def test_a_session_ends_with_its_token(world: PageWorld) -> None:
 
 
 def test_the_policy_of_the_page_allows_nothing_from_elsewhere(world: PageWorld) -> None:
-    for path in ("/", "/page/static/app.js", "/page/overview", "/page/nothing"):
+    script = re.search(r'src="([^"]+)"', call(world, "GET", "/")[1].decode())
+    assert script is not None
+    assert call(world, "GET", script[1])[0] == 200
+    for path in ("/", script[1], "/page/overview", "/page/nothing"):
         headers = call(world, "GET", path)[2]
         policy = headers["content-security-policy"]
         assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
