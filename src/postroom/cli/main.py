@@ -6,6 +6,7 @@ import click
 
 from postroom.cli.audit import audit
 from postroom.cli.bus import bus
+from postroom.cli.doctor import doctor
 from postroom.cli.engine import engine
 from postroom.cli.mail import mail
 from postroom.cli.mcp import mcp
@@ -49,6 +50,7 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
 
 cli.add_command(audit)
 cli.add_command(bus)
+cli.add_command(doctor)
 cli.add_command(engine)
 cli.add_command(mail)
 cli.add_command(mcp)
