@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from postroom.cli.audit import audit
+from postroom.cli.backup import backup, restore
 from postroom.cli.bus import bus
 from postroom.cli.doctor import doctor
 from postroom.cli.engine import engine
@@ -49,6 +50,7 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
 
 
 cli.add_command(audit)
+cli.add_command(backup)
 cli.add_command(bus)
 cli.add_command(doctor)
 cli.add_command(engine)
@@ -57,6 +59,7 @@ cli.add_command(mcp)
 cli.add_command(move)
 cli.add_command(pipeline)
 cli.add_command(queue)
+cli.add_command(restore)
 cli.add_command(tasks)
 cli.add_command(tls)
 cli.add_command(token)

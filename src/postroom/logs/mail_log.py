@@ -67,10 +67,15 @@ def _nothing() -> None:
     """A callback for callers that need only the fsync."""
 
 
+def is_log_segment(name: str) -> bool:
+    """Whether a file of this name is a segment."""
+    return _NAME.fullmatch(name) is not None
+
+
 def log_segments(folder: Path) -> list[Path]:
     """The segments of a folder, oldest first."""
     return sorted(
-        (path for path in folder.iterdir() if _NAME.fullmatch(path.name)),
+        (path for path in folder.iterdir() if is_log_segment(path.name)),
         key=lambda path: path.name.rpartition("-")[2],
     )
 

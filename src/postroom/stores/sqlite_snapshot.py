@@ -18,14 +18,13 @@ from postroom.errors import StoreDamaged, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.sql.queries import FACT, ask
-from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, migrations
+from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
 from postroom.stores.sqlite_transaction import Known, SqliteReading
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
 
 T = TypeVar("T")
 
-COPY_PAGES = 4_096  # copied between two reports of progress
 FAULTS_SHOWN_MAX = 20  # of one file
 EVENTS_PAGE = 10_000
 
@@ -129,10 +128,7 @@ class SqliteSnapshot:
     def faults(self) -> list[str]:
         """Why the file cannot be trusted: damaged pages, wrong indexes, wrong counters, missing events."""
         try:
-            found = [
-                str(row[0]) for row in ask(self._connection, f"PRAGMA integrity_check({FAULTS_SHOWN_MAX})")
-            ]
-            faults = [text for text in found if text != "ok"]
+            faults = self.page_faults()
             if not faults and self.is_current:
                 faults = [*self._wrong_counters(), *self._missing_events()]
         except apsw.Error as error:
@@ -140,6 +136,11 @@ class SqliteSnapshot:
         except (ValueError, IndexError) as error:  # a column holds an unexpected value
             return [f"a row cannot be read: {error}"]
         return faults[:FAULTS_SHOWN_MAX]
+
+    def page_faults(self) -> list[str]:
+        """Damaged pages and wrong indexes."""
+        found = ask(self._connection, f"PRAGMA integrity_check({FAULTS_SHOWN_MAX})")
+        return [str(row[0]) for row in found if row[0] != "ok"]
 
     def _wrong_counters(self) -> list[str]:
         counted = Known(self.identity())
@@ -175,16 +176,7 @@ class SqliteSnapshot:
 
     def copy_to(self, path: Path, report: Callable[[int, int], None] | None = None) -> None:
         """Copy the state into a new database file. `report` gets the copied bytes and all bytes."""
-        page_bytes = int(self._connection.pragma("page_size"))
-        target = apsw.Connection(os.fspath(path))
-        try:
-            with target.backup("main", self._connection, "main") as copy:
-                while not copy.done:
-                    copy.step(COPY_PAGES)
-                    if report is not None:
-                        report((copy.page_count - copy.remaining) * page_bytes, copy.page_count * page_bytes)
-        finally:
-            target.close()
+        copy_database(self._connection, path, report)
 
 
 def _counter(state: State, lane: int) -> Counted:
