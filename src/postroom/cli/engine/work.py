@@ -19,6 +19,7 @@ WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
 MAX_WORKERS_DEFAULT = 50
 SUPERVISOR_CHECK_S = 0.5
+SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
 @click.command()
@@ -58,11 +59,15 @@ def work(
     from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.agent_programs import AgentPrograms
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
+    from postroom.runtime.telemetry import exporting
 
     shell.show_warnings()
     engine = load_app(app)
     if as_worker is not None:
-        asyncio.run(run_worker(engine, as_worker, supervisor))
+        with exporting(SERVICE) as telemetry:
+            if telemetry is not None:
+                telemetry.attach(engine)
+            asyncio.run(run_worker(engine, as_worker, supervisor))
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
