@@ -12,6 +12,7 @@ COMMANDS = {  # name: module and function
     "audit": "audit:audit",
     "backup": "backup:backup",
     "bus": "bus:bus",
+    "completion": "completion:completion",
     "doctor": "doctor:doctor",
     "engine": "engine:engine",
     "init": "up:init",

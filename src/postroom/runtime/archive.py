@@ -7,7 +7,6 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -28,6 +27,7 @@ from postroom.core.backup_format import (
     difference,
     encoded,
 )
+from postroom.core.times import utc_text
 from postroom.errors import PostroomError, StoreDamaged, Unavailable, WriteFailed
 from postroom.system.atomic import PRIVATE_FILE_MODE, open_safely
 
@@ -65,7 +65,7 @@ class ArchiveWriter:
         self._report = report
         self._tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.PAX_FORMAT)
         self._members: list[MemberInfo] = []
-        self._head = Head(FORMAT, version("postroom"), datetime.now(UTC).isoformat(timespec="seconds"))
+        self._head = Head(FORMAT, version("postroom"), utc_text(time.time_ns()))
         self._add_own(HEAD, encoded(self._head))
 
     def add(self, name: str, fd: int, size: int) -> None:
