@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
+from postroom.logs.mail_records import Framing, Started
 from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.integration.test_cli_up import running
+from tests.postgresserver import database, postgres
 from tests.waiting import until
+
+__all__ = ["database", "postgres"]
 
 
 @pytest.fixture(autouse=True)
@@ -128,17 +132,23 @@ def test_registry_mail_and_bus_damage_are_found(data: Path) -> None:
         )
     bus.write_bytes(bus.read_bytes().replace(b"one", b"onE"))
     (data / "tokens.json").write_text('{"tokens":[{"role":7}]}')
+    secret = bytes(range(8))
+    frame = Framing(secret).frame(Started(1))
+    log = data / "mail" / f"mail-{secret.hex()}-00000001.log"
+    log.parent.mkdir()
+    log.write_bytes(
+        frame + frame[:-1] + b"\xff" + frame + frame[:-2]
+    )  # damage, and a torn end, which is none
     result = postroom("doctor", "--data", data)
     assert result.code == 4
     texts = " ".join(finding["what"] for finding in said(result, "stores"))
     assert "buses/team.yaml is damaged" in texts
     assert "tokens.json is damaged" in texts
+    assert f"{log.relative_to(data)} is damaged: {len(frame)} bytes at {len(frame)}" in texts
     verified = postroom("verify", "--data", data)
     assert verified.code == 1
-    assert sorted(line["sentence"].partition(":")[0] for line in verified.lines) == [
-        "buses/team.yaml",
-        "tokens.json",
-    ]
+    damaged = {line["sentence"].partition(":")[0] for line in verified.lines}
+    assert damaged == {"buses/team.yaml", "tokens.json", log.relative_to(data).as_posix()}
 
 
 def test_tokens_that_expire_soon_and_open_folders_are_warnings(data: Path) -> None:
@@ -175,3 +185,15 @@ def test_a_newer_format_is_refused_with_one_sentence(data: Path) -> None:
     assert result.code == 4
     assert "written by a newer postroom" in said(result, "stores")[0]["what"]
     assert postroom("verify", "--data", data).code == 1
+
+
+def test_a_store_on_postgresql_is_looked_at_and_never_made(database: str) -> None:
+    empty = postroom("doctor", "--data", database)
+    assert (empty.code, empty.raw) == (1, b"")
+    assert "there is no store at" in empty.error
+    with Tasks.open(database) as tasks:
+        task_id = tasks.enqueue(agent="triage", payload=1, max_retries=0)
+        [task] = tasks.claim(agent="triage")
+        tasks.fail(task_id, task.lease, error="no")
+    result = postroom("doctor", "--data", database)
+    assert (result.code, levels(result)["poison"]) == (3, "warning")
