@@ -46,7 +46,10 @@ Two commands are installed: `postroom`, and `zos-mq` with the options and the ou
 |---|---|
 | Results | on stdout: JSON lines into a pipe or a file (or with `--json`), readable text on a terminal |
 | Errors and warnings | on stderr, one line each |
-| Exit code | 0 done, 1 failed, 2 wrong call |
+| Exit code | 0 done, 1 failed, 2 wrong call; `doctor` also 3 with warnings and 4 with problems |
+| Times | RFC 3339 in UTC, ending in `Z`; lengths of time are seconds in fields whose names end in `_s` |
+| Tables | on a terminal: a heading, columns of numbers to the right, `-` for no value |
+| Completion | `postroom completion bash`, `zsh` or `fish` prints a script for your shell |
 | Signals | SIGTERM and SIGINT end any command; for `follow` that is its normal end, with 0 |
 | Colours | on a terminal only, and not when `NO_COLOR` is set |
 | Control characters | shown as escapes such as `\\x1b`, never sent to the terminal |

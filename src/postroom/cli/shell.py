@@ -72,9 +72,10 @@ class Shell:
         """The settings of the file and the environment. Loaded on first use: --help must not fail on them."""
         from postroom.settings import load
 
-        return load(self._config_file(), os.environ)
+        return load(self.config_file(), os.environ)
 
-    def _config_file(self) -> Path | None:
+    def config_file(self) -> Path | None:
+        """The settings file; None without one."""
         if self.config is not None:
             return self.config
         if os.environ.get(CONFIG_VARIABLE):

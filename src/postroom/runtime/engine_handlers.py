@@ -5,7 +5,7 @@ Rule 2: a message of another organization is answered like a message that does n
 Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -68,7 +68,11 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     given: list[dict[str, Any]] = body["messages"] if is_batch else [body]
     messages = [attributed(request.identity, message) for message in given]
     server.tasks.check_backlog()
-    submitted = await _submit(server, request, messages)
+    telemetry = server.engine.core.telemetry
+    if telemetry is None:
+        submitted = await _submit(server, request, messages)
+    else:
+        submitted = await telemetry.send(messages, partial(_submit, server, request))
     for message, one in zip(messages, submitted, strict=True):
         server.server_log.write("submitted", task_id=one.message_id, org=message["org_id"])
     if is_batch:
@@ -77,7 +81,7 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def _submit(
-    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+    server: TaskServer, request: HttpRequest, messages: Sequence[Mapping[str, Any]]
 ) -> list[Submitted]:
     core = server.engine.core
     prepared: list[Prepared] = []
