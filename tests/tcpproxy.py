@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Self
 
 CHUNK_BYTES = 65_536
+LOOK_S = 0.01
 ANSWER_S = 0.05  # the server's time to do what nobody waits for any more
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
@@ -24,6 +25,8 @@ class TcpProxy:
         self.watch: Watch = lambda _chunk: "pass"
         self.is_hole = False
         """Whether bytes are swallowed, in both directions, and new connections get no answer."""
+        self.is_stopped = False
+        """Whether nothing is read from either side, so that the buffers of senders fill up."""
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._mutex = threading.Lock()
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -65,6 +68,8 @@ class TcpProxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_client: bool) -> None:
         with suppress(OSError):
             while chunk := source.recv(CHUNK_BYTES):
+                while self.is_stopped:
+                    time.sleep(LOOK_S)
                 if self.is_hole:
                     continue
                 wish = self.watch(chunk) if is_client else "pass"
