@@ -32,8 +32,7 @@ def _folder() -> Iterator[Path]:
 def _tally(load: Load, tick: Tick) -> Tally:
     tick(1)
     tally = Tally(acknowledged=len(load.accepted), facts={"longest_pause_ms": round(1_000 * load.pause_s)})
-    tally.lost = len(set(load.accepted) - set(load.done))
-    tally.doubled = sum(times - 1 for times in load.done.values())
+    tally.lost, tally.doubled = load.lost, load.doubled
     if load.refused:
         tally.breaks(f"{load.refused} submits were refused although the ledger was there")
     return tally
