@@ -22,8 +22,8 @@ from postroom.stores.base import ByIds, Listing
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
 from postroom.testing import check_consistency
-from postroom.testing.postgres_server import PostgresServer, running_postgres
-from tests.postgresload import under_load
+from postroom.testing.postgres_server import PostgresServer, running_postgres, running_standby
+from tests.postgresload import Report, under_load
 from tests.postgresserver import database, postgres
 from tests.tcpproxy import TcpProxy
 from tests.waiting import until
@@ -34,6 +34,7 @@ COMMIT = b"COMMIT"
 LEASE_NS = 60 * lifecycle.NANOS_PER_S
 PHASES_MAX = 12  # more chunks than any of these calls sends
 WISHES = ("reset", "reset-after")
+HEALED_WITHIN_S = 5.0
 ENDS_WITHIN_S = 15.0  # twice the sum of the shortened timeouts, for a slow machine
 
 
@@ -242,18 +243,48 @@ def test_watchdog_leaves_the_descriptor_of_a_dropped_connection_alone(postgres: 
         assert not address.watchdog._watched
 
 
-def test_kill_of_the_server_under_load_loses_nothing_acknowledged(capsys: pytest.CaptureFixture[str]) -> None:
-    with running_postgres() as server:
-
-        def kill_and_start() -> None:
-            server.kill()
-            server.start()
-
-        report = under_load(server.url(), kill_and_start)
+def check(report: Report, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\nkill -9 of the server: {report}")
+        print(f"\n{fault}: {report}")
     assert (report.lost, report.duplicated) == (0, 0)
-    assert len(report.accepted) > 10
+    assert report.first_after_heal_s < HEALED_WITHIN_S
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[PostgresServer]:
+    """A server of its own, to be killed."""
+    with running_postgres() as server:
+        yield server
+
+
+def test_kill_of_the_server_under_load_loses_nothing_acknowledged(
+    own_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill_and_start(_report: Report) -> None:
+        own_server.kill()
+        own_server.start()
+
+    check(under_load(own_server.new_store(), kill_and_start), "kill -9 of the server", capsys)
+
+
+def test_promotion_of_a_standby_while_writing_loses_nothing_acknowledged(
+    own_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_standby(own_server) as (standby, url):
+
+        def promote(_report: Report) -> None:
+            own_server.kill()
+            standby.promote()
+
+        check(under_load(url, promote), "promotion of the standby", capsys)
+    own_server.start()
+
+
+def test_half_open_connections_are_given_up(
+    proxy: TcpProxy, database: str, short_waits: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = under_load(through(proxy, database), lambda _report: proxy.freeze_all())
+    check(report, "half-open connections", capsys)
 
 
 def test_deadlocks_are_resolved_inside(database: str) -> None:

@@ -20,7 +20,11 @@ LOCAL_REFUSALS = re.compile(
     r"SSL was required|certificate|unknown ca|alert (?:handshake|bad)|Name or service not known"
 )
 """Errors of libpq itself, before it asked for a session. It does not translate them."""
-NO_ANSWER = re.compile(r"refused|timeout|timed out|closed the connection|reset|unreachable|read-only|standby")
+CAN_HEAL = re.compile(
+    r"refused|timeout|timed out|closed the connection|reset|unreachable"  # there was no answer
+    r"|read-only|standby"  # the other host is the primary, or becomes it
+    r"|too many connections"  # of a role or a database: it is counted after the password was checked
+)
 
 _HEAD = struct.Struct(">ci")
 
@@ -32,7 +36,7 @@ def is_local(error: object) -> bool:
 
 def are_ready(hosts: Sequence[Mapping[str, Any]], error: object, timeout_s: float) -> bool:
     """Whether every host has a server that takes sessions, so that `error` must be about this client."""
-    if NO_ANSWER.search(str(error)):
+    if CAN_HEAL.search(str(error)):
         return False
     return all(_is_ready(host, timeout_s) for host in hosts)
 
