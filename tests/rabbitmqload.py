@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,12 +12,15 @@ from typing import Any, cast
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
 from postroom.stores.rabbitmq import RabbitStore
+from tests.tcpproxy import TcpProxy
 
 TYPE = "tool_call"
+HOW = ("reset", "reset-after")
 PATIENCE_S = 40.0
 LOAD_PAUSE_S = 0.01
 LOOK_S = 0.02
 MORE = 20
+RESET_S = 0.5  # after this time a new connection is forced, when only that can reach the next phase
 
 
 class Load:
@@ -60,8 +64,8 @@ class Load:
         wanted = len(self.done) + more
         await self.until(lambda: len(self.done) >= wanted)
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+    async def until(self, condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"it never came true; {self.report('so far')}"
             await asyncio.sleep(LOOK_S)
@@ -117,3 +121,38 @@ async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]])
         await worker
         engine.close()
     return load
+
+
+def method(class_id: int, method_id: int) -> bytes:
+    """How a method begins on the wire."""
+    return struct.pack(">HH", class_id, method_id)
+
+
+PHASES = {
+    "login": method(10, 11),
+    "declare": method(50, 10),
+    "publish": method(60, 40),
+    "consume": method(60, 20),
+    "acknowledge": method(60, 80),
+}
+ONCE_A_CONNECTION = (PHASES["login"], PHASES["declare"], PHASES["consume"])
+
+
+async def reset_at_every_phase(proxy: TcpProxy, load: Load) -> None:
+    """Reset a connection before and after each kind of method that the engine sends."""
+    left: list[tuple[bytes, str]] = [(each, how) for each in PHASES.values() for how in HOW]
+
+    def watch(chunk: bytes) -> str:
+        if left and left[0][0] in chunk:
+            return left.pop(0)[1]
+        return "pass"
+
+    proxy.watch = watch
+    proxy.reset_all()
+    while left:
+        count = len(left)
+        with suppress(AssertionError):
+            await load.until(lambda count=count: len(left) < count, within_s=RESET_S)  # type: ignore[misc]
+        if left and left[0][0] in ONCE_A_CONNECTION:
+            proxy.reset_all()
+    proxy.watch = lambda _chunk: "pass"

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,14 +13,13 @@ from postroom import Engine
 from postroom.errors import Unavailable
 from postroom.stores import rabbitmq_link
 from tests.postgresserver import database, postgres
-from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, under_load
+from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
 from tests.tcpproxy import TcpProxy
 
 __all__ = ["database", "postgres"]  # fixtures
 
 PATIENCE_S = 40.0
-HOW = ("reset", "reset-after")
 
 
 def check(load: Load, name: str) -> None:
@@ -56,44 +54,15 @@ def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, t
     check(load, "broker killed and restarted")
 
 
-def method(class_id: int, method_id: int) -> bytes:
-    """How a method begins on the wire."""
-    return struct.pack(">HH", class_id, method_id)
-
-
-PHASES = {
-    "login": method(10, 11),
-    "declare": method(50, 10),
-    "publish": method(60, 40),
-    "consume": method(60, 20),
-    "acknowledge": method(60, 80),
-}
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that pika forgets
 def test_connections_that_are_reset_at_every_phase_lose_nothing(rabbit: RabbitServer, database: str) -> None:
     with TcpProxy(rabbit.port) as proxy:
-        left: list[tuple[bytes, str]] = [(each, how) for each in PHASES.values() for how in HOW]
 
-        def watch(chunk: bytes) -> str:
-            if left and left[0][0] in chunk:
-                return left.pop(0)[1]
-            return "pass"
-
-        async def reset(_load: Load) -> float:
-            proxy.watch = watch
-            proxy.reset_all()
-            deadline = time.monotonic() + PATIENCE_S
-            while left and time.monotonic() < deadline:
-                await asyncio.sleep(0.1)
-                if left and left[0][0] in (PHASES["login"], PHASES["declare"], PHASES["consume"]):
-                    proxy.reset_all()  # only a new connection does this again
-                    await asyncio.sleep(0.5)
-            proxy.watch = lambda _chunk: "pass"
+        async def reset(load: Load) -> float:
+            await reset_at_every_phase(proxy, load)
             return time.monotonic()
 
         load = asyncio.run(under_load(rabbit.url(database, port=proxy.port), reset))
-        assert not left
     gc.collect()
     check(load, "resets at every phase")
 

@@ -150,10 +150,16 @@ class PostgresServer:
         if process is None:
             return
         process.send_signal(signal.SIGSTOP)  # so that it starts no further child
-        for child in _children(process.pid):
+        children = _children(process.pid)
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         self._end(signal.SIGKILL)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(map(_is_running, children)) and time.monotonic() < deadline:
+            time.sleep(
+                POLL_S
+            )  # a server does not start while a process uses the shared memory of the last one
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -298,6 +304,12 @@ def _children(pid: int) -> list[int]:
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _die_with_parent() -> None:
