@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
+from postroom.message import Durability
 from postroom.stores.rabbitmq import RabbitStore
 from tests.tcpproxy import TcpProxy
 
@@ -26,8 +27,9 @@ RESET_S = 0.5  # after this time a new connection is forced, when only that can 
 class Load:
     """Submits to two organizations in every priority while something goes wrong."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, durability: Durability | None = None) -> None:
         self._engine = engine
+        self._durability = durability
         self.store = cast("RabbitStore", engine.store)
         self.accepted: list[str] = []
         self.refused = 0
@@ -49,7 +51,11 @@ class Load:
                 return
             try:
                 handle = await self._engine.submit(
-                    type=TYPE, org_id=f"org{number % 2}", payload={}, priority=number % 4
+                    type=TYPE,
+                    org_id=f"org{number % 2}",
+                    payload={},
+                    priority=number % 4,
+                    durability=self._durability,
                 )
                 self.accepted.append(handle.message_id)
             except StoreUnreachable as error:
@@ -104,10 +110,12 @@ class Load:
         return text if first is None else f"{text}, first delivery {first:.2f} s after the heal"
 
 
-async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]]) -> Load:
+async def under_load(
+    url: str, fault: Callable[[Load], Awaitable[float | None]], durability: Durability | None = None
+) -> Load:
     """Run a fault while messages are submitted and worked on."""
     engine = Engine.open(url)
-    load = Load(engine)
+    load = Load(engine, durability)
     worker = asyncio.create_task(engine.run())
     submitting = asyncio.create_task(load.submit())
     try:
