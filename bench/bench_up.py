@@ -1,32 +1,21 @@
-"""The speed of `postroom up`: its start, idle memory, MCP tool calls over stdio, submits over HTTP."""
+"""The speed of `postroom up`: its start and memory, MCP tool calls, submits over HTTP, and the live page."""
 
 import argparse
 import asyncio
-import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
+from page_figures import event_figures, first_view_figures, open_pages_figures
+from up_figures import start_figures, submit_figures
 
-READY_S = 1.0
-IDLE_MB = 120.0
 MCP_P50_MS = 10.0
-SUBMITS_A_SECOND = 4_000.0
-CONNECTIONS = 16
-IDLE_S = 3.0  # from ready to the look at the memory
 
 
 @dataclass(frozen=True)
@@ -36,98 +25,13 @@ class Sizes:
     calls: int = 1_000
     starts: int = 5
     submit_s: float = 4.0
+    messages: int = 1_000_000
+    loads: int = 20
+    seconds: float = 4.0
+    events: int = 100
 
 
-QUICK = Sizes(calls=5, starts=1, submit_s=0.2)
-
-
-@contextmanager
-def _up(data: Path) -> Iterator[tuple[dict[str, Any], float]]:
-    """A running `postroom up` with all parts: its addresses, and how long it took."""
-    command = [sys.executable, "-m", "postroom.cli.main", "--json", "up", "--data", str(data)]
-    begun = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--http-port", "0", "--nats-port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        yield facts, time.perf_counter() - begun
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def start_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
-    """From the command to the line with the addresses, and the memory of all its processes when idle."""
-    times, sums, parts = [], [], ""
-    for number in range(sizes.starts):
-        with _up(folder / f"run-{number}") as (facts, ready_s):
-            times.append(ready_s)
-            time.sleep(IDLE_S)
-            found = _memory_mb(facts["pid"])
-        sums.append(sum(found.values()))
-        parts = ", ".join(f"{name} {size:.0f}" for name, size in found.items())
-    goal = [Goal("value", "<", READY_S)]
-    yield Figure("up ready, p50", percentile(times, 0.5), "s", f"slowest: {max(times):.2f} s", goals=goal)
-    limit = [Goal("value", "<", IDLE_MB)]
-    yield Figure("up idle, memory of all parts", percentile(sums, 0.5), "MB", parts, goals=limit)
-
-
-def _memory_mb(pid: int) -> dict[str, float]:
-    """Proportional set size of `up` and its parts: shared pages are counted once."""
-    threads = Path(f"/proc/{pid}/task").iterdir()  # each part is the child of a thread
-    children = [child for thread in threads for child in (thread / "children").read_text().split()]
-    found = {"up": _pss_mb(pid)}
-    for child in children:
-        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        found[" ".join(words[4:6])] = _pss_mb(int(child))
-    return found
-
-
-def _pss_mb(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(line)
-
-
-def submit_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
-    """Messages of one organization, one for each request, on connections that wait for each answer."""
-    with _up(folder / "run") as (facts, _):
-        address = urlsplit(facts["http"])
-        counts = [0] * CONNECTIONS
-        end = time.perf_counter() + sizes.submit_s
-
-        def submit(place: int) -> None:
-            body = json.dumps({"type": "tool_call", "org_id": "bench", "payload": {"n": place}})
-            head = (
-                f"POST /engine/messages HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {facts['token']}\r\n"
-            )
-            request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
-            with socket.create_connection((address.hostname, address.port)) as connection:
-                while time.perf_counter() < end:
-                    connection.sendall(request)
-                    answer = connection.recv(65536)
-                    while not answer.endswith(b"}"):  # the head alone has come
-                        answer += connection.recv(65536)
-                    assert answer.startswith(b"HTTP/1.1 202"), answer
-                    counts[place] += 1
-
-        threads = [threading.Thread(target=submit, args=(place,)) for place in range(CONNECTIONS)]
-        begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        rate = sum(counts) / (time.perf_counter() - begun)
-    yield Figure(
-        f"HTTP submit of Engine, {CONNECTIONS} connections",
-        rate,
-        "messages/s",
-        "one message a request; the clients are one Python process on the same machine",
-        goals=[Goal("value", ">=", SUBMITS_A_SECOND)],
-    )
+QUICK = Sizes(calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.1, events=1)
 
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -160,10 +64,28 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
+def page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The live page in a real browser."""
+    yield from first_view_figures(folder / "views", sizes.messages, sizes.loads)
+    yield from open_pages_figures(folder / "pages", sizes.seconds)
+    yield from event_figures(folder / "events", sizes.events)
+
+
+def up_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The start of `postroom up`, and the memory of its idle parts."""
+    yield from start_figures(folder, sizes.starts)
+
+
+def http_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Submits over HTTP."""
+    yield from submit_figures(folder, sizes.submit_s)
+
+
 BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
-    "start": start_figures,
+    "start": up_figures,
     "mcp": mcp_figures,
-    "submit": submit_figures,
+    "submit": http_figures,
+    "page": page_figures,
 }
 
 
@@ -171,13 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--only", choices=BENCHES, help="one part")
+    parser.add_argument("--messages", type=int, default=Sizes.messages, help="stored before the first view")
     options = parser.parse_args()
+    sizes = Sizes(messages=options.messages)
     report = Report(f"up: {machine()}; times of {Sizes().calls} calls, not {REPEATS} repeats")
     report.begin()
     for name, bench in BENCHES.items():
         if options.only in (None, name):
             with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
+                for figure in bench(Path(folder), QUICK if options.quick else sizes):
                     report.add(figure)
     report.end()
 

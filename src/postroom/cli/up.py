@@ -17,7 +17,7 @@ from postroom.cli.server_options import (
     store_option,
     with_store,
 )
-from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, path_option
+from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, path_option
 
 if TYPE_CHECKING:
     from postroom.runtime.parts import Part
@@ -206,3 +206,7 @@ def init(shell: Shell, out: Path | None) -> None:
     except FileExistsError:
         raise click.ClickException(f"{path} exists already, and stays as it is") from None
     shell.output.facts({"path": str(path)}, f"the settings are in {path}")
+
+
+for _command in (up, init):
+    _command.params.append(json_option())

@@ -40,9 +40,11 @@ from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
 from postroom.runtime.server_log import ServerLog, ServerLogHandler
 from postroom.runtime.task_server import TaskServer
+from postroom.runtime.telemetry import exporting
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
+SERVICE = "postroom-http"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 PORT = 8800
 SOCKET_BACKLOG = 2_048
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
@@ -283,6 +285,7 @@ def serve(
         beside or nullcontext(),
         Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
         _library_logs(server_log),
+        exporting(SERVICE) as telemetry,
     ):
         tasks.store.identity()  # a store that does not answer is one error here, and not one of each thread
         agents = Agents(data)
@@ -297,12 +300,13 @@ def serve(
             in_order=in_order,
             server_log=server_log,
         )
+        engine = Engine(tasks.store) if app_engine is None else app_engine.on(tasks.store)
         app = create_app(
             data,
             tasks,
             agents=agents,
             harness=harness,
-            engine=None if app_engine is None else app_engine.on(tasks.store),
+            engine=engine,
             server_log=server_log,
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,
@@ -312,7 +316,11 @@ def serve(
             page=page,
         )
 
-        _run(app, listening, server_log, ready, tls)
+        if telemetry is not None:
+            telemetry.attach(engine)
+            telemetry.follow(server_log)
+        served = app if telemetry is None else telemetry.traced(app)
+        _run(served, listening, server_log, ready, tls)
     server_log.close()
 
 

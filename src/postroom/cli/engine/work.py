@@ -23,6 +23,7 @@ WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
 MAX_WORKERS_DEFAULT = 50
 SUPERVISOR_CHECK_S = 0.5
+SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
 @click.command()
@@ -79,6 +80,7 @@ def work(
     from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.agent_programs import AgentPrograms
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
+    from postroom.runtime.telemetry import exporting
     from postroom.stores.open import open_store
 
     shell.show_warnings()
@@ -87,7 +89,10 @@ def work(
     store = store if data is None else f"sqlite:///{Path(data).absolute() / DATABASE}"
     engine = load_app(app) if store is None else load_app(app).on(open_store(store))
     if as_worker is not None:
-        asyncio.run(run_worker(engine, as_worker, supervisor))
+        with exporting(SERVICE) as telemetry:
+            if telemetry is not None:
+                telemetry.attach(engine)
+            asyncio.run(run_worker(engine, as_worker, supervisor))
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
