@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, MutableSequence
 from functools import cache
+from html import escape
 from importlib import resources
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple
@@ -66,6 +67,7 @@ CONTENT_TYPES: Final = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
+NO_SESSION: Final = b'name="session" content=""'
 FOREVER: Final = b"public, max-age=31536000, immutable"
 SAFE_METHODS: Final = ("GET", "HEAD")
 OWN_SITES: Final = ("", "same-origin", "none")
@@ -158,9 +160,19 @@ class PageMount:
 
     async def _session(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """Who is signed in. Without a session, the names are empty."""
+        return HttpReply(200, _encode(self._known_caller(server, request)))
+
+    async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """The page. It says who is signed in, so that the first view needs no call for that."""
+        data, kind = _files().by_name["index.html"]
+        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
+        return HttpReply(200, page, ((b"content-type", kind),))
+
+    def _known_caller(self, server: TaskServer, request: HttpRequest) -> dict[str, Any]:
         secret = _secret(request)
         identity = self._session_identity(server, secret) if secret else None
-        return HttpReply(200, _encode(_caller(server, identity, secret)))
+        return _caller(server, identity, secret)
 
     # ---- what is live --------------------------------------------------------------------------
 
@@ -189,7 +201,7 @@ class PageMount:
 
     def _routes(self) -> list[ServedRoute]:
         return [
-            _open("GET", "/", _index),
+            _open("GET", "/", self._index),
             _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
             _open("POST", "/page/sign-in", self._sign_in, SignInBody),
             _change("/page/sign-out", self._sign_out, everybody=True),
@@ -297,11 +309,6 @@ def _files() -> _Files:
     page, kind = found["index.html"]
     found["index.html"] = page.replace(STATIC.encode(), f"{STATIC}{tag}/".encode()), kind
     return _Files(found, tag)
-
-
-async def _index(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - all see the same
-    data, kind = _files().by_name["index.html"]
-    return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", b"no-cache")))
 
 
 async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no server
