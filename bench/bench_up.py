@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
-from page_figures import event_figures, first_view_figures, open_pages_figures
+from page_figures import page_figures
 
 MCP_P50_MS = 10.0
 
@@ -61,14 +61,17 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
-def page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+def live_page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """The live page in a real browser."""
-    yield from first_view_figures(folder / "views", sizes.messages, sizes.loads)
-    yield from open_pages_figures(folder / "pages", sizes.seconds)
-    yield from event_figures(folder / "events", sizes.events)
+    yield from page_figures(
+        folder, messages=sizes.messages, loads=sizes.loads, seconds=sizes.seconds, events=sizes.events
+    )
 
 
-BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures, "page": page_figures}
+BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
+    "mcp": mcp_figures,
+    "page": live_page_figures,
+}
 
 
 def main() -> None:
