@@ -17,8 +17,8 @@ from starlette.types import Message
 
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
-from postroom.runtime.handlers import visible_queue
-from postroom.runtime.http_messages import HttpReply, HttpRequest, disconnection
+from postroom.runtime.handlers import is_valid, visible_queue
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
 from postroom.runtime.schemas import (
     PAGE_DEFAULT,
@@ -63,9 +63,17 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
+def _bus_name(request: HttpRequest) -> str:
+    """The bus of the path, if the caller may use it."""
+    name, identity = request.path_param("name"), request.identity
+    if identity.permissions.only_buses and name not in identity.permissions.only_buses:
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not use the bus {name!r}")
+    return name
+
+
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     query: BusQuery = request.query
-    name = request.path_param("name")
+    name = _bus_name(request)
     if EVENT_STREAM not in request.header(b"accept"):
         messages = await server.on_bus(request, lambda: server.buses.read(name, query.since, query.limit))
         return HttpReply(200, _encode(BusAnswer(messages)))
@@ -107,7 +115,7 @@ def bus_pages(
 
 async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NewBusMessage = request.body
-    name = request.path_param("name")
+    name = _bus_name(request)
     msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
     server.wake_streams()
     server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
@@ -180,7 +188,7 @@ class EventStream(Generic[T]):
         return page
 
     def _has_token(self) -> bool:
-        return self._server.agents.identify(self._request.token) is not None
+        return is_valid(self._server, self._request)
 
 
 STREAM_STARTS: Message = {

@@ -143,6 +143,9 @@ class MailService:
         self.flush()
         return None
 
+    def refused(self, link: Link, call: str, reply: str, code: int, text: str) -> None:
+        self._responder.refuse_subject(link, reply, Mq9Error(code, text), call)
+
     def unsubscribed(self, link: Link, sid: str) -> None:
         self._subscriptions.unsubscribe(link, sid)
 
