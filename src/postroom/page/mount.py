@@ -126,6 +126,7 @@ class PageMount:
         if identity is None:
             raise Refusal(401, "Unauthorized", "this session has ended: sign in again")
         request.identity = identity
+        server.rates.check(identity)
         if request.scope["method"] not in SAFE_METHODS:
             _check_origin(request)
             if not is_csrf_of(secret, request.header(CSRF_HEADER)):
@@ -153,6 +154,8 @@ class PageMount:
         return HttpReply(200, _encode(_caller(server, identity, secret)), (JSON_TYPE, set_cookie))
 
     async def _sign_out(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """End the session. The route is open, because a token that may only read may sign out."""
+        self._identify(server, request)
         await asyncio.to_thread(self._sessions(server).end, _secret(request))
         server.server_log.write("signed_out", agent=request.identity.name)
         name, is_tls = _cookie_of(request)
@@ -204,7 +207,7 @@ class PageMount:
             _open("GET", "/", self._index),
             _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
             _open("POST", "/page/sign-in", self._sign_in, SignInBody),
-            _change("/page/sign-out", self._sign_out, everybody=True),
+            _open("POST", "/page/sign-out", self._sign_out),
             _open("GET", "/page/session", self._session),
             _read("/page/overview", self._overview),
             _read("/page/stream", self._stream, StreamQuery, answers=EVENT_STREAM),
@@ -280,7 +283,7 @@ def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[
         "role": identity.role,
         "org_id": identity.org,
         "is_operator": identity.is_operator,
-        "operates": identity.role != "agent",
+        "operates": identity.role != "agent" and not identity.permissions.is_read_only,
         "csrf": csrf_of(secret),
         "version": version("postroom"),
         "data": server.agents.data.name,
