@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
-from page_figures import event_figures, first_view_figures, open_pages_figures
+from page_figures import page_figures
 from up_figures import start_figures, submit_figures
 
 MCP_P50_MS = 10.0
@@ -64,11 +64,11 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
-def page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+def live_page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """The live page in a real browser."""
-    yield from first_view_figures(folder / "views", sizes.messages, sizes.loads)
-    yield from open_pages_figures(folder / "pages", sizes.seconds)
-    yield from event_figures(folder / "events", sizes.events)
+    yield from page_figures(
+        folder, messages=sizes.messages, loads=sizes.loads, seconds=sizes.seconds, events=sizes.events
+    )
 
 
 def up_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -85,7 +85,7 @@ BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
     "start": up_figures,
     "mcp": mcp_figures,
     "submit": http_figures,
-    "page": page_figures,
+    "page": live_page_figures,
 }
 
 
