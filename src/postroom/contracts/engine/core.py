@@ -55,7 +55,7 @@ class EngineCore:
         self.recovery_tools: dict[str, Callable[..., Any]] = {}
         self.context_provider: Any = None
         """The `ContextProvider` of the engine."""
-        self.sandboxes = Sandboxes()
+        self.sandboxes = Sandboxes(self)
         self._commits = Commits(store)
         self._cycles = Commits(store) if store.is_concurrent else self._commits
         """Commits of workers: submits do not wait for them where the store allows it."""
@@ -85,6 +85,10 @@ class EngineCore:
             or self.built_in.get(type_name)
             or self._default_handlers.get(type_name)
         )
+
+    def is_own(self, type_name: str, handler: Handler) -> bool:
+        """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
+        return self.handlers.get(type_name) is not handler or handler.run == self.mcp_servers.handle
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
