@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from postroom import Advice, Adviser, Engine, Guard, Policy, Retry, RuleAdviser
+from postroom import Advice, Adviser, Coordinator, Engine, Guard, Policy, Retry, RuleAdviser
 from postroom.contracts.engine.cells import Kind
+from postroom.contracts.engine.worker import Worker
 from postroom.contracts.goals.branches import Node
-from postroom.contracts.goals.cells import EFFECTS, ROLLBACKS, UNDOES
+from postroom.contracts.goals.cells import EFFECTS, ROLLBACKS, TOLD, UNDOES
 from postroom.core import poison
 from postroom.errors import (
     ContextChanged,
@@ -31,6 +32,7 @@ from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
+from tests.waiting import eventually
 
 Opened = Callable[..., EngineUnderTest]
 ONCE = {"tool_call": Retry(max_retries=0), "model_call": Retry(max_retries=0)}
@@ -315,7 +317,70 @@ def test_a_failed_compensation_is_a_dead_letter_with_an_alert_and_a_resume_finis
     assert world.wait(goals.status("g")).state == "ACTIVE"
 
 
-KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES)
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_compensation_that_never_works_can_be_given_up(world: EngineUnderTest, is_purged: Any) -> None:
+    log = effects_engine(world, fails=["two", "two", "two"])
+    goals = world.engine.goals
+    world.wait(goals.start("acme", "g"))
+    payload = {"effects": [("one", "REVERSIBLE"), ("two", "REVERSIBLE")]}
+    world.submit(goal_id="g", payload=payload)
+    world.run_all()
+    for _ in range(2):
+        world.wait(goals.rollback("g#1"))
+        world.run_all()
+    assert world.wait(goals.status("g")).state == "ROLLING_BACK"
+    if is_purged:
+        [dead] = world.wait(world.engine.dlq.list())
+        world.wait(world.engine.dlq.purge(dead.message_id))
+        world.wait(goals.rollback("g#1"))
+    else:
+        world.wait(goals.rollback("g#1", accept_irreversible=["two"]))
+    world.run_all()
+    assert log == ["one", "two", "undo one"]
+    assert world.wait(goals.status("g")).state == "ACTIVE"
+
+
+def test_a_rollback_tells_every_agent_with_a_message_in_the_goal(world: EngineUnderTest) -> None:
+    """Those that wait for a cancelled message by their stream, and all registered ones in their inbox."""
+    engine, log = world.engine, effects_engine(world)
+
+    async def story() -> None:
+        async with Coordinator(engine) as coordinator:
+            agents = {name: await coordinator.register(name, "acme") for name in ("done", "open", "other")}
+            stranger = await coordinator.register("done", "bolt")
+            await engine.goals.start("acme", "g")
+            first = {"type": "tool_call", "payload": {"effects": [("one", "REVERSIBLE")]}, "goal_id": "g"}
+            await agents["done"].submit({**first, "org_id": "acme", "agent_id": "done"})
+            await engine.submit(type="tool_call", org_id="acme", goal_id="g", agent_id="nobody", payload={})
+            worker = Worker(engine.core, worker_id="w")
+            await worker.step()
+            await worker.step()
+            waiting = agents["open"].stream(type="tool_call", payload={}, goal_id="g", delay_s=100)
+            parts = asyncio.create_task(collected(waiting))
+            await eventually(lambda: waiting.message_id)
+            await engine.goals.rollback("g#1")
+            await engine.goals.rollback("g#1")  # a resume does not tell anybody again
+            told = [part.message for part in await parts if part.type == "progress"]
+            assert told == ["goal g is rolled back to checkpoint g#1"]
+            for name in ("done", "open"):
+                [notice] = await agents[name].inbox()
+                assert (notice.payload["type"], notice.payload["message"]) == ("progress", told[0])
+                await notice.done()
+                assert await agents[name].inbox() == []
+            assert await agents["other"].inbox() == []
+            assert await stranger.inbox() == []
+
+    world.wait(story())
+    world.run_all()
+    assert log == ["one", "undo one"]
+    assert world.engine.store.read(TOLD.all) == []
+
+
+async def collected(stream: Any) -> Any:
+    return [part async for part in stream]
+
+
+KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES, TOLD)
 
 
 class Killed(BaseException):

@@ -320,6 +320,16 @@ class AgentOperations:
             self._put_letter(org_id, agent_id, letter)
             self._receive(org_id, agent_id, letter, "stored")
 
+    def notify(self, org_id: str, agent_id: str, part: Part) -> None:
+        """Put a part that the agent did not ask for into its inbox, if it can get messages."""
+        try:
+            self.check_recipient(org_id, agent_id)
+        except Bounced:
+            return
+        body = msgspec.to_builtins(part)
+        letter = Letter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
+        self._put_letter(org_id, agent_id, letter)
+
     def _put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
         LETTERS.put(self.transaction, letter, org_id, agent_id, self._next_number())
 
@@ -330,7 +340,7 @@ class AgentOperations:
     def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
         """Note a receipt, once."""
         known = self.receipts(letter.message_id)
-        if receipt in known or letter.is_bounce:
+        if receipt in known or letter.is_bounce or letter.is_notice:
             return
         RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
         self.transaction.emit(

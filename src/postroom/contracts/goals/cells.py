@@ -151,6 +151,8 @@ OPEN: Final = Kind("goal.open", bool)
 EFFECTS: Final = Kind("goal.effect", GoalEffect)
 """Goal, number -> effect."""
 ROLLBACKS: Final = Kind("goal.rollback", Rollback)
+TOLD: Final = Kind("goal.told", bool)
+"""Goal, agent -> True: the agent was told of the rollback that is under way."""
 UNDOES: Final = Kind("goal.undoes", str)
 """Message id of a compensation -> goal."""
 USED: Final = Kind("goal.used", bool)

@@ -211,7 +211,8 @@ class Goals:
         """Roll a goal back to a checkpoint. Calling it again resumes a rollback that was interrupted.
 
         Raises `RollbackRefused` when later effects cannot be undone and are not named in
-        `accept_irreversible`. The goal is ROLLING_BACK until every compensation has completed.
+        `accept_irreversible`. The goal is ROLLING_BACK until every compensation has completed. A resume that
+        names the effect of a failed compensation gives that compensation up.
         """
         accepted: Collection[str] = tuple(accept_irreversible)
         policy = self._core.policy
@@ -233,7 +234,10 @@ class Goals:
             version = checkpoint.graph_version
             await self._graph.write(partial(_undo_to, goal_id=checkpoint.goal_id, version=version))
         await self._write(lambda transaction: rollback.restore(transaction, policy, checkpoint))
-        await self._write(lambda transaction: rollback.resume(transaction, checkpoint.goal_id))
+        await self._write(
+            lambda transaction: rollback.resume(transaction, policy, checkpoint.goal_id, accepted)
+        )
+        self._core.ring_answers()
         await self._note(checkpoint.goal_id)
         return await self.status(checkpoint.goal_id)
 
