@@ -30,6 +30,7 @@ from postroom.errors import (
 )
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
+from postroom.testing.postgres_server import PostgresServer
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
 from tests.waiting import eventually
@@ -464,6 +465,21 @@ def test_a_rollback_that_dies_anywhere_and_is_resumed_has_the_same_end(
                 tried += 1
                 assert left == expected, f"died at point {point} of size {size} on {store}"
     assert tried >= 200
+
+
+def test_a_rollback_on_postgres_that_dies_and_is_resumed_has_the_same_end(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every ninth of the same points: a story with a new database takes long."""
+    expected, _ = rollback_story("memory://", -1, 2, monkeypatch)
+    tried = 0
+    for point in count(0, 9):
+        left, died = rollback_story(postgres.new_store(), point, 2, monkeypatch)
+        if not died:
+            break
+        tried += 1
+        assert left == expected, f"died at point {point}"
+    assert tried > 2
 
 
 # ---- recovery --------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Rollbacks of a goal on one SQLite file, in processes that are killed -9.
 
 `kills-rollback`: each round does effects of a goal and rolls them back. The process that rolls back, and
-undoes the effects as a worker, is killed at random instants. Its successor calls the same rollback again. At the
-end, every effect was undone once and in reverse order, and goal, branch and context are as without a kill.
+undoes the effects as a worker, is killed at random instants. Its successor calls the same rollback again.
+At the end, every effect was undone once, in reverse order; goal, branch and context are as without a kill.
 """
 
 import asyncio
@@ -123,9 +123,8 @@ def roller(report: Report, *, folder: str, sabotage: str = "") -> None:
     """Roll back, or resume, and undo the effects. Each commit is reported."""
     with open_engine(folder) as engine:
         register(engine, folder, sabotage)
-        core = engine.core
-        core.write_raw = _reported(report, core.write_raw)  # type: ignore[method-assign]
-        core.write_cycle = _reported(report, core.write_cycle)  # type: ignore[method-assign]
+        for name in ("write_raw", "write_cycle"):
+            setattr(engine.core, name, _reported(report, getattr(engine.core, name)))
         asyncio.run(_rolled_back(engine))
     report(DONE)
 

@@ -34,7 +34,7 @@ from postroom.contracts.goals.rollback import goal_of
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import advice, lifecycle
 from postroom.core.names import is_name
-from postroom.errors import ContextChanged, GoalEnded, InvalidMessage, InvalidName
+from postroom.errors import ContextChanged, GoalEnded, GraphUnavailable, InvalidMessage, InvalidName
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class Goals:
         chosen = new_id() if goal_id is None else checked_goal_id(goal_id)
         value = checked_context(context or {})
         if not self._graph.is_embedded:
-            await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
+            known = await self._core.read(lambda operations: STATES.get(operations.transaction, chosen))
+            if known is None:
+                await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
         await self._write(
             lambda transaction: start(transaction, org_id, chosen, value, is_embedded=self._graph.is_embedded)
         )
@@ -118,8 +120,10 @@ class Goals:
         policy = self._core.policy
         if self._graph.is_embedded:
             return await self._write(partial(complete, policy=policy, goal_id=goal_id))
+        if not await self._write(partial(_merging, goal_id=goal_id)):
+            await self._note(goal_id)
+            return []
         choices = await self._core.read(lambda operations: choices_of(operations.transaction, goal_id))
-        await self._write(partial(_merging, goal_id=goal_id))
         conflicts = await self._graph.write(partial(_merge_branch, goal_id=goal_id, choices=choices))
         if conflicts:
             return await self._write(lambda transaction: ask_about(transaction, policy, goal_id, conflicts))
@@ -258,9 +262,13 @@ class Goals:
             return
         status = await self.status(goal_id)
         facts = {"state": status.state, "checkpoint": f"{goal_id}#{status.checkpoints}"}
-        await self._graph.write(
-            lambda cells: branches.write_main(cells, status.org_id, f"goal:{goal_id}", facts, replaces=True)
-        )
+
+        def work(cells: Cells) -> None:
+            if status.ended_us:
+                branches.MERGED.put(cells, None, goal_id)
+            branches.write_main(cells, status.org_id, f"goal:{goal_id}", facts, replaces=True)
+
+        await self._graph.write(work)
 
     async def _write(self, work: Callable[[Transaction], T]) -> T:
         return await self._core.write_raw(work, makes_room=True)
@@ -445,10 +453,15 @@ def _drop_branch(cells: Cells, goal_id: str) -> None:
 
 
 def _merge_branch(cells: Cells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
-    """Merge a branch; one that was merged before a crash is gone."""
+    """Merge a branch, unless that was done before a crash. A branch that was lost is not a merged one."""
     if branches.BRANCHES.get(cells, goal_id) is None:
+        if not branches.MERGED.get(cells, goal_id):
+            raise GraphUnavailable(f"the graph has lost the branch of goal {goal_id!r}")
         return []
-    return branches.merge(cells, goal_id, choices)
+    conflicts = branches.merge(cells, goal_id, choices)
+    if not conflicts:
+        branches.MERGED.put(cells, True, goal_id)  # noqa: FBT003
+    return conflicts
 
 
 def _undo_to(cells: Cells, goal_id: str, version: int) -> None:

@@ -185,6 +185,7 @@ def restore(transaction: Transaction, policy: Policy, checkpoint: Checkpoint) ->
     if branches.BRANCHES.get(transaction, goal_id) is not None:
         branches.undo_to(transaction, goal_id, checkpoint.graph_version)
     goal = _restored_context(transaction, checkpoint, goal, learns=plan.preserve_learning)
+    goal = replace(goal, graph_version=checkpoint.graph_version)
     undoing = _send_compensations(transaction, policy, checkpoint, goal)
     STATES.put(transaction, goal, goal_id)
     ROLLBACKS.put(transaction, replace(plan, begun=True, undoing=undoing), goal_id)
