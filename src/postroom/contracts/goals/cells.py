@@ -108,6 +108,7 @@ class LearnedRule(msgspec.Struct, frozen=True):
     """A decision that was taken so often that it is taken without asking."""
 
     rule_id: str
+    org_id: str
     kind: QuestionKind
     pattern: str
     choice: str
@@ -165,9 +166,9 @@ PENDING: Final = Kind("goal.pending", bool)
 CHOICES: Final = Kind("goal.choice", str)
 """Goal, node, property -> the side that a merge takes."""
 TALLIES: Final = Kind("goal.tally", Tally)
-"""Kind, pattern -> the same decision, counted."""
+"""Organization, kind, pattern -> the same decision, counted."""
 RULES: Final = Kind("goal.rule", LearnedRule)
-"""Kind, pattern -> learned rule."""
+"""Organization, kind, pattern -> learned rule."""
 ACTIVE: Final = Kind("conflict.active", Active)
 """Message id -> operation."""
 ACTIVE_ON: Final = Kind("conflict.on", bool)
