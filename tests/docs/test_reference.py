@@ -35,7 +35,10 @@ def test_the_reference_pages_are_up_to_date() -> None:
 def every_command(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
     yield path, command
     if isinstance(command, click.Group):
-        for name, below in command.commands.items():
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
             yield from every_command(below, f"{path} {name}")
 
 

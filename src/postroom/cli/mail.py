@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.server_options import HOST_DEFAULT, listen_options, tls_options
 from postroom.cli.shell import (
     COUNT_MAX,
     HELP_OPTIONS,
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
 PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a variable
 TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
-HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 4222
 CALL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0
 AMOUNT_MAX = 1 << 40
-PORT = click.IntRange(0, 65535)
 AT_LEAST_ONE = click.IntRange(1, COUNT_MAX)
 STORAGES = click.Choice(["memory", "os", "group"])
 PRIORITIES = ("critical", "urgent", "high", "normal", "low")
@@ -142,17 +141,8 @@ def mail() -> None:
 
 @mail.command()
 @path_option("--data", metavar="DIR", text="The data folder of the server.", required=True)
-@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
-@click.option(
-    "--port",
-    type=PORT,
-    default=PORT_DEFAULT,
-    show_default=True,
-    metavar="N",
-    help="The port; 0 takes a free one.",
-)
-@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
-@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@listen_options(PORT_DEFAULT)
+@tls_options
 @click.option(
     "--tls-first", is_flag=True, help="Start with the TLS handshake; clients have to be configured for it."
 )

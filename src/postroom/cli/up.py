@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.mail import PORT
+from postroom.cli.server_options import PORT
 from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, path_option
 
 if TYPE_CHECKING:

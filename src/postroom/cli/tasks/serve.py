@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.program import end_programs, run_program
+from postroom.cli.server_options import listen_options, tls_options
 from postroom.cli.shell import Shell, parse_wait, path_option, stop_with_stdin
-from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, needed_data_option
+from postroom.cli.tasks.options import durability_option, needed_data_option
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
@@ -30,15 +31,7 @@ CONCURRENCY_DEFAULT = 4
     "--store", metavar="URL",
     help="The store of the tasks, such as postgres://user@host/db.  [default: DIR/queue.db]",
 )  # fmt: skip
-@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
-@click.option(
-    "--port",
-    type=PORT,
-    default=PORT_DEFAULT,
-    show_default=True,
-    metavar="N",
-    help="The port; 0 takes a free one.",
-)
+@listen_options(PORT_DEFAULT)
 @click.option(
     "--overlap",
     is_flag=True,
@@ -84,8 +77,7 @@ CONCURRENCY_DEFAULT = 4
     metavar="MODULE:ENGINE",
     help="An engine whose types and rules the global queue has; see `engine work`.",
 )
-@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
-@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@tls_options
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @durability_option("group")
 @click.pass_obj

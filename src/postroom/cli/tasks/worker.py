@@ -11,10 +11,9 @@ import click
 
 from postroom.cli.program import CannotRun, ProgramFailed, end_programs, run_program
 from postroom.cli.render import OutputFailed
+from postroom.cli.server_options import HOST_DEFAULT, PORT
 from postroom.cli.shell import Shell, parse_wait
 from postroom.cli.tasks.options import (
-    HOST_DEFAULT,
-    PORT,
     agent_option,
     lease_option,
     lease_s_option,

@@ -114,7 +114,7 @@ def _kill(pid: int) -> None:
 
 
 async def _exit_status(pid: int) -> int | None:
-    """The status of a child that has closed its pipe; None when it runs on, as a daemon would."""
+    """The exit status of a child, or None when it still runs `EXIT_S` after it has closed its pipe."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + EXIT_S
     while loop.time() < deadline:
