@@ -31,7 +31,8 @@ from postroom.contracts.engine.cells import (
     WantedProgram,
     joined,
 )
-from postroom.contracts.engine.messages import Body, Prepared, decode_body
+from postroom.contracts.engine.message_input import Prepared
+from postroom.contracts.engine.messages import Body, decode_body
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, last_part, read_on
 from postroom.contracts.engine.policy import Policy

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Operations, Usage
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Usage
 from postroom.contracts.engine.part_writer import PartWriter
 from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
 from postroom.contracts.goals.progress import REVERSAL_CLASSES, checked_reversal

@@ -13,7 +13,8 @@ from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.mcp_tools import McpServers
-from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
+from postroom.contracts.engine.message_input import Prepared, Registry
+from postroom.contracts.engine.messages import checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge

@@ -39,7 +39,8 @@ from postroom.contracts.engine.handlers import (
 )
 from postroom.contracts.engine.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.contracts.engine.messages import Message, message_of
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority

@@ -8,7 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.engine.cells import SEPARATOR, Cells
-from postroom.contracts.engine.messages import CONTEXT_BYTES_MAX, new_id
+from postroom.contracts.engine.message_input import CONTEXT_BYTES_MAX
+from postroom.contracts.engine.messages import new_id
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import branches, decisions, progress, rollback
 from postroom.contracts.goals.branches import NodeConflict
