@@ -285,6 +285,7 @@ LAYER_MEANINGS = {
     "cli": "parse, call a contract, print",
     "testing": "for users: clock, faults, StoreContract",
     "mcp": "tools for agents over MCP",
+    "page": "the live page",
     "runtime": "servers, harness, shipper process",
     "pipeline": "Spark tables from the audit stream",
     "contracts": "Bus, Queue, Tasks, Engine, Mail, Audit, their feeds",

@@ -247,6 +247,12 @@ class _Subject(msgspec.Struct, frozen=True):
 
 def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: bytes) -> PostroomError:
     """The error that an answer above 299 stands for."""
+    error = _error_of(call, status, headers, body)
+    error.http_status = status
+    return error
+
+
+def _error_of(call: Call, status: int, headers: http.client.HTTPMessage, body: bytes) -> PostroomError:
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except msgspec.DecodeError:

@@ -222,10 +222,10 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity = request.identity
     org_id = _organization(identity, None if query.org_id is msgspec.UNSET else query.org_id)
     found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
-    return HttpReply(200, _encode(AgentsAnswer([_shown(identity, info) for info in found])))
+    return HttpReply(200, _encode(AgentsAnswer([shown_to(identity, info) for info in found])))
 
 
-def _shown(identity: Identity, info: AgentInfo) -> AgentInfo:
+def shown_to(identity: Identity, info: AgentInfo) -> AgentInfo:
     """An agent sees what it waits for itself, and the health of the others."""
     if identity.is_operator or identity.name == info.agent_id:
         return info
@@ -303,6 +303,11 @@ async def leave(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: SendBody = request.body
+    identity = request.identity
+    if identity.permissions.only_message and body.to not in identity.permissions.only_message:
+        raise Refusal(
+            403, "Forbidden", f"this token is {identity.name}'s and sends messages to no agent {body.to!r}"
+        )
     agent = await _agent(server, *_own(request), body.session)
     fields: dict[str, Any] = {"priority": body.priority}
     if body.message_id is not None:

@@ -73,6 +73,14 @@ class AgentInfo(msgspec.Struct, frozen=True):
     """The ids of messages in its inbox that it has not acted on."""
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """When an agent was last heard of."""
+
+    health: Health
+    silent_s: float
+    """How long it was not heard of."""
+
+
 class Asked(msgspec.Struct, frozen=True):
     """A request of an agent, and how far its reader has come."""
 
@@ -459,17 +467,16 @@ class AgentOperations:
     def _info(
         self, org_id: str, agent_id: str, entry: AgentEntry, coordinator: CoordinatorInfo | None
     ) -> AgentInfo:
-        seen_ns = self.seen_ns(entry, coordinator)
-        silent_ns = self.transaction.steady_ns - max(seen_ns, entry.registered_ns)
+        seen = self._seen(entry, coordinator)
         letters = LETTERS.under(self.transaction, org_id, agent_id, limit=WAITS_SHOWN_MAX)
         return AgentInfo(
             org_id=org_id,
             agent_id=agent_id,
-            health=self.health(entry),
+            health=seen.health,
             coordinator=entry.coordinator,
             epoch=0 if coordinator is None else coordinator.epoch,
             registered_at=EPOCH + entry.registered_us * MICROSECOND,
-            silent_s=max(0, silent_ns) / NANOS_PER_S,
+            silent_s=seen.silent_s,
             waits_for=self.open_requests(org_id, agent_id)[:WAITS_SHOWN_MAX],
             waited_for_by=[letter.message_id for _, letter in letters],
         )
@@ -478,11 +485,18 @@ class AgentOperations:
         """The registration of an agent; None when there is none."""
         return AGENTS.get(self.transaction, org_id, agent_id)
 
+    def seen(self, entry: AgentEntry) -> "Seen":
+        """The health of an agent, and how long it was not heard of."""
+        return self._seen(entry, COORDINATORS.get(self.transaction, entry.coordinator))
+
+    def _seen(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> "Seen":
+        seen_ns, now_ns = self.seen_ns(entry, coordinator), self.transaction.steady_ns
+        silent_ns = now_ns - max(seen_ns, entry.registered_ns)
+        health = agents.health_of(entry.registered_ns, seen_ns, now_ns, self.rules)
+        return Seen(health, max(0, silent_ns) / NANOS_PER_S)
+
     def health(self, entry: AgentEntry) -> Health:
-        """The health of an agent at the time of the transaction."""
-        coordinator = COORDINATORS.get(self.transaction, entry.coordinator)
-        seen_ns = self.seen_ns(entry, coordinator)
-        return agents.health_of(entry.registered_ns, seen_ns, self.transaction.steady_ns, self.rules)
+        return self.seen(entry).health
 
     def seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
         """The time of an agent's last sign of life. A local agent lives as long as its coordinator."""
