@@ -36,7 +36,6 @@ _log = logging.getLogger("postroom.engine")
 BEAT_S: Final = LEASE_S / 3
 SWEEP_S: Final = 5.0
 PAUSE_S: Final = 0.1  # after an error of a background loop
-ACKNOWLEDGE_S: Final = 0.005  # how long a closed request waits for others, so that they share a commit
 
 
 class Coordinator:
@@ -270,7 +269,6 @@ class Coordinator:
     async def _acknowledge(self) -> None:
         while True:
             await self._acknowledging.wait()
-            await asyncio.sleep(ACKNOWLEDGE_S)
             self._acknowledging.clear()
             await self._acknowledge_all()
 
