@@ -286,7 +286,8 @@ LIMITED = (
     "sinks.index",
     "core.history_checker",
     "core.admission",
-    "core.tokens",
+    "core.token_rules",
+    "core.provider_headers",
     *(
         f"contracts.{package}.{module.stem}"
         for package in ("engine", "goals", "sandbox")

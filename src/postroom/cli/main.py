@@ -25,6 +25,7 @@ COMMANDS = {  # name: module and function
     "tasks": "tasks:tasks",
     "tls": "tls:tls",
     "token": "token:token",
+    "top": "top:top",
     "up": "up:up",
     "verify": "verify:verify_command",
 }

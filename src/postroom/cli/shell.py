@@ -403,6 +403,19 @@ def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     )
 
 
+def parse_rate(text: str) -> float:
+    """A number of calls a second; 0 is no limit."""
+    from postroom.settings import RATE_MAX
+
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= RATE_MAX:
+        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:g}")
+    return rate
+
+
 def parse_wait(text: str) -> float:
     """A finite number of seconds, 0 or more."""
     try:

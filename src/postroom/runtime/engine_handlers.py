@@ -24,6 +24,7 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Stored, org_of
+from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
     ExplainAnswer,
@@ -42,7 +43,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import NO_CONTENT, ClientDisconnected, HttpReply, HttpRequest, Refusal
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -202,21 +203,27 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode(info))
 
 
-async def stream(server: TaskServer, request: HttpRequest) -> None:
+async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:
+    """The parts of an answer as they come. 204 tells a client that has the last part to reconnect no more."""
     last = request.header(b"last-event-id")
     begin = parse_position(last) if last else Position()
+    if begin.is_end:
+        await _read_visible(server, request, lambda *_: None)
+        return NO_CONTENT
 
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
             epoch = server.epoch
-            told = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
-            return stream_page(told, position, is_complete=is_complete)
+            stamped = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
+            return stream_page(stamped, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
 
     run = partial(server.read_for, request)
-    await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+    with heard(server, request.identity):
+        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+    return None
 
 
 def stream_page(

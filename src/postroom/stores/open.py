@@ -1,5 +1,7 @@
 """`open_store`: a store by its address."""
 
+import re
+
 from postroom.errors import InvalidMessage
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
@@ -8,6 +10,15 @@ SQLITE = "sqlite:///"
 MEMORY = "memory://"
 AMQP = ("amqp://", "amqps://")
 POSTGRES = ("postgres://", "postgresql://")
+
+
+_PASSWORD = re.compile(r"(://[^/@:?]*):[^/@]*@")
+
+
+def shown_address(url: str) -> str:
+    """The address of a store without its password and its options."""
+    address, _, options = url.partition("?")
+    return _PASSWORD.sub(r"\1@", address) + ("?…" if options else "")
 
 
 def open_store(url: str, *, clock: Clock | None = None) -> Store:
@@ -28,7 +39,8 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
         raise InvalidMessage(
-            f"{url!r} is not a store: use sqlite:///path/to/queue.db, postgres://user@host/db or memory://"
+            f"{shown_address(url)!r} is not a store: use sqlite:///path/to/queue.db, "
+            "postgres://user@host/db, amqp://user@host/?ledger=URL or memory://"
         )
     from postroom.stores.sqlite import SqliteStore
 

@@ -50,8 +50,10 @@ from postroom.contracts.goals import progress, registry
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
 from postroom.core.ids import number_in_uuid, store_tag
+from postroom.core.provider_headers import Observed
 from postroom.core.retry import demoted
-from postroom.core.tokens import Grant, Observed, TokenRules
+from postroom.core.token_rules import TokenRules
+from postroom.core.tokens import Grant
 from postroom.errors import (
     EffectUnknown,
     InvalidMessage,
