@@ -49,6 +49,7 @@
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── StoreUnreachable      the database of a store does not answer
+    │   ├── StoreRefused          the database refuses the role, the password, the name or the certificate
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
@@ -206,6 +207,14 @@ class StoreUnreachable(Unavailable):
         self.rolled_back = rolled_back
         rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
         super().__init__(f"{url} does not answer: {reason}; {rest}")
+
+
+class StoreRefused(Unavailable):
+    """The database of a store answers, and refuses this client. Somebody has to change a setting first."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url = url
+        super().__init__(f"{url} refuses the connection: {reason}; nothing was stored")
 
 
 class TopicError(QueueError, Rejected, ValueError):

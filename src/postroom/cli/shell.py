@@ -369,29 +369,36 @@ def path_option(
 
 
 class StoreAddress(PosixPath):
-    """The address of a store, given where a data folder can be given. As a path it shows no password."""
+    """The address of a store, given where a data folder can be given. As text it shows no password."""
 
     url: str
+    shown: str
 
     @classmethod
     def of(cls, url: str) -> "StoreAddress":
-        from postroom.stores.postgres_connection import Address
+        from postroom.stores.open import shown_address
 
-        address = cls(Address(url).url)
-        address.url = url
+        shown = shown_address(url)
+        address = cls(shown)
+        address.url, address.shown = url, shown
         return address
+
+    def __str__(self) -> str:
+        return (
+            getattr(self, "shown", None) or super().__str__()
+        )  # a path would have one slash behind the scheme
 
 
 def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     """A data folder, or the address of a store."""
     from postroom.settings import ADDRESS
-    from postroom.stores.open import POSTGRES
+    from postroom.stores.open import SERVERS
 
-    if value is not None and value.startswith(POSTGRES):
+    if value is not None and value.startswith(SERVERS):
         return StoreAddress.of(value)
     if value is not None and ADDRESS.match(value):
         raise click.BadParameter(
-            f"{value} is neither a data folder nor an address as postgres://user@host/db"
+            "it must be a data folder, or an address as postgres://user@host/db or amqp://host/?ledger=URL"
         )
     return as_path(context, parameter, value)
 

@@ -43,7 +43,7 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
 @click.option(
     "--unordered", is_flag=True,
     help="Do not check the order of deliveries: workers of a store on PostgreSQL claim at the same time.  "
-    "[default: with --store postgres://...]",
+    "[default: with --store postgres://... or amqp://...]",
 )  # fmt: skip
 @click.option("--since", metavar="TIME", help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.")
 @click.option("--until", metavar="TIME", help="End at this time.")
@@ -76,7 +76,7 @@ def verify_command(
       postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
     """
     from postroom.core.history_checker import History
-    from postroom.stores.open import POSTGRES
+    from postroom.stores.open import SERVERS
 
     if (folder is None) == (data is None):
         raise click.UsageError("say what to check: the FOLDER of an audit stream, or --data DIR")
@@ -88,7 +88,7 @@ def verify_command(
     if store is not None and until is not None:
         raise click.UsageError("--store compares with the present, so it cannot be used with --until")
     since_us, until_us = _time_us("--since", since), _time_us("--until", until)
-    overlaps = unordered or (store is not None and store.startswith(POSTGRES))
+    overlaps = unordered or (store is not None and store.startswith(SERVERS))
     history = History(since_us=since_us, until_us=until_us, ordered=not overlaps)
     _read(shell, folder, history, since_us, until_us)
     if horizon_s is None:

@@ -20,7 +20,6 @@ from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 
 PATTERNS_SHOWN_MAX: Final = 50
-EXAMPLES_MAX: Final = 3
 
 _encode = msgspec.json.Encoder().encode
 

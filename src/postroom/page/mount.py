@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableSequence
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from starlette.routing import Router
@@ -44,6 +44,7 @@ from postroom.runtime.task_server import TaskServer
 from postroom.runtime.tokens import digest_of
 
 PREFIX: Final = "/page/"
+STATIC: Final = "/page/static/"
 CSRF_HEADER: Final = b"x-csrf-token"
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -65,6 +66,7 @@ CONTENT_TYPES: Final = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
+FOREVER: Final = b"public, max-age=31536000, immutable"
 SAFE_METHODS: Final = ("GET", "HEAD")
 OWN_SITES: Final = ("", "same-origin", "none")
 """What a browser says in Sec-Fetch-Site about a request of the page itself."""
@@ -188,7 +190,7 @@ class PageMount:
     def _routes(self) -> list[ServedRoute]:
         return [
             _open("GET", "/", _index),
-            _open("GET", "/page/static/{name}", _static),
+            _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
             _open("POST", "/page/sign-in", self._sign_in, SignInBody),
             _change("/page/sign-out", self._sign_out, everybody=True),
             _open("GET", "/page/session", self._session),
@@ -276,35 +278,40 @@ def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[
 # ---- files and headers -----------------------------------------------------------------------------
 
 
+class _Files(NamedTuple):
+    """The files of the page by name, with their types, and a tag that changes with any of them."""
+
+    by_name: dict[str, tuple[bytes, bytes]]
+    tag: str
+
+
 @cache
-def _files() -> dict[str, tuple[bytes, bytes, bytes]]:
-    """The files of the page by name: content, type and tag."""
-    found = {}
+def _files() -> _Files:
+    found: dict[str, tuple[bytes, bytes]] = {}
     for file in resources.files("postroom.page").joinpath("static").iterdir():
         kind = CONTENT_TYPES.get("." + file.name.rpartition(".")[2])
         if kind is not None:
-            data = file.read_bytes()
-            found[file.name] = data, kind, b'"%b"' % hashlib.sha256(data).hexdigest()[:16].encode()
-    return found
+            found[file.name] = file.read_bytes(), kind
+    content = b"".join(name.encode() + data for name, (data, _) in sorted(found.items()))
+    tag = hashlib.sha256(content).hexdigest()[:16]
+    page, kind = found["index.html"]
+    found["index.html"] = page.replace(STATIC.encode(), f"{STATIC}{tag}/".encode()), kind
+    return _Files(found, tag)
 
 
-async def _index(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no server
-    return _file(request, "index.html")
+async def _index(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - all see the same
+    data, kind = _files().by_name["index.html"]
+    return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", b"no-cache")))
 
 
 async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no server
-    return _file(request, request.path_param("name"))
-
-
-def _file(request: HttpRequest, name: str) -> HttpReply:
-    found = _files().get(name)
-    if found is None:
-        raise Refusal(404, "NotFound", "the page has no such file")
-    data, kind, tag = found
-    headers = ((b"content-type", kind), (b"etag", tag), (b"cache-control", b"no-cache"))
-    if request.header(b"if-none-match").encode("latin-1") == tag:
-        return HttpReply(304, b"", headers)
-    return HttpReply(200, data, headers)
+    """A file. Its address has the tag of this version, so a browser may keep it for good."""
+    files = _files()
+    found = files.by_name.get(request.path_param("name"))
+    if found is None or request.path_param("tag") != files.tag:
+        raise Refusal(404, "NotFound", "the page has no such file: load the page again")
+    data, kind = found
+    return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", FOREVER)))
 
 
 def _add_headers(headers: MutableSequence[tuple[bytes, bytes]]) -> None:

@@ -15,7 +15,7 @@ from postroom.runtime.mail_status import MailStatus, read_status
 from postroom.runtime.task_server import TaskServer
 
 AGENTS_LISTED_MAX: Final = 1_000
-TOKENS_LISTED_MAX: Final = 1_000
+REGISTERED_LISTED_MAX: Final = 1_000
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,7 +40,7 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
         answer["mail"] = await asyncio.to_thread(_mail, server.agents.data)
         answer["registered"] = [
             {"name": one.name, "role": one.role, "org_id": one.org}
-            for one in server.agents.list()[:TOKENS_LISTED_MAX]
+            for one in server.agents.list()[:REGISTERED_LISTED_MAX]
         ]
     return HttpReply(200, _encode(answer))
 

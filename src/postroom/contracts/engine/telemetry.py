@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.operations import Outcome, Submitted
+from postroom.contracts.engine.operations import Submitted
+from postroom.contracts.engine.outcomes import Outcome
 
 Submit: TypeAlias = Callable[[list[Mapping[str, Any]]], Awaitable[list[Submitted]]]
 NoteOutcome: TypeAlias = Callable[[Outcome | None], None]
@@ -29,7 +30,9 @@ class EngineTelemetry(Protocol):
 
 async def noted(
     telemetry: EngineTelemetry, claimed: Claimed, worker_id: str, attempt: Awaitable[Outcome | None]
-) -> None:
+) -> Outcome | None:
     """Run an attempt, and report its outcome."""
     with telemetry.processing(claimed, worker_id) as note:
-        note(await attempt)
+        outcome = await attempt
+        note(outcome)
+    return outcome

@@ -38,15 +38,16 @@ from postroom.contracts.engine.handlers import (
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, limit_memory, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.contracts.engine.messages import Message, message_of
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
 from postroom.contracts.engine.telemetry import noted
 from postroom.contracts.engine.waits import set_soon, wait_for_event
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
-from postroom.core import poison
+from postroom.contracts.sandbox.pools import AGENT_TYPES
 from postroom.core.fairness import Rotation
 from postroom.errors import (
     PostroomError,
@@ -144,7 +145,8 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        loops = (self._keep_leases, self._watch, self._report, self._purge)
+        keep_warm = self._core.sandboxes.keep_warm
+        loops = (self._keep_leases, self._watch, self._report, self._purge, keep_warm)
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
             with self._core.heard(partial(set_soon, loop, self._wake)):
@@ -322,11 +324,10 @@ class Worker:
     def _start(self, claimed: Claimed, payload: bytes | None) -> None:
         running = _Running(claimed, time.monotonic())
         self._running[claimed.record.message_id] = running
-        telemetry = self._core.telemetry
         attempt = self._attempt(running, payload)
-        running.task = asyncio.create_task(
-            attempt if telemetry is None else noted(telemetry, claimed, self.worker_id, attempt)
-        )
+        if self._core.telemetry is not None:
+            attempt = noted(self._core.telemetry, claimed, self.worker_id, attempt)
+        running.task = asyncio.create_task(attempt)
 
     async def _attempt(self, running: _Running, payload: bytes | None) -> Outcome | None:
         """Run a handler. Returns the outcome that will be committed; None when the lease is lost."""
@@ -365,7 +366,9 @@ class Worker:
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if poison.runs_alone(record) or handler.pool == "process":
+            if claimed.type in AGENT_TYPES:
+                await self._core.sandboxes.follow(message)
+            if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)

@@ -114,7 +114,7 @@ export function messageLink(id) {
 
 // Text that is data: it keeps its lines and is never markup.
 export function code(text, label) {
-  return h("pre", { class: "data", tabindex: "0", "aria-label": label, dir: "ltr" }, text);
+  return h("pre", { class: "data", tabindex: "0", "aria-label": label + " as text", dir: "ltr" }, text);
 }
 
 // ---- notices and dialogs -----------------------------------------------------------------------------
