@@ -34,7 +34,7 @@ def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: 
 
 @click.group(context_settings=HELP_OPTIONS)
 def goals() -> None:
-    """Goals: what belongs together, with checkpoints that it can be rolled back to.
+    """Goals: work of many messages, with checkpoints for a rollback.
 
     \b
     Example:
@@ -114,7 +114,10 @@ def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> 
 @folder_option
 @click.pass_obj
 def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
-    """Merge the branch of a goal into main, and end the goal.
+    """Complete a goal: its facts in the knowledge graph become visible to everybody.
+
+    A fact that somebody else has changed since the goal began is decided by the adviser or a person; the goal
+    is MERGING until then.
 
     \b
     Example:
@@ -132,7 +135,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
 @folder_option
 @click.pass_obj
 def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
-    """End a goal without a merge, and cancel its open messages.
+    """Give a goal up: its facts in the knowledge graph are dropped, and its open messages are cancelled.
 
     \b
     Example:
@@ -264,7 +267,7 @@ def decisions() -> None:
 @where_options
 @click.pass_obj
 def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
-    """List the decisions that nobody has taken yet, the oldest first.
+    """List open decisions, the oldest first.
 
     \b
     Example:
@@ -285,7 +288,7 @@ def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str 
 def show_decision(
     shell: Shell, decision_id: str, data: Path | None, url: str | None, token: str | None
 ) -> None:
-    """Show a decision with its question, its facts and its reasoning.
+    """Show a decision: question, facts, answer and reasoning.
 
     \b
     Example:
@@ -304,7 +307,7 @@ def show_decision(
 def answer_decision(
     shell: Shell, decision_id: str, choice: str, data: Path | None, url: str | None, token: str | None
 ) -> None:
-    """Take a decision: one of its options.
+    """Answer a question with one of its options.
 
     \b
     Example:
@@ -338,7 +341,7 @@ def rules(shell: Shell, data: Path | None) -> None:
 @folder_option
 @click.pass_obj
 def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
-    """Remove a learned rule: its questions are asked again.
+    """Delete a learned rule. The adviser is asked again about questions that the rule answered.
 
     \b
     Example:
@@ -346,7 +349,7 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
     """
     with open_engine(shell, _required(data), None, create=False) as engine:
         engine.blocking.wait(engine.decisions.forget(rule_id))
-    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is forgotten")
+    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
 
 
 # ---- conflicts ---------------------------------------------------------------------------------------
