@@ -1,13 +1,15 @@
 """For operators: `postroom engine goals`, `graph`, `decisions` and `conflicts`."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from postroom.cli.engine.options import data_option, where_options
-from postroom.cli.engine.places import open_engine, open_place
+from postroom.cli.engine.places import Folder, Remote, open_engine, open_place
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
@@ -19,6 +21,18 @@ def _required(data: Path | None) -> Path:
     if data is None:
         raise click.UsageError("say where the messages are: --data DIR")
     return data
+
+
+def on_place(run: Callable[..., None]) -> Callable[..., None]:
+    """A command on the messages of a data folder or of a server: it gets the shell and the place."""
+
+    def command(
+        shell: Shell, data: Path | None, url: str | None, token: str | None, **arguments: Any
+    ) -> None:
+        with open_place(shell, data, url, token) as place:
+            run(shell, place, **arguments)
+
+    return where_options(click.pass_obj(functools.update_wrapper(command, run)))
 
 
 def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: str) -> None:
@@ -45,50 +59,44 @@ def goals() -> None:
 
 
 @goals.command(name="list")
-@where_options
-@click.pass_obj
-def list_goals(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def list_goals(shell: Shell, place: Folder | Remote) -> None:
     """List goals and their states.
 
     \b
     Example:
       postroom engine goals list --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.goals()
+    rows = place.goals()
     columns = ["goal_id", "org_id", "state", "open_messages", "checkpoints", "effects"]
     _lines(shell, columns, rows, "there is no goal yet")
 
 
 @goals.command()
 @goal_argument
-@where_options
-@click.pass_obj
-def show(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def show(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
     """Show a goal: its state, what failed last, and what it waits for.
 
     \b
     Example:
       postroom engine goals show trip-7 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        facts = place.goal(goal_id)
+    facts = place.goal(goal_id)
     shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 @goals.command()
 @goal_argument
-@where_options
-@click.pass_obj
-def checkpoints(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def checkpoints(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
     """List the checkpoints of a goal, the oldest first.
 
     \b
     Example:
       postroom engine goals checkpoints trip-7 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.checkpoints(goal_id)
+    rows = place.checkpoints(goal_id)
     _lines(shell, ["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
 
 
@@ -264,17 +272,15 @@ def decisions() -> None:
 
 
 @decisions.command(name="list")
-@where_options
-@click.pass_obj
-def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def list_decisions(shell: Shell, place: Folder | Remote) -> None:
     """List open decisions, the oldest first.
 
     \b
     Example:
       postroom engine decisions list --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.decisions()
+    rows = place.decisions()
     shown = rows
     if shell.output.readable:
         shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
@@ -283,38 +289,30 @@ def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str 
 
 @decisions.command(name="show")
 @decision_argument
-@where_options
-@click.pass_obj
-def show_decision(
-    shell: Shell, decision_id: str, data: Path | None, url: str | None, token: str | None
-) -> None:
+@on_place
+def show_decision(shell: Shell, place: Folder | Remote, decision_id: str) -> None:
     """Show a decision: question, facts, answer and reasoning.
 
     \b
     Example:
       postroom engine decisions show 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        facts = place.decision(decision_id)
+    facts = place.decision(decision_id)
     shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 @decisions.command(name="answer")
 @decision_argument
 @click.argument("choice", metavar="CHOICE")
-@where_options
-@click.pass_obj
-def answer_decision(
-    shell: Shell, decision_id: str, choice: str, data: Path | None, url: str | None, token: str | None
-) -> None:
+@on_place
+def answer_decision(shell: Shell, place: Folder | Remote, decision_id: str, choice: str) -> None:
     """Answer a question with one of its options.
 
     \b
     Example:
       postroom engine decisions answer 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 wait --data run
     """
-    with open_place(shell, data, url, token) as place:
-        place.answer(decision_id, choice)
+    place.answer(decision_id, choice)
     facts = {"decision_id": decision_id, "choice": choice}
     shell.output.facts(facts, f"{decision_id} is decided: {choice}")
 
@@ -356,17 +354,15 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
 
 
 @click.command()
-@where_options
-@click.pass_obj
-def conflicts(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def conflicts(shell: Shell, place: Folder | Remote) -> None:
     """List the operations that are under way, and the messages that wait for them.
 
     \b
     Example:
       postroom engine conflicts --data run
     """
-    with open_place(shell, data, url, token) as place:
-        found = place.conflicts()
+    found = place.conflicts()
     if not shell.output.readable:
         shell.output.json_line(found)
         return
