@@ -17,8 +17,8 @@ from postroom import Engine, Policy
 from postroom.contracts.engine.cells import Kind
 from postroom.contracts.goals.cells import EFFECTS, ROLLBACKS, TOLD, UNDOES
 from postroom.testing import check_consistency
-from tests.crash.engines import scratch
 from tests.crash.ledger import Tally
+from tests.crash.rounds import scratch
 from tests.crash.workers import STUCK_S, Crew, Report, WorkerFailed
 
 KILLS_PER_ROUND = 10

@@ -116,10 +116,20 @@ ATTACK_RUNS: dict[str, Run] = {
 """Hostile clients and hostile input against real servers and commands. Facts: memory_mb, refused."""
 BROKER_RUNS: dict[str, Run] = {
     "restarts-rabbitmq": _from_module("run_kills", "rabbitfaults"),
+    "ledger-rabbitmq": _from_module("run_ledger_kills", "rabbitfaults"),
     "hole-rabbitmq": _from_module("run_hole", "rabbitfaults"),
+    "halfopen-rabbitmq": _from_module("run_half_open", "rabbitfaults"),
+    "resets-rabbitmq": _from_module("run_resets", "rabbitfaults"),
+    "memory-rabbitmq": _from_module("run_memory", "rabbitfaults"),
+    "disk-rabbitmq": _from_module("run_disk", "rabbitfaults"),
     "cluster-rabbitmq": _from_module("run_cluster", "rabbitfaults"),
+    "restarts-postgres": _from_module("run_kills", "postgresfaults"),
+    "hole-postgres": _from_module("run_hole", "postgresfaults"),
+    "halfopen-postgres": _from_module("run_half_open", "postgresfaults"),
+    "resets-postgres": _from_module("run_resets", "postgresfaults"),
+    "standby-postgres": _from_module("run_promotion", "postgresfaults"),
 }
-"""Faults of a broker under an engine that works. Facts: longest_pause_ms."""
+"""Faults of a broker or a database under load. Facts: longest_pause_ms, first_after_heal_ms."""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,

@@ -10,7 +10,10 @@ from postroom.cli.shell import HELP_OPTIONS, Shell, leave, path_option, run
 PROGRAM = "postroom"
 COMMANDS = {  # name: module and function
     "audit": "audit:audit",
+    "backup": "backup:backup",
     "bus": "bus:bus",
+    "completion": "completion:completion",
+    "doctor": "doctor:doctor",
     "engine": "engine:engine",
     "init": "up:init",
     "mail": "mail:mail",
@@ -18,9 +21,11 @@ COMMANDS = {  # name: module and function
     "move": "move:move",
     "pipeline": "pipeline:pipeline",
     "queue": "queue:queue",
+    "restore": "backup:restore",
     "tasks": "tasks:tasks",
     "tls": "tls:tls",
     "token": "token:token",
+    "top": "top:top",
     "up": "up:up",
     "verify": "verify:verify_command",
 }

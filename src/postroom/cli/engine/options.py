@@ -5,7 +5,9 @@ import click
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import place_option, together
 
-data_option = place_option("The data folder, whose store is DIR/queue.db, or a store (postgres://...).")
+data_option = place_option(
+    "The data folder, whose store is DIR/queue.db, or a store (postgres://..., amqp://...)."
+)
 url_option = click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 where_options = together(data_option, url_option, token_option)
 message_argument = click.argument("message_id", metavar="MESSAGE_ID")

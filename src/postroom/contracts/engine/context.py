@@ -17,8 +17,8 @@ from postroom.contracts.goals.questions import context_of, prompt_additions, rev
 from postroom.contracts.sandbox.pools import BorrowedSandbox
 from postroom.contracts.sandbox.sandbox import BlockingSandbox
 from postroom.contracts.task_input import checked_text, encoded
-from postroom.core import tokens
 from postroom.core.advice import ReversalClass
+from postroom.core.provider_headers import observed
 from postroom.core.tokens import Grant
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
@@ -141,7 +141,7 @@ class Context:
             raise InvalidMessage(f"headers must be names with values, not {type(headers).__name__}")
 
         def work(operations: Operations, wall_us: int) -> None:
-            operations.observe(grant.provider, grant.model, tokens.observed(headers, wall_us))
+            operations.observe(grant.provider, grant.model, observed(headers, wall_us))
 
         await self._core.write_at(work)
 

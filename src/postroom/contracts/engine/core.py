@@ -18,6 +18,7 @@ from postroom.contracts.engine.messages import checked_message_id, unknown_messa
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
+from postroom.contracts.engine.telemetry import EngineTelemetry
 from postroom.contracts.goals.retention import purge as purge_goals
 from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
@@ -57,6 +58,8 @@ class EngineCore:
         self.context_provider: Any = None
         """The `ContextProvider` of the engine."""
         self.sandboxes = Sandboxes(self)
+        self.telemetry: EngineTelemetry | None = None
+        """None while nothing is exported."""
         self._commits = Commits(store)
         self._cycles = Commits(store) if store.is_concurrent else self._commits
         """Commits of workers: submits do not wait for them where the store allows it."""
@@ -102,9 +105,14 @@ class EngineCore:
 
     async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
         """Check and store messages in one commit: all or none."""
-        wall_us = self.store.wall_us()
         if not isinstance(messages, Iterable):
             raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}")
+        if self.telemetry is None:
+            return await self._submit(messages)
+        return await self.telemetry.send(list(messages), self._submit)
+
+    async def _submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+        wall_us = self.store.wall_us()
         prepared = [self.registry.prepare(fields, self.policy, wall_us) for fields in messages]
         if not prepared:
             return []

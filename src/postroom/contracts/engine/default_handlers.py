@@ -1,4 +1,4 @@
-"""Handlers of the message types that are about agents. A registered handler of the type replaces them."""
+"""Default handlers of the message types about agents. A registered handler of the type replaces them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         core.ring_answers()
 
     async def spawn(message: Message, _context: Any) -> dict[str, Any]:
-        """Have a supervisor run the configured program as this agent."""
+        """Store that a supervisor has to run the configured program as this agent."""
         agent_id = _field(message, "agent_id")
         tools = _tool_names(message.payload.get("tools", []))
         check_names(message.org_id, agent_id)
@@ -42,7 +42,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         return {"agent_id": agent_id}
 
     async def terminate(message: Message, _context: Any) -> dict[str, Any]:
-        """Have the supervisor end the program of this agent."""
+        """Store that the program of this agent has to end."""
         agent_id = _field(message, "agent_id")
         ended = await core.write(
             lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True

@@ -36,7 +36,7 @@ from postroom.core.conflicts import Operation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import epoch_ns_of, parse_utc
-from postroom.core.tokens import TOKENS_MAX, TokenRules
+from postroom.core.token_rules import TOKENS_MAX, TokenRules
 from postroom.core.versions import Migration
 from postroom.errors import (
     InvalidExpiry,

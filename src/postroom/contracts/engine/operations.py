@@ -47,7 +47,7 @@ from postroom.contracts.goals import progress
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
 from postroom.core.ids import number_in_uuid, store_tag
-from postroom.core.tokens import Observed
+from postroom.core.provider_headers import Observed
 from postroom.errors import (
     EffectUnknown,
     InvalidMessage,

@@ -17,8 +17,10 @@ from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import NOTHING, Spent, TokenBooks
 from postroom.contracts.goals import progress, registry
 from postroom.core import lifecycle
+from postroom.core.provider_headers import Observed
 from postroom.core.retry import demoted
-from postroom.core.tokens import Grant, Observed, TokenRules
+from postroom.core.token_rules import TokenRules
+from postroom.core.tokens import Grant
 from postroom.errors import StaleLease, UnknownTask, WrongState
 from postroom.message import Moment, Record, Step
 from postroom.stores.base import ByIds

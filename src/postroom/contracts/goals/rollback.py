@@ -79,7 +79,8 @@ def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tupl
     return found[::-1]
 
 
-def _is_undone(effect: GoalEffect) -> bool:
+def is_undone(effect: GoalEffect) -> bool:
+    """Whether a rollback undoes an effect."""
     return effect.reversal_class != "IRREVERSIBLE" and effect.reversal is not None
 
 
@@ -106,7 +107,7 @@ def begin(
     left = [
         effect.key
         for _, effect in reversed(later_effects(transaction, checkpoint))
-        if not _is_undone(effect) and effect.key not in accepted
+        if not is_undone(effect) and effect.key not in accepted
     ]
     if left:
         raise RollbackRefused(goal_id, dict.fromkeys(left))
@@ -219,7 +220,7 @@ def _send_compensations(
     sent: list[str] = []
     goal_id, count = checkpoint.goal_id, goal.rollbacks
     for number, effect in later_effects(transaction, checkpoint):
-        if not _is_undone(effect) or effect.reversal is None:
+        if not is_undone(effect) or effect.reversal is None:
             continue
         outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
         fields = {
