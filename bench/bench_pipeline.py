@@ -30,7 +30,7 @@ from pipelinebench.spending import Spent, median, spent, spent_by
 from postroom.pipeline.archive import CACHE
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest.bronze_writer import write_segments
-from postroom.pipeline.ingest.segments import sealed_segments
+from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.session import spark_session
@@ -131,12 +131,13 @@ def compared(
 
 def to_bronze(bench: Bench) -> Iterator[Figure]:
     folder = history(bench.folder, bench.events).absolute()
-    segments = sealed_segments(folder)
-    paths = [segment.path for segment in segments]
+    stream = EventStream(folder)
+    segments = stream.segments()
+    paths = [folder / segment.name for segment in segments]
 
     def ours(out: Path) -> None:
         tables = Tables(out)
-        tables.commit("bronze_events", write_segments(bench.spark, tables, str(folder), segments).staged)
+        tables.commit("bronze_events", write_segments(bench.spark, tables, stream, segments).staged)
 
     takes = bench.turns(
         ours,
