@@ -165,7 +165,8 @@ def run(
 ) -> None:
     """Ingest new segments and update every table.
 
-    Segments that were ingested before are not read again. After an interrupted run, run the command again.
+    Segments that were ingested before are not read again. If nothing is new, no Spark is started. After an
+    interrupted run, run the command again.
     Segments are ingested in the order of their numbers: later segments wait for a missing one. If that is
     lost for good, --skip-missing continues without it.
 
@@ -176,6 +177,8 @@ def run(
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
     _need_places(events, tables)
+    if lineage is None and _finds_nothing(shell, tables, events):
+        return
     is_small = _is_small(tables, events, skip_missing=skip_missing)
     with pipeline_on_spark(shell, tables, where, redaction, is_small=is_small) as job:
         with with_lineage(shell, lineage, "pipeline.run", job, events):
@@ -191,6 +194,17 @@ def _need_places(events: tuple[str, ...], tables: TablesPlace) -> None:
         need_stream(place)
         need_apart(place, tables.place)
     need_writable(tables.place)
+
+
+def _finds_nothing(shell: Shell, tables: TablesPlace, events: tuple[str, ...]) -> bool:
+    """Print the summary without starting Spark, if no segment is new and every table is up to date."""
+    opened = tables.open()
+    from postroom.pipeline.jobs import nothing_new
+
+    summary = nothing_new(opened, tables.streams(events))
+    if summary is not None:
+        _print_summary(shell, summary)
+    return summary is not None
 
 
 def _is_small(tables: TablesPlace, events: tuple[str, ...], *, skip_missing: bool = False) -> bool:

@@ -363,7 +363,8 @@ class Logs:
             except CommitFailedError:  # another writer was faster
                 delta = self._latest(name)
                 continue
-            self._forget(name)
+            if not self._is_pinned:
+                self._opened.pop(name, None)
             return None
         raise TableChanged(name)
 
@@ -391,11 +392,13 @@ class Logs:
                 raise
             raise TableChanged(name) from None  # another writer has created it just now
         finally:
-            self._forget(name)
+            if not self._is_pinned:
+                self._opened.pop(name, None)
 
-    def _forget(self, name: str) -> None:
-        if not self._is_pinned:
-            self._opened.pop(name, None)
+    def forget(self, name: str) -> None:
+        """Release the memory that a table takes."""
+        self._opened.pop(name, None)
+        self._listed.pop(name, None)
 
     def _require_harmless(self, name: str, versions: Iterable[int], removed: set[str]) -> None:
         """Raise if one of these versions changed rows, or removed a file that is to be removed."""

@@ -78,6 +78,27 @@ class RunSummary(msgspec.Struct, frozen=True):
     """The missing segments as a sentence."""
 
 
+def nothing_new(tables: Tables, streams: Sequence[EventStream]) -> RunSummary | None:
+    """The summary of a run that finds nothing to do, without Spark; None if there may be something to do."""
+    pending = [stream.pending(tables) for stream in streams]
+    if any(each.ready or each.gaps for each in pending):
+        return None
+    inputs = {name: table.inputs for name, table in GOLD.items()}
+    inputs |= {name: (table.source,) for name, table in SILVER.items()}
+    versions, rows, known = {}, {}, {}
+    for name in tables.names():
+        versions[name], rows[name] = tables.version(name), tables.row_count(name)
+        apps = (FORM_ID, *inputs.get(name, ()))
+        known[name] = {app_id: tables.last_txn(name, app_id) for app_id in apps}
+        tables.forget(name)  # the files of one table at a time
+    for name, sources in inputs.items():
+        read = known.get(name, {})
+        is_form = name in SILVER or read.get(FORM_ID) == FORM
+        if not is_form or any(read.get(source, -1) != versions.get(source) for source in sources):
+            return None
+    return RunSummary(0, 0, 0, rows)
+
+
 class Pipeline:
     """The jobs on one folder of tables, in one Spark session."""
 
