@@ -19,8 +19,8 @@ import pytest
 from postroom import Breaker, Engine, Policy
 from postroom.contracts.engine.breakers import Service
 from postroom.contracts.engine.cells import CIRCUITS, EFFECTS
-from postroom.contracts.engine.messages import FIELDS
-from postroom.contracts.engine.operations import Outcome
+from postroom.contracts.engine.message_input import FIELDS
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core.ids import message_uuid, store_tag
 from postroom.core.retry import Retry

@@ -9,7 +9,7 @@ import pytest
 
 from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
 from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.engine.outcomes import Outcome, Usage
 from postroom.contracts.engine.token_status import ModelTokens
 from postroom.core.events import of_store
 from postroom.errors import InvalidMessage, InvalidSetting

@@ -21,7 +21,7 @@ from postroom.core import backup_format
 from postroom.errors import Unavailable
 from postroom.runtime import archive, backup
 from tests.integration.commandline import finish, isolate, postroom, start
-from tests.integration.test_cli_up import running
+from tests.integration.ups import running
 from tests.smalldisk import filled, small_disk
 from tests.waiting import until
 

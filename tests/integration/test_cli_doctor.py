@@ -13,7 +13,7 @@ from postroom import Tasks
 from postroom.logs.mail_records import Framing, Started
 from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
-from tests.integration.test_cli_up import running
+from tests.integration.ups import running
 from tests.postgresserver import database, postgres
 from tests.waiting import until
 

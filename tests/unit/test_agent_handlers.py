@@ -8,7 +8,8 @@ from postroom import Engine
 from postroom.contracts.engine.agent import Agent
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.core.fairness import Rotation
 from postroom.runtime import agent_handlers
 from postroom.runtime.agent_handlers import Reached, _stream_page

@@ -18,7 +18,7 @@ from postroom.contracts.engine.agents import AgentInfo, AgentOperations, Asked
 from postroom.contracts.engine.bounces import BouncedAnswer, listed, removed
 from postroom.contracts.engine.cells import joined
 from postroom.contracts.engine.inspection import info_of
-from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import Position, joined_answer, read_on
 from postroom.contracts.task_input import checked_id

@@ -16,7 +16,8 @@ from postroom.contracts.engine import dlq
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
-from postroom.contracts.engine.messages import CreatedBy, Prepared, checked_message_id, unknown_message
+from postroom.contracts.engine.message_input import Prepared
+from postroom.contracts.engine.messages import CreatedBy, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.engine.token_status import status_of as token_status_of

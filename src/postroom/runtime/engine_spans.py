@@ -20,7 +20,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from postroom.contracts.engine import Engine
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.inspection import EngineStatus, status_of
-from postroom.contracts.engine.operations import Operations, Outcome, Submitted
+from postroom.contracts.engine.operations import Operations, Submitted
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.telemetry import NoteOutcome, Submit
 from postroom.errors import PostroomError
 from postroom.message import ENGINE_PREFIX

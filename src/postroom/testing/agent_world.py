@@ -23,8 +23,9 @@ from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import AgentOperations, Answer, Asked
 from postroom.contracts.engine.cells import BOUNCES, Part
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Registry
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.message_input import Registry
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.parts import Position
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.core.agents import FINAL_PARTS, AgentRules, OnDead

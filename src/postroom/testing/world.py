@@ -27,8 +27,9 @@ from postroom.contracts.engine.admission import ALL
 from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.cells import CIRCUITS, GOALS, SEPARATOR, Part
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Prepared, Registry
-from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Submitted, Usage
+from postroom.contracts.engine.message_input import Prepared, Registry
+from postroom.contracts.engine.operations import Operations, Submitted
+from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
 from postroom.contracts.engine.token_status import status_of
 from postroom.core import breaker, conflicts, lifecycle

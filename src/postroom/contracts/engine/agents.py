@@ -31,7 +31,7 @@ from postroom.contracts.engine.cells import (
     WantedProgram,
     joined,
 )
-from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, read_on
 from postroom.contracts.engine.policy import Policy
@@ -341,6 +341,16 @@ class AgentOperations:
         """Add a message to the end of an inbox."""
         LETTERS.put(self.transaction, letter, org_id, agent_id, self.next_number())
 
+    def notify(self, org_id: str, agent_id: str, part: Part) -> None:
+        """Put a part that the agent did not ask for into its inbox, if it can get messages."""
+        try:
+            self.check_recipient(org_id, agent_id)
+        except Bounced:
+            return
+        body = msgspec.to_builtins(part)
+        letter = Letter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
+        self.put_letter(org_id, agent_id, letter)
+
     def receipts(self, message_id: str) -> dict[Receipt, int]:
         """What the recipient of a message has done with it, each with its time."""
         return RECEIPTS.get(self.transaction, message_id) or {}
@@ -348,7 +358,7 @@ class AgentOperations:
     def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
         """Note a receipt, once."""
         known = self.receipts(letter.message_id)
-        if receipt in known or letter.is_bounce:
+        if receipt in known or letter.is_bounce or letter.is_notice:
             return
         RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
         self.transaction.emit(

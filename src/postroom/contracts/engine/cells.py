@@ -240,6 +240,8 @@ class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
     is_bounce: bool = False
     """Whether it is an answer that its agent never fetched."""
     reason: str = ""
+    is_notice: bool = False
+    """Whether the engine itself wrote it: nobody waits for its receipts."""
 
 
 class Bounce(msgspec.Struct, frozen=True, omit_defaults=True):

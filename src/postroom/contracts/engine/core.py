@@ -13,7 +13,8 @@ from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.mcp_tools import McpServers
-from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
+from postroom.contracts.engine.message_input import Prepared, Registry
+from postroom.contracts.engine.messages import checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
@@ -56,7 +57,7 @@ class EngineCore:
         self.recovery_tools: dict[str, Callable[..., Any]] = {}
         self.context_provider: Any = None
         """The `ContextProvider` of the engine."""
-        self.sandboxes = Sandboxes()
+        self.sandboxes = Sandboxes(self)
         self.telemetry: EngineTelemetry | None = None
         """None while nothing is exported."""
         self._commits = Commits(store)
@@ -88,6 +89,10 @@ class EngineCore:
             or self.built_in.get(type_name)
             or self._default_handlers.get(type_name)
         )
+
+    def is_own(self, type_name: str, handler: Handler) -> bool:
+        """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
+        return self.handlers.get(type_name) is not handler or handler.run == self.mcp_servers.handle
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""

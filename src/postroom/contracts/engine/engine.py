@@ -269,6 +269,7 @@ class Engine(Closing):
             self._workers.remove(worker)
             if not self._workers:
                 await self._core.mcp_servers.close()
+                await self._core.sandboxes.close()
 
     async def stop(self) -> None:
         """Have the workers of this process claim no more, finish within `drain_s`, and release the rest."""

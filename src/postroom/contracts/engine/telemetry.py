@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.operations import Outcome, Submitted
+from postroom.contracts.engine.operations import Submitted
+from postroom.contracts.engine.outcomes import Outcome
 
 Submit: TypeAlias = Callable[[list[Mapping[str, Any]]], Awaitable[list[Submitted]]]
 NoteOutcome: TypeAlias = Callable[[Outcome | None], None]

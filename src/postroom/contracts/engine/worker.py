@@ -38,15 +38,16 @@ from postroom.contracts.engine.handlers import (
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, limit_memory, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.contracts.engine.messages import Message, message_of
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
 from postroom.contracts.engine.telemetry import noted
 from postroom.contracts.engine.waits import set_soon, wait_for_event
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
-from postroom.core import poison
+from postroom.contracts.sandbox.pools import AGENT_TYPES
 from postroom.core.fairness import Rotation
 from postroom.errors import (
     PostroomError,
@@ -144,7 +145,8 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        loops = (self._keep_leases, self._watch, self._report, self._purge)
+        keep_warm = self._core.sandboxes.keep_warm
+        loops = (self._keep_leases, self._watch, self._report, self._purge, keep_warm)
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
             with self._core.heard(partial(set_soon, loop, self._wake)):
@@ -365,7 +367,9 @@ class Worker:
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if poison.runs_alone(record) or handler.pool == "process":
+            if claimed.type in AGENT_TYPES:
+                await self._core.sandboxes.follow(message)
+            if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)
