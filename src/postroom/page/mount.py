@@ -8,7 +8,7 @@ Rule 3: a caller sees and does what the HTTP API allows its token, and nothing e
 
 import asyncio
 import hashlib
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from html import escape
 from importlib import resources
@@ -100,7 +100,7 @@ class PageMount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _add_headers(message["headers"])
+                message = {**message, "headers": _with_headers(message["headers"])}
             await send(message)
 
         scope[REDACTOR] = self._redactor
@@ -324,10 +324,10 @@ async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noq
     return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", FOREVER)))
 
 
-def _add_headers(headers: MutableSequence[tuple[bytes, bytes]]) -> None:
-    """Add the headers of the page that a reply does not set itself."""
-    given = {name for name, _ in headers}
-    headers += [header for header in HEADERS if header[0] not in given]
+def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply, and those of the page that the reply does not set itself."""
+    given = dict(headers)
+    return [*headers, *(header for header in HEADERS if header[0] not in given)]
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it
