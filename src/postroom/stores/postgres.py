@@ -257,7 +257,9 @@ class PostgresStore(Store):
         while time.monotonic() < deadline:
             try:
                 with self._connected() as connection:
-                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [mark[1]]).fetchone() == (True,):
+                    if connection.execute("SELECT pg_try_advisory_xact_lock(%s)", [mark[1]]).fetchone() == (
+                        True,
+                    ):
                         found = connection.execute(self.writing["was_committed"], mark)  # type: ignore[arg-type, unused-ignore]
                         return found.fetchone() == (True,)
             except (*_LOST, StoreRefused) as lost:
