@@ -34,17 +34,10 @@ from postroom.stores.postgres_connection import (
     queries,
     unreachable,
 )
-from postroom.stores.postgres_transaction import (
-    NUMBERS_AT_ONCE,
-    PLACED_A_READ_MAX,
-    RECORD_COLUMNS,
-    TRAIL_BYTES_MAX,
-    ConflictError,
-    Known,
-    PostgresReading,
-    PostgresTransaction,
-    to_sql,
-)
+from postroom.stores.postgres_known import ConflictError, Known
+from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
+from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
+from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
 from postroom.stores.postgres_trips import Connection, Statement, check
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
