@@ -1,4 +1,4 @@
-"""The speed of what `postroom up` starts. For now: MCP tool calls over stdio."""
+"""The speed of what `postroom up` starts: MCP tool calls over stdio, and the live page."""
 
 import argparse
 import asyncio
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
+from page_figures import event_figures, first_view_figures, open_pages_figures
 
 MCP_P50_MS = 10.0
 
@@ -21,9 +22,13 @@ class Sizes:
     """The quick one only shows that everything runs."""
 
     calls: int = 1_000
+    messages: int = 1_000_000
+    loads: int = 20
+    seconds: float = 4.0
+    events: int = 100
 
 
-QUICK = Sizes(calls=5)
+QUICK = Sizes(calls=5, messages=100, loads=1, seconds=0.1, events=1)
 
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -56,20 +61,29 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
-BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures}
+def page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The live page in a real browser."""
+    yield from first_view_figures(folder / "views", sizes.messages, sizes.loads)
+    yield from open_pages_figures(folder / "pages", sizes.seconds)
+    yield from event_figures(folder / "events", sizes.events)
+
+
+BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures, "page": page_figures}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--only", choices=BENCHES, help="one part")
+    parser.add_argument("--messages", type=int, default=Sizes.messages, help="stored before the first view")
     options = parser.parse_args()
+    sizes = Sizes(messages=options.messages)
     report = Report(f"up: {machine()}; times of {Sizes().calls} calls, not {REPEATS} repeats")
     report.begin()
     for name, bench in BENCHES.items():
         if options.only in (None, name):
             with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
+                for figure in bench(Path(folder), QUICK if options.quick else sizes):
                     report.add(figure)
     report.end()
 

@@ -13,7 +13,8 @@ from postroom import Engine, Tasks, open_store
 from postroom.contracts import tasks as tasks_module
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.messages import decode_body
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.policy import Policy
 from postroom.core.events import of_store
 from postroom.core.fairness import Rotation

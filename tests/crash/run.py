@@ -30,7 +30,18 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import auditing, coordinators, engines, flips, kills, mailing, powercuts, syscalls, tasks
+from tests.crash import (
+    auditing,
+    coordinators,
+    engines,
+    flips,
+    kills,
+    mailing,
+    powercuts,
+    rollbacks,
+    syscalls,
+    tasks,
+)
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 from tests.smalldisk import NotPermitted
@@ -62,11 +73,12 @@ KILL_SHARES = {
     "kills-mail": 0.2,
     "kills-engine": 0.3,
     "kills-coordinator": 0.2,
+    "kills-rollback": 0.02,
 }
 """The five updates of files have equal shares: three forms of append, rotation, side files, cursors, expiry.
 
 Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3, coordinators a
-fifth.
+fifth, rollbacks 0.02.
 """
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
@@ -124,6 +136,7 @@ COUNTED: dict[str, Run] = {
     "kills-mail": mailing.run,
     "kills-engine": engines.run,
     "kills-coordinator": coordinators.run,
+    "kills-rollback": rollbacks.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
     **BROKER_RUNS,

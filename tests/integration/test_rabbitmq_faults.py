@@ -44,7 +44,7 @@ class TlsRabbit(RabbitServer):
 def own_rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRabbit]:
     """A broker of its own, to be killed."""
     if not is_installed():
-        pytest.skip("RabbitMQ is not installed")
+        pytest.skip("RabbitMQ was NOT tested: install the Debian package rabbitmq-server")
     folder = tmp_path_factory.mktemp("killed")
     with port_mapper() as port:
         server = TlsRabbit(folder, port)

@@ -45,9 +45,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
 def test_command_and_its_options_exist(words: list[str]) -> None:
-    command: click.Command = cli
+    command: click.Command | None = cli
     while isinstance(command, click.Group):
-        command = command.commands[words.pop(0)]
+        command = command.get_command(click.Context(command), words.pop(0))
+    assert command is not None
     known = {name for parameter in command.params for name in parameter.opts}
     options = [word for word in words if word.startswith("--")]
     assert options

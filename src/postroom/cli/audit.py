@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.server_options import store_option
 from postroom.cli.shell import (
     COUNT,
     COUNT_MAX,
@@ -104,7 +105,7 @@ def _as_stream(context: click.Context, parameter: click.Parameter, value: str | 
     metavar="DIR",
     help="A harness's data folder.",
 )
-@click.option("--store", multiple=True, metavar="URL", help="A store, such as sqlite:///run/queue.db.")
+@store_option("A store, such as sqlite:///run/queue.db.", multiple=True)
 @click.option(
     "--queue",
     "roots",

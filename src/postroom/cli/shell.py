@@ -72,9 +72,10 @@ class Shell:
         """The settings of the file and the environment. Loaded on first use: --help must not fail on them."""
         from postroom.settings import load
 
-        return load(self._config_file(), os.environ)
+        return load(self.config_file(), os.environ)
 
-    def _config_file(self) -> Path | None:
+    def config_file(self) -> Path | None:
+        """The settings file; None without one."""
         if self.config is not None:
             return self.config
         if os.environ.get(CONFIG_VARIABLE):
@@ -407,6 +408,19 @@ def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return click.option(
         "--data", type=click.Path(file_okay=False), callback=as_place, metavar="DIR", help=text
     )
+
+
+def parse_rate(text: str) -> float:
+    """A number of calls a second; 0 is no limit."""
+    from postroom.settings import RATE_MAX
+
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= RATE_MAX:
+        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:g}")
+    return rate
 
 
 def parse_wait(text: str) -> float:

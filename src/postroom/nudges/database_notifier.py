@@ -6,6 +6,7 @@ Rule 2: wake-ups are never trusted. `hears_other_processes` is false, and waiter
         own has come back. Behind PgBouncer in transaction mode, none does.
 """
 
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from postroom.nudges.notifier import Callback, Notifier
+
+_log = logging.getLogger(__name__)
 
 SEND_PAUSE_S = 0.005  # wake-ups of this time are sent together
 LISTEN_S = 0.5  # a listening thread looks that often whether it is still needed
@@ -85,7 +88,8 @@ class DatabaseNotifier(Notifier):
             try:
                 connection = connection or self._connect_to_send()
                 self._send(connection, names)
-            except Exception:  # noqa: BLE001 - a wake-up may be lost
+            except Exception as error:  # noqa: BLE001 - a lost wake-up only makes waiters poll
+                _log.warning("wake-ups were not sent through the database: %s", type(error).__name__)
                 _close(connection)
                 connection = None
                 stopped.wait(RECONNECT_S)
@@ -124,8 +128,9 @@ class DatabaseNotifier(Notifier):
                     if time.monotonic() >= probe_at:
                         probe_at = time.monotonic() + PROBE_S
                         self._send(connection, [])  # an error here: the server is gone
-            except Exception:  # noqa: BLE001 - as above; waiters poll meanwhile
+            except Exception as error:  # noqa: BLE001 - waiters poll until LISTEN works again
                 if not stopped.is_set():
+                    _log.warning("LISTEN is started again: %s", type(error).__name__)
                     self._watching = False
                     stopped.wait(RECONNECT_S)
             _close(connection)

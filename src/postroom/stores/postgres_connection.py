@@ -328,6 +328,16 @@ def _version(connection: Connection, schema: str) -> int:
     return int(rows[0]) if rows and rows[0] is not None else 0
 
 
+def versions(url: str) -> tuple[int, int]:
+    """The version of the store at an address, 0 when there is none, and the newest known one."""
+    address = Address(url)
+    try:
+        with address.connect() as connection:
+            return _version(connection, address.schema), max(migrations(address.schema))
+    except psycopg.Error as error:
+        raise unreachable(address, error, rolled_back=True) from None
+
+
 def _apply(connection: Connection, schema: str, number: int, script: str) -> None:
     connection.execute("SET LOCAL statement_timeout = 0")
     head = (

@@ -802,11 +802,14 @@ def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
 
 
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
-    """A query and its values; queue 0 means any. States with a line are found by it, others by number."""
+    """A query and its values; queue 0 means any. States with a line are found by it, others by number.
+
+    The lines of QUEUED records are in the order of delivery, so the newest of them are found by number.
+    """
     where = "TRUE"
     values: list[int] = []
     line = None if pick.state is None else LINES_OF_STATES.get(pick.state)
-    if pick.state == "QUEUED":
+    if pick.state == "QUEUED" and not pick.before:
         if queue:
             where = "line IN (?, ?, ?, ?)"
             values += (_line(queue, lane) for lane in range(LANES))
@@ -821,4 +824,11 @@ def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
     if queue:
         where += " AND queue = ?"
         values.append(queue)
-    return f"{sql.RECORD} WHERE {where} AND seq > ? ORDER BY seq LIMIT ?", (*values, pick.after, pick.limit)
+    where += " AND seq > ?"
+    values.append(pick.after)
+    order = "seq"
+    if pick.before:
+        where += " AND seq < ?"
+        values.append(pick.before)
+        order = "seq DESC"
+    return f"{sql.RECORD} WHERE {where} ORDER BY {order} LIMIT ?", (*values, pick.limit)

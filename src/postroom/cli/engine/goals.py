@@ -330,7 +330,7 @@ def rules(shell: Shell, data: Path | None) -> None:
 
     with open_engine(shell, _required(data), None, create=False) as engine:
         found = [msgspec.to_builtins(rule) for rule in engine.blocking.wait(engine.decisions.rules())]
-    _lines(shell, ["rule_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
+    _lines(shell, ["rule_id", "org_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
 
 
 @decisions.command()

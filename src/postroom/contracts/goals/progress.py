@@ -11,7 +11,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from postroom.contracts.engine.cells import SEPARATOR, joined
-from postroom.contracts.engine.messages import Body, Prepared, body_of
+from postroom.contracts.engine.message_input import Prepared
+from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import branches, internal, rollback
 from postroom.contracts.goals.cells import (
