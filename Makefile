@@ -84,7 +84,7 @@ bench-goals: $(STAMP) ## the benchmark of goals, graph, conflicts and sandboxes
 bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, idle agents
 	@$(PYTHON) bench/bench_coordinator.py
 
-bench-up: $(STAMP) ## the benchmark of MCP tool calls over stdio and of the live page
+bench-up: $(STAMP) ## the benchmark of up: start, memory, MCP over stdio, submits over HTTP, the live page
 	@$(PYTHON) bench/bench_up.py
 
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)

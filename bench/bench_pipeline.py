@@ -2,15 +2,17 @@
 
 python bench/bench_pipeline.py [--events 5000000] [--scale 1.0] [--repeats 3] [--only PART]
 
-Parts: bronze, fold, gold, stream, increment, growth, cold, answer, small. `--scale` shrinks the 20 million
-events of `increment` and `growth`, and the million that is added; `cold` and `answer` always have a million,
-and `small` has 500. Each time is printed with the CPU seconds of all cores, and the time that the host has
-stolen.
+Parts: bronze, fold, gold, stream, increment, growth, cold, answer, small, driver. `--scale` shrinks the 20
+million events of `increment` and `growth`, and the million that is added; `cold` and `answer` always have a
+million, `small` has 500, and `driver` reads logs without events. Each time is printed with the CPU seconds of
+all cores, and the time that the host has stolen.
 """
 
 import argparse
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +32,7 @@ from pipelinebench.spending import Spent, median, spent, spent_by
 from postroom.pipeline.archive import CACHE
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest.bronze_writer import write_segments
-from postroom.pipeline.ingest.segments import sealed_segments
+from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.session import spark_session
@@ -54,6 +56,8 @@ INCREMENT_MAX = 1.3
 GROWTH_MAX = 1.3
 COLD_S_MAX = 90.0
 SMALL_EVENTS = 500
+DRIVER_DAYS = (1, 10, 100)
+DRIVER_S_MAX, DRIVER_BYTES_MAX = 3.0, 500e6
 SMALL_S_MAX, SMALL_CPU_S_MAX = 15.0, 30.0
 COMMAND = [sys.executable, "-m", "postroom.cli.main", "pipeline"]
 QUERY = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome"
@@ -131,12 +135,13 @@ def compared(
 
 def to_bronze(bench: Bench) -> Iterator[Figure]:
     folder = history(bench.folder, bench.events).absolute()
-    segments = sealed_segments(folder)
-    paths = [segment.path for segment in segments]
+    stream = EventStream(folder)
+    segments = stream.segments()
+    paths = [folder / segment.name for segment in segments]
 
     def ours(out: Path) -> None:
         tables = Tables(out)
-        tables.commit("bronze_events", write_segments(bench.spark, tables, str(folder), segments).staged)
+        tables.commit("bronze_events", write_segments(bench.spark, tables, stream, segments).staged)
 
     takes = bench.turns(
         ours,
@@ -364,6 +369,25 @@ def growth(bench: Bench) -> Iterator[Figure]:
     )
 
 
+def driver(_: Bench) -> Iterator[Figure]:
+    """What a run that finds nothing new costs the driver, by the length of the history. No Spark starts."""
+    script = Path(__file__).with_name("pipelinebench") / "longlogs.py"
+    takes = {}
+    for days in DRIVER_DAYS:
+        done = subprocess.run([sys.executable, script, str(days)], check=True, capture_output=True, text=True)
+        takes[days] = json.loads(done.stdout)
+    short, long = min(takes), max(takes)
+    for unit, most in (("s", DRIVER_S_MAX), ("bytes", DRIVER_BYTES_MAX)):
+        yield Figure(
+            f"nothing new, {long} days of 1,000 files",
+            takes[long][unit],
+            unit,
+            f"{short} day: {readable(takes[short][unit])}",
+            takes[long][unit] / takes[short][unit],
+            [Goal("value", "<=", most)],
+        )
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "bronze": to_bronze,
     "fold": fold,
@@ -374,6 +398,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "cold": cold,
     "answer": answer,
     "small": small,
+    "driver": driver,
 }
 
 

@@ -1,4 +1,4 @@
-"""The speed of what `postroom up` starts: MCP tool calls over stdio, and the live page."""
+"""The speed of `postroom up`: its start and memory, MCP tool calls, submits over HTTP, and the live page."""
 
 import argparse
 import asyncio
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
-from page_figures import event_figures, first_view_figures, open_pages_figures
+from page_figures import page_figures
+from up_figures import start_figures, submit_figures
 
 MCP_P50_MS = 10.0
 
@@ -22,13 +23,15 @@ class Sizes:
     """The quick one only shows that everything runs."""
 
     calls: int = 1_000
+    starts: int = 5
+    submit_s: float = 4.0
     messages: int = 1_000_000
     loads: int = 20
     seconds: float = 4.0
     events: int = 100
 
 
-QUICK = Sizes(calls=5, messages=100, loads=1, seconds=0.1, events=1)
+QUICK = Sizes(calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.1, events=1)
 
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -61,14 +64,29 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
-def page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+def live_page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """The live page in a real browser."""
-    yield from first_view_figures(folder / "views", sizes.messages, sizes.loads)
-    yield from open_pages_figures(folder / "pages", sizes.seconds)
-    yield from event_figures(folder / "events", sizes.events)
+    yield from page_figures(
+        folder, messages=sizes.messages, loads=sizes.loads, seconds=sizes.seconds, events=sizes.events
+    )
 
 
-BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures, "page": page_figures}
+def up_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The start of `postroom up`, and the memory of its idle parts."""
+    yield from start_figures(folder, sizes.starts)
+
+
+def http_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Submits over HTTP."""
+    yield from submit_figures(folder, sizes.submit_s)
+
+
+BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
+    "start": up_figures,
+    "mcp": mcp_figures,
+    "submit": http_figures,
+    "page": live_page_figures,
+}
 
 
 def main() -> None:

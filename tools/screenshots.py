@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 from tests.pageworld import PageWorld, page_world  # noqa: E402 - tests are no installed package
 
 OUT = ROOT / "docs" / "page"
-SIZE = {"width": 1000, "height": 600}
+SIZE = {"width": 1000, "height": 560}
 PHONE = {"width": 375, "height": 700}
 FLAGS = ["--no-sandbox", "--disable-lcd-text"]  # coloured edges of letters make pictures larger
 BYTES_MAX = 100_000

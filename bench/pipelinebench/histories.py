@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from postroom.pipeline.ingest.segments import Segment, sealed_segments
+from postroom.pipeline.ingest.segments import EventStream
 
 EVENTS_A_MESSAGE = 4.41  # as it comes out
 SEED = "7"
@@ -30,8 +30,8 @@ def history(folder: Path, events: int) -> Path:
 def pieces(events: Path, folder: Path, count: int) -> list[Path]:
     """The lines of a history, in their order, as so many segments of about the same size."""
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run whose folder was kept
-    segments = sealed_segments(events)
-    size = -(-sum(segment.size for segment in segments) // count)
+    segments = [events / segment.name for segment in EventStream(events).segments()]
+    size = -(-sum(segment.stat().st_size for segment in segments) // count)
     made: list[Path] = []
     for line in _lines(segments):
         if not made or made[-1].stat().st_size >= size:
@@ -43,10 +43,10 @@ def pieces(events: Path, folder: Path, count: int) -> list[Path]:
     return made
 
 
-def _lines(segments: Sequence[Segment]) -> Iterator[bytes]:
+def _lines(segments: Sequence[Path]) -> Iterator[bytes]:
     """Many lines at a time, each whole."""
     for segment in segments:
-        with segment.path.open("rb") as file:
+        with segment.open("rb") as file:
             while lines := file.readlines(LINES_BYTES):
                 yield b"".join(lines)
 

@@ -407,7 +407,27 @@ def test_an_organization_has_a_limited_number_of_agents(url: str) -> None:
     soon(scenario())
 
 
-@pytest.mark.parametrize(("agent_id", "org_id"), [("", "acme"), ("a b", "acme"), ("a", "a/b"), (1, "acme")])
+STRANGE: list[Any] = [
+    "",
+    "a b",
+    "a/b",
+    "../a",
+    "-a",
+    "a\x1fb",
+    "a\n",
+    "é",
+    "а",
+    "a\0",
+    "\ud800",
+    "a" * 129,
+    1,
+    None,
+]
+
+
+@pytest.mark.parametrize(
+    ("agent_id", "org_id"), [*((name, "acme") for name in STRANGE), *(("a", name) for name in STRANGE)]
+)
 def test_names_of_agents_are_checked(agent_id: Any, org_id: str) -> None:
     async def scenario() -> None:
         async with Engine.open("memory://") as engine, Coordinator(engine) as coordinator:

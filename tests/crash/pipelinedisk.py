@@ -13,7 +13,6 @@ from pathlib import Path
 
 from postroom.pipeline import archive, warmup
 from postroom.pipeline.generator.generate import generate
-from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import DAY_US
 from tests.crash.ledger import Tally
@@ -23,6 +22,7 @@ from tests.crash.tasks import Tick
 from tests.smalldisk import BALLAST, filled, mounted
 from tests.spark.commands import Done, in_its_own_process
 from tests.spark.plainrows import all_rows, records
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import BAD_LINES, write_segment
 
 MESSAGES = 1_500

@@ -118,7 +118,7 @@ def test_stuck_leases_dead_letters_and_old_messages_are_found(tmp_path: Path) ->
     assert result.code == 4
     assert stuck in said(result, "leases")[0]["what"]
     assert said(result, "leases")[0]["command"] == f"postroom up --data {folder}"
-    assert "1 message of triage are dead letters" in said(result, "poison")[0]["what"]
+    assert "dead letters: 1 message of triage" in said(result, "poison")[0]["what"]
     assert levels(result)["backlog"] == "warning"
 
 
@@ -197,3 +197,19 @@ def test_a_store_on_postgresql_is_looked_at_and_never_made(database: str) -> Non
         tasks.fail(task_id, task.lease, error="no")
     result = postroom("doctor", "--data", database)
     assert (result.code, levels(result)["poison"]) == (3, "warning")
+
+
+def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert postroom("token", "create", "--data", folder, "--role", "admin").code == 0
+    with Tasks.open(database) as tasks:
+        tasks.enqueue(agent="triage", payload=1)
+    monkeypatch.setenv("POSTROOM_UP_STORE", database)
+    result = postroom("doctor", "--data", folder)
+    assert said(result, "backlog")[0]["what"] == "waiting: 1 message"
+    assert said(result, "tokens")[0]["what"].startswith("1 token")
+    saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
+    assert saved.code == 0
+    assert "is not in the folder" in saved.error

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from postroom.runtime.tokens import Permissions
 from tests.pageworld import HOSTILE, PageWorld, page_world
 from tests.tcpproxy import TcpProxy
 from tests.waiting import until
@@ -204,6 +205,23 @@ def test_callers_of_one_organization_see_only_that_one(world: PageWorld, browser
     with opened(browser) as (_, page):
         sign_in(page, world.url, agent)
         expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(5)
+
+
+def test_the_permissions_of_a_token_hold_on_the_page(world: PageWorld) -> None:
+    only = Permissions(is_read_only=True, only_buses=("team",))
+    cookie, csrf = session(world, world.agents.tokens.create("operator", permissions=only).token)
+    status, body, _ = call(world, "GET", f"/page/messages/{world.hostile_id}", cookie=cookie)
+    assert (status, json.loads(body)["can_cancel"]) == (200, False)
+    refused = call(
+        world, "POST", f"/page/messages/{world.hostile_id}/cancel", cookie=cookie, x_csrf_token=csrf
+    )
+    assert (refused[0], "may only read" in refused[1].decode()) == (403, True)
+    assert json.loads(call(world, "GET", "/page/buses", cookie=cookie)[1]) == {"buses": ["team"]}
+    assert call(world, "GET", "/page/buses/other", cookie=cookie)[0] == 403
+    assert call(world, "GET", "/page/buses/other/stream", cookie=cookie)[0] == 403
+    assert call(world, "POST", "/page/sign-out", cookie=cookie)[0] == 403
+    assert call(world, "POST", "/page/sign-out", cookie=cookie, x_csrf_token=csrf)[0] == 204
+    assert call(world, "GET", "/page/buses", cookie=cookie)[0] == 401
 
 
 # ---- views -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from pyspark.sql import SparkSession
 
-from postroom.cli import pipeline
+from postroom.cli import pipeline_options
 from postroom.cli.main import PROGRAM, cli
 from postroom.cli.shell import run
 
@@ -41,7 +41,7 @@ class Commands:
         out, errors = io.BytesIO(), io.BytesIO()
         with contextlib.ExitStack() as stack:
             lent = stack.enter_context(pytest.MonkeyPatch.context())
-            lent.setattr(pipeline, "spark_of", lambda **_: contextlib.nullcontext(self._spark))
+            lent.setattr(pipeline_options, "spark_of", lambda **_: contextlib.nullcontext(self._spark))
             stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(out, write_through=True)))
             stack.enter_context(contextlib.redirect_stderr(io.TextIOWrapper(errors, write_through=True)))
             code = run(cli, PROGRAM, ["pipeline", *map(str, words)])

@@ -22,7 +22,7 @@ def records(tables: Tables, name: str) -> list[Row]:
         {column: {**row, **day}.get(column) for column in names}
         for file in tables.files(name)
         for day in [{key: value and date.fromisoformat(value) for key, value in file.partition.items()}]
-        for row in pq.ParquetFile(tables.folder / name / file.path).read().to_pylist()
+        for row in pq.ParquetFile(f"{name}/{file.path}", filesystem=tables.storage.fs).read().to_pylist()
     ]
 
 

@@ -12,12 +12,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import schema
+from postroom.pipeline.delta_log import DataFile
 from postroom.pipeline.gold.declaration import GoldTable, Sums
-from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline, RunSummary
-from postroom.pipeline.tables import DataFile, Tables
+from postroom.pipeline.tables import Tables
 from postroom.sinks.layout import DIGITS_OF_HASH
 from tests.spark.plainrows import Row, records
+from tests.spark.segmentfiles import sealed_segments
 
 HOUR_US = 3_600_000_000
 DAY_US = 24 * HOUR_US

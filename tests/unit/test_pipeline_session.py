@@ -7,6 +7,7 @@ import pytest
 
 from postroom.errors import InvalidSetting
 from postroom.pipeline import paths, session
+from postroom.pipeline.tables import Tables
 
 GIB = 1 << 30
 
@@ -75,15 +76,7 @@ def test_a_small_session_compiles_little_and_the_users_settings_stay() -> None:
     assert session.settings("spark://h:7077", {}, is_small=True) == session.settings("spark://h:7077", {})
 
 
-def test_data_is_small_up_to_a_size_of_all_folders_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paths, "SMALL_BYTES", 10)
-    for folder, name in (("events", "1.jsonl"), ("tables", "a.parquet")):
-        (tmp_path / folder / "date=1").mkdir(parents=True)
-        (tmp_path / folder / "date=1" / name).write_bytes(b"12345")
-        (tmp_path / folder / "other").write_bytes(b"123456789012")
-    assert paths.is_small(tmp_path / "events", tmp_path / "tables")
-    assert paths.is_small(None, tmp_path / "nowhere")
-    (tmp_path / "tables" / "b.parquet").write_bytes(b"1")
-    assert not paths.is_small(tmp_path / "events", tmp_path / "tables")
+def test_data_is_small_up_to_a_size(tmp_path: Path) -> None:
+    tables = Tables(tmp_path / "nowhere")
+    assert tables.is_small_with(paths.SMALL_BYTES)
+    assert not tables.is_small_with(paths.SMALL_BYTES + 1)

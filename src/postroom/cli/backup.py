@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, StoreAddress, json_option, path_option, place_option
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
         report=_progress(shell),
     )
     manifest = done.manifest
+    if shell.settings.up.store is not None:
+        warn(shell.program, "warning: the store of the settings is not in the folder: back it up by itself")
     facts = {
         "out": str(out), "bytes": done.bytes, "files": len(manifest.members), "formats": manifest.formats,
         "left_out": manifest.left_out, "postroom": manifest.postroom, "created": manifest.created,

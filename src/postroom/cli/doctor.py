@@ -53,11 +53,25 @@ def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
 
 
 def _facts(shell: Shell, place: Path, *, deep: bool) -> "Facts":
-    from postroom.runtime.data_folder import checked_data_folder
-    from postroom.runtime.diagnosis import facts_of_folder, facts_of_store
+    import msgspec
 
-    if not isinstance(place, StoreAddress):
-        return facts_of_folder(checked_data_folder(place), shell.settings.up, deep=deep, report=shell.note)
+    from postroom.runtime.data_folder import checked_data_folder
+    from postroom.runtime.diagnosis import facts_of_folder
+    from postroom.stores.open import POSTGRES
+
+    if isinstance(place, StoreAddress):
+        return _facts_of_store(place)
+    settings = shell.settings.up
+    facts = facts_of_folder(checked_data_folder(place), settings, deep=deep, report=shell.note)
+    if settings.store is None or not settings.store.startswith(POSTGRES):
+        return facts
+    beside = _facts_of_store(StoreAddress.of(settings.store))
+    checked = (*facts.checked, *beside.checked)
+    return msgspec.structs.replace(facts, store=beside.store, clock=beside.clock, checked=checked)
+
+
+def _facts_of_store(place: StoreAddress) -> "Facts":
+    from postroom.runtime.diagnosis import facts_of_store
     from postroom.stores.open import open_store
     from postroom.stores.postgres_connection import versions
 

@@ -375,13 +375,13 @@ def _failures(facts: Facts) -> Iterator[Finding]:
     for queue in facts.store.queues if facts.store else ():
         if queue.quarantined:
             yield Finding(
-                "poison", "problem", f"{_messages(queue.quarantined)} of {queue.name} are in quarantine",
+                "poison", "problem", f"in quarantine: {_messages(queue.quarantined)} of {queue.name}",
                 "each of them killed its workers, and is delivered no more",
                 _listing(facts, queue, "QUARANTINED"),
             )  # fmt: skip
         if queue.dead_letters:
             yield Finding(
-                "poison", "warning", f"{_messages(queue.dead_letters)} of {queue.name} are dead letters",
+                "poison", "warning", f"dead letters: {_messages(queue.dead_letters)} of {queue.name}",
                 "they failed for good, and wait for a decision", _listing(facts, queue, "DEAD_LETTER"),
             )  # fmt: skip
 
@@ -506,7 +506,7 @@ def _fine_tokens(facts: Facts) -> str:
 
 
 def _fine_backlog(facts: Facts) -> str:
-    return f"{sum(queue.depth for queue in facts.store.queues)} messages wait" if facts.store else ""
+    return f"waiting: {_messages(sum(queue.depth for queue in facts.store.queues))}" if facts.store else ""
 
 
 _CHECKS = (

@@ -1,5 +1,6 @@
 """The views of goals: decisions that wait for a person, checkpoints, branches, rollbacks and conflicts."""
 
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -8,7 +9,7 @@ from postroom.contracts.engine.cells import SEPARATOR
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.goals import branches
 from postroom.contracts.goals import decisions as decision_cells
-from postroom.contracts.goals.cells import CHECKPOINTS, Checkpoint, Decision
+from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision
 from postroom.contracts.goals.goals import GoalStatus, status_of
 from postroom.contracts.goals.progress import CHECKPOINTS_MAX
 from postroom.contracts.goals.rollback import checkpoint_of, goal_of, is_undone, later_effects
@@ -23,6 +24,7 @@ from postroom.runtime.task_server import TaskServer
 from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100
+GOALS_SHOWN_MAX: Final = 500
 
 _encode = msgspec.json.Encoder().encode
 
@@ -67,10 +69,44 @@ async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
 # ---- goals -----------------------------------------------------------------------------------------
 
 
+class GoalLine(msgspec.Struct, frozen=True):
+    """A goal in the list."""
+
+    goal_id: str
+    org_id: str
+    state: str
+    open_messages: int
+    checkpoints: int
+    effects: int
+    decisions: int
+    """Decisions that the goal waits for."""
+    created_us: int
+
+
+def goal_lines(transaction: Transaction, org_id: str | None) -> list[GoalLine]:
+    """The goals of one organization or of all: those that have not ended first, then the newest first."""
+    waiting = Counter(one.subject.get("goal_id") for one in decision_cells.waiting(transaction))
+    found = [(key, goal) for key, goal in STATES.all(transaction) if org_id in (None, goal.org_id)]
+    found.sort(key=lambda one: (one[1].ended_us > 0, -one[1].created_us))
+    return [
+        GoalLine(
+            goal_id=key,
+            org_id=goal.org_id,
+            state=goal.state,
+            open_messages=len(OPEN.under(transaction, key)),
+            checkpoints=goal.checkpoints,
+            effects=goal.effects,
+            decisions=waiting[key],
+            created_us=goal.created_us,
+        )
+        for key, goal in found[:GOALS_SHOWN_MAX]
+    ]
+
+
 async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The goals, and the operations that hold each other up."""
     scope = scope_of(request.identity)
-    found = await server.engine.goals.list(scope)
+    found = await read(server, request, lambda operations: goal_lines(operations.transaction, scope))
     active = [one for one in await server.engine.conflicts.active() if scope in (None, one.org_id)]
     known = {one.message_id for one in active}
     waiting = [one for one in await server.engine.conflicts.waiting() if scope is None or one.other in known]

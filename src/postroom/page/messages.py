@@ -211,6 +211,7 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
     payload = message.pop("payload", None)
     free = {name: message.pop(name) for name in FREE_FIELDS if message.get(name)}
     org_id = info.message.get("org_id", "")
+    may_change = not identity.permissions.is_read_only
     for event in fields["history"]:
         event["error"] = shown_text(request, event.get("error", ""))
     for error in fields["errors"]:
@@ -225,8 +226,8 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
         "type": info.message.get("type", ""),
         "parent_message_id": info.message.get("parent_message_id", ""),
         "goal_id": info.message.get("goal_id", ""),
-        "can_cancel": not info.ended,
-        "can_retry": info.state in REPLAYABLE and identity.operates(org_id),
+        "can_cancel": may_change and not info.ended,
+        "can_retry": may_change and info.state in REPLAYABLE and identity.operates(org_id),
     }
 
 

@@ -8,8 +8,9 @@ Rule 3: a caller sees and does what the HTTP API allows its token, and nothing e
 
 import asyncio
 import hashlib
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Iterable
 from functools import cache
+from html import escape
 from importlib import resources
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple
@@ -66,6 +67,7 @@ CONTENT_TYPES: Final = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
+NO_SESSION: Final = b'name="session" content=""'
 FOREVER: Final = b"public, max-age=31536000, immutable"
 SAFE_METHODS: Final = ("GET", "HEAD")
 OWN_SITES: Final = ("", "same-origin", "none")
@@ -98,7 +100,7 @@ class PageMount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _add_headers(message["headers"])
+                message = {**message, "headers": _with_headers(message["headers"])}
             await send(message)
 
         scope[REDACTOR] = self._redactor
@@ -124,6 +126,7 @@ class PageMount:
         if identity is None:
             raise Refusal(401, "Unauthorized", "this session has ended: sign in again")
         request.identity = identity
+        server.rates.check(identity)
         if request.scope["method"] not in SAFE_METHODS:
             _check_origin(request)
             if not is_csrf_of(secret, request.header(CSRF_HEADER)):
@@ -151,6 +154,8 @@ class PageMount:
         return HttpReply(200, _encode(_caller(server, identity, secret)), (JSON_TYPE, set_cookie))
 
     async def _sign_out(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """End the session. The route is open, because a token that may only read may sign out."""
+        self._identify(server, request)
         await asyncio.to_thread(self._sessions(server).end, _secret(request))
         server.server_log.write("signed_out", agent=request.identity.name)
         name, is_tls = _cookie_of(request)
@@ -158,9 +163,19 @@ class PageMount:
 
     async def _session(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """Who is signed in. Without a session, the names are empty."""
+        return HttpReply(200, _encode(self._known_caller(server, request)))
+
+    async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """The page. It says who is signed in, so that the first view needs no call for that."""
+        data, kind = _files().by_name["index.html"]
+        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
+        return HttpReply(200, page, ((b"content-type", kind),))
+
+    def _known_caller(self, server: TaskServer, request: HttpRequest) -> dict[str, Any]:
         secret = _secret(request)
         identity = self._session_identity(server, secret) if secret else None
-        return HttpReply(200, _encode(_caller(server, identity, secret)))
+        return _caller(server, identity, secret)
 
     # ---- what is live --------------------------------------------------------------------------
 
@@ -189,10 +204,10 @@ class PageMount:
 
     def _routes(self) -> list[ServedRoute]:
         return [
-            _open("GET", "/", _index),
+            _open("GET", "/", self._index),
             _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
             _open("POST", "/page/sign-in", self._sign_in, SignInBody),
-            _change("/page/sign-out", self._sign_out, everybody=True),
+            _open("POST", "/page/sign-out", self._sign_out),
             _open("GET", "/page/session", self._session),
             _read("/page/overview", self._overview),
             _read("/page/stream", self._stream, StreamQuery, answers=EVENT_STREAM),
@@ -268,7 +283,7 @@ def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[
         "role": identity.role,
         "org_id": identity.org,
         "is_operator": identity.is_operator,
-        "operates": identity.role != "agent",
+        "operates": identity.role != "agent" and not identity.permissions.is_read_only,
         "csrf": csrf_of(secret),
         "version": version("postroom"),
         "data": server.agents.data.name,
@@ -299,11 +314,6 @@ def _files() -> _Files:
     return _Files(found, tag)
 
 
-async def _index(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - all see the same
-    data, kind = _files().by_name["index.html"]
-    return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", b"no-cache")))
-
-
 async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no server
     """A file. Its address has the tag of this version, so a browser may keep it for good."""
     files = _files()
@@ -314,10 +324,10 @@ async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noq
     return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", FOREVER)))
 
 
-def _add_headers(headers: MutableSequence[tuple[bytes, bytes]]) -> None:
-    """Add the headers of the page that a reply does not set itself."""
-    given = {name for name, _ in headers}
-    headers += [header for header in HEADERS if header[0] not in given]
+def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply, and those of the page that the reply does not set itself."""
+    given = dict(headers)
+    return [*headers, *(header for header in HEADERS if header[0] not in given)]
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it

@@ -7,9 +7,9 @@ Rule 2: only small tables are handled here. Opening a file costs Spark far more 
         creates, to set its mode.
 """
 
+import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -24,8 +24,8 @@ NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 COMPRESSION: Final = "zstd"
 COMPRESSION_LEVEL: Final = 1  # nearly as small as the default, for less CPU
 
-File = tuple[Path, Mapping[str, str | None]]
-"""The path of a file, and its partition."""
+File = tuple[str, pq.ParquetFile, Mapping[str, str | None]]
+"""The address of a file, the file, and its partition."""
 
 
 def read_rows(files: Iterable[File], schema: StructType) -> pa.Table:
@@ -33,8 +33,7 @@ def read_rows(files: Iterable[File], schema: StructType) -> pa.Table:
     columns = to_arrow_schema(as_nullable(schema), timezone="UTC")
     known = columns.append(pa.field(FILE, pa.string()))
     parts = [
-        _with_columns(pq.ParquetFile(path).read(), {**partition, FILE: path.as_uri()}, known)
-        for path, partition in files
+        _with_columns(file.read(), {**partition, FILE: address}, known) for address, file, partition in files
     ]
     rows = pa.concat_tables(parts) if parts else known.empty_table()
     return rows.append_column(ROW, pa.array(range(len(rows)), pa.int64()))
@@ -63,17 +62,15 @@ def _nullable(part: Any) -> Any:
     return [_nullable(each) for each in part] if isinstance(part, list) else part
 
 
-def write_rows(
+def files_of(
     rows: pa.Table,
-    folder: Path,
-    file_name: str,
     *,
     partition_by: Sequence[str],
     split_by: Sequence[str],
     dictionary: Iterable[str],
     statistics: Iterable[str],
-) -> Iterator[Path]:
-    """Write one file for each value of the `split_by` and `partition_by` columns, and yield its path.
+) -> Iterator[tuple[list[str], list[str], bytes]]:
+    """A file for each value of the `split_by` and `partition_by` columns: its folders, its split, its bytes.
 
     These columns are not stored. `dictionary` and `statistics` name the columns that have them.
     """
@@ -81,18 +78,17 @@ def write_rows(
     stored = rows.drop_columns(list(keys))
     names = set(stored.column_names)
     for values, chosen in _groups(rows, keys):
-        parts = [f"{key}={_as_folder(value)}" for key, value in zip(keys, values, strict=True)]
-        place = folder.joinpath(*parts[len(split_by) :], "-".join((*parts[: len(split_by)], file_name)))
-        place.parent.mkdir(parents=True, exist_ok=True)
+        data = io.BytesIO()
         pq.write_table(
             stored.take(chosen),
-            place,
+            data,
             compression=COMPRESSION,
             compression_level=COMPRESSION_LEVEL,
             use_dictionary=sorted(names.intersection(dictionary)),
             write_statistics=sorted(names.intersection(statistics)),
         )
-        yield place
+        folders = [f"{key}={_as_folder(value)}" for key, value in zip(keys, values, strict=True)]
+        yield folders[len(split_by) :], [str(value) for value in values[: len(split_by)]], data.getvalue()
 
 
 def _groups(rows: pa.Table, keys: Sequence[str]) -> Iterable[tuple[tuple[Any, ...], list[int]]]:

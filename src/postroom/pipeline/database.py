@@ -21,7 +21,8 @@ from postroom.errors import Unavailable
 from postroom.pipeline.session import first_sentence, table_errors
 
 if TYPE_CHECKING:
-    from postroom.pipeline.tables import DataFile, Tables
+    from postroom.pipeline.delta_log import DataFile
+    from postroom.pipeline.tables import Tables
 
 SETTINGS: Final = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 NULL_ORDER: Final = "nulls_first_on_asc_last_on_desc"  # as in Spark

@@ -13,7 +13,6 @@ import msgspec
 
 from postroom.errors import InvalidSetting
 from postroom.pipeline.database import Database, name_in_sql, text_in_sql
-from postroom.pipeline.tables import rows_of
 from postroom.pipeline.times import MICROS_PER_S
 
 if TYPE_CHECKING:
@@ -103,9 +102,9 @@ def _need_columns(tables: "Tables", one: Expectation) -> None:
 
 
 def _measured(tables: "Tables", database: Database, one: Expectation, now_us: int) -> Measured:
-    rows = rows_of(tables.files(one.table))
+    rows = tables.row_count(one.table)
     if one.kind == "reject_rate":
-        broken = rows_of(tables.files(REJECTS))
+        broken = tables.row_count(REJECTS)
         rows += broken
     elif one.kind == "freshness":
         newest_us = _number(database, f"max({name_in_sql(one.columns[0])})", one.table)

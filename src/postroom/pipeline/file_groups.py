@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.tables import Tables, rows_of
+from postroom.pipeline.tables import Split, Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, HOURS_A_DAY
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-FILE_GROUP: Final = "file_group"
-"""The column that names the group. It decides on the file and is not stored."""
+EVENTS: Final = "silver_events"
+OPEN, DEAD, HOURS_FROM = 0, 1, 2  # the numbers of the groups
 GRACE_US: Final = HOUR_US // 4  # a row stays in the open group this long after its end
 IDLE_US: Final = DAY_US  # a message that never ends, as on a bus, leaves the open group after this
 HOURLY_EVENTS_MIN: Final = 50_000  # events an hour from which on a group holds an hour instead of a day
@@ -32,34 +32,39 @@ class FileGroups(NamedTuple):
     """Whether the row may change even after its end."""
 
 
-def file_group(tables: Tables, groups: FileGroups) -> "Column":
-    """The group of a row, by the time and the rate of the events in `silver_events`."""
-    return group_at(newest_us(tables), groups, hourly=is_dense(tables))
+def file_group(tables: Tables, groups: FileGroups) -> Split:
+    """The groups of rows, by the time and the rate of the events in `silver_events`."""
+    hourly = is_dense(tables)
+    return Split(
+        group_at(newest_us(tables), groups, hourly=hourly), HOURS_FROM + (HOURS_A_DAY if hourly else 1)
+    )
 
 
 def group_at(now_us: int, groups: FileGroups, *, hourly: bool) -> "Column":
-    """`open`, `dead`, an hour of the day if `hourly`, or `day`.
+    """`OPEN`, `DEAD`, or a group for the rest of a day; if `hourly`, one for each hour.
 
-    Rows that may reopen (`dead`) are few. A group of their own keeps a replay from rewriting many other rows.
+    Rows that may reopen are few. A group of their own keeps a replay from rewriting many other rows.
     """
     last_us = F.greatest(groups.ended_us, groups.last_us)
     quiet_us = F.lit(now_us) - last_us
     is_open = (quiet_us <= IDLE_US) & (groups.ended_us.isNull() | (quiet_us <= GRACE_US))
-    group = F.when(is_open, "open")
+    group = F.when(is_open, OPEN)
     if groups.may_reopen is not None:
-        group = group.when(groups.may_reopen, "dead")
-    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
-    return group.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
+        group = group.when(groups.may_reopen, DEAD)
+    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("int")
+    rest = F.lit(HOURS_FROM)
+    return group.otherwise(rest + F.coalesce(hour, F.lit(0)) if hourly else rest)
 
 
 def is_dense(tables: Tables) -> bool:
     """Whether an hour of events fills files of its own. Otherwise hourly files would be many and tiny."""
-    files = tables.files("silver_events")
-    oldest_us = min((file.low.get("ts_us") or 0 for file in files), default=0)
-    hours = 1 + (newest_us(tables) - oldest_us) // HOUR_US
-    return rows_of(files) >= hours * HOURLY_EVENTS_MIN
+    if not tables.exists(EVENTS):
+        return False
+    files = tables.listing(EVENTS)
+    oldest_us, latest_us = files.extent("ts_us") or (0, newest_us(tables))
+    return files.rows >= (1 + (latest_us - oldest_us) // HOUR_US) * HOURLY_EVENTS_MIN
 
 
 def newest_us(tables: Tables) -> int:
     """The time of the newest event."""
-    return max((file.high.get("ts_us") or 0 for file in tables.files("silver_events")), default=0)
+    return int(tables.listing(EVENTS).newest("ts_us") or 0) if tables.exists(EVENTS) else 0

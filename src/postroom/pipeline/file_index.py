@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.delta_log import DataFile, path_below, rows_of
 from postroom.pipeline.silver.joins import with_join_hint
-from postroom.pipeline.tables import DataFile, Tables, path_below, rows_of
+from postroom.pipeline.tables import Tables
 
 BROADCAST_IDS_MAX: Final = 2_000_000  # ids that are broadcast instead of shuffled
 
@@ -66,7 +67,9 @@ def extent(files: list[DataFile], column: str) -> tuple[Any, Any] | None:
 
 def candidate_files(tables: Tables, name: str, ids: IdLookup) -> list[DataFile]:
     """The files of a table that can hold one of the ids, according to the log."""
-    return [file for file in tables.files(name) if ids.may_be_in(file)]
+    if ids.n == 0 or not tables.exists(name):
+        return []
+    return tables.listing(name).overlapping(ids.rows.columns[0], ids.low, ids.high)
 
 
 def files_with_ids(spark: SparkSession, tables: Tables, name: str, ids: IdLookup) -> list[DataFile]:

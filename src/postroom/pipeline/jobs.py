@@ -2,13 +2,14 @@
 
 Rule 1: the version of its inputs that a table has read stands in the table's own commit, as an application
         transaction. A job that was killed at any point is run again.
-Rule 2: rows are computed from one version of their table. If another writer commits to that table meanwhile,
-        they are computed again.
+Rule 2: rows are computed from one version of each table. If another writer changes rows of the table to which
+        they belong meanwhile, they are computed again.
 Rule 3: a run keeps nothing in memory from one table to the next, so a run can resume at any table.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import reduce
 from math import ceil
 from pathlib import Path
 from threading import Lock
@@ -22,30 +23,31 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
 from postroom.pipeline import queries
-from postroom.pipeline.file_groups import FILE_GROUP, file_group
+from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.file_groups import file_group
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.bronze_writer import write_segments
 from postroom.pipeline.ingest.segments import (
+    BATCH_BYTES_PER_CORE,
+    TABLE,
+    EventStream,
     Gap,
     PendingSegments,
     Segment,
     batches,
-    ingest_id,
     ingest_txns,
     is_last_ingested,
-    last_ingested,
-    pending_segments,
 )
-from postroom.pipeline.paths import local_path
 from postroom.pipeline.schedule import Dependencies, run_in_order
-from postroom.pipeline.session import AWAITED, in_pool
+from postroom.pipeline.session import AWAITED, in_pool, is_classic
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import Staged, Tables, Txn, rows_of
+from postroom.pipeline.storage import Storage
+from postroom.pipeline.tables import Staged, Tables
 
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
@@ -53,6 +55,10 @@ SILVER_INPUTS: Final[Dependencies] = {name: table.inputs for name, table in SILV
 TRIES_MAX: Final = 5  # of a table that another writer keeps changing
 TABLES_AT_ONCE: Final = 4  # one is planned, one compiled and one committed while another computes
 
+REMOTE_CORES: Final = 8  # that a Spark Connect server is assumed to have
+
+Place = Path | str
+"""A folder: a path of this machine, or an address such as `s3a://bucket/audit`."""
 Progress = Callable[[str], None]
 """Called with a short text about the current step."""
 
@@ -70,6 +76,27 @@ class RunSummary(msgspec.Struct, frozen=True):
     missing: list[Gap] = []
     note: str = ""
     """The missing segments as a sentence."""
+
+
+def nothing_new(tables: Tables, streams: Sequence[EventStream]) -> RunSummary | None:
+    """The summary of a run that finds nothing to do, without Spark; None if there may be something to do."""
+    pending = [stream.pending(tables) for stream in streams]
+    if any(each.ready or each.gaps for each in pending):
+        return None
+    inputs = {name: table.inputs for name, table in GOLD.items()}
+    inputs |= {name: (table.source,) for name, table in SILVER.items()}
+    versions, rows, known = {}, {}, {}
+    for name in tables.names():
+        versions[name], rows[name] = tables.version(name), tables.row_count(name)
+        apps = (FORM_ID, *inputs.get(name, ()))
+        known[name] = {app_id: tables.last_txn(name, app_id) for app_id in apps}
+        tables.forget(name)  # the files of one table at a time
+    for name, sources in inputs.items():
+        read = known.get(name, {})
+        is_form = name in SILVER or read.get(FORM_ID) == FORM
+        if not is_form or any(read.get(source, -1) != versions.get(source) for source in sources):
+            return None
+    return RunSummary(0, 0, 0, rows)
 
 
 class Pipeline:
@@ -91,37 +118,51 @@ class Pipeline:
         self._progress = progress
         self._lines = 0
         self._rejects = 0
-        self._pending = PendingSegments([], [], [])
+        self._pending: dict[str, PendingSegments] = {}
+        """The new segments of each stream."""
         self._last_note = ""
 
     # ---- the jobs ------------------------------------------------------------------------------------
 
-    def run(self, events: Path | str, *, skip_missing: bool = False) -> RunSummary:
+    def run(self, events: Place | Sequence[Place], *, skip_missing: bool = False) -> RunSummary:
         """Ingest every new segment before the first missing one, and refresh all tables.
 
-        `events` is the folder of the audit stream, as a path or as a `file:` URI. With `skip_missing`,
-        missing segments are reported and never ingested, even if they arrive later.
+        `events` names the folders of one or several audit streams, as paths or as addresses. With
+        `skip_missing`, missing segments are reported and never ingested, even if they arrive later.
         """
         self._lines = self._rejects = 0
-        return self._summary(self._run(local_path(events), skip_missing=skip_missing))
+        return self._summary(self._run(self.streams(events), skip_missing=skip_missing))
 
-    def backfill(self, events: Path | None = None) -> RunSummary:
+    def backfill(self, events: Place | Sequence[Place] = ()) -> RunSummary:
         """Ingest the new segments, then rebuild the silver and gold tables from all of bronze."""
-        if events is None:
+        streams = self.streams(events)
+        if not streams:
             self.tables.require_tables()
-        with self.tables.lock(), self.tables.profile(events):
-            new = [] if events is None else self._find_new_segments(events)
-            ingested = 0 if events is None else sum(map(len, self._ingest(events, new)))
+        self._find_new_segments(streams)
+        with self.tables.profile(self._new_bytes()):
+            ingested = sum(len(batch) for stream in streams for batch in self._ingest(stream))
             self._refresh_tables(self._inputs(), rebuild=True)
         return self._summary(ingested)
 
-    def stream(self, events: Path, *, every_s: float | None = None, skip_missing: bool = False) -> None:
+    def streams(self, events: Place | Sequence[Place]) -> list[EventStream]:
+        """The streams at some places, which are reached as the tables are."""
+        places = [events] if isinstance(events, str | Path) else events
+        return [EventStream(Storage(place, self.tables.storage.access)) for place in places]
+
+    def stream(
+        self,
+        events: Place | Sequence[Place],
+        *,
+        every_s: float | None = None,
+        skip_missing: bool = False,
+    ) -> None:
         """Let Spark's file source watch for segments: once, or every `every_s` seconds.
 
         The source only triggers a run. Which segments are ingested depends on the table, so `run` and
-        `stream` can alternate. The source reports a file once, so segments that were incomplete at that time,
-        or that another writer kept us from ingesting, are looked for between the batches.
+        `stream` can alternate. The source reports a file once, so segments that were incomplete at that time
+        are looked for between the batches.
         """
+        streams = self.streams(events)
         failures: list[Exception] = []
         one_at_a_time = Lock()
         is_behind = True  # an earlier process may have been killed half way
@@ -131,7 +172,7 @@ class Pipeline:
             try:
                 with one_at_a_time:
                     is_behind = True
-                    self._run(events, skip_missing=skip_missing)
+                    self._run(streams, skip_missing=skip_missing)
                     is_behind = False
             except Unavailable as error:
                 if every_s is None:
@@ -146,9 +187,9 @@ class Pipeline:
                 failures.append(error)
                 raise
 
-        watched = bronze.arrivals(self.spark, str(events.absolute()))
+        watched = reduce(DataFrame.union, [bronze.arrivals(self.spark, str(stream)) for stream in streams])
         query = watched.writeStream.foreachBatch(arrived)
-        query = query.option("checkpointLocation", str(self._checkpoint(events)))
+        query = query.option("checkpointLocation", self._checkpoint(streams))
         if every_s is None:
             query = query.trigger(availableNow=True)
         else:
@@ -156,7 +197,7 @@ class Pipeline:
         try:
             started = query.start()
             while every_s is not None and not started.awaitTermination(ceil(every_s)):
-                if is_behind or pending_segments(events, last_ingested(self.tables, events)).ready:
+                if is_behind or any(stream.pending(self.tables).ready for stream in streams):
                     run_once()
             started.awaitTermination()
         except StreamingQueryException as wrapped:
@@ -176,78 +217,108 @@ class Pipeline:
         for row in rows.toLocalIterator():
             yield row[0]
 
-    def _checkpoint(self, events: Path) -> Path:
-        return self.tables.folder / CHECKPOINTS / events.absolute().as_posix().strip("/").replace("/", "-")
+    def _checkpoint(self, streams: Sequence[EventStream]) -> str:
+        name = "+".join(stream.storage.place.strip("/").replace("/", "-") for stream in streams)
+        return self.tables.storage.spark_path(f"{CHECKPOINTS}/{name.replace(':', '')}")
 
-    def _run(self, events: Path, *, skip_missing: bool) -> int:
-        with self.tables.lock(), self.tables.profile(events):
-            new = self._find_new_segments(events, skip_missing=skip_missing)
-            for batch in self._ingest(events, new):
-                if batch[-1] is not new[-1]:
-                    self._refresh_tables(SILVER_INPUTS)
+    def _run(self, streams: Sequence[EventStream], *, skip_missing: bool) -> int:
+        self._find_new_segments(streams, skip_missing=skip_missing)
+        ingested = 0
+        with self.tables.profile(self._new_bytes()):
+            for stream in streams:
+                for batch in self._ingest(stream):
+                    ingested += len(batch)
+                    if batch[-1] is not self._pending[str(stream)].ready[-1]:
+                        self._refresh_tables(SILVER_INPUTS)
             self._refresh_tables(self._inputs())  # the last batch, and tables that a killed run left behind
-        return len(new)
+        return ingested
 
     def _summary(self, ingested: int) -> RunSummary:
-        rows = {name: rows_of(self.tables.files(name)) for name in self.tables.names()}
-        pending = self._pending
+        pending = self._pending.values()
         return RunSummary(
             ingested,
             self._lines,
             self._rejects,
-            rows,
-            len(pending.waiting),
-            pending.gaps,
-            pending.sentence(),
+            {name: self.tables.row_count(name) for name in self.tables.names()},
+            sum(len(each.waiting) for each in pending),
+            [gap for each in pending for gap in each.gaps],
+            self._last_note,
         )
 
     # ---- bronze --------------------------------------------------------------------------------------
 
-    def _find_new_segments(self, events: Path, *, skip_missing: bool = False) -> list[Segment]:
-        """The segments that can be ingested now."""
-        self._pending = pending_segments(
-            events, last_ingested(self.tables, events), skip_missing=skip_missing
-        )
-        if self._pending.sentence() not in ("", self._last_note):
-            self._progress(self._pending.sentence())
-        self._last_note = self._pending.sentence()
-        return self._pending.ready
+    def _find_new_segments(self, streams: Sequence[EventStream], *, skip_missing: bool = False) -> None:
+        """Find the segments that can be ingested now."""
+        self._pending = {
+            str(stream): stream.pending(self.tables, skip_missing=skip_missing) for stream in streams
+        }
+        notes = {place: note for place, each in self._pending.items() if (note := each.sentence())}
+        many = len(streams) > 1
+        note = "; ".join(f"{place}: {note}" if many else note for place, note in notes.items())
+        if note not in ("", self._last_note):
+            self._progress(note)
+        self._last_note = note
 
-    def _ingest(self, events: Path, segments: list[Segment]) -> Iterator[list[Segment]]:
-        """Ingest segments in batches, each in one commit."""
-        folder = str(events.absolute())
-        app_id = ingest_id(events)
-        for batch in batches(segments):
+    def _new_bytes(self) -> int:
+        return sum(each.bytes for each in self._pending.values())
+
+    def _ingest(self, stream: EventStream) -> Iterator[list[Segment]]:
+        """Ingest the new segments of a stream in batches, each in one commit."""
+        pending = self._pending[str(stream)]
+        last = self.tables.last_txn(TABLE, stream.ingest_id)
+        for batch in batches(pending.ready, BATCH_BYTES_PER_CORE * self._cores()):
             numbers = f"segment {batch[0].number}" + (f" to {batch[-1].number}" if len(batch) > 1 else "")
             self._progress(f"bronze: {numbers}, {sum(segment.size for segment in batch) / 1e6:,.0f} MB")
-            self._ingest_batch(folder, batch, app_id)
+            if not self._ingest_batch(stream, batch, last):
+                return
+            last = batch[-1].number
             yield batch
 
-    def _ingest_batch(self, folder: str, batch: list[Segment], app_id: str) -> None:
-        """Commit the rejects first: an interrupted job reads the segments again, and skips known rejects."""
-        written = write_segments(self.spark, self.tables, folder, batch)
-        self._write_rejects(folder, batch, written.bad_segments, app_id)
-        self.tables.commit("bronze_events", written.staged, txns=ingest_txns(app_id, batch[-1]))
+    def _cores(self) -> int:
+        """The tasks that run at once. A Spark Connect client does not know how many, and assumes few."""
+        return int(self.spark.sparkContext.defaultParallelism) if is_classic(self.spark) else REMOTE_CORES
+
+    def _ingest_batch(self, stream: EventStream, batch: list[Segment], last: int) -> bool:
+        """Commit a batch that follows number `last`; false if another writer has ingested segments.
+
+        The rejects are committed first: an interrupted job reads the segments again, and skips known rejects.
+        """
+        app_id, tables = stream.ingest_id, self.tables.pinned()
+        base = tables.version(TABLE)
+        if tables.last_txn(TABLE, app_id) != last:
+            return self._left_to_another(stream)
+        written = write_segments(self.spark, tables, stream, batch)
+        try:
+            self._write_rejects(tables, stream, batch, written.bad_segments)
+            tables.commit(TABLE, written.staged, txns=ingest_txns(app_id, batch[-1]), base=base)
+        except TableChanged:
+            tables.discard(TABLE, written.staged.adds)
+            if self.tables.last_txn(TABLE, app_id) == last:
+                raise
+            return self._left_to_another(stream)
         self._lines += written.lines
         self._rejects += written.lines - written.staged.rows
+        return True
+
+    def _left_to_another(self, stream: EventStream) -> bool:
+        self._progress(f"another job ingests the segments of {stream}, which are left to it")
+        return False
 
     def _write_rejects(
-        self, folder: str, batch: list[Segment], bad_segments: int | None, app_id: str
+        self, tables: Tables, stream: EventStream, batch: list[Segment], bad_segments: int | None
     ) -> None:
         """Append the bad lines of a batch. The table is created even without any."""
-        known = [
-            segment.number for segment in batch if is_last_ingested(self.tables, REJECTS, app_id, segment)
-        ]
-        bad = [segment for segment in batch if bronze.may_have_rejects(segment.path.name, bad_segments)]
+        app_id, base = stream.ingest_id, tables.version(REJECTS)
+        known = [segment.number for segment in batch if is_last_ingested(tables, REJECTS, app_id, segment)]
+        bad = [segment for segment in batch if bronze.may_have_rejects(segment.file_name, bad_segments)]
         new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
-            texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new])
-            rows = bronze.rejects(texts)
-            self.tables.append(
-                REJECTS, rows, partition_by=bronze.PARTITIONS, txns=ingest_txns(app_id, new[-1])
-            )
-        elif not self.tables.exists(REJECTS):
-            self.tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []))
+            texts = bronze.texts(self.spark, str(stream), [stream.path_of(segment) for segment in new])
+            rows, txns = bronze.rejects(texts), ingest_txns(app_id, new[-1])
+            tables.swap(REJECTS, rows, (), partition_by=bronze.PARTITIONS, txns=txns, base=base)
+        elif base < 0:
+            with suppress(TableChanged):  # another job has created it
+                tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []), base=base)
 
     # ---- silver and gold -----------------------------------------------------------------------------
 
@@ -265,26 +336,24 @@ class Pipeline:
         """Refresh one table, again from its start when another writer has changed it meanwhile."""
         for _ in range(TRIES_MAX - 1):
             try:
-                self._refresh_table(name, rebuild=rebuild)
+                self._refresh_table(self.tables.pinned(), name, rebuild=rebuild)
             except TableChanged as error:
                 self._progress(f"{error}; computing it again")
             else:
                 return
-        self._refresh_table(name, rebuild=rebuild)
+        self._refresh_table(self.tables.pinned(), name, rebuild=rebuild)
 
-    def _refresh_table(self, name: str, *, rebuild: bool) -> None:
+    def _refresh_table(self, tables: Tables, name: str, *, rebuild: bool) -> None:
         inputs = self._inputs()[name]
         sources = inputs[:1] if name in SILVER else inputs
         rebuild = rebuild or any(self.tables.is_withdrawn(source, name) for source in sources)
         if name in SILVER:
-            self._refresh_silver(name, SILVER[name], rebuild=rebuild)
+            self._refresh_silver(tables, name, SILVER[name], rebuild=rebuild)
         else:
-            self._refresh_gold(name, self._gold[name], rebuild=rebuild)
+            self._refresh_gold(tables, name, self._gold[name], rebuild=rebuild)
 
-    def _refresh_silver(self, name: str, table: SilverTable, *, rebuild: bool) -> None:
-        refresh = SilverRefresh(
-            self.spark, self.tables, name, table, level=self.level, progress=self._progress
-        )
+    def _refresh_silver(self, tables: Tables, name: str, table: SilverTable, *, rebuild: bool) -> None:
+        refresh = SilverRefresh(self.spark, tables, name, table, level=self.level, progress=self._progress)
         refresh.run(rebuild=rebuild)
 
     # ---- gold ----------------------------------------------------------------------------------------
@@ -292,41 +361,58 @@ class Pipeline:
     def _inputs(self) -> Dependencies:
         return {**SILVER_INPUTS, **{name: table.inputs for name, table in self._gold.items()}}
 
-    def _refresh_gold(self, name: str, table: GoldTable, *, rebuild: bool) -> None:
-        self._drop_other_version(name)
-        base = self.tables.version(name)
-        versions = {source: self.tables.version(source) for source in table.inputs}
-        known = {source: -1 if rebuild else self.tables.last_txn(name, source) for source in table.inputs}
+    def _refresh_gold(self, tables: Tables, name: str, table: GoldTable, *, rebuild: bool) -> None:
+        is_other_form = self._is_other_form(name, table)
+        base = tables.version(name)
+        versions = {source: tables.version(source) for source in table.inputs}
+        is_new = rebuild or is_other_form
+        known = {source: -1 if is_new else tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
             return
         self._progress(name)
         txns = [*(Txn(source, version) for source, version in versions.items()), Txn(FORM_ID, FORM)]
-        refresh = GoldRefresh(self.spark, self.tables, name, table)
+        refresh = GoldRefresh(self.spark, tables, name, table)
         with ExitStack() as held:
             # An input that was dropped and rebuilt has a lower version.
             is_older = any(known[source] > versions[source] for source in table.inputs)
             if is_older or -1 in known.values():
-                replacement: Replacement | None = refresh.rebuild()
+                replacement: Replacement | None = refresh.rebuild(whole=is_other_form)
             else:
                 replacement = refresh.update(known, versions, held)
             if replacement is None:
-                self.tables.mark(name, txns)
+                tables.mark(name, txns, base=base)
             else:
-                self._replace(name, table, replacement, txns, base)
+                self._replace(tables, name, table, replacement, txns, base, is_other_form=is_other_form)
 
-    def _drop_other_version(self, name: str) -> None:
-        if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
-            self._progress(f"{name} is of another version, and is rebuilt")
+    def _is_other_form(self, name: str, table: GoldTable) -> bool:
+        """Whether a table was written by another version. One with other partitions is deleted."""
+        if not self.tables.exists(name) or self.tables.last_txn(name, FORM_ID) == FORM:
+            return False
+        self._progress(f"{name} is of another version, and is rebuilt")
+        if self.tables.partitions(name) != list(table.partition_by):
             self.tables.drop(name)
+        return self.tables.exists(name)
 
     def _replace(
-        self, name: str, table: GoldTable, replacement: Replacement, txns: list[Txn], base: int
+        self,
+        tables: Tables,
+        name: str,
+        table: GoldTable,
+        replacement: Replacement,
+        txns: list[Txn],
+        base: int,
+        *,
+        is_other_form: bool,
     ) -> None:
         rows, replaced = replacement
-        split = None
-        if table.file_groups is not None:
-            rows = rows.withColumn(FILE_GROUP, file_group(self.tables, table.file_groups()))
-            split = FILE_GROUP
-        self.tables.swap(
-            name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns, base=base
+        groups = table.file_groups
+        tables.swap(
+            name,
+            rows,
+            () if is_other_form else replaced,
+            partition_by=table.partition_by,
+            split=None if groups is None else file_group(tables, groups()),
+            txns=txns,
+            base=base,
+            mode="overwrite" if is_other_form else "append",
         )

@@ -11,12 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from postroom.errors import InvalidSetting
+from postroom.pipeline.places import is_address
 
 if TYPE_CHECKING:
     from postroom.pipeline.expectations import Measured
+    from postroom.pipeline.storage import Storage
     from postroom.pipeline.tables import Tables
 
 PRODUCER: Final = "https://pypi.org/project/postroom"
@@ -82,17 +85,19 @@ class Lineage:
             pass
 
 
-def stream(events: Path) -> dict[str, Any]:
-    """The audit stream as a dataset."""
-    return {"namespace": "file", "name": str(events.absolute())}
+def dataset(storage: "Storage", name: str = "") -> dict[str, Any]:
+    """A folder as a dataset, by the names that OpenLineage gives to places."""
+    if not is_address(storage.place):
+        return {"namespace": "file", "name": f"{storage.place}/{name}".rstrip("/")}
+    url = urlsplit(storage.place)
+    return {"namespace": f"{url.scheme}://{url.netloc}", "name": f"{url.path}/{name}".rstrip("/")}
 
 
 def written(tables: "Tables", names: Iterable[str]) -> list[dict[str, Any]]:
     """Tables as output datasets, with their columns and sizes."""
     return [
         {
-            "namespace": "file",
-            "name": str(tables.folder / name),
+            **dataset(tables.storage, name),
             "facets": {"schema": _columns(tables, name)},
             "outputFacets": {"outputStatistics": _statistics(tables, name)},
         }
@@ -109,8 +114,7 @@ def measured(tables: "Tables", found: Iterable["Measured"]) -> list[dict[str, An
         by_table.setdefault(one.table, []).append(assertion | column)
     return [
         {
-            "namespace": "file",
-            "name": str(tables.folder / name),
+            **dataset(tables.storage, name),
             "inputFacets": {"dataQualityAssertions": _facet(ASSERTIONS, assertions=assertions)},
         }
         for name, assertions in by_table.items()
@@ -125,9 +129,8 @@ def _columns(tables: "Tables", name: str) -> dict[str, Any]:
 
 
 def _statistics(tables: "Tables", name: str) -> dict[str, Any]:
-    files = tables.files(name)
-    rows, size = sum(file.rows for file in files), sum(file.size for file in files)
-    return _facet(STATISTICS, rowCount=rows, size=size, fileCount=len(files))
+    files = tables.listing(name)
+    return _facet(STATISTICS, rowCount=files.rows, size=files.bytes, fileCount=len(files))
 
 
 def _facet(schema: str, **fields: Any) -> dict[str, Any]:

@@ -6,38 +6,26 @@ Rule: nothing here imports Spark or the tables.
 import os
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
 from postroom.errors import InvalidMessage
-from postroom.settings import ADDRESS
+from postroom.pipeline.places import is_address, normalized
 from postroom.sinks.layout import CHAIN, STREAM
 
-DATA: Final = frozenset({".jsonl", ".parquet"})
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
 LOGS: Final = "*/_delta_log"  # of the tables, below their folder
 
 
-def need_local(text: str) -> None:
-    """Refuse an address such as s3://bucket: as a path it would be a folder named `s3:`."""
-    if ADDRESS.match(text):
-        raise InvalidMessage(
-            f"{text} is not a folder of this machine: tables and segments lie on a file system with locks "
-            "and atomic rename, so mount it, or give a path"
-        )
+def local_path(place: Path | str) -> Path | None:
+    """The folder of this machine that a place names; None for an address such as `s3://bucket`."""
+    text = normalized(place)
+    return None if is_address(text) else Path(text)
 
 
-def local_path(place: Path | str) -> Path:
-    """The absolute path of a folder that is given as a path or as a `file:` URI."""
-    text = str(place)
-    if text.startswith("file:"):
-        return Path(unquote(urlsplit(text).path))
-    if isinstance(place, str):
-        need_local(place)
-    return Path(place).absolute()
-
-
-def need_stream(events: Path) -> None:
-    """Raise unless the folder has segments, or was created by a shipper."""
+def need_stream(place: Path | str) -> None:
+    """Raise unless the folder has segments, or was created by a shipper. An address is not checked here."""
+    events = local_path(place)
+    if events is None:
+        return
     if not events.is_dir():
         raise InvalidMessage(f"there is no folder {events}: give the folder of an audit stream as --events")
     signs = (events / CHAIN, events / STREAM)
@@ -47,27 +35,35 @@ def need_stream(events: Path) -> None:
         )
 
 
-def need_apart(events: Path, tables: Path) -> None:
+def need_apart(events: Path | str, tables: Path | str) -> None:
     """Raise if one folder contains the other: a reader of the stream would find files of the tables."""
-    stream, folder = events.resolve(), tables.resolve()
+    stream, folder = (_compared(place) for place in (events, tables))
     if stream == folder:
         raise InvalidMessage(
             f"--events and --tables are the same folder, {events}: give the tables their own"
         )
     for inner, outer in ((stream, folder), (folder, stream)):
-        if inner.is_relative_to(outer):
+        if inner.startswith(f"{outer.rstrip('/')}/"):
             raise InvalidMessage(f"{inner} lies in {outer}: give --events and --tables separate folders")
 
 
-def need_writable(tables: Path) -> None:
+def _compared(place: Path | str) -> str:
+    folder = local_path(place)
+    return normalized(place) if folder is None else str(folder.resolve())
+
+
+def need_writable(place: Path | str) -> None:
     """Raise unless the folder is writable, or can be created, and has no files of another kind."""
-    place = tables.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise InvalidMessage(f"tables cannot be written to {tables}: {place} is not a folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InvalidMessage(f"tables cannot be written to {tables}: there is no permission to write {place}")
+    tables = local_path(place)
+    if tables is None:
+        return
+    there = tables
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise InvalidMessage(f"tables cannot be written to {tables}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidMessage(f"tables cannot be written to {tables}: there is no permission to write {there}")
     if tables.is_dir() and not _holds_tables(tables) and (other := _other_entry(tables)):
         raise InvalidMessage(f"{tables} is not a folder of tables: it has no table, but {other}")
 
@@ -81,33 +77,15 @@ def _other_entry(folder: Path) -> str:
     return ""
 
 
-def need_tables(tables: Path) -> None:
-    """Raise unless the folder has at least one committed table."""
-    if not _holds_tables(tables):
-        raise InvalidMessage(f"there are no tables in {tables.absolute()}")
+def need_tables(place: Path | str) -> None:
+    """Raise unless the folder has at least one committed table. An address is not checked here."""
+    tables = local_path(place)
+    if tables is not None and not _holds_tables(tables):
+        raise InvalidMessage(f"there are no tables in {tables}")
 
 
 def _holds_tables(tables: Path) -> bool:
     return any(any(log.iterdir()) for log in tables.glob(LOGS))
-
-
-def is_small(*folders: Path | None) -> bool:
-    """Whether the data files below these folders have at most `SMALL_BYTES`. Stops counting at the limit."""
-    size = 0
-    for folder in folders:
-        for path in () if folder is None else folder.rglob("*"):
-            if path.suffix in DATA:
-                size += _size(path)
-                if size > SMALL_BYTES:
-                    return False
-    return True
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # compacted meanwhile
-        return 0
 
 
 def need_place(file: Path) -> None:

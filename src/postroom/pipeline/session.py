@@ -170,9 +170,14 @@ def _need_master(master: str) -> None:
         raise InvalidSetting(f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn")
 
 
+def is_classic(spark: "SparkSession") -> bool:
+    """Whether a session has its JVM in this process's control, and is no Spark Connect client."""
+    return hasattr(spark, "_jsparkSession")
+
+
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
     """Set the scheduler pool of this thread. With Spark Connect the server decides."""
-    if hasattr(spark, "_jsparkSession"):
+    if is_classic(spark):
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
 
 

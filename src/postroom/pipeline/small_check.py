@@ -16,7 +16,6 @@ from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, CheckResult, 
 from postroom.pipeline.database import Database
 from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.session import table_errors
-from postroom.pipeline.tables import rows_of
 
 if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
@@ -29,7 +28,7 @@ _NOT_IN_LINE: Final = ("segment", "date", "_corrupt")  # columns of bronze that 
 def is_small(tables: "Tables") -> bool:
     """Whether these tables are checked here."""
     with table_errors("bronze_events"):
-        return not tables.exists(DELETED_NUMBERS) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
+        return not tables.exists(DELETED_NUMBERS) and tables.row_count("bronze_events") <= SMALL_EVENTS
 
 
 def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:

@@ -357,9 +357,11 @@ async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: BouncesQuery = request.query
     org_id = _organization(request.identity, None if query.org_id is msgspec.UNSET else query.org_id)
 
+    after = "" if query.after is msgspec.UNSET else query.after
+
     def read(operations: Operations) -> list[BouncedAnswer]:
         return listed(
-            operations.transaction, org_id, created_by=query.created_by, after=query.after, limit=query.limit
+            operations.transaction, org_id, created_by=query.created_by, after=after, limit=query.limit
         )
 
     found = await server.read_for(request, lambda: _read(server, read))

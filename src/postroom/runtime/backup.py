@@ -10,7 +10,6 @@ Rule 4: the archive gets its name when it is whole, durable, and read back.
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -257,7 +256,8 @@ class _Selection:
         for bus in sorted((self._folder / buses.FOLDER).glob(f"*{buses.SUFFIX}")):
             written |= self._write_bus(writer, bus)
         for path in self._others(written):
-            self._write_file(writer, self._name(path), None)
+            with suppress(FileNotFoundError):  # removed since the list was made: it belongs to no part
+                self._write_file(writer, self._name(path), None)
 
     def _write_store(
         self, snapshot: SqliteSnapshot, writer: ArchiveWriter, copy: Path, report: Report
@@ -314,8 +314,7 @@ class _Selection:
             name = self._name(path)
             if name in written or name == SETTINGS or _belongs_to_part(name, written):
                 continue
-            info = path.lstat()
-            if not stat.S_ISREG(info.st_mode) or is_copy(path.name) or self._is_key(path):
+            if path.is_symlink() or not path.is_file() or is_copy(path.name) or self._is_key(path):
                 self.left_out.append(name)
             else:
                 yield path

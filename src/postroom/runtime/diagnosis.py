@@ -44,7 +44,7 @@ from postroom.runtime.data_folder import (
     is_transient,
     upgrade_copies,
 )
-from postroom.runtime.parts import LOCK_FILE, STATES_FILE, States
+from postroom.runtime.parts import STATES_FILE, States
 from postroom.runtime.verification import DataCheck, Report
 from postroom.settings import UpSettings
 from postroom.stores.base import NEWEST, Ending, Listing, by_state, waiting
@@ -52,8 +52,6 @@ from postroom.stores.sqlite_file import check_library
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
-from postroom.system import lock
-from postroom.system.atomic import open_safely
 from postroom.system.clock import SystemClock
 from postroom.system.diskspace import free_bytes
 
@@ -158,11 +156,8 @@ def _filesystem(data: Path) -> str:
 
 
 def _server(data: Path, settings: UpSettings) -> ServerFacts:
-    if _is_locked(data / LOCK_FILE):
-        try:
-            states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
-        except (OSError, msgspec.MsgspecError):  # it is starting or stopping
-            return ServerFacts(is_running=True)
+    states = _states(data)
+    if states is not None:
         return ServerFacts(
             is_running=True,
             parts={name: part.state for name, part in states.parts.items()},
@@ -177,15 +172,22 @@ def _server(data: Path, settings: UpSettings) -> ServerFacts:
     return ServerFacts(is_running=False, ports=tuple(ports))
 
 
-def _is_locked(path: Path) -> bool:
+def _states(data: Path) -> States | None:
+    """The states of the parts; None when `up` does not run, also after it was killed.
+
+    The lock of `up` is not tried: a start at the same moment would be refused.
+    """
     try:
-        fd = open_safely(path, os.O_RDONLY)
-    except (OSError, PostroomError):
-        return False
+        states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
+    except (OSError, msgspec.MsgspecError):
+        return None
     try:
-        return lock.size_at_rest(fd) is None
-    finally:
-        os.close(fd)
+        os.kill(states.pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # the process of another user
+        return states
+    return states
 
 
 def _is_taken(host: str, port: int) -> bool:

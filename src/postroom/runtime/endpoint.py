@@ -5,6 +5,7 @@ Rule 2: a body over its limit is refused before it is kept.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from postroom.errors import (
     GoalEnded,
     GuardTripped,
     InvalidMessage,
+    InvalidPriority,
     KeyReused,
     Overloaded,
     PostroomError,
@@ -101,6 +103,7 @@ _EXTRA_HEADERS: dict[int, tuple[tuple[bytes, bytes], ...]] = {
 }
 
 _encode = msgspec.json.Encoder().encode
+_PRIORITY = re.compile(r"(\S+\.)?priority\b")  # the field that a fault begins with
 
 Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
 """Handles a request. Returns None when it has sent the whole reply itself."""
@@ -187,7 +190,8 @@ class Endpoint:
         try:
             return _decoded(self._decoders[-1], body)
         except msgspec.ValidationError as error:
-            raise InvalidMessage(self._fault(body, error)) from None
+            fault = self._fault(body, error)
+            raise (InvalidPriority if _PRIORITY.match(fault) else InvalidMessage)(fault) from None
 
     def _fault(self, body: bytes, error: msgspec.ValidationError) -> str:
         """Describe the fault by the first struct, unless the body was meant as the last (a batch)."""

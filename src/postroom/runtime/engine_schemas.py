@@ -27,6 +27,7 @@ LETTERS_DEFAULT = 100
 Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
 Key = Annotated[str, Meta(min_length=1, max_length=KEY_CHARS_MAX)]
 Priority = Annotated[int, Meta(ge=0, le=3)]
+BounceKey = Annotated[str, Meta(max_length=160, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*/[0-9]{1,18}$")]
 InboxKey = Annotated[str, Meta(pattern="^[0-9]{1,18}$")]
 
 
@@ -143,15 +144,15 @@ class BouncesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A page of bounces: those behind the key `after`, of a creator such as `user:ada`."""
 
     org_id: Name | UnsetType = UNSET
-    created_by: Text | None = None
-    after: Text = ""
+    created_by: Annotated[Text, Meta(pattern="^(user|system|agent):")] | None = None
+    after: BounceKey | UnsetType = UNSET
     limit: Annotated[int, Meta(ge=1, le=BOUNCES_A_READ_MAX)] = BOUNCES_A_READ_MAX
 
 
 class BouncesDoneBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /engine/bounces/done`: the creator has these bounces."""
 
-    keys: Annotated[list[Text], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+    keys: Annotated[list[BounceKey], Meta(min_length=1, max_length=BOUNCES_A_READ_MAX)]
 
 
 class BouncesAnswer(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
-def _bus_name(request: HttpRequest) -> str:
+def bus_name(request: HttpRequest) -> str:
     """The bus of the path, if the caller may use it."""
     name, identity = request.path_param("name"), request.identity
     if identity.permissions.only_buses and name not in identity.permissions.only_buses:
@@ -73,7 +73,7 @@ def _bus_name(request: HttpRequest) -> str:
 
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     query: BusQuery = request.query
-    name = _bus_name(request)
+    name = bus_name(request)
     if EVENT_STREAM not in request.header(b"accept"):
         messages = await server.on_bus(request, lambda: server.buses.read(name, query.since, query.limit))
         return HttpReply(200, _encode(BusAnswer(messages)))
@@ -115,7 +115,7 @@ def bus_pages(
 
 async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NewBusMessage = request.body
-    name = _bus_name(request)
+    name = bus_name(request)
     msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
     server.wake_streams()
     server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)

@@ -7,13 +7,15 @@ Rule 2: the file is written at most every `WRITE_EVERY_S`, and only after a chan
 import logging
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from postroom.contracts.mail.service import MailService
 from postroom.errors import UnsafePath
 from postroom.system.atomic import read_file, replace_file
+
+if TYPE_CHECKING:  # the task server reads the status, and needs nothing else of Mail
+    from postroom.contracts.mail.service import MailService
 
 FILE_NAME: Final = "status.json"
 WRITE_EVERY_S: Final = 1.0
@@ -52,7 +54,7 @@ class StatusFile:
         self._written: MailStatus | None = None
         self._due = 0.0
 
-    def write(self, service: MailService) -> None:
+    def write(self, service: "MailService") -> None:
         """Write the state, when it is time and something has changed. An error is logged."""
         now = time.monotonic()
         if now < self._due:
@@ -68,7 +70,7 @@ class StatusFile:
             _log.warning("%s: the state of the server cannot be written: %s", self._path, error)
 
 
-def status_of(service: MailService) -> MailStatus:
+def status_of(service: "MailService") -> MailStatus:
     """The state of a mail server."""
     stats, public = service.stats(), service.public_mailboxes(PUBLIC_LISTED_MAX)
     boxes = [

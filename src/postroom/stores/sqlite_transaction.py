@@ -804,7 +804,7 @@ def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
     """A query and its values; queue 0 means any. States with a line are found by it, others by number.
 
-    The lines of QUEUED records are in the order of delivery, so the newest of them are found by number.
+    The lines of waiting records are in the order of delivery, so the newest of them are found by number.
     """
     where = "TRUE"
     values: list[int] = []
@@ -817,7 +817,7 @@ def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
             where = f"line >= {LINES_PER_QUEUE}"
     elif pick.state is not None:
         where = f"state = '{pick.state}'"
-    if line is not None:
+    if line is not None and not (line == LINE_DELAYED and pick.before):
         where += f" AND line = {line}"
         if line > LINE_LEASED:
             where += " AND turn = 0"  # so that the index has them in order of their numbers

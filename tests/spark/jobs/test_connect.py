@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables
 from tests.spark.cluster import do_at
 from tests.spark.commands import Done, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import BAD_LINES, write_segment
 
 NO_JAVA = {"JAVA_HOME": "/nowhere"}

@@ -3,10 +3,8 @@ import os
 import random
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 from zlib import crc32
 
@@ -20,30 +18,24 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline import file_groups, file_index, jobs
+from postroom.pipeline.delta_log import RENAMED, Txn
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import FORM, GOLD
-from postroom.pipeline.ingest.segments import HASH, sealed_segments
+from postroom.pipeline.ingest.segments import HASH
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
-from postroom.pipeline.tables import RENAMED, Tables, Txn
+from postroom.pipeline.tables import Tables
 from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, all_rows, rows_of
 from tests.spark.quick import QUICK
 from tests.spark.realstore import Store
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
 FEWEST_TASKS = "spark.sql.files.minPartitionNum"
 HANG_GUARD_S = 120.0
-
-
-def test_a_second_writer_is_refused(spark: SparkSession, tmp_path: Path) -> None:
-    write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
-    tables = Tables(tmp_path / "tables")
-    with tables.lock(), pytest.raises(Unavailable, match="another job is writing the tables"):
-        Pipeline(spark, tables, gold={}).run(tmp_path / "events")
-    assert tables.names() == []
 
 
 def test_a_folder_that_is_none_is_named(spark: SparkSession, tmp_path: Path) -> None:
@@ -116,9 +108,9 @@ def test_a_killed_run_is_finished_by_the_next_one(
 
 def took(job: Pipeline, events: Path) -> list[int]:
     """The numbers of the segments that are taken into bronze now."""
-    return [
-        segment.number for batch in job._ingest(events, job._find_new_segments(events)) for segment in batch
-    ]
+    [stream] = streams = job.streams(events)
+    job._find_new_segments(streams)
+    return [segment.number for batch in job._ingest(stream) for segment in batch]
 
 
 def replace_stream(events: Path, prefix: str, numbers: range) -> None:
@@ -192,25 +184,6 @@ def test_a_stream_ingests_a_segment_that_was_truncated_when_it_was_noticed(
     assert tables.last_txn("silver_events", "bronze_events") == tables.version("bronze_events")
 
 
-def test_a_stream_waits_for_another_writer(spark: SparkSession, tmp_path: Path) -> None:
-    told: SimpleQueue[str] = SimpleQueue()
-    tables = Tables(tmp_path / "tables")
-    write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
-    job = Pipeline(spark, tables, gold={}, progress=told.put)
-    with ThreadPoolExecutor(1) as pool:
-        with tables.lock():
-            ended = pool.submit(job.stream, tmp_path / "events", every_s=0.5)
-            assert told.get(timeout=HANG_GUARD_S).endswith(
-                "wait until it is done; the next batch tries again"
-            )
-        while not told.get(timeout=HANG_GUARD_S).startswith("silver_spans"):
-            pass
-        for query in spark.streams.active:
-            query.stop()
-        ended.result(HANG_GUARD_S)
-    assert rows_of(tables, "silver_messages").total() == 1
-
-
 def test_an_event_repeated_on_another_date_is_kept_once(spark: SparkSession, tmp_path: Path) -> None:
     """A bad line has them written together, in files of the same name and at the same place."""
     for number, date in enumerate(("2025-01-05", "2025-01-06"), 1):
@@ -233,7 +206,8 @@ def test_a_segment_of_repeated_events_changes_nothing(spark: SparkSession, tmp_p
     job.run(tmp_path / "events")
     *_, last = sealed_segments(tmp_path / "events")
     before = all_rows(job.tables)
-    write_segment(tmp_path / "events", last.number + 1, last.path.read_bytes().splitlines())
+    date = last.path.parts[-3].removeprefix("date=")
+    write_segment(tmp_path / "events", last.number + 1, last.path.read_bytes().splitlines(), date)
     for _ in range(2):
         assert job.run(tmp_path / "events").rows["gold_depth"] > 0
     after = all_rows(job.tables)
@@ -292,7 +266,7 @@ def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
     job = Pipeline(spark, Tables(tmp_path / "tables"), gold={})
     tries: list[str] = []
 
-    def changed(name: str, *, rebuild: bool) -> None:
+    def changed(_: Tables, name: str, *, rebuild: bool) -> None:
         tries.append(name)
         raise TableChanged(name)
 
@@ -470,4 +444,6 @@ def test_replaying_a_dead_letter_does_not_rewrite_files_of_finished_messages(
 
 def lot_of(path: str) -> str:
     """With which rows those of a file lie."""
-    return path.partition("file_group=")[2].partition("-")[0]
+    number = int(path.removesuffix(".parquet").rpartition("-")[2])
+    names = {file_groups.OPEN: "open", file_groups.DEAD: "dead"}
+    return names.get(number, str(number - file_groups.HOURS_FROM))

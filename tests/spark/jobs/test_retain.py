@@ -15,7 +15,6 @@ from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.check import ViolationSample, check_tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
-from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.retain import (
@@ -31,6 +30,7 @@ from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, column, records, rows_of
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import write_segment
 
 

@@ -6,9 +6,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.pipeline.ingest import bronze, bronze_writer
-from postroom.pipeline.ingest.segments import sealed_segments
+from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.tables import Tables
 from tests.spark.plainrows import records, rows_of
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import TOO_SHORT, happened, line, write_segment
 
 GOOD = [happened("s", 1, "m1"), happened("s", 2, "m2", payload="p")]
@@ -65,12 +66,9 @@ def break_seal(events: Path) -> None:
 
 def taken(spark: SparkSession, folder: Path, how: str) -> tuple[object, ...]:
     tables = Tables(folder / how)
-    segments = sealed_segments(folder / "events")
-    if how == "quick":
-        found = bronze_writer.write_segments(spark, tables, str(folder / "events"), segments)
-    else:
-        paths = [segment.path for segment in segments]
-        found = bronze_writer.write_validated_lines(spark, tables, str(folder / "events"), paths)
+    stream = EventStream(folder / "events")
+    write = bronze_writer.write_segments if how == "quick" else bronze_writer.write_validated_lines
+    found = write(spark, tables, stream, stream.segments())
     tables.commit("bronze_events", found.staged)
     files = {
         path.relative_to(tables.folder / "bronze_events").as_posix()
@@ -110,9 +108,8 @@ def test_an_amount_of_money_is_kept_exactly_or_the_line_is_rejected(
         for n, (amount, kept) in enumerate(AMOUNTS.items(), 1)
     }
     write_segment(tmp_path / "events", 1, list(lines))
-    segments = sealed_segments(tmp_path / "events")
-    tables = Tables(tmp_path / "tables")
-    found = bronze_writer.write_segments(spark, tables, str(tmp_path / "events"), segments)
+    stream, tables = EventStream(tmp_path / "events"), Tables(tmp_path / "tables")
+    found = bronze_writer.write_segments(spark, tables, stream, stream.segments())
     tables.commit("bronze_events", found.staged)
     stored = {row["seq"]: f"{row['cost_usd']:f}" for row in records(tables, "bronze_events")}
     assert stored == {n: kept for n, kept in enumerate(AMOUNTS.values(), 1) if kept is not None}

@@ -11,9 +11,10 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.delta_log import DataFile, path_below
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
-from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.tables import Split, Tables
 from postroom.pipeline.times import HOUR_US
 from tests.spark.plainrows import records
 
@@ -175,8 +176,8 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
     for hour in range(4):
         put(hour, hour + 1)
     rows, _ = refresh.rebuild()
-    lots = rows.withColumn("lot", F.col("hour_us"))
-    tables.swap("gold_sum", lots, [], partition_by=("day",), split_by="lot")
+    hours = Split((F.col("hour_us") / HOUR_US).cast("int"), 4)
+    tables.swap("gold_sum", rows, [], partition_by=("day",), split=hours)
     version = tables.version("silver_events")
     put(2, 5)
     with ExitStack() as held:

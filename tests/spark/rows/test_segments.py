@@ -7,15 +7,7 @@ import pytest
 
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
-from postroom.pipeline.ingest import segments
-from postroom.pipeline.ingest.segments import (
-    Gap,
-    PendingSegments,
-    Segment,
-    batches,
-    ingest_id,
-    pending_segments,
-)
+from postroom.pipeline.ingest.segments import EventStream, Gap, PendingSegments, Segment, batches
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain
@@ -31,6 +23,14 @@ def folder_with(place: Path, *numbers: int) -> Path:
     for number in numbers:
         write_segment(place, number, [happened("s", number, "m")])
     return place
+
+
+def pending_segments(folder: Path, ingested: int, *, skip_missing: bool = False) -> PendingSegments:
+    return EventStream(folder).pending_after(ingested, skip_missing=skip_missing)
+
+
+def ingest_id(folder: Path) -> str:
+    return EventStream(folder).ingest_id
 
 
 def numbers(found: list[Segment]) -> list[int]:
@@ -140,10 +140,9 @@ def test_what_retention_removed_before_the_first_run_is_not_missing(chained: Pat
     assert told(pending_segments(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
 
 
-def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "BATCH_BYTES_MAX", 10)
-    found = [Segment(number, Path(), size) for number, size in enumerate((4, 6, 1, 20, 2))]
-    assert [numbers(batch) for batch in batches(found)] == [[0, 1], [2], [3], [4]]
+def test_a_batch_is_bounded() -> None:
+    found = [Segment(number, "", size) for number, size in enumerate((4, 6, 1, 20, 2))]
+    assert [numbers(batch) for batch in batches(found, 10)] == [[0, 1], [2], [3], [4]]
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index, paths
+from postroom.pipeline.file_groups import HOURS_FROM
 from postroom.pipeline.ingest.redaction import redacted
-from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver import span_tree, spans
 from postroom.pipeline.silver import tables as silver
@@ -21,6 +21,7 @@ from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import expected, oracle, stored
 from tests.spark.plainrows import all_rows
+from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import GOLD, NOW_US, Chapter, Story, write_segment
 
 TABLES = ("events", "messages", "attempts", "spans")
@@ -95,7 +96,7 @@ def test_a_message_that_changes_leaves_the_files_of_others_alone(story: Story) -
     first, second, *_ = story.chapters
     quiet = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
     [path] = quiet  # the files of finished messages are not rewritten
-    assert "file_group=day-" in path  # by the day, as there are few events an hour
+    assert path.endswith(f"-{HOURS_FROM}.parquet")  # by the day, as there are few events an hour
     assert held_in(first, story.tables, "busy") not in quiet
     assert held_in(second, story.tables, "busy") not in {file.path for file in first.files["silver_messages"]}
     outcomes = {row["message_id"]: row["outcome"] for row in second.rows["silver_messages"]}

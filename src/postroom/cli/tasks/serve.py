@@ -25,6 +25,8 @@ from postroom.cli.tasks.places import DATABASE
 if TYPE_CHECKING:
     from postroom.contracts.engine import Engine
     from postroom.contracts.tasks import LeasedTask, Tasks
+    from postroom.core.redaction import Redactor
+    from postroom.settings import AuditSettings
 
 PORT_DEFAULT = 8800
 BUS_MAX_BYTES_DEFAULT = 1 << 30
@@ -135,7 +137,6 @@ def serve(
     from postroom.contracts.tasks import Tasks
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
-    from postroom.runtime.shipping import redactor_of
 
     address = store or f"sqlite:///{data / DATABASE}"
     settings = shell.settings
@@ -151,7 +152,7 @@ def serve(
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
                 tls=check_tls(tls_cert, tls_key), mounted=mount,
-                page=mount_page(lambda: redactor_of(hidden)), **terms,
+                page=mount_page(lambda: page_redactor(hidden)), **terms,
             )  # fmt: skip
         finally:
             end_programs()
@@ -187,6 +188,13 @@ def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -
         yield
     finally:
         shipper.stop()
+
+
+def page_redactor(settings: "AuditSettings") -> "Redactor":
+    """Hides secrets on the live page. Only a server with a page open pays for the import."""
+    from postroom.runtime.shipping import redactor_of
+
+    return redactor_of(settings)
 
 
 def load_engine(app: str) -> "Engine":

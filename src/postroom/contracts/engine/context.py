@@ -236,7 +236,7 @@ class Context:
 
     async def goal_context(self) -> tuple[Any, int]:
         """The context of the goal, and its version: see `engine.goals.context`."""
-        return await context_of(self._core, self.message.goal_id)
+        return await context_of(self._core, self.message.goal_id, self.message.org_id)
 
     async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
         """What fits into a budget of tokens: see `ContextProvider`."""

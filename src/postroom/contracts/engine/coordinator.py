@@ -36,7 +36,6 @@ _log = logging.getLogger("postroom.engine")
 BEAT_S: Final = LEASE_S / 3
 SWEEP_S: Final = 5.0
 PAUSE_S: Final = 0.1  # after an error of a background loop
-ACKNOWLEDGE_S: Final = 0.02  # how long a closed request waits for others, so that they share a commit
 
 
 class Coordinator:
@@ -59,6 +58,7 @@ class Coordinator:
         self._closing: list[tuple[Agent, str]] = []
         """Requests whose answer was handed over, and which the store still has as open."""
         self._acknowledging = asyncio.Event()
+        self._one_acknowledges = asyncio.Lock()
         self._woken = asyncio.Event()
         self._news: asyncio.Future[None] | None = None
         self._rings = 0
@@ -165,6 +165,7 @@ class Coordinator:
 
     async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
         """The agents of an organization, or of all, wherever they are registered."""
+        await self._acknowledge_all()  # so that an answer that was just handed over is not listed
         return await self.read(lambda agents: agents.list(org_id))
 
     # ---- readers -------------------------------------------------------------------------------
@@ -268,11 +269,14 @@ class Coordinator:
     async def _acknowledge(self) -> None:
         while True:
             await self._acknowledging.wait()
-            await asyncio.sleep(ACKNOWLEDGE_S)
             self._acknowledging.clear()
             await self._acknowledge_all()
 
     async def _acknowledge_all(self) -> None:
+        async with self._one_acknowledges:
+            await self._acknowledge_closing()
+
+    async def _acknowledge_closing(self) -> None:
         closing, self._closing = self._closing, []
         if not closing:
             return

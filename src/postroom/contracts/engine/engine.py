@@ -195,9 +195,14 @@ class Engine(Closing):
         """
 
         def register(run: Callable[..., T]) -> Callable[..., T]:
-            self._core.hooks.setdefault(type, {})[run.__name__] = run
+            name = getattr(run, "__name__", "")
+            if not callable(run) or not name:
+                raise InvalidSetting(f"a hook is a function with a name, not {shown(run)}")
+            self._core.hooks.setdefault(type, {})[name] = run
             return run
 
+        if not isinstance(type, str) or not is_name(type):
+            raise InvalidSetting(f"a message type is a name, not {shown(type)}")
         return register
 
     def recovery_tool(self, run: F) -> F:

@@ -30,7 +30,9 @@ class EngineTelemetry(Protocol):
 
 async def noted(
     telemetry: EngineTelemetry, claimed: Claimed, worker_id: str, attempt: Awaitable[Outcome | None]
-) -> None:
+) -> Outcome | None:
     """Run an attempt, and report its outcome."""
     with telemetry.processing(claimed, worker_id) as note:
-        note(await attempt)
+        outcome = await attempt
+        note(outcome)
+    return outcome

@@ -324,11 +324,10 @@ class Worker:
     def _start(self, claimed: Claimed, payload: bytes | None) -> None:
         running = _Running(claimed, time.monotonic())
         self._running[claimed.record.message_id] = running
-        telemetry = self._core.telemetry
         attempt = self._attempt(running, payload)
-        running.task = asyncio.create_task(
-            attempt if telemetry is None else noted(telemetry, claimed, self.worker_id, attempt)
-        )
+        if self._core.telemetry is not None:
+            attempt = noted(self._core.telemetry, claimed, self.worker_id, attempt)
+        running.task = asyncio.create_task(attempt)
 
     async def _attempt(self, running: _Running, payload: bytes | None) -> Outcome | None:
         """Run a handler. Returns the outcome that will be committed; None when the lease is lost."""

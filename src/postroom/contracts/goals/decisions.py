@@ -155,7 +155,9 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
 
 def found(transaction: Transaction, decision_id: object) -> Decision:
     """A decision by its id. Raises `UnknownDecision`."""
-    decision = DECISIONS.get(transaction, decision_id) if isinstance(decision_id, str) else None
+    decision = None
+    if isinstance(decision_id, str) and decision_id.isprintable():
+        decision = DECISIONS.get(transaction, decision_id)
     if decision is None:
         raise UnknownDecision(decision_id)
     return decision
@@ -250,7 +252,7 @@ class Decisions:
         )
 
     async def forget(self, rule_id: str) -> None:
-        """Remove a learned rule: its questions are asked again."""
+        """Delete a learned rule. The adviser is asked again about questions that the rule answered."""
 
         def work(transaction: Transaction) -> None:
             for key, rule in RULES.all(transaction):

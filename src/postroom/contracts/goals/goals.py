@@ -35,7 +35,14 @@ from postroom.contracts.goals.rollback import goal_of
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import advice, lifecycle
 from postroom.core.names import is_name
-from postroom.errors import ContextChanged, GoalEnded, GraphUnavailable, InvalidMessage, InvalidName
+from postroom.errors import (
+    ContextChanged,
+    GoalEnded,
+    GraphUnavailable,
+    InvalidMessage,
+    InvalidName,
+    shown,
+)
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -219,7 +226,7 @@ class Goals:
         `accept_irreversible`. The goal is ROLLING_BACK until every compensation has completed. A resume that
         names the effect of a failed compensation gives that compensation up.
         """
-        accepted: Collection[str] = tuple(accept_irreversible)
+        accepted = checked_keys(accept_irreversible)
         policy = self._core.policy
         checkpoint = await self._write(
             lambda transaction: rollback.begin(
@@ -284,6 +291,13 @@ def checked_goal_id(goal_id: object) -> str:
     if not text or not text.isprintable() or "#" in text:
         raise InvalidMessage(f'goal_id is printable text without "#", not {goal_id!r}')
     return text
+
+
+def checked_keys(keys: object) -> Collection[str]:
+    """The keys of effects that a rollback leaves as they are."""
+    if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
+        raise InvalidMessage(f"accept_irreversible is a list of the keys of effects, not {shown(keys)}")
+    return keys
 
 
 def checked_context(value: object) -> dict[str, Any]:

@@ -51,15 +51,18 @@ PARTS_MAX: Final = 100_000  # cells with parts of one attempt
 def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint:
     """A checkpoint by its id. Raises `UnknownCheckpoint`."""
     goal_id, _, number = checkpoint_id.rpartition("#") if isinstance(checkpoint_id, str) else ("", "", "")
-    found = CHECKPOINTS.get(transaction, goal_id, int(number)) if number.isdecimal() else None
-    if found is None:
+    is_key = goal_id.isprintable() and number.isascii() and number.isdecimal()
+    found = CHECKPOINTS.get(transaction, goal_id, int(number)) if is_key else None
+    if found is None or found.checkpoint_id != checkpoint_id:
         raise UnknownCheckpoint(checkpoint_id)
     return found
 
 
 def goal_of(transaction: Transaction, goal_id: object) -> Goal:
     """A goal by its id. Raises `UnknownGoal`."""
-    goal = STATES.get(transaction, goal_id) if isinstance(goal_id, str) else None
+    goal = None
+    if isinstance(goal_id, str) and goal_id.isprintable():
+        goal = STATES.get(transaction, goal_id)
     if goal is None:
         raise UnknownGoal(goal_id)
     return goal

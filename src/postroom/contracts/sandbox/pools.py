@@ -18,7 +18,7 @@ from postroom.contracts.engine.messages import Message
 from postroom.contracts.sandbox.pool import SIZE, Creations, PoolStatus, SandboxPool, Warm
 from postroom.contracts.sandbox.sandbox import Sandbox, SandboxKind
 from postroom.core.sandbox_rules import needs_sandbox
-from postroom.errors import SandboxUnavailable, TooMany, Unavailable
+from postroom.errors import InvalidMessage, SandboxUnavailable, TooMany, Unavailable, shown
 from postroom.stores.transaction import Transaction
 from postroom.system.handles import reset_after_fork
 
@@ -77,6 +77,8 @@ class Sandboxes:
 
         Raises `SandboxUnavailable` and `TooMany`. For agents that no `agent_spawn` message creates.
         """
+        if isinstance(tools, str) or not isinstance(tools, Iterable):
+            raise InvalidMessage(f"the tools of an agent are a list, not {shown(tools)}")
         if not needs_sandbox(tools):
             return False
         key = org_id, agent_id

@@ -1,7 +1,7 @@
 // Agents and mailboxes. The server never sends the id of a private mailbox.
 
 import { get } from "./api.js";
-import { h, messageLink, number, replace, seconds, section, table, time } from "./dom.js";
+import { h, messageLink, number, replace, seconds, section, seldom, table, time } from "./dom.js";
 
 export async function show(content, { isCurrent, fail }) {
   const place = h("div");
@@ -17,8 +17,7 @@ export async function show(content, { isCurrent, fail }) {
   }
 
   await load();
-  const again = () => load().catch(fail);
-  return { overview: again, reset: again };
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
 function agentTable(agents) {

@@ -27,8 +27,15 @@ async function answer(response) {
   throw response.status === 401 ? new SignedOut(message) : new Error(message);
 }
 
-// Whether somebody is signed in.
-export async function begin() {
+// Whether somebody is signed in, as the page itself says when it is loaded.
+export function known() {
+  const text = document.querySelector("meta[name=session]").content;
+  if (text) Object.assign(session, JSON.parse(text));
+  return session.csrf !== "";
+}
+
+// Whether somebody is signed in now.
+async function begin() {
   Object.assign(session, await get("/page/session"));
   return session.csrf !== "";
 }

@@ -1,29 +1,20 @@
 // The page: sign-in, navigation and the stream. Each view is a module of its own.
 
-import { begin, session, signIn, signOut, SignedOut, Stream } from "./api.js";
+import { known, session, signIn, signOut, SignedOut, Stream } from "./api.js";
 import { complain, h, link, number, quiet, replace } from "./dom.js";
-import * as agents from "./agents.js";
-import * as buses from "./buses.js";
-import * as decisions from "./decisions.js";
-import * as goals from "./goals.js";
-import * as letters from "./letters.js";
-import * as message from "./message.js";
-import * as messages from "./messages.js";
-import * as overview from "./overview.js";
-import * as report from "./report.js";
 
 const VIEWS = [
-  { path: /^overview$/, view: overview, nav: "overview", label: "Overview" },
-  { path: /^messages$/, view: messages, nav: "messages", label: "Messages" },
-  { path: /^messages\/(.+)$/, view: message, nav: "messages" },
-  { path: /^dead-letters$/, view: letters, nav: "dead-letters", label: "Dead letters", count: (needs) => needs.dead_letters + needs.quarantined },
-  { path: /^decisions$/, view: decisions, nav: "decisions", label: "Decisions", operators: true, count: (needs) => needs.decisions },
-  { path: /^goals$/, view: goals, nav: "goals", label: "Goals", operators: true },
-  { path: /^goals\/(.+)$/, view: { show: goals.showOne }, nav: "goals", operators: true },
-  { path: /^agents$/, view: agents, nav: "agents", label: "Agents" },
-  { path: /^buses$/, view: buses, nav: "buses", label: "Buses" },
-  { path: /^buses\/(.+)$/, view: { show: buses.showOne }, nav: "buses" },
-  { path: /^report$/, view: report, nav: "report", label: "Report", operators: true },
+  { path: /^overview$/, view: () => import("./overview.js"), nav: "overview", label: "Overview" },
+  { path: /^messages$/, view: () => import("./messages.js"), nav: "messages", label: "Messages" },
+  { path: /^messages\/(.+)$/, view: () => import("./message.js"), nav: "messages" },
+  { path: /^dead-letters$/, view: () => import("./letters.js"), nav: "dead-letters", label: "Dead letters", count: (needs) => needs.dead_letters + needs.quarantined },
+  { path: /^decisions$/, view: () => import("./decisions.js"), nav: "decisions", label: "Decisions", operators: true, count: (needs) => needs.decisions },
+  { path: /^goals$/, view: () => import("./goals.js"), nav: "goals", label: "Goals", operators: true },
+  { path: /^goals\/(.+)$/, view: () => import("./goals.js"), show: "showOne", nav: "goals", operators: true },
+  { path: /^agents$/, view: () => import("./agents.js"), nav: "agents", label: "Agents" },
+  { path: /^buses$/, view: () => import("./buses.js"), nav: "buses", label: "Buses" },
+  { path: /^buses\/(.+)$/, view: () => import("./buses.js"), show: "showOne", nav: "buses" },
+  { path: /^report$/, view: () => import("./report.js"), nav: "report", label: "Report", operators: true },
 ];
 const FIRST = "#/overview";
 const RECENT_MAX = 30;
@@ -80,7 +71,8 @@ async function navigate() {
   const context = { session, parameters, argument: path.match(found.path)[1], isCurrent: () => turn === shown, fail };
   main.replaceChildren(content);
   try {
-    const view = (await found.view.show(content, context)) ?? {};
+    const module = await found.view();
+    const view = (turn === shown && (await module[found.show ?? "show"](content, context))) || {};
     if (turn !== shown) {
       view.close?.();
       return;
@@ -218,9 +210,5 @@ function start() {
 
 drawTheme();
 window.addEventListener("hashchange", navigate);
-try {
-  if (await begin()) start();
-  else showSignIn();
-} catch (error) {
-  showSignIn(error.message);
-}
+if (known()) start();
+else showSignIn();

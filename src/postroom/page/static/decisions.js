@@ -1,7 +1,7 @@
 // Decisions that wait for a person.
 
 import { get, post } from "./api.js";
-import { code, complain, h, messageLink, notify, replace, seconds } from "./dom.js";
+import { code, complain, h, messageLink, notify, replace, seconds, seldom } from "./dom.js";
 
 export async function show(content, { isCurrent, fail }) {
   const place = h("div");
@@ -27,8 +27,7 @@ export async function show(content, { isCurrent, fail }) {
   }
 
   await load();
-  const again = () => load().catch(fail);
-  return { overview: again, reset: again };
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
 function card(one, answer) {

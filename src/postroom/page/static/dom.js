@@ -117,6 +117,18 @@ export function code(text, label) {
   return h("pre", { class: "data", tabindex: "0", "aria-label": label + " as text", dir: "ltr" }, text);
 }
 
+const SELDOM_MS = 2500;
+
+// Calls a function that loads something, but not again before a while has passed since it ended.
+export function seldom(load, fail) {
+  let due = performance.now() + SELDOM_MS;
+  return () => {
+    if (performance.now() < due) return;
+    due = Infinity;
+    load().catch(fail).finally(() => (due = performance.now() + SELDOM_MS));
+  };
+}
+
 // ---- notices and dialogs -----------------------------------------------------------------------------
 
 export function notify(text) {

@@ -1,7 +1,7 @@
 // Goals with checkpoints, branches and rollback, and operations that hold each other up.
 
 import { get, post } from "./api.js";
-import { ask, code, complain, h, link, messageLink, notify, number, replace, section, state, table, time } from "./dom.js";
+import { ask, code, complain, h, link, messageLink, notify, number, replace, section, seldom, state, table, time } from "./dom.js";
 
 export async function show(content, { isCurrent, fail }) {
   const place = h("div");
@@ -17,8 +17,7 @@ export async function show(content, { isCurrent, fail }) {
   }
 
   await load();
-  const again = () => load().catch(fail);
-  return { overview: again, reset: again };
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
 function goalTable(goals) {
@@ -29,7 +28,7 @@ function goalTable(goals) {
     ["open messages", (one) => number(one.open_messages), "number"],
     ["checkpoints", (one) => number(one.checkpoints), "number"],
     ["effects", (one) => number(one.effects), "number"],
-    ["decisions", (one) => (one.decisions.length ? link("#/decisions", number(one.decisions.length)) : "0"), "number"],
+    ["decisions", (one) => (one.decisions ? link("#/decisions", number(one.decisions)) : "0"), "number"],
     ["started", (one) => time(one.created_us)],
   ];
   return table("Goals and their states", columns, goals, { hideCaption: true, empty: "No goal was started." });
@@ -83,8 +82,7 @@ export async function showOne(content, { argument, isCurrent, fail }) {
   }
 
   await load();
-  const again = () => load().catch(fail);
-  return { overview: again, reset: again };
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
 function draw({ goal, checkpoints, context, branch }, rollback) {

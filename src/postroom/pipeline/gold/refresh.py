@@ -21,12 +21,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
+from postroom.pipeline.delta_log import RENAMED, UNNAMED, DataFile, rows_of
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.ingest.bronze import with_all_columns
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
-from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
+from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import HOUR_US, MICROS_PER_S
 
 HOURS_MAX: Final = (
@@ -71,13 +72,13 @@ class GoldRefresh:
         self._messages: list[DataFile] = []
         """The files of messages whose events lack names."""
 
-    def rebuild(self) -> Replacement:
-        """All rows, except those of closed days that the table already has."""
+    def rebuild(self, *, whole: bool = False) -> Replacement:
+        """All rows, except those of closed days that the table already has, unless `whole`."""
         are_named = self._takes_names and not self._unnamed_since(-1)
         sources = self._table.inputs[:1] if are_named else self._table.inputs
         inputs = [self._read(source, self._tables.files(source)) for source in sources]
         rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
-        if not self._closed_day or not replaced:
+        if whole or not self._closed_day or not replaced:
             return rows, replaced
         return rows.where(F.col("day") > self._closed_day), [file for file in replaced if self._is_open(file)]
 
@@ -176,7 +177,8 @@ class GoldRefresh:
         first_us, last_us = change.hours(way.moment)
         own = self._of(self._name, change.days)
         replaced = [file for file in own if file_index.overlaps(file, "hour_us", first_us, last_us)]
-        rows = self._read(self._name, replaced).unionByName(each(added))
+        news = each(added)
+        rows = self._own(replaced, news).unionByName(news)
         if removed is not None:
             rows = rows.unionByName(way.negated(each(removed)))
         return way.summed(rows), replaced
@@ -196,7 +198,7 @@ class GoldRefresh:
 
         own = self._of(self._name, change.days)
         replaced = file_index.files_with_matches(self._spark, self._tables, self._name, own, among)
-        return way.summed(self._read(self._name, replaced).unionByName(news)), replaced
+        return way.summed(self._own(replaced, news).unionByName(news)), replaced
 
     def _others(self, change: InputChange, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
         """The unchanged rows of the groups that changed."""
@@ -233,8 +235,12 @@ class GoldRefresh:
         rows = self._tables.read(self._spark, name, files)
         return with_all_columns(rows) if name == EVENTS else rows
 
+    def _own(self, files: list[DataFile], like: DataFrame) -> DataFrame:
+        """Rows of the table itself, without columns that another program has added."""
+        return self._read(self._name, files).select(*like.columns)
+
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
-        return [file for file in self._tables.files(name) if file.partition["day"] in days]
+        return self._tables.listing(name).in_partitions("day", days)
 
 
 def _day(file: DataFile) -> str:

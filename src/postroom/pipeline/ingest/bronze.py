@@ -41,15 +41,16 @@ EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits bef
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
-def plain(spark: "SparkSession", folder: str) -> "DataFrame":
-    """`events` without `date`, of a folder `segment=NAME` for each segment. A malformed line raises.
+def plain(spark: "SparkSession", paths: Sequence[str]) -> "DataFrame":
+    """`events` without `date`, of segments. A malformed line raises.
 
-    Nothing stands between the reader and the writer: a column for bad lines would look up every field of
-    every line once more, and a condition or function would copy every row. The caller has to check afterwards
-    that no column of `REQUIRED` is NULL.
+    Only the name of the file stands between the reader and the writer: a column for bad lines would look up
+    every field of every line once more. The caller has to check afterwards that no column of `REQUIRED` is
+    NULL.
     """
-    rows = StructType([field for field in ROWS.fields if field.name not in PARTITIONS])
-    return spark.read.schema(rows).option("mode", "FAILFAST").json(folder)
+    stored = StructType([field for field in ROWS.fields if field.name not in ("segment", *PARTITIONS)])
+    rows = spark.read.schema(stored).option("mode", "FAILFAST").json(list(paths))
+    return rows.select("*", F.col("_metadata.file_name").alias("segment"))
 
 
 def is_read_failure(error: Exception) -> bool:

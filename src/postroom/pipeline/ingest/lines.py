@@ -1,48 +1,89 @@
-"""Whether the lines of a segment are plain, so that Spark's JSON reader reads them without a loss.
+"""Whether a segment is as it was sealed and its lines are plain, so that Spark's JSON reader loses nothing.
 
 The reader silently drops a field that it has no column for, rounds an amount of money, and accepts any time
 and any schema. Therefore a decoder checks every line first, without creating its values.
+
+Rule: these functions are sent to executors by value. They use the standard library, Arrow, msgspec and
+constants of this module. Without msgspec no line counts as plain, and Spark validates each of them.
 """
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
-import msgspec
+import pyarrow as pa  # type: ignore[import-untyped]
 
 from postroom.core.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import EVENTS, REQUIRED
+from postroom.sinks.layout import DIGITS_OF_HASH
 
-_TYPES: Final[dict[str, Any]] = {
-    "ts_us": Annotated[int, msgspec.Meta(ge=0, le=TS_US_MAX)],
-    "schema": Annotated[int, msgspec.Meta(le=SCHEMA)],
-}
-"""Other fields are not decoded. The reader checks their types."""
+FIELDS: Final = tuple(EVENTS.names)
+NEEDED: Final = tuple(REQUIRED)
+NEWEST_SCHEMA: Final = SCHEMA
+TIME_MAX_US: Final = TS_US_MAX
+HASH_DIGITS: Final = DIGITS_OF_HASH
 MONEY_FIELD: Final = "cost_usd"
-_EXACT: Final = re.compile(rb"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
+EXACT: Final = rb"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 """An amount that the money column holds exactly. Other amounts may be exact too; Spark checks them."""
 
 
-def _field(name: str) -> tuple[Any, ...]:
-    kind = _TYPES.get(name, msgspec.Raw)
-    return (name, kind) if name in REQUIRED else (name, kind, None)
+class Inspected(NamedTuple):
+    """What was found in the bytes of a segment."""
+
+    lines: int
+    """Without blank lines."""
+    is_trusted: bool
+    """Whether Spark's JSON reader reads them without a loss."""
 
 
-PlainLine: Final = msgspec.defstruct(
-    "PlainLine", [_field(name) for name in EVENTS.names], forbid_unknown_fields=True, gc=False
-)
-_decode: Final = msgspec.json.Decoder(PlainLine).decode
+def inspect(data: bytes, digits: str) -> tuple[int, bool]:
+    """The number of lines, and whether the bytes match the hash in the file name and all lines are plain."""
+    import hashlib  # noqa: PLC0415 - an executor has only this function
+
+    lines = [line for line in data.split(b"\n") if line and not line.isspace()]
+    is_sealed = hashlib.sha256(data).hexdigest()[:HASH_DIGITS] == digits
+    return len(lines), is_sealed and are_plain(lines)
 
 
-def are_plain(segment: Path) -> bool:
-    """Whether every line of a file is plain. Blank lines are ignored."""
-    with segment.open("rb") as file:
-        return all(_is_plain(line) for line in file if not line.isspace())
-
-
-def _is_plain(line: bytes) -> bool:
+def are_plain(lines: list[bytes]) -> bool:
+    """Whether every line is plain."""
     try:
-        amount = getattr(_decode(line), MONEY_FIELD)
+        import msgspec  # noqa: PLC0415 - an executor may lack it
+    except ImportError:
+        return False
+    decode = msgspec.json.Decoder(_plain_line()).decode
+    exact = re.compile(EXACT).fullmatch
+    try:
+        for line in lines:
+            amount = getattr(decode(line), MONEY_FIELD)
+            if amount is not None and exact(amount) is None:
+                return False
     except (msgspec.MsgspecError, RecursionError):
         return False
-    return amount is None or _EXACT.fullmatch(amount) is not None
+    return True
+
+
+def _plain_line() -> Any:
+    """A struct of the known fields. Most are not decoded: the reader checks their types."""
+    import msgspec  # noqa: PLC0415 - see above
+
+    kinds: dict[str, Any] = {
+        "ts_us": Annotated[int, msgspec.Meta(ge=0, le=TIME_MAX_US)],
+        "schema": Annotated[int, msgspec.Meta(le=NEWEST_SCHEMA)],
+    }
+    fields: list[Any] = [
+        (name, kinds.get(name, msgspec.Raw), *(() if name in NEEDED else (None,))) for name in FIELDS
+    ]
+    return msgspec.defstruct("PlainLine", fields, forbid_unknown_fields=True, gc=False)
+
+
+def inspect_files(path: pa.Array, content: pa.Array) -> pa.Array:
+    """Inspect files that are columns of Arrow, for `arrow_udf`."""
+    found = [
+        inspect(data.as_py(), name.as_py().rpartition("-")[2].partition(".")[0])
+        for name, data in zip(path, content, strict=True)
+    ]
+    columns = [
+        pa.array([lines for lines, _ in found], "int64"),
+        pa.array([is_trusted for _, is_trusted in found], "bool"),
+    ]
+    return pa.StructArray.from_arrays(columns, ["lines", "is_trusted"])

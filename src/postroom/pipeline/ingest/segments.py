@@ -1,36 +1,62 @@
-"""The sealed segments of the audit stream, in the order in which they are ingested.
+"""The sealed segments of an audit stream, in the order in which they are ingested.
 
 Rule 1: segments are numbered without a gap. A missing segment may still arrive, so later segments wait for
         it. A truncated segment counts as missing: one that is shorter than the chain says, or, if the chain
         does not list it, one whose bytes do not match the hash in its name.
-Rule 2: a table remembers the highest ingested number and the hash of that segment. A run that skips missing
-        segments reports their numbers, and never ingests them later.
+Rule 2: a table remembers the number, the hash and the date of the last ingested segment. A run that skips
+        missing segments reports their numbers, and never ingests them later.
 Rule 3: a number does not identify a stream. If the segment of the highest number has another hash, and no
         other segment of the folder was ingested, the folder holds another stream, which is ingested from its
         start.
+Rule 4: a run reads the end of the chain, and lists the folders from the date of the last ingested segment on
+        and those of new entries. All folders are listed only without a chain, if that segment is not there,
+        or if a number is missing.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import date
+from functools import cached_property
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline.tables import Tables, Txn
-from postroom.sinks.chain import read_chain
-from postroom.sinks.layout import DIGITS_OF_HASH, SEGMENT, STREAM
+from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.storage import Storage, as_storage
+from postroom.sinks.chain import Chain, parse_chain
+from postroom.sinks.layout import CHAIN, DIGITS_OF_HASH, SEGMENT, STREAM
+
+if TYPE_CHECKING:
+    from postroom.pipeline.tables import Tables
 
 TABLE: Final = "bronze_events"
-HASH: Final = ", hash"  # suffix of the application id
-BATCH_BYTES_MAX: Final = 2 << 30  # of the segments in one commit; about four million events
+HASH: Final = ", hash"  # suffix of an application id: the hash of the last ingested segment
+DATE: Final = ", date"  # the same: the date of its folder, as a number of days
+BATCH_BYTES_PER_CORE: Final = 1 << 30  # of the segments in one commit; about two million events
+CHAIN_BLOCK_BYTES: Final = 1 << 16  # of the end of the chain that are read at first
+_DATE_FOLDER: Final = "date="
 
 
 class Segment(NamedTuple):
     """A sealed file of the audit stream."""
 
     number: int
-    path: Path
+    name: str
+    """The path relative to the folder of the stream."""
     size: int
+
+    @property
+    def file_name(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
+    def date(self) -> str:
+        return self.name.partition("/")[0].removeprefix(_DATE_FOLDER)
+
+    @property
+    def hash(self) -> str:
+        """The digits of the hash in the file name."""
+        return self.file_name.rpartition("-")[2].partition(".")[0]
 
 
 class Gap(NamedTuple):
@@ -55,6 +81,10 @@ class PendingSegments(NamedTuple):
     skips_missing: bool = False
     """Missing segments are skipped. A truncated segment is read up to its last complete line."""
 
+    @property
+    def bytes(self) -> int:
+        return sum(segment.size for segment in self.ready)
+
     def sentence(self) -> str:
         """The missing segments and the consequence; empty when none is missing."""
         if not self.gaps:
@@ -69,102 +99,159 @@ class PendingSegments(NamedTuple):
         return f"{missing} missing, and {n} later segment{'s wait' if n > 1 else ' waits'} for it"
 
 
-def sealed_segments(events: Path) -> list[Segment]:
-    """The sealed segments of a folder, the oldest first."""
-    if not events.is_dir():
-        raise InvalidMessage(f"{events} is not a folder of segments")
-    return sorted(
-        Segment(int(match[1]), path, path.stat().st_size)
-        for path in events.absolute().glob("date=*/hour=*/*.jsonl")
-        if (match := SEGMENT.fullmatch("/".join(path.parts[-3:])))
-    )
+class EventStream:
+    """The folder of an audit stream, and what a table has ingested of it."""
+
+    def __init__(self, place: Path | str | Storage) -> None:
+        self.storage = as_storage(place)
+        if self.storage.local is not None and not self.storage.local.is_dir():
+            raise InvalidMessage(f"{self.storage} is not a folder of segments")
+
+    def __str__(self) -> str:
+        return str(self.storage)
+
+    def path_of(self, segment: Segment) -> str:
+        """What Spark opens."""
+        return self.storage.spark_path(segment.name)
+
+    def segments(self, since: str = "", dates: Collection[str] = ()) -> list[Segment]:
+        """The sealed segments in the folders from a date on, and of some dates, the oldest first."""
+        folders = {
+            name: name.removeprefix(_DATE_FOLDER)
+            for name in self.storage.folders()
+            if name.startswith(_DATE_FOLDER)
+        }
+        wanted = [name for name, day in folders.items() if day >= since or day in dates]
+        found = (file for folder in wanted for file in self.storage.files(folder))
+        return sorted(
+            Segment(int(match[1]), file.path, file.size)
+            for file in found
+            if (match := SEGMENT.fullmatch(file.path))
+        )
+
+    # ---- what was ingested -----------------------------------------------------------------------------
+
+    @cached_property
+    def ingest_id(self) -> str:
+        """The application id under which a table remembers the ingested segments of a stream.
+
+        It is the name of the stream, so the folder may be moved, and another stream may take its place.
+        """
+        try:
+            name = self.storage.read(STREAM).decode("utf-8").strip()
+        except FileNotFoundError:
+            return self._place_id
+        except UnicodeDecodeError:
+            name = ""
+        if not name:
+            raise InvalidMessage(f"{self.storage.spark_path(STREAM)} names no stream: restore its content")
+        return f"stream {name}"
+
+    @property
+    def _place_id(self) -> str:
+        return f"segments of {self.storage}"
+
+    def last_ingested(self, tables: "Tables") -> int:
+        """The number of the last ingested segment; -1 when there is none."""
+        return self._last_ingested(tables)[0]
+
+    def _last_ingested(self, tables: "Tables") -> tuple[int, list[Segment], bool]:
+        """The same, the segments that were listed to find it, and whether they are all segments."""
+        for app_id in (self.ingest_id, self._place_id):  # earlier versions used the path
+            number = tables.last_txn(TABLE, app_id)
+            if number < 0:
+                continue
+            since = tables.last_txn(TABLE, f"{app_id}{DATE}")
+            chain = self._chain(number)
+            if since >= 0 and chain.entries:
+                dates = {Segment(entry.n, entry.name, 0).date for entry in chain.entries if entry.n > number}
+                listed = self.segments(date.fromordinal(since).isoformat(), dates)
+                if any(is_last_ingested(tables, TABLE, app_id, segment) for segment in listed):
+                    return number, listed, False
+            listed = self.segments()
+            return (number if _is_same_stream(tables, listed, app_id, number) else -1), listed, True
+        return -1, self.segments(), True
+
+    # ---- what is new -----------------------------------------------------------------------------------
+
+    def pending(self, tables: "Tables", *, skip_missing: bool = False) -> "PendingSegments":
+        """The segments that a table has not ingested."""
+        ingested, listed, is_all = self._last_ingested(tables)
+        found = self.pending_after(ingested, listed, skip_missing=skip_missing)
+        if found.gaps and not is_all:  # a clock that was set back puts a segment into an earlier folder
+            found = self.pending_after(ingested, self.segments(), skip_missing=skip_missing)
+        return found
+
+    def pending_after(
+        self, ingested: int, listed: Sequence[Segment] | None = None, *, skip_missing: bool = False
+    ) -> "PendingSegments":
+        """The segments after number `ingested`, which is -1 when none was ingested."""
+        listed = self.segments() if listed is None else listed
+        new = [segment for segment in listed if segment.number > ingested]
+        chain = self._chain(ingested).entries
+        sealed = {entry.n: entry.bytes for entry in chain}
+        short = [segment.number for segment in new if self._is_short(segment, sealed.get(segment.number))]
+        whole = [segment for segment in new if segment.number not in short]
+        # A truncated segment is a gap even without a later segment.
+        there = {segment.number for segment in whole} | {number + 1 for number in short[-1:]}
+        # Without a chain, the first segment that exists is the first one.
+        expected = ingested + 1 if ingested >= 0 else chain[0].n if chain else None
+        gaps = list(_gaps(sorted(there), expected))
+        if skip_missing:
+            return PendingSegments(new, [], gaps, tuple(short), skips_missing=True)
+        ready = [segment for segment in whole if not gaps or segment.number < gaps[0].first]
+        return PendingSegments(ready, whole[len(ready) :], gaps, tuple(short))
+
+    def _is_short(self, segment: Segment, sealed: int | None) -> bool:
+        return segment.size < sealed if sealed is not None else not self._is_as_sealed(segment)
+
+    def _is_as_sealed(self, segment: Segment) -> bool:
+        """Whether the bytes match the hash in the file name."""
+        digest = hashlib.sha256(self.storage.read(segment.name)).hexdigest()
+        return digest[:DIGITS_OF_HASH] == segment.hash
+
+    def _chain(self, after: int) -> Chain:
+        """The entries of the chain after a number, and some before. The chain is read from its end."""
+        size = self.storage.size(CHAIN)
+        if size is None:
+            return Chain()
+        block = size if after < 0 else CHAIN_BLOCK_BYTES
+        while True:
+            start = max(size - block, 0)
+            data = self.storage.read(CHAIN, start)
+            # The first line is a part of one, unless it is the first of the file.
+            chain = parse_chain(data.partition(b"\n")[2] if start else data)
+            if not start or (chain.entries and chain.entries[0].n <= after + 1):
+                return chain
+            block *= 2
 
 
-def ingest_id(events: Path) -> str:
-    """The application id under which a table remembers the ingested segments of a stream.
-
-    It is the name of the stream, so the folder may be moved, and another stream may take its place.
-    """
-    path = events / STREAM
-    try:
-        name = path.read_text("utf-8").strip()
-    except FileNotFoundError:
-        return _place_id(events)
-    except UnicodeDecodeError:
-        name = ""
-    if not name:
-        raise InvalidMessage(f"{path} names no stream: restore its content")
-    return f"stream {name}"
-
-
-def _place_id(events: Path) -> str:
-    return f"segments of {events.absolute()}"
-
-
-def last_ingested(tables: Tables, events: Path) -> int:
-    """The number of the last ingested segment; -1 when there is none."""
-    for app_id in (ingest_id(events), _place_id(events)):  # earlier versions used the path
-        number = tables.last_txn(TABLE, app_id)
-        if number >= 0:
-            return number if _is_same_stream(tables, events, app_id, number) else -1
-    return -1
-
-
-def _is_same_stream(tables: Tables, events: Path, app_id: str, number: int) -> bool:
+def _is_same_stream(tables: "Tables", listed: Sequence[Segment], app_id: str, number: int) -> bool:
     """Whether a folder holds the segments that were ingested under an application id, up to a number.
 
     Without a segment up to that number there is nothing to compare, and nothing that could be skipped.
     """
-    old = [segment for segment in sealed_segments(events) if segment.number <= number]
+    old = [segment for segment in listed if segment.number <= number]
     if not old or is_last_ingested(tables, TABLE, app_id, old[-1]):
         return True
     known = tables.values(TABLE, "segment")
-    return any(segment.path.name in known for segment in old)
+    return any(segment.file_name in known for segment in old)
 
 
 def ingest_txns(app_id: str, segment: Segment) -> list[Txn]:
-    """The transactions that remember the last ingested segment: its number and its hash."""
-    return [Txn(app_id, segment.number), Txn(f"{app_id}{HASH}", _hash_of(segment))]
+    """The transactions that remember the last ingested segment: its number, its hash and its date."""
+    days = date.fromisoformat(segment.date).toordinal()
+    return [
+        Txn(app_id, segment.number),
+        Txn(f"{app_id}{HASH}", int(segment.hash, 16)),
+        Txn(f"{app_id}{DATE}", days),
+    ]
 
 
-def is_last_ingested(tables: Tables, table: str, app_id: str, segment: Segment) -> bool:
+def is_last_ingested(tables: "Tables", table: str, app_id: str, segment: Segment) -> bool:
     """Whether a segment is the last one that a table remembers."""
     noted = tables.last_txn(table, app_id), tables.last_txn(table, f"{app_id}{HASH}")
-    return noted == (segment.number, _hash_of(segment))
-
-
-def _hash_of(segment: Segment) -> int:
-    """The hash in the file name, as a number."""
-    return int(segment.path.stem.rpartition("-")[2], 16)
-
-
-def is_as_sealed(segment: Segment) -> bool:
-    """Whether the bytes match the hash in the file name."""
-    with segment.path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return segment.path.stem.endswith(f"-{digest[:DIGITS_OF_HASH]}")
-
-
-def pending_segments(events: Path, ingested: int, *, skip_missing: bool = False) -> PendingSegments:
-    """The segments after number `ingested`, which is -1 when none was ingested."""
-    new = [segment for segment in sealed_segments(events) if segment.number > ingested]
-    chain = read_chain(events).entries
-    sealed = {entry.n: entry.bytes for entry in chain}
-    short = [segment.number for segment in new if _is_short(segment, sealed.get(segment.number))]
-    whole = [segment for segment in new if segment.number not in short]
-    # A truncated segment is a gap even without a later segment.
-    there = {segment.number for segment in whole} | {number + 1 for number in short[-1:]}
-    # Without a chain, the first segment that exists is the first one.
-    expected = ingested + 1 if ingested >= 0 else chain[0].n if chain else None
-    gaps = list(_gaps(sorted(there), expected))
-    if skip_missing:
-        return PendingSegments(new, [], gaps, tuple(short), skips_missing=True)
-    ready = [segment for segment in whole if not gaps or segment.number < gaps[0].first]
-    return PendingSegments(ready, whole[len(ready) :], gaps, tuple(short))
-
-
-def _is_short(segment: Segment, sealed: int | None) -> bool:
-    return not is_as_sealed(segment) if sealed is None else segment.size < sealed
+    return noted == (segment.number, int(segment.hash, 16))
 
 
 def _gaps(numbers: Iterable[int], expected: int | None) -> Iterator[Gap]:
@@ -174,13 +261,15 @@ def _gaps(numbers: Iterable[int], expected: int | None) -> Iterator[Gap]:
         expected = number + 1
 
 
-def batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Lists of segments of at most `BATCH_BYTES_MAX`."""
+def batches(segments: Iterable[Segment], bytes_max: int) -> Iterator[list[Segment]]:
+    """Lists of segments of at most `bytes_max` bytes, or of one segment."""
     batch: list[Segment] = []
+    size = 0
     for segment in segments:
-        if batch and sum(one.size for one in batch) + segment.size > BATCH_BYTES_MAX:
+        if batch and size + segment.size > bytes_max:
             yield batch
-            batch = []
+            batch, size = [], 0
         batch.append(segment)
+        size += segment.size
     if batch:
         yield batch

@@ -19,6 +19,7 @@ from postroom.core.events import Contract
 from postroom.core.message_checker import ENDLESS
 from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
+from postroom.pipeline.delta_log import DataFile, rows_of
 from postroom.pipeline.expectations import EXPECTATIONS, breaches, measure
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
 from postroom.pipeline.report.facts import (
@@ -40,7 +41,7 @@ from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.spans import UNKNOWN
-from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
 
@@ -109,7 +110,7 @@ def _need_all(tables: Tables) -> None:
             is_there = tables.exists(name)
         if not is_there:
             raise InvalidMessage(
-                f"there is no table {name} in {tables.folder}: `postroom pipeline run` builds it"
+                f"there is no table {name} in {tables.storage}: `postroom pipeline run` builds it"
             )
 
 

@@ -11,8 +11,6 @@ Rule 3: a message of which later events are possible is recorded too, by a 64-bi
 
 from typing import Final
 
-import pyarrow.compute as pc  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import LongType, StringType, StructField, StructType
@@ -48,9 +46,7 @@ def numbers_of(events: DataFrame) -> DataFrame:
 
 def newest_us(tables: Tables) -> int:
     """The time of the newest deleted event; -1 when there is none."""
-    folder = tables.folder / TABLE
-    read = [pq.read_table(folder / file.path, columns=["newest_us"]) for file in tables.files(TABLE)]
-    return max((pc.max(rows.column("newest_us")).as_py() for rows in read if rows.num_rows), default=-1)
+    return max((newest for newest in tables.values(TABLE, "newest_us") if newest is not None), default=-1)
 
 
 def deleted_among(events: DataFrame, runs: DataFrame) -> DataFrame:

@@ -21,24 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
-from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.arrow_files import FILE
+from postroom.pipeline.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
+from postroom.pipeline.file_groups import file_group
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import (
-    MAINTENANCE,
-    DataFile,
-    Staged,
-    Tables,
-    Txn,
-    path_below,
-    rows_of,
-)
+from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
@@ -201,23 +194,22 @@ class RetentionJob:
 
     def run(self, *, dry_run: bool = False) -> list[Retained]:
         """Delete expired rows from every table; returns the result for each."""
-        with self._tables.lock():
-            self._require_up_to_date()
-            there = [name for name in ORDER if self._tables.exists(name)]
-            if DECIDES not in there:
-                raise InvalidSetting(
-                    f"there is no table {DECIDES} in {self._tables.folder}: run the pipeline first"
-                )
-            expired = expired_messages(
-                self._tables.read(self._spark, DECIDES), self._policy, self._now_us
-            ).persist()
-            try:
-                if not dry_run:
-                    self._record_numbers(expired)
-                left = [self._retain(name, expired, dry_run=dry_run) for name in there]
-            finally:
-                expired.unpersist()
-            return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
+        self._require_up_to_date()
+        there = [name for name in ORDER if self._tables.exists(name)]
+        if DECIDES not in there:
+            raise InvalidSetting(
+                f"there is no table {DECIDES} in {self._tables.storage}: run the pipeline first"
+            )
+        expired = expired_messages(
+            self._tables.read(self._spark, DECIDES), self._policy, self._now_us
+        ).persist()
+        try:
+            if not dry_run:
+                self._record_numbers(expired)
+            left = [self._retain(name, expired, dry_run=dry_run) for name in there]
+        finally:
+            expired.unpersist()
+        return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
 
     def _require_up_to_date(self) -> None:
         """Raise if a table is behind its inputs: new events may belong to a message that would be deleted."""
@@ -339,10 +331,10 @@ class RetentionJob:
             raise Unavailable(
                 f"the archive of {name} has {archived} rows instead of {deletion.rows}: nothing was deleted"
             )
-        partitions = self._partitions(name)
-        # Rows of one file stay together, so that file groups are kept.
-        stay = stay.withColumn(FILE, F.xxhash64(FILE))
-        staged = self._tables.stage(name, stay, partition_by=partitions, split_by=FILE)
+        partitions = self._tables.partitions(name)
+        groups = SILVER[name].file_groups if name in SILVER else None
+        split = None if groups is None else file_group(self._tables, groups())
+        staged = self._tables.stage(name, stay.drop(FILE), partition_by=partitions, split=split)
         there = rows_of(deletion.files)
         if staged.rows + deletion.rows != there:
             raise Unavailable(
@@ -376,10 +368,7 @@ class RetentionJob:
         """Write rows to the archive, and count them there. The path depends on the version of the table."""
         if self._archive is None:
             return None
-        table = DeltaTable(self._tables.folder / name)
-        place = f"{self._archive.rstrip('/')}/{name}/retained={table.metadata().id}-{table.version()}"
-        rows.write.partitionBy(*self._partitions(name)).mode("overwrite").parquet(place)
+        version = f"{self._tables.table_id(name)}-{self._tables.version(name)}"
+        place = f"{self._archive.rstrip('/')}/{name}/retained={version}"
+        rows.write.partitionBy(*self._tables.partitions(name)).mode("overwrite").parquet(place)
         return self._spark.read.schema(rows.schema).parquet(place).count()
-
-    def _partitions(self, name: str) -> list[str]:
-        return list(DeltaTable(self._tables.folder / name).metadata().partition_columns)

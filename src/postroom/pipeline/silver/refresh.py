@@ -16,14 +16,15 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.pipeline import file_index
-from postroom.pipeline.file_groups import FILE_GROUP, file_group
+from postroom.pipeline.delta_log import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Txn, rows_of
+from postroom.pipeline.file_groups import file_group
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.span_tree import SpanPlacement
-from postroom.pipeline.tables import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Tables, Txn, rows_of
+from postroom.pipeline.tables import Tables
 
 EVENTS: Final = "silver_events"
 MESSAGES: Final = "silver_messages"
@@ -81,7 +82,7 @@ class SilverRefresh:
             return None
         added, removed = self._tables.changed(source, known, version)
         if not added and self._tables.exists(self._name):
-            self._tables.mark(self._name, [Txn(source, version)])
+            self._tables.mark(self._name, [Txn(source, version)], base=self._tables.version(self._name))
             return None
         self._progress(f"{self._name}: {rows_of(added):,} rows of {source}")
         return NewInput(added, removed, Txn(source, version))
@@ -206,11 +207,9 @@ class SilverRefresh:
         base: int,
         seen: Observation | None = None,
     ) -> None:
-        partition_by, split_by = self._table.partition_by, None
-        if self._table.file_groups is not None:
-            rows = rows.withColumn(FILE_GROUP, file_group(self._tables, self._table.file_groups()))
-            split_by = FILE_GROUP
-        staged = self._tables.stage(self._name, rows, partition_by=partition_by, split_by=split_by)
+        groups = self._table.file_groups
+        split = None if groups is None else file_group(self._tables, groups())
+        staged = self._tables.stage(self._name, rows, partition_by=self._table.partition_by, split=split)
         if seen is not None and seen.get["renamed"]:
             txns = [*txns, Txn(RENAMED, base + 1)]
         self._tables.commit(self._name, staged, removed, txns=txns, base=base)

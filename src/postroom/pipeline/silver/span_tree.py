@@ -14,10 +14,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
+from postroom.pipeline.delta_log import DataFile, rows_of
 from postroom.pipeline.file_index import IdLookup
 from postroom.pipeline.silver import spans
 from postroom.pipeline.silver.joins import with_join_hint
-from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.tables import Tables
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are broadcast
 SPANS: Final = "silver_spans"
@@ -75,7 +76,7 @@ class SpanPlacement:
 
     def _all(self) -> DataFrame:
         nodes = spans.spans(self._tables.read(self._spark, MESSAGES))
-        n = rows_of(self._tables.files(MESSAGES))
+        n = self._tables.row_count(MESSAGES)
         return _placed(nodes, _no_anchors(nodes), few=_are_few(n))
 
     # ---- the previous state of the messages ----------------------------------------------------------------
@@ -156,10 +157,15 @@ class SpanPlacement:
         return file_index.files_by_url(SPANS, self._tables.files(SPANS), urls)
 
     def _read(self, files: list[DataFile]) -> DataFrame:
-        return self._tables.read(self._spark, SPANS, files)
+        return self._own(self._tables.read(self._spark, SPANS, files))
 
     def _with_file(self, files: list[DataFile]) -> DataFrame:
-        return self._tables.read_with_file(self._spark, SPANS, files)
+        return self._own(self._tables.read_with_file(self._spark, SPANS, files), "file")
+
+    def _own(self, rows: DataFrame, *more: str) -> DataFrame:
+        """Rows of the table itself, without columns that another program has added."""
+        own = {*self._nodes.columns, *spans.PLACE, *more}
+        return rows.select(*[name for name in rows.columns if name in own])
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()

@@ -1,0 +1,229 @@
+"""The options of `postroom pipeline`, and how its commands reach tables and Spark."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from postroom.cli.render import warn
+from postroom.cli.shell import Shell, together
+from postroom.cli.stopping import starting
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from postroom.pipeline.ingest.segments import EventStream
+    from postroom.pipeline.jobs import Pipeline
+    from postroom.pipeline.tables import Tables
+
+Command = Callable[..., Any]
+
+
+class TablesPlace(NamedTuple):
+    """Where the tables are, and how this process reaches them and the streams."""
+
+    place: str
+    storage: Mapping[str, str]
+    mounts: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return self.place
+
+    def open(self) -> "Tables":
+        from postroom.pipeline.session import need_packages
+
+        need_packages()
+        from postroom.pipeline.storage import Access
+        from postroom.pipeline.tables import Tables
+
+        return Tables(self.place, Access(self.storage, self.mounts))
+
+    def streams(self, events: tuple[str, ...]) -> "list[EventStream]":
+        from postroom.pipeline.ingest.segments import EventStream
+        from postroom.pipeline.storage import Access, Storage
+
+        return [EventStream(Storage(place, Access(self.storage, self.mounts))) for place in events]
+
+
+def _pairs(what: str, form: str) -> Callable[..., dict[str, str]]:
+    """A callback that reads words of the form KEY=VALUE."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+        pairs = dict(text.partition("=")[::2] for text in texts)
+        for name, value in pairs.items():
+            if not name or not value:
+                raise click.BadParameter(f"{name!r} is not {what}: it has the form {form}")
+        return pairs
+
+    return read
+
+
+def events_option(*, required: bool = True) -> Callable[[Command], Command]:
+    return click.option(
+        "--events",
+        multiple=True,
+        required=required,
+        metavar="URI",
+        help="The folder of an audit stream: a path, or an address that Hadoop knows. Only sealed segments "
+        "are read. May be repeated.",
+    )
+
+
+_tables_options = together(
+    click.option(
+        "--tables",
+        required=True,
+        metavar="URI",
+        help="The folder of the tables: a path, or an address such as s3a://bucket/tables.",
+    ),
+    click.option(
+        "--storage",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_pairs("a storage option", "KEY=VALUE"),
+        help="A storage option of delta-rs for addresses, such as AWS_ENDPOINT_URL. May be repeated.",
+    ),
+    click.option(
+        "--mount",
+        multiple=True,
+        metavar="START=URI",
+        callback=_pairs("a mount", "START=URI"),
+        help="Where this process finds addresses that only Hadoop knows, as viewfs:///=file:///data. May be "
+        "repeated.",
+    ),
+)
+
+
+def tables_option(command: Command) -> Command:
+    """The place of the tables, as one `TablesPlace`."""
+
+    @wraps(command)
+    def with_place(
+        *arguments: Any, tables: str, storage: dict[str, str], mount: dict[str, str], **options: Any
+    ) -> Any:
+        return command(*arguments, tables=TablesPlace(tables, storage, mount), **options)
+
+    return _tables_options(with_place)
+
+
+def _master_option(default: str | None, text: str) -> Callable[[Command], Command]:
+    return click.option("--master", default=default, show_default=True, metavar="URL", help=text)
+
+
+_remote_option = click.option(
+    "--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT."
+)
+_conf_option = click.option(
+    "--conf",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_pairs("a setting of Spark", "KEY=VALUE"),
+    help="A setting of Spark. May be repeated.",
+)
+_MASTERS = "local[N], spark://…, k8s://… or yarn."
+LOCAL_MASTER = "local[*]"
+
+spark_options = together(
+    _master_option(LOCAL_MASTER, f"Where Spark runs: {_MASTERS}"), _remote_option, _conf_option
+)
+optional_spark_options = together(
+    _master_option(None, f"Ask Spark, which runs at {_MASTERS}  [default: no Spark]"),
+    _remote_option,
+    _conf_option,
+)
+
+
+def asks_spark(where: dict[str, Any]) -> bool:
+    """Whether a command whose Spark is optional has to use it. A setting of Spark asks for it as well."""
+    wanted = bool(where["master"] or where["remote"] or where["conf"])
+    where["master"] = where["master"] or LOCAL_MASTER
+    return wanted
+
+
+def redaction_option(command: Command) -> Command:
+    return click.option(
+        "--redaction",
+        type=click.Choice(["none", "medium", "full"]),
+        default="medium",
+        show_default=True,
+        help="How much is redacted in payloads and errors of the stream.",
+    )(command)
+
+
+def lineage_option(command: Command) -> Command:
+    return click.option(
+        "--lineage",
+        metavar="PLACE",
+        help="Emit OpenLineage events to this file or HTTP address.  [default: none]",
+    )(command)
+
+
+def skip_option(command: Command) -> Command:
+    return click.option(
+        "--skip-missing",
+        is_flag=True,
+        help="Skip segments that are missing although later ones exist, and name them.",
+    )(command)
+
+
+@contextmanager
+def spark_of(
+    master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False
+) -> "Iterator[SparkSession]":
+    """The Spark session of a command."""
+    from postroom.pipeline.session import spark_session
+
+    with starting:
+        spark = spark_session(master, remote, conf, is_small=is_small)
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def progress_on_stderr(shell: Shell) -> Callable[[str], None]:
+    """A callback that prints progress on stderr, with the seconds since the start."""
+    began = time.monotonic()
+    return lambda text: warn(shell.program, f"{time.monotonic() - began:6.1f} s  {text}")
+
+
+@contextmanager
+def with_lineage(
+    shell: Shell, place: str | None, name: str, job: "Pipeline", events: tuple[str, ...]
+) -> "Iterator[None]":
+    """Emit the lineage of a job that writes the tables, if a place for it is given."""
+    if place is None:
+        yield
+        return
+    from postroom.pipeline import lineage
+
+    emitter = lineage.Lineage(place, name, lambda text: warn(shell.program, text))
+    inputs = [lineage.dataset(stream.storage) for stream in job.streams(events)]
+    with emitter.run(inputs, lambda: lineage.written(job.tables, job.tables.names())):
+        yield
+
+
+@contextmanager
+def pipeline_on_spark(
+    shell: Shell,
+    place: TablesPlace,
+    where: dict[str, Any],
+    redaction: Any = "medium",
+    *,
+    is_small: bool | None = None,
+) -> "Iterator[Pipeline]":
+    """The tables on Spark. If it is not said whether data are small, the size of the tables decides."""
+    say = progress_on_stderr(shell)
+    tables = place.open()
+    if is_small is None:
+        is_small = tables.is_small_with(0)
+    say("starting Spark")
+    with spark_of(**where, is_small=is_small) as spark:
+        from postroom.pipeline.jobs import Pipeline
+        from postroom.pipeline.session import spark_errors
+
+        with spark_errors():
+            yield Pipeline(spark, tables, level=redaction, progress=say)

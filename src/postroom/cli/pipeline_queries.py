@@ -1,0 +1,227 @@
+"""The commands of `postroom pipeline` that read the tables: queries, reports, checks, expectations."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.pipeline_options import (
+    TablesPlace,
+    asks_spark,
+    lineage_option,
+    optional_spark_options,
+    pipeline_on_spark,
+    progress_on_stderr,
+    tables_option,
+)
+from postroom.cli.render import warn
+from postroom.cli.shell import Shell, parse_wait, path_option
+from postroom.cli.stopping import beside_spark
+from postroom.errors import EXIT_OK, EXIT_RUNTIME
+
+if TYPE_CHECKING:
+    from postroom.pipeline.check import CheckResult
+
+CHECK_HORIZON_S = 86_400.0
+
+
+@click.command()
+@tables_option
+@optional_spark_options
+@click.argument("query", metavar="QUERY")
+@click.pass_obj
+@beside_spark
+def sql(shell: Shell, /, tables: TablesPlace, query: str, **where: Any) -> None:
+    """Query the tables with SQL; prints JSON lines. Needs no Spark.
+
+    DuckDB answers, in its own dialect. With --master, Spark SQL answers instead: its functions, and tables
+    that do not fit one machine. Allowed are queries over the tables of the folder, SHOW TABLES and DESCRIBE;
+    with Spark also SHOW COLUMNS and EXPLAIN. Everything else is refused: statements that change data, files
+    named by their path, functions that run code. Does not work with --remote: Spark's own parser checks the
+    query, and a Spark Connect client has no parser.
+
+    \b
+    Example:
+      postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
+      postroom pipeline sql --tables tables --master 'local[*]' "SELECT typeof(day) FROM gold_cost LIMIT 1"
+    """
+    if where["remote"] is not None:
+        raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    for line in _answers(shell, tables, query, where):
+        shell.output.text(line)
+
+
+def _answers(shell: Shell, folder: TablesPlace, query: str, where: dict[str, Any]) -> "Iterator[str]":
+    """The rows of a query, by DuckDB unless Spark is asked."""
+    tables = folder.open()
+    if asks_spark(where):
+        with pipeline_on_spark(shell, folder, where) as job:
+            yield from job.answers(query)
+    else:
+        from postroom.pipeline.local_sql import answers
+
+        yield from answers(tables, query)
+
+
+@click.command()
+@tables_option
+@path_option(
+    "--out",
+    metavar="FILE",
+    text="The HTML file to write. It is self-contained and loads nothing.",
+    required=True,
+)
+@path_option(
+    "--speedscope", metavar="FILE", text="Also write the flame graphs of the goals as a speedscope file."
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PRIORITY=TIME",
+    callback=lambda _c, _p, texts: _targets(texts),
+    help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
+)
+@click.pass_obj
+def report(
+    shell: Shell, /, tables: TablesPlace, out: Path, speedscope: Path | None, targets: dict[int, int]
+) -> None:
+    """Write a report of the tables as one HTML file. Needs no Spark.
+
+    It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
+    agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
+    were delivered in time. The file works offline and has no script.
+
+    \b
+    Example:
+      postroom pipeline report --tables tables --out report.html
+      postroom pipeline report --tables tables --out report.html --target P0=10ms --target P1=50ms
+      postroom pipeline report --tables tables --out report.html --speedscope goals.json
+    """
+    from postroom.pipeline.paths import need_place, need_tables
+
+    need_tables(tables.place)
+    for file in (out, speedscope):
+        if file is not None:
+            need_place(file)
+    opened = tables.open()
+    from postroom.pipeline.report.queries import write_report
+
+    facts = write_report(opened, out, speedscope, targets_us=targets, progress=progress_on_stderr(shell))
+    shell.output.facts(
+        {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
+        f"{out} is a report of {facts.messages:,} messages",
+    )
+
+
+@click.command()
+@tables_option
+@click.option(
+    "--horizon-s",
+    type=parse_wait,
+    default=CHECK_HORIZON_S,
+    show_default=True,
+    metavar="S",
+    help="How long an open message may have no event before it counts as lost.",
+)
+@optional_spark_options
+@click.pass_obj
+@beside_spark
+def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) -> int:
+    """Check all events of the tables, and print every violation of a guarantee.
+
+    The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
+    message never overlap, a message ends once, and no number of a source is missing or used twice. The output
+    is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
+    `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Tables of up to
+    200,000 events, from which nothing was removed, are checked without Spark, unless --master asks for it.
+
+    \b
+    Example:
+      postroom pipeline check --tables tables
+    """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    verdict = _verdict(shell, tables, horizon_s, where)
+    rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
+    history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
+    shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
+    if verdict.violations:
+        counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
+        warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
+    return EXIT_RUNTIME if verdict.violations else EXIT_OK
+
+
+def _verdict(shell: Shell, folder: TablesPlace, horizon_s: float, where: dict[str, Any]) -> "CheckResult":
+    """By the engine that fits the size of the tables."""
+    tables = folder.open()
+    from postroom.pipeline.small_check import check_small, is_small
+
+    if not asks_spark(where) and is_small(tables):
+        return check_small(tables, horizon_s=horizon_s)
+    with pipeline_on_spark(shell, folder, where) as job:
+        from postroom.pipeline.check import check_tables
+
+        return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+
+
+@click.command()
+@tables_option
+@path_option(
+    "--rules",
+    metavar="FILE",
+    text="Expectations in TOML instead of the built-in ones: tables [[expect]].",
+)
+@lineage_option
+@click.pass_obj
+def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: str | None) -> int:
+    """Measure what is expected of the tables, and print each expectation. Needs no Spark.
+
+    The kinds are not_null, unique, known_values, freshness and reject_rate. An expectation is breached if
+    the share of rows that break it exceeds its `most`; of freshness, if the newest row is older than `most`
+    seconds. The exit code is 0 without a breach, and 1 otherwise. With --lineage, an OpenLineage event tells
+    the result of every expectation. A report names breaches of the built-in expectations.
+
+    \b
+    Example:
+      postroom pipeline expect --tables tables
+      postroom pipeline expect --tables tables --rules expectations.toml --lineage lineage.jsonl
+    """
+    import msgspec
+
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    there = tables.open()
+    from postroom.pipeline import lineage as emitting
+    from postroom.pipeline.expectations import EXPECTATIONS, breaches, measure, read_expectations
+
+    wanted = EXPECTATIONS if rules is None else read_expectations(rules)
+    measured = measure(there, wanted, time.time_ns() // 1000)
+    broken = breaches(measured)
+    if lineage is not None:
+        emitter = emitting.Lineage(lineage, "pipeline.expect", lambda text: warn(shell.program, text))
+        emitter.emit("FAIL" if broken else "COMPLETE", emitting.measured(there, measured), ())
+    columns = ("table", "kind", "columns", "rows", "broken", "most", "holds")
+    shell.output.rows(columns, map(msgspec.to_builtins, measured), "nothing is expected")
+    for one in broken:
+        warn(shell.program, f"breached: {one.sentence}")
+    return EXIT_RUNTIME if broken else EXIT_OK
+
+
+def _targets(texts: tuple[str, ...]) -> dict[int, int]:
+    """The targets in microseconds, by priority."""
+    found = {}
+    for text in texts:
+        match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not a priority and a time, such as P0=10ms or P1=0.5s")
+        found[int(match[1])] = round(float(match[2]) * {"us": 1, "ms": 1_000, "s": 1_000_000}[match[3]])
+    return found

@@ -1,0 +1,154 @@
+"""Tables and streams at other places than a folder, and beside other writers."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import boto3  # type: ignore[import-untyped]
+import pytest
+from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+from deltalake import DeltaTable, Field
+from pyspark.sql import SparkSession
+
+from postroom.errors import TableChanged
+from postroom.pipeline import paths
+from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.storage import Access, Storage
+from postroom.pipeline.tables import Tables
+from tests.spark.plainrows import Rows, all_rows
+from tests.spark.stories import HOUR_US, NOW_US, happened, write_segment
+from tests.waiting import until
+
+FEW = {name: GOLD[name] for name in ("gold_flow", "gold_depth", "gold_latency", "gold_tokens")}
+KEY = "test"
+
+
+def deliver(events: Path, number: int) -> None:
+    """A segment with messages of its own, and with the end of a message of the first one."""
+    facts: dict[str, Any] = {"queue": "q", "state": "QUEUED", "attempt": 1, "tokens_in": number}
+    seq = number * 10
+    lines = [happened("s", seq + n, f"m{number}{n}", ts_us=NOW_US + n * HOUR_US, **facts) for n in range(3)]
+    lines += [happened("s", seq + 5, "m11", "dequeued", ts_us=NOW_US + 2 * HOUR_US + number, attempt=number)]
+    write_segment(events, number, lines)
+
+
+@pytest.fixture
+def expected(spark: SparkSession, tmp_path: Path) -> dict[str, Rows]:
+    """The rows of three segments, in tables of this machine."""
+    for number in (1, 2, 3):
+        deliver(tmp_path / "events", number)
+    tables = Tables(tmp_path / "expected")
+    Pipeline(spark, tables, gold=FEW).run(tmp_path / "events")
+    return all_rows(tables)
+
+
+def test_spark_reads_and_writes_a_file_system_that_only_hadoop_knows(
+    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount of `viewfs:`. Executors read the segments and write the files. Two streams share the tables."""
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    hadoop.set("fs.viewfs.mounttable.default.link./lake", tmp_path.as_uri())
+    monkeypatch.setattr(paths, "SMALL_BYTES", 0)
+    tables = Tables("viewfs:///lake/tables", Access(mounts={"viewfs:///lake": tmp_path.as_uri()}))
+    job = Pipeline(spark, tables, gold=FEW)
+    first, rest = tmp_path / "first", tmp_path / "rest"
+    deliver(first, 1)
+    for number in (2, 3):
+        deliver(rest, number)
+    places = ["viewfs:///lake/first", "viewfs:///lake/rest"]
+    assert [job.run(places).segments for _ in range(2)] == [3, 0]
+    assert all_rows(tables) == expected
+    assert tables.folder == tmp_path / "tables"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Access]:
+    """A server that speaks S3, in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    key = {"aws_access_key_id": KEY, "aws_secret_access_key": KEY, "region_name": "us-east-1"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        client = boto3.client("s3", endpoint_url=url, **key)
+
+        def has_bucket() -> bool:
+            try:
+                client.create_bucket(Bucket="lake")
+            except BotoCoreError:
+                return False
+            return True
+
+        until(has_bucket)
+        options = {name.upper(): value for name, value in key.items() if name != "region_name"}
+        yield Access(
+            {**options, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+        )
+        server.terminate()
+
+
+def test_the_log_lies_in_an_object_store(
+    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows], s3: Access
+) -> None:
+    """Small tables are written by this process, so that all of a run is seen there, without a jar for S3."""
+    tables = Tables("s3a://lake/tables", s3)
+    job = Pipeline(spark, tables, gold=FEW)
+    events = Storage(tmp_path / "events")
+    assert [job.run(events.place).segments for _ in range(2)] == [3, 0]
+    assert all_rows(tables) == expected
+    late, base = Tables(tables.storage), tables.version("gold_flow")
+    assert late.version("gold_flow") == base
+    late.mark("gold_flow", [Txn("other", 1)], base=base)
+    with pytest.raises(TableChanged):
+        tables.mark("gold_flow", [Txn("other", 2)], base=base)
+    assert Tables(tables.storage).last_txn("gold_flow", "other") == 1
+
+
+class Disturbed(Tables):
+    """Another engine compacts a table, adds a column and vacuums, before every commit to it."""
+
+    def _commit(self, name: str, *what: Any, **how: Any) -> None:
+        table = self._latest(name)
+        if table is not None:
+            table.optimize.compact()
+            table = DeltaTable(self.folder / name)
+            table.alter.add_columns(Field(f"foreign_{table.version()}", "integer"))  # type: ignore[arg-type]
+            DeltaTable(self.folder / name).vacuum(0, dry_run=False, enforce_retention_duration=False)
+        super()._commit(name, *what, **how)
+
+
+def test_maintenance_by_other_engines_at_every_commit_changes_no_row(
+    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows]
+) -> None:
+    tables = Disturbed(tmp_path / "tables")
+    for number in (1, 2, 3):
+        deliver(tmp_path / "growing", number)
+        Pipeline(spark, tables, gold=FEW).run(tmp_path / "growing")
+    assert {name: without_foreign(rows) for name, rows in all_rows(tables).items()} == expected
+
+
+def without_foreign(rows: Rows) -> Rows:
+    """Rows without the columns that nobody of us has added."""
+    kept: Rows = type(rows)()
+    for text, n in rows.items():
+        row = {name: value for name, value in json.loads(text).items() if not name.startswith("foreign_")}
+        kept[json.dumps(row, sort_keys=True)] += n
+    return kept
+
+
+def test_two_jobs_at_once_make_the_tables_of_one(
+    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows]
+) -> None:
+    jobs = [Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda job: job.run(tmp_path / "events"), jobs))
+    jobs[0].run(tmp_path / "events")  # a job leaves segments to another that has begun with them
+    assert sum(summary.segments for summary in done) == 3
+    assert all_rows(Tables(tmp_path / "tables")) == expected
