@@ -30,13 +30,14 @@ JAVA    := java=default-jre-headless
 BROWSER := chromium
 BROKERS := redis-server rabbitmq-server epmd=erlang-base
 SANDBOX := bwrap=bubblewrap
+BOUNCER := pgbouncer
 
 demo: $(STAMP) ## a tour with real processes, some of which are killed
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) examples/demo.py
 
 test: $(STAMP) ## all tests, with the time of each part
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX)
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX) $(BOUNCER)
 	@$(PYTHON) tools/run_tests.py
 
 check: $(STAMP) ## lint, formatting, types, import layers

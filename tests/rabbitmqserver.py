@@ -60,6 +60,19 @@ class RabbitServer:
             f"amqp://guest:guest@{HOST}:{port or self.port}/?{options}{'&' if options else ''}ledger={ledger}"
         )
 
+    def serve_tls(self, certificate: Path, key: Path) -> int:
+        """Listen on a second port with TLS, from the next start on; the port."""
+        port = free_port()
+        lines = [
+            f"listeners.ssl.default = {HOST}:{port}",
+            f"ssl_options.cacertfile = {certificate}",
+            f"ssl_options.certfile = {certificate}",
+            f"ssl_options.keyfile = {key}",
+            "ssl_options.verify = verify_none",
+        ]
+        self._config.write_text(self._config.read_text() + "\n".join(lines) + "\n")
+        return port
+
     def join(self, nodes: Sequence[str]) -> None:
         """Form a cluster with these nodes at the first start."""
         lines = ["cluster_formation.peer_discovery_backend = classic_config"]

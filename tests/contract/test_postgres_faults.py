@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -21,11 +22,13 @@ from postroom.stores import postgres_connection
 from postroom.stores.base import ByIds, Listing
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
+from postroom.system.tls import make_self_signed
 from postroom.testing import check_consistency
 from postroom.testing.postgres_server import PostgresServer, running_postgres, running_standby
 from tests.postgresload import Report, under_load
 from tests.postgresserver import database, postgres
 from tests.tcpproxy import TcpProxy
+from tests.tlsproxy import TlsProxy
 from tests.waiting import until
 
 __all__ = ["database", "postgres"]  # fixtures
@@ -278,6 +281,26 @@ def test_promotion_of_a_standby_while_writing_loses_nothing_acknowledged(
 
         check(under_load(url, promote), "promotion of the standby", capsys)
     own_server.start()
+
+
+def test_tls_checks_the_certificate_of_the_server(
+    postgres: PostgresServer, database: str, tmp_path: Path
+) -> None:
+    certificate, key = make_self_signed(tmp_path / "tls", (), 1)
+    other, _ = make_self_signed(tmp_path / "other", (), 1)
+    with TlsProxy(postgres.port, certificate, key) as proxy:
+        url = f"{database}&sslmode=verify-full".replace(f":{postgres.port}/", f":{proxy.port}/")
+        store = PostgresStore(f"{url}&sslrootcert={certificate}")
+        insert(store)
+        with store.connected() as connection:
+            assert connection.pgconn.ssl_in_use
+        store.close()
+        assert proxy.handshakes
+        with pytest.raises(StoreRefused, match="certificate verify failed"):
+            insert(PostgresStore(f"{url}&sslrootcert={other}", reconnect_s=3_600))
+        wrong_name = f"{url}&sslrootcert={certificate}".replace("@127.0.0.1:", "@db.invalid:")
+        with pytest.raises(StoreRefused, match="does not match host name"):
+            insert(PostgresStore(f"{wrong_name}&hostaddr=127.0.0.1", reconnect_s=3_600))
 
 
 def test_half_open_connections_are_given_up(

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from postroom import Engine
-from postroom.errors import Unavailable
+from postroom.errors import InvalidSetting, Unavailable
 from postroom.stores import rabbitmq_link
+from postroom.stores.rabbitmq import RabbitStore
+from postroom.system.tls import make_self_signed
 from tests.postgresserver import database, postgres
 from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
@@ -30,16 +33,44 @@ def check(load: Load, name: str) -> None:
     assert not load.doubled, "a message was done twice without a lease that ended"
 
 
+class TlsRabbit(RabbitServer):
+    """A broker that also listens with TLS."""
+
+    tls_port = 0
+    certificate = Path()
+
+
 @pytest.fixture(scope="module")
-def own_rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+def own_rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRabbit]:
     """A broker of its own, to be killed."""
     if not is_installed():
         pytest.skip("RabbitMQ was NOT tested: install the Debian package rabbitmq-server")
+    folder = tmp_path_factory.mktemp("killed")
     with port_mapper() as port:
-        server = RabbitServer(tmp_path_factory.mktemp("killed"), port)
+        server = TlsRabbit(folder, port)
+        server.certificate, key = make_self_signed(folder / "tls", (), 1)
+        server.tls_port = server.serve_tls(server.certificate, key)
         server.start()
         yield server
         server.stop()
+
+
+def test_amqps_checks_the_certificate_of_the_broker(own_rabbit: TlsRabbit, tmp_path: Path) -> None:
+    def url(options: str) -> str:
+        plain = own_rabbit.url(f"sqlite:///{tmp_path}/queue.db", options, port=own_rabbit.tls_port)
+        return plain.replace("amqp://", "amqps://")
+
+    async def nothing(load: Load) -> float:
+        assert not load.store.broker_trouble
+        await load.until(lambda: load.store._started().is_receiving)
+        return time.monotonic()
+
+    check(asyncio.run(under_load(url(f"cafile={own_rabbit.certificate}"), nothing)), "TLS")
+    with Engine.open(url("")) as engine:  # the system does not know the certificate
+        engine.blocking.submit(type=TYPE, org_id="acme", payload={})
+        assert "not reachable" in cast("RabbitStore", engine.store).broker_trouble
+    with Engine.open(url("cafile=/nowhere")) as engine, pytest.raises(InvalidSetting, match="cannot be read"):
+        engine.blocking.submit(type=TYPE, org_id="acme", payload={})
 
 
 def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, tmp_path: Path) -> None:

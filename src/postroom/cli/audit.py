@@ -17,6 +17,7 @@ from postroom.cli.shell import (
     HELP_OPTIONS,
     Shell,
     Stopped,
+    StoreAddress,
     add_json_option,
     as_path,
     path_option,
@@ -80,8 +81,23 @@ def audit() -> None:
 # ---- writing -----------------------------------------------------------------------------------------
 
 
+def _as_stream(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """The folder of a stream, or the address of a database that has its table."""
+    from postroom.stores.open import POSTGRES
+
+    is_table = value is not None and value.startswith(POSTGRES)
+    return StoreAddress.of(str(value)) if is_table else as_path(context, parameter, value)
+
+
 @audit.command()
-@path_option("--to", "folder", metavar="FOLDER", text="The folder of the stream.")
+@click.option(
+    "--to",
+    "folder",
+    type=click.Path(),
+    callback=_as_stream,
+    metavar="FOLDER",
+    help="The folder of the stream, or a database for a stream in a table (postgres://...).",
+)
 @click.option(
     "--data",
     type=PATH,
@@ -122,8 +138,9 @@ def ship(
     \b
     Example:
       postroom audit ship --data run --bus runs/bus.yaml --to audit
+      postroom audit ship --store postgres://app@db/postroom --to postgres://audit@db/postroom
     """
-    from postroom.runtime.shipping import Sources, opened
+    from postroom.runtime.shipping import Sources
 
     _check_exists("bus", buses)
     for path in buses:
@@ -137,7 +154,7 @@ def ship(
         )
     settings = shell.settings.audit
     shell.show_warnings()
-    with opened(_folder(shell, folder), Sources(stores, roots, buses, mail), settings) as shipping:
+    with _shipping(_folder(shell, folder), Sources(stores, roots, buses, mail), settings) as shipping:
         if once:
             shipped = shipping.once()
         else:
@@ -146,6 +163,41 @@ def ship(
             shipping.run(_until_stopped(shell, shipping.shipper.progress, while_stdin=while_stdin))
             shipped = shipping.shipper.progress.shipped
     shell.output.facts({"shipped": shipped}, f"{shipped} events shipped")
+
+
+def _shipping(folder: Path, sources: Any, settings: "AuditSettings") -> Any:
+    """A shipper to a folder or to a table."""
+    if isinstance(folder, StoreAddress):
+        from postroom.runtime.audit_table import opened_table
+
+        return opened_table(folder.url, sources, settings)
+    from postroom.runtime.shipping import opened
+
+    return opened(folder, sources, settings)
+
+
+@audit.command()
+@click.argument("address", metavar="URL")
+@path_option("--to", "folder", metavar="FOLDER", text="The folder of segments.")
+@click.pass_obj
+def export(shell: Shell, address: str, folder: Path | None) -> None:
+    """Write the events of a table to segments, which the pipeline and every other command read.
+
+    The next export continues where the folder ends. The table stays as it is.
+
+    \b
+    Example:
+      postroom audit export postgres://audit@db/postroom --to audit
+      postroom pipeline run --events audit --tables tables
+    """
+    from postroom.runtime.audit_table import export_table
+    from postroom.stores.open import POSTGRES
+
+    if not address.startswith(POSTGRES):
+        raise click.UsageError("URL is the address of a database: postgres://user@host/db")
+    shell.show_warnings()
+    exported = export_table(address, _folder(shell, folder), shell.settings.audit)
+    shell.output.facts({"exported": exported}, f"{exported} events exported")
 
 
 @audit.command()

@@ -109,7 +109,7 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         prepare = redaction_of(settings, whole_payloads=cipher is not None)
         publisher = None if settings.publish is None else Publisher(folder, settings.publish)
         stream = stream_of(folder) or _new_name(folder)
-        stores = [_store_feed(url, settings, stream, stack) for url in sources.stores]
+        stores = [store_feed(url, settings, stream, stack) for url in sources.stores]
         files = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=partial(_holds, folder))
         stack.callback(files.close)
         files()
@@ -130,7 +130,8 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         yield shipping
 
 
-def _store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
+def store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
+    """The feed of a store whose events go to `stream`. The stack closes the store."""
     store = open_store(url)
     stack.callback(store.close)
     stored = outbox_of(store) or Outbox()

@@ -34,17 +34,10 @@ from postroom.stores.postgres_connection import (
     queries,
     unreachable,
 )
-from postroom.stores.postgres_transaction import (
-    NUMBERS_AT_ONCE,
-    PLACED_A_READ_MAX,
-    RECORD_COLUMNS,
-    TRAIL_BYTES_MAX,
-    ConflictError,
-    Known,
-    PostgresReading,
-    PostgresTransaction,
-    to_sql,
-)
+from postroom.stores.postgres_known import ConflictError, Known
+from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
+from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
+from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
 from postroom.stores.postgres_trips import Connection, Statement, check
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
@@ -257,7 +250,9 @@ class PostgresStore(Store):
         while time.monotonic() < deadline:
             try:
                 with self._connected() as connection:
-                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [mark[1]]).fetchone() == (True,):
+                    if connection.execute("SELECT pg_try_advisory_xact_lock(%s)", [mark[1]]).fetchone() == (
+                        True,
+                    ):
                         found = connection.execute(self.writing["was_committed"], mark)  # type: ignore[arg-type, unused-ignore]
                         return found.fetchone() == (True,)
             except (*_LOST, StoreRefused) as lost:

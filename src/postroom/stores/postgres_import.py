@@ -14,7 +14,7 @@ from postroom.message import Event, Record
 from postroom.stores.base import Counted, Kept, Listing
 from postroom.stores.event_runs import pack
 from postroom.stores.postgres import NANOS_PER_US, OFFSET, PostgresStore
-from postroom.stores.postgres_transaction import to_sql
+from postroom.stores.postgres_rows import to_sql
 from postroom.stores.postgres_trips import Connection
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction

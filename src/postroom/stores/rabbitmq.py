@@ -7,6 +7,7 @@ Rule 3: a worker whose broker is silent claims from the ledger itself.
 """
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +55,7 @@ START_S = 5.0  # how long the first call waits for the broker
 HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
 LOOK, STOP = "look for new homes", "stop"
 SWEEP_CELL = "amqp-sweep"
-OPTIONS = ("p0", "prefetch", "queues")
+OPTIONS = ("cafile", "p0", "prefetch", "queues")
 
 _log = logging.getLogger("postroom.store")
 
@@ -70,6 +71,8 @@ class Address(msgspec.Struct, frozen=True):
     is_broker_only: bool
     is_quorum: bool
     prefetch: int
+    ca_file: str = ""
+    """The certificates that a broker's certificate is checked with; empty for those of the system."""
 
 
 def parse_address(url: str) -> Address:
@@ -97,6 +100,7 @@ def parse_address(url: str) -> Address:
         is_broker_only=_choice(options, "p0", "ledger", "ledger", "broker-only") == "broker-only",
         is_quorum=queues == "quorum",
         prefetch=_prefetch(options.get("prefetch", str(PREFETCH_DEFAULT))),
+        ca_file=options.get("cafile", ""),
     )
 
 
@@ -208,6 +212,8 @@ class RabbitStore(Store):
         for node in nodes:
             node.heartbeat, node.connection_attempts = HEARTBEAT_S, 1
             node.socket_timeout = node.stack_timeout = START_S
+            if node.ssl_options is not None:
+                node.ssl_options = pika.SSLOptions(self._certificates(), node.host)
         is_file = self._ledger.url.startswith("sqlite:")
         host = SystemClock().boot_id() if is_file else ""
         broker = Broker(
@@ -224,6 +230,13 @@ class RabbitStore(Store):
             broker.close()
             raise
         return broker
+
+    def _certificates(self) -> ssl.SSLContext:
+        """How a broker's certificate is checked: it has to name the host."""
+        try:
+            return ssl.create_default_context(cafile=self._address.ca_file or None)
+        except OSError as error:
+            raise InvalidSetting(f"cafile={self._address.ca_file} cannot be read: {error}") from None
 
     def _topology(self) -> Topology:
         prefix = f"postroom.{self._ledger.identity()}"

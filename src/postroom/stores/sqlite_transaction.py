@@ -16,7 +16,7 @@ import apsw
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id, number_in_uuid, store_tag
+from postroom.core.ids import new_id
 from postroom.message import Envelope, Event, Noted, Record, Stored, org_of
 from postroom.stores.base import (
     CHUNKS,
@@ -52,6 +52,7 @@ from postroom.stores.event_runs import (
     pack,
     unpack,
 )
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import (
     ENGINE_LINES,
@@ -68,8 +69,6 @@ from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, L
 FOLD_EVENTS = 10_000  # events between two writes of the counters
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each of them: SQLite holds them all at once
-NUMBER_DIGITS_MAX = 18
-UUID_CHARS = 36
 
 Depths = defaultdict[int, dict[Counted, int]]
 """The counters, by the number of the queue."""
@@ -102,13 +101,11 @@ def _line(queue: int, lane: int) -> int:
     return LINES_PER_QUEUE * queue + lane if queue < ENGINE_QUEUES else ENGINE_LINES * (lane + 1) + queue
 
 
-class Known:
+class Known(OwnIds):
     """What a handle knows about the file between two commits."""
 
     def __init__(self, store_id: str = "") -> None:
-        self.store_id = store_id
-        self.prefix = f"{store_id}-"
-        """How the ids begin that the store gives."""
+        super().__init__(store_id)
         self.names: dict[int, str] = {}
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()
@@ -163,20 +160,6 @@ class Known:
         depths[what] = depths.get(what, 0) + change
         if queue >= ENGINE_QUEUES:
             self.total[what] = self.total.get(what, 0) + change
-
-    def own_number(self, message_id: str) -> int:
-        """The number in an id that the store gave; 0 for any other id."""
-        number = message_id.removeprefix(self.prefix)
-        if len(number) == UUID_CHARS:
-            return number_in_uuid(number, store_tag(self.store_id))
-        is_own = (
-            len(number) != len(message_id)
-            and number.isdigit()
-            and number.isascii()
-            and number[0] != "0"
-            and len(number) <= NUMBER_DIGITS_MAX
-        )
-        return int(number) if is_own else 0
 
 
 class SqliteTransaction(Transaction):

@@ -94,7 +94,7 @@ class PostgresServer:
                 [self._programs / "postgres", "-D", self.data, *self._arguments()],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - it calls nothing that takes a lock
-                **self._as_user(),
+                **self.as_user(),
             )  # fmt: skip
         self._wait_until_ready()
         return self
@@ -111,7 +111,7 @@ class PostgresServer:
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(  # noqa: S603
             [self._programs / program, *arguments], capture_output=True, text=True, check=False,
-            **self._as_user(),
+            **self.as_user(),
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{program} failed: {done.stderr.strip()}")
@@ -211,7 +211,8 @@ class PostgresServer:
 
     # ---- programs and users --------------------------------------------------------------------
 
-    def _as_user(self) -> dict[str, Any]:
+    def as_user(self) -> dict[str, Any]:
+        """How a process is started as the user of the server."""
         if self._user is None:
             return {}
         return {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": [], "cwd": "/"}
@@ -228,7 +229,7 @@ class PostgresServer:
     def _can_run(self, programs: Path) -> bool:
         try:
             done = subprocess.run(  # noqa: S603
-                [programs / "postgres", "--version"], capture_output=True, check=False, **self._as_user()
+                [programs / "postgres", "--version"], capture_output=True, check=False, **self.as_user()
             )
         except OSError:
             return False

@@ -1,0 +1,55 @@
+"""What a handle on PostgreSQL knows between two transactions, and text as PostgreSQL can hold it."""
+
+import threading
+from collections import deque
+from contextlib import suppress
+
+from postroom.stores.own_ids import OwnIds
+from postroom.stores.transaction import LimitsCache
+
+
+class ConflictError(Exception):
+    """Another transaction changed what this one has read: its work must be done again."""
+
+
+class _Habits(threading.local):
+    """What transactions of one thread do: a thread of submits and a thread of claims differ."""
+
+    early = 0
+    """How many numbers the last transaction used before it locked records: the next one begins with some."""
+
+
+class Known(OwnIds):
+    """What a handle knows between two transactions."""
+
+    def __init__(self, store_id: str) -> None:
+        super().__init__(store_id)
+        self.limits = LimitsCache()
+        self._spare: deque[tuple[int, int]] = deque(maxlen=1)
+        """Numbers that were taken and not used: the first and the last."""
+        self.usual = 0
+        """How many numbers the last transaction used."""
+        self.habits = _Habits()
+        self.deadlines: tuple[int, int] = (0, 0)
+        """The first lease or delay that ends, and when it was read."""
+        self.depths: dict[str, tuple[int, int]] = {}
+        """How many records waited in a queue, and when that was read."""
+        self.scans: dict[tuple[str, str, int], None] = {}
+        """Cells that transactions read together: they are read when the next one begins."""
+        self.keeps_up = True
+        """Whether the last claim found less than it asked for."""
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there are numbers that were taken and not used."""
+        return bool(self._spare)
+
+    def take_spare(self) -> tuple[int, int]:
+        """Numbers that were taken and not used. Of several threads, one gets them; the others get none."""
+        with suppress(IndexError):
+            return self._spare.pop()
+        return (1, 0)
+
+    def keep_spare(self, first: int, last: int) -> None:
+        """Keep numbers that were not used for the next transaction."""
+        self._spare.append((first, last))

@@ -1,0 +1,113 @@
+"""The audit stream in a PostgreSQL table, and its export to segments."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Audit, Tasks
+from postroom.contracts.feeds import StoreFeed
+from postroom.core.events import to_line
+from postroom.errors import ShippedElsewhere, StoreUnreachable
+from postroom.runtime import audit_table
+from postroom.runtime.audit_table import AuditTable, TableSink, export_table, opened_table
+from postroom.runtime.shipping import Sources
+from postroom.settings import AuditSettings
+from postroom.sinks.reader import Segments
+from postroom.testing.postgres_server import PostgresServer
+from tests.integration.commandline import isolate, postroom
+from tests.postgresserver import database, postgres
+from tests.tcpproxy import TcpProxy
+
+__all__ = ["database", "postgres"]  # fixtures
+
+SETTINGS = AuditSettings(redaction="none")
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    return [to_line(event) for event in Segments(folder).events()]
+
+
+def ask(url: str, query: str) -> list[Any]:
+    table = AuditTable(url)
+    with closing(table):
+        return table.ask(query)
+
+
+def some_tasks(url: str, count: int) -> None:
+    with Tasks.open(url) as tasks:
+        for number in range(count):
+            tasks.enqueue(agent="a", payload={"n": number, "nul": "\0"})
+        for task in tasks.claim(agent="a", limit=count):
+            tasks.complete(task.task_id, task.lease, {"ok": True})
+
+
+def test_commands_ship_to_a_table_and_export_segments(
+    database: str, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(monkeypatch, tmp_path)
+    monkeypatch.setattr(audit_table, "READ_MAX", 7)
+    monkeypatch.setattr("postroom.sinks.shipper.BATCH_MAX", 7)
+    table = postgres.new_store()
+    for _ in range(2):  # the second time continues the first
+        some_tasks(database, 5)
+        shipped = postroom("audit", "ship", "--store", database, "--to", table, "--once")
+        assert shipped.line == {"shipped": 20}, shipped.errors
+        assert postroom("audit", "export", table, "--to", "exported").line == {"exported": 20}
+    again = postroom("audit", "export", table, "--to", "exported")
+    assert again.line == {"exported": 0}
+    exported = list(Segments(tmp_path / "exported").events())
+    assert [event.seq for event in exported] == [*range(1, 41)], "positions of the feed have no gap"
+    assert not Audit(tmp_path / "exported").verify()
+    assert postroom("verify", "exported", "--store", database).code == 0
+    created = "SELECT count(*) FROM {schema}.events WHERE line->>'kind' = 'created'"
+    assert ask(table, created) == [(10,)]
+    other = postroom("audit", "ship", "--store", database, "--to", "elsewhere", "--once")
+    assert "go to another stream already" in other.errors
+
+
+def test_exported_lines_are_those_that_a_segment_sink_writes(
+    database: str, postgres: PostgresServer, tmp_path: Path
+) -> None:
+    some_tasks(database, 5)
+    table = postgres.new_store()
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
+        shipping.once()
+    export_table(table, tmp_path / "exported", SETTINGS)
+    with Tasks.open(database) as tasks:
+        direct = StoreFeed(tasks.store, "tasks", outbox=None).read(0, 1_000)
+        assert lines_of(tmp_path / "exported") == [to_line(event) for event in direct]
+
+
+def test_second_shipper_is_refused_and_writes_nothing(database: str, postgres: PostgresServer) -> None:
+    some_tasks(database, 2)
+    table = postgres.new_store()
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
+        [feed] = shipping.shipper._feeds()
+        events = feed.read(0, 100)
+        shipping.once()
+        late = TableSink(AuditTable(table))
+        with pytest.raises(ShippedElsewhere, match="one at a time"):
+            late.write(events)
+        late.close()
+        assert ask(table, "SELECT count(*) FROM {schema}.events") == [(len(events),)]
+
+
+@pytest.mark.parametrize("wish", ["reset", "reset-after"])
+def test_lost_connection_during_a_write_doubles_and_loses_no_event(
+    database: str, postgres: PostgresServer, wish: str
+) -> None:
+    some_tasks(database, 3)
+    table = postgres.new_store()
+    with TcpProxy(postgres.port) as proxy:
+        url = table.replace(f":{postgres.port}/", f":{proxy.port}/")
+        with opened_table(url, Sources((database,)), SETTINGS) as shipping:
+            left = [wish]
+            proxy.watch = lambda chunk: left.pop() if left and b"COMMIT" in chunk else "pass"
+            with pytest.raises(StoreUnreachable):
+                shipping.once()
+            proxy.watch = lambda _chunk: "pass"
+            shipping.once()
+    seqs = [seq for (seq,) in ask(table, "SELECT seq FROM {schema}.events ORDER BY seq")]
+    assert seqs == [*range(1, 13)]
