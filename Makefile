@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs screenshots lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -25,7 +25,7 @@ $(STAMP): requirements.lock pyproject.toml tools/setup.py
 setup: $(STAMP) ## make .venv with the locked tools and postroom (implied by the others)
 	@:
 
-# Spark needs Java, tests open the report in a real browser, and a bench runs Celery on two brokers.
+# Spark needs Java, tests open the report and the live page in a real browser, and a bench runs Celery on two brokers.
 JAVA    := java=default-jre-headless
 BROWSER := chromium
 BROKERS := redis-server rabbitmq-server epmd=erlang-base
@@ -83,7 +83,7 @@ bench-goals: $(STAMP) ## the benchmark of goals, graph, conflicts and sandboxes
 bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, idle agents
 	@$(PYTHON) bench/bench_coordinator.py
 
-bench-up: $(STAMP) ## the benchmark of MCP tool calls over stdio
+bench-up: $(STAMP) ## the benchmark of up: start, memory, MCP over stdio, submits over HTTP, the live page
 	@$(PYTHON) bench/bench_up.py
 
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
@@ -105,6 +105,10 @@ coverage: $(STAMP) ## branch coverage of the tests, child processes included
 
 docs: $(STAMP) ## write the generated pages: docs/reference and parts of docs/architecture.md
 	@$(PYTHON) tools/gen_reference.py
+
+screenshots: $(STAMP) ## pictures of each view of the live page, in docs/page
+	@$(PYTHON) tools/setup.py --system $(BROWSER)
+	@$(PYTHON) tools/screenshots.py
 
 lock: ## write requirements.lock (needs the network)
 	@$(SETUP) --lock

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from enginebench.probe import fsync_figure
-from figures import REPEATS, Figure, Goal, Report, machine, percentile, readable, run
+from figures import REPEATS, Figure, Goal, machine, percentile, readable, run
+from parts import parser_of, show
 
 from postroom import Backpressure, Coordinator, Engine, Organization, Policy
 from postroom.contracts.engine.agent import Agent
@@ -88,7 +89,7 @@ def work(url: str) -> None:
 
 @contextmanager
 def working(folder: Path) -> Iterator[str]:
-    """The address of a new store, and a worker process on it."""
+    """Start a worker process on a new store. Gives the address of the store."""
     url = f"sqlite:///{tempfile.mkdtemp(dir=folder)}/queue.db"
     command = [sys.executable, __file__, "--worker", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -101,7 +102,7 @@ def working(folder: Path) -> Iterator[str]:
 
 
 async def registered(coordinator: Coordinator, count: int) -> list[Agent]:
-    """So many agents, registered many at a time."""
+    """Register `count` agents, a hundred at a time."""
     agents: list[Agent] = []
     for first in range(0, count, 100):
         names = [f"agent-{number}" for number in range(first, min(count, first + 100))]
@@ -234,26 +235,17 @@ BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--only", choices=BENCHES, help="one part")
+    parser = parser_of(__doc__, BENCHES)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--idle", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker)
-        return
-    if options.idle:
+    elif options.idle:
         asyncio.run(idle(options.idle[0], int(options.idle[1])))
-        return
-    report = Report(f"Coordinator: {machine()}; rates are medians of {REPEATS}")
-    report.begin()
-    for name, bench in BENCHES.items():
-        if options.only in (None, name):
-            with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
-                    report.add(figure)
-    report.end()
+    else:
+        title = f"Coordinator: {machine()}; rates are medians of {REPEATS}"
+        show(title, BENCHES, options.only, QUICK if options.quick else Sizes())
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ Every process of a worker is its own: the submitting process never runs handlers
 come by default: P0 with durability `os`, the others with `group`.
 """
 
-import argparse
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from enginebench import claims, latency, noise, policies, processes, throughput, tokens
 from enginebench.sizes import QUICK, Sizes
-from figures import REPEATS, Figure, Report, machine, run
+from figures import REPEATS, Figure, machine, run
+from parts import parser_of, show
 
 Bench = Callable[[Path, Sizes], Iterator[Figure]]
 
@@ -27,18 +26,9 @@ BENCHES: dict[str, Bench] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--only", choices=BENCHES, help="one part")
-    options = parser.parse_args()
-    report = Report(f"Engine: {machine()}; medians of {REPEATS}")
-    report.begin()
-    for name, bench in BENCHES.items():
-        if options.only in (None, name):
-            with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
-                    report.add(figure)
-    report.end()
+    options = parser_of(__doc__, BENCHES).parse_args()
+    title = f"Engine: {machine()}; medians of {REPEATS}"
+    show(title, BENCHES, options.only, QUICK if options.quick else Sizes())
 
 
 if __name__ == "__main__":

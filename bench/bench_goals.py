@@ -14,7 +14,8 @@ from figures import REPEATS, Figure, Goal, Report, compare, machine, median_of, 
 
 from postroom import Engine, Sandbox
 from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.goals import branches, goals, progress
 from postroom.contracts.goals.cells import STATES
 from postroom.contracts.sandbox import SandboxPool

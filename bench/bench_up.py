@@ -1,4 +1,4 @@
-"""The speed of what `postroom up` starts. For now: MCP tool calls over stdio."""
+"""The speed of `postroom up`: its start and memory, MCP tool calls, submits over HTTP, and the live page."""
 
 import argparse
 import asyncio
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from figures import REPEATS, Figure, Goal, Report, machine, percentile, run
 from mcp import Client, StdioServerParameters
+from page_figures import page_figures
+from up_figures import start_figures, submit_figures
 
 MCP_P50_MS = 10.0
 
@@ -21,9 +23,15 @@ class Sizes:
     """The quick one only shows that everything runs."""
 
     calls: int = 1_000
+    starts: int = 5
+    submit_s: float = 4.0
+    messages: int = 1_000_000
+    loads: int = 20
+    seconds: float = 4.0
+    events: int = 100
 
 
-QUICK = Sizes(calls=5)
+QUICK = Sizes(calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.1, events=1)
 
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -56,20 +64,44 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
     return times
 
 
-BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {"mcp": mcp_figures}
+def live_page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The live page in a real browser."""
+    yield from page_figures(
+        folder, messages=sizes.messages, loads=sizes.loads, seconds=sizes.seconds, events=sizes.events
+    )
+
+
+def up_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The start of `postroom up`, and the memory of its idle parts."""
+    yield from start_figures(folder, sizes.starts)
+
+
+def http_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Submits over HTTP."""
+    yield from submit_figures(folder, sizes.submit_s)
+
+
+BENCHES: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
+    "start": up_figures,
+    "mcp": mcp_figures,
+    "submit": http_figures,
+    "page": live_page_figures,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--only", choices=BENCHES, help="one part")
+    parser.add_argument("--messages", type=int, default=Sizes.messages, help="stored before the first view")
     options = parser.parse_args()
+    sizes = Sizes(messages=options.messages)
     report = Report(f"up: {machine()}; times of {Sizes().calls} calls, not {REPEATS} repeats")
     report.begin()
     for name, bench in BENCHES.items():
         if options.only in (None, name):
             with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-                for figure in bench(Path(folder), QUICK if options.quick else Sizes()):
+                for figure in bench(Path(folder), QUICK if options.quick else sizes):
                     report.add(figure)
     report.end()
 

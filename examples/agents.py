@@ -70,14 +70,15 @@ async def before_the_crash(folder: Path) -> None:
 
 
 async def after_the_crash(folder: Path) -> None:
-    """The second life: each agent registers again, and gets what it has missed."""
+    """The second life: each agent registers again, and gets the answers and messages that it missed."""
     async with Coordinator(open_engine(folder)) as coordinator:
-        planner = await coordinator.register("planner", ORG)
-        critic = await coordinator.register("critic", ORG)
-        async for part in planner.resume():
-            if part.type == "result":
-                print(f"planner: resumed in epoch {part.epoch}, and the tool found {part.result['found']}")
-        [letter] = await critic.inbox()
+        agents = [await coordinator.register(name, ORG) for name in ("planner", "writer", "critic")]
+        for agent in agents:
+            async for part in agent.resume():
+                if part.type == "result":
+                    found = part.result["found"]
+                    print(f"{agent.agent_id}: resumed in epoch {part.epoch}, and the tool found {found}")
+        [letter] = await agents[-1].inbox()
         print("critic: has a message from", letter.sender, "with", letter.payload)
         await letter.done()
         waiting = [agent.agent_id for agent in await coordinator.agents(ORG) if agent.waits_for]

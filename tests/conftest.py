@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     """One RabbitMQ for all tests that need a broker. Each store has its own lanes in it."""
     if not is_installed():
-        pytest.skip("RabbitMQ is not installed")
+        pytest.skip("RabbitMQ was NOT tested: install the Debian package rabbitmq-server")
     with rabbitmq(tmp_path_factory.mktemp("rabbitmq")) as server:
         yield server
 

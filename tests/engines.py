@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from postroom import Engine, Handle, Policy
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core.fairness import Rotation
 from postroom.stores.transaction import Transaction

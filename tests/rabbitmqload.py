@@ -2,26 +2,39 @@
 
 import asyncio
 import itertools
+import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from postroom import Engine
-from postroom.errors import Unavailable
+from postroom.errors import StoreUnreachable, Unavailable
+from postroom.message import Durability
+from postroom.stores.rabbitmq import RabbitStore
+from tests.tcpproxy import TcpProxy
 
 TYPE = "tool_call"
+HOW = ("reset", "reset-after")
 PATIENCE_S = 40.0
 LOAD_PAUSE_S = 0.01
+LOOK_S = 0.02
+MORE = 20
+RESET_S = 0.5  # after this time a new connection is forced, when only that can reach the next phase
 
 
 class Load:
     """Submits to two organizations in every priority while something goes wrong."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, durability: Durability | None = None) -> None:
         self._engine = engine
+        self._durability = durability
+        self.store = cast("RabbitStore", engine.store)
         self.accepted: list[str] = []
         self.refused = 0
+        self.unsure = 0
+        """Submits whose outcome is unknown, and says so: they may be done."""
         self.healed: float | None = None
         self.done: Counter[str] = Counter()
         self._times: list[float] = []
@@ -38,19 +51,51 @@ class Load:
                 return
             try:
                 handle = await self._engine.submit(
-                    type=TYPE, org_id=f"org{number % 2}", payload={}, priority=number % 4
+                    type=TYPE,
+                    org_id=f"org{number % 2}",
+                    payload={},
+                    priority=number % 4,
+                    durability=self._durability,
                 )
                 self.accepted.append(handle.message_id)
+            except StoreUnreachable as error:
+                self.unsure += not error.rolled_back
+                self.refused += 1
             except Unavailable:
                 self.refused += 1
             await asyncio.sleep(LOAD_PAUSE_S)
 
+    async def work_on(self, more: int = MORE) -> None:
+        """Wait until so many further messages are done. A fault that stops all work fails here."""
+        wanted = len(self.done) + more
+        await self.until(lambda: len(self.done) >= wanted)
+
+    async def until(self, condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, f"it never came true; {self.report('so far')}"
+            await asyncio.sleep(LOOK_S)
+
     async def finish(self) -> None:
-        """Stop submitting, and wait until everything accepted is done."""
+        """Stop submitting, and wait until everything accepted is done. What is not done then is lost."""
         self._stopping = True
-        deadline = time.monotonic() + PATIENCE_S
-        while set(self.accepted) - set(self.done) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        with suppress(AssertionError):
+            await self.until(lambda: not set(self.accepted) - set(self.done))
+
+    @property
+    def lost(self) -> int:
+        """Messages that were accepted and are not done."""
+        return len(set(self.accepted) - set(self.done))
+
+    @property
+    def doubled(self) -> int:
+        return sum(times - 1 for times in self.done.values())
+
+    @property
+    def first_after_heal_s(self) -> float | None:
+        """How long after the end of the fault the first message was done."""
+        healed = self.healed
+        return None if healed is None else next((at - healed for at in self._times if at > healed), None)
 
     @property
     def pause_s(self) -> float:
@@ -59,27 +104,24 @@ class Load:
 
     def report(self, name: str) -> str:
         """What a fault did, in one line."""
-        lost = len(set(self.accepted) - set(self.done))
-        doubled = sum(times - 1 for times in self.done.values())
-        text = f"{name}: accepted {len(self.accepted)}, lost {lost}, doubled {doubled}, "
+        text = f"{name}: accepted {len(self.accepted)}, lost {self.lost}, duplicated {self.doubled}, "
         text += f"longest pause {self.pause_s:.1f} s"
-        healed = self.healed
-        if healed is None:
-            return text
-        first = next((at - healed for at in self._times if at > healed), None)
-        return f"{text}, first delivery {'never' if first is None else f'{first:.2f} s'} after the heal"
+        first = self.first_after_heal_s
+        return text if first is None else f"{text}, first delivery {first:.2f} s after the heal"
 
 
-async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]]) -> Load:
+async def under_load(
+    url: str, fault: Callable[[Load], Awaitable[float | None]], durability: Durability | None = None
+) -> Load:
     """Run a fault while messages are submitted and worked on."""
     engine = Engine.open(url)
-    load = Load(engine)
+    load = Load(engine, durability)
     worker = asyncio.create_task(engine.run())
     submitting = asyncio.create_task(load.submit())
     try:
-        await asyncio.sleep(0.5)
+        await load.work_on()
         load.healed = await fault(load)
-        await asyncio.sleep(0.5)
+        await load.work_on()
         await load.finish()
     finally:
         submitting.cancel()
@@ -87,3 +129,38 @@ async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]])
         await worker
         engine.close()
     return load
+
+
+def method(class_id: int, method_id: int) -> bytes:
+    """How a method begins on the wire."""
+    return struct.pack(">HH", class_id, method_id)
+
+
+PHASES = {
+    "login": method(10, 11),
+    "declare": method(50, 10),
+    "publish": method(60, 40),
+    "consume": method(60, 20),
+    "acknowledge": method(60, 80),
+}
+ONCE_A_CONNECTION = (PHASES["login"], PHASES["declare"], PHASES["consume"])
+
+
+async def reset_at_every_phase(proxy: TcpProxy, load: Load) -> None:
+    """Reset a connection before and after each kind of method that the engine sends."""
+    left: list[tuple[bytes, str]] = [(each, how) for each in PHASES.values() for how in HOW]
+
+    def watch(chunk: bytes) -> str:
+        if left and left[0][0] in chunk:
+            return left.pop(0)[1]
+        return "pass"
+
+    proxy.watch = watch
+    proxy.reset_all()
+    while left:
+        count = len(left)
+        with suppress(AssertionError):
+            await load.until(lambda count=count: len(left) < count, within_s=RESET_S)  # type: ignore[misc]
+        if left and left[0][0] in ONCE_A_CONNECTION:
+            proxy.reset_all()
+    proxy.watch = lambda _chunk: "pass"

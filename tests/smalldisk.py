@@ -17,10 +17,10 @@ class NotPermitted(Exception):
 
 
 @contextmanager
-def mounted(folder: Path) -> Iterator[Path]:
+def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB) -> Iterator[Path]:
     """A small tmpfs in a new folder."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:

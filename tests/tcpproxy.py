@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Self
 
 CHUNK_BYTES = 65_536
+LOOK_S = 0.01
 ANSWER_S = 0.05  # the server's time to do what nobody waits for any more
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
@@ -24,6 +25,9 @@ class TcpProxy:
         self.watch: Watch = lambda _chunk: "pass"
         self.is_hole = False
         """Whether bytes are swallowed, in both directions, and new connections get no answer."""
+        self.is_stopped = False
+        """Whether nothing is read from either side, so that the buffers of senders fill up."""
+        self._frozen: set[socket.socket] = set()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._mutex = threading.Lock()
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -43,6 +47,11 @@ class TcpProxy:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
             _reset(*pair)
+
+    def freeze_all(self) -> None:
+        """Make every connection half open: it stays, and whatever is sent on it is swallowed."""
+        with self._mutex:
+            self._frozen.update(one for pair in self._pairs for one in pair)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -65,7 +74,9 @@ class TcpProxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_client: bool) -> None:
         with suppress(OSError):
             while chunk := source.recv(CHUNK_BYTES):
-                if self.is_hole:
+                while self.is_stopped:
+                    time.sleep(LOOK_S)
+                if self.is_hole or source in self._frozen:
                     continue
                 wish = self.watch(chunk) if is_client else "pass"
                 if wish == "reset":

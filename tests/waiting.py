@@ -1,5 +1,6 @@
 """Waiting for something that has to come: a condition, never a span of time."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -13,3 +14,11 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(LOOK_EVERY_S)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """As `until`, while the event loop goes on."""
+    deadline = time.monotonic() + HANG_GUARD_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(LOOK_EVERY_S)

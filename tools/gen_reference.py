@@ -46,7 +46,10 @@ Two commands are installed: `postroom`, and `zos-mq` with the options and the ou
 |---|---|
 | Results | on stdout: JSON lines into a pipe or a file (or with `--json`), readable text on a terminal |
 | Errors and warnings | on stderr, one line each |
-| Exit code | 0 done, 1 failed, 2 wrong call |
+| Exit code | 0 done, 1 failed, 2 wrong call; `doctor` also 3 with warnings and 4 with problems |
+| Times | RFC 3339 in UTC, ending in `Z`; lengths of time are seconds in fields whose names end in `_s` |
+| Tables | on a terminal: a heading, columns of numbers to the right, `-` for no value |
+| Completion | `postroom completion bash`, `zsh` or `fish` prints a script for your shell |
 | Signals | SIGTERM and SIGINT end any command; for `follow` that is its normal end, with 0 |
 | Colours | on a terminal only, and not when `NO_COLOR` is set |
 | Control characters | shown as escapes such as `\\x1b`, never sent to the terminal |
@@ -214,7 +217,7 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "tokens_refused": "no model had its tokens",
     "tokens_borrowed": "part of its tokens is of a lower tier",
     "tokens_rebalanced": "a window of a model began with other pools: loans repaid, unused tokens moved",
-    "agent_health": "an agent was registered, is alive, suspect or dead, or has left; `detail` has `health`",
+    "agent_health": "an agent is registered, alive, suspect, dead, left or forgotten; `detail` has `health`",
     "receipt": "a message to an agent was stored, fetched, shown or acted on; `detail` has `receipt`",
     "bounced": "a message or an answer cannot reach its agent; `error` says why",
     "alert": "an operator should look",
@@ -285,6 +288,7 @@ LAYER_MEANINGS = {
     "cli": "parse, call a contract, print",
     "testing": "for users: clock, faults, StoreContract",
     "mcp": "tools for agents over MCP",
+    "page": "the live page",
     "runtime": "servers, harness, shipper process",
     "pipeline": "Spark tables from the audit stream",
     "contracts": "Bus, Queue, Tasks, Engine, Mail, Audit, their feeds",
@@ -354,7 +358,8 @@ def command_sections(command: click.Command, name: str, parent: click.Context | 
     yield f"## {context.command_path}\n\n```text\n{help_text}\n```\n"
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
-            yield from command_sections(command.commands[below], below, context)
+            if found := command.get_command(context, below):
+                yield from command_sections(found, below, context)
 
 
 def settings_page() -> str:

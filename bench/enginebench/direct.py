@@ -6,8 +6,9 @@ from typing import Any
 from postroom import Engine, Policy
 from postroom.contracts.engine.breakers import service_called
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Prepared, Registry, stored
-from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Usage
+from postroom.contracts.engine.message_input import Prepared, Registry, stored
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES
 from postroom.core.fairness import Rotation
 from postroom.message import org_of

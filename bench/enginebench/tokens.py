@@ -17,6 +17,7 @@ from enginebench.direct import Direct
 from enginebench.engines import ADMIT_ALL, TYPE, fresh, url_in
 from enginebench.sizes import Sizes
 from postroom.core import tokens
+from postroom.core.token_rules import token_rules
 from postroom.core.tokens import Account, Candidate, Grant, Need, Short
 
 BATCH = 10
@@ -51,7 +52,7 @@ def figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def fresh_accounts() -> list[Candidate]:
-    rules = tokens.token_rules(BUDGETS)
+    rules = token_rules(BUDGETS)
     assert rules is not None
     return [(rule, tokens.current(Account(), rule, NOW)[0]) for rule in rules.models]
 

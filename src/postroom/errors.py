@@ -49,9 +49,11 @@
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── StoreUnreachable      the database of a store does not answer
+    │   ├── StoreRefused          the database refuses the role, the password, the name or the certificate
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
+    │   ├── RateExceeded          a token makes more calls a second than it may; says when to try again
     │   ├── Overloaded            backpressure refuses a submit; says when to try again
     │   ├── CoordinatorStopped    a coordinator serves its agents no longer; open requests stay open
     │   ├── RateLimited           a handler's service limits its rate; says when to try again
@@ -101,6 +103,9 @@ def clipped(reason: object) -> str:
 
 class PostroomError(Exception):
     """Base of all errors raised by postroom."""
+
+    http_status = 0
+    """The status of the answer that the error stands for; 0 for an error that came in no answer."""
 
 
 class Rejected(PostroomError):
@@ -202,6 +207,14 @@ class StoreUnreachable(Unavailable):
         self.rolled_back = rolled_back
         rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
         super().__init__(f"{url} does not answer: {reason}; {rest}")
+
+
+class StoreRefused(Unavailable):
+    """The database of a store answers, and refuses this client. Somebody has to change a setting first."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url = url
+        super().__init__(f"{url} refuses the connection: {reason}; nothing was stored")
 
 
 class TopicError(QueueError, Rejected, ValueError):
@@ -306,7 +319,7 @@ class HarnessRefused(Rejected):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        self.status = status
+        self.status = self.http_status = status
         super().__init__(message)
 
 
@@ -594,6 +607,17 @@ class TooMany(Unavailable):
     def __init__(self, name: str, what: str, each_max: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(f"{shown(name)} may have at most {each_max} {what} at a time: try again later")
+
+
+class RateExceeded(Unavailable):
+    """A token makes more calls a second than it may. Nothing was done."""
+
+    def __init__(self, name: str, rate: float, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        often = f"{rate:g} calls a second" if rate >= 1 else f"one call in {1 / rate:g} s"
+        super().__init__(
+            f"the token of {shown(name)} may make at most {often}: try again in {retry_after_s:.3g} s"
+        )
 
 
 class BusFull(Unavailable):

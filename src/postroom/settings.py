@@ -24,6 +24,7 @@ from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 DEFAULT_SESSION = "default"
 DEFAULT_AGENT_ID = "anonymous"
 SECONDS_MAX = 86_400  # a wait of more than a day is a typing error
+RATE_MAX = 1_000_000.0  # calls a second
 
 ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The start of a URL such as s3://bucket. As a path it would name a folder `s3:`."""
@@ -268,6 +269,14 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_NATS_PORT",), "wants": _PORT},
         ),
     ] = 4222
+    store: Annotated[
+        str | None,
+        Meta(
+            description="The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
+            "queue.db of the data folder.",
+            extra={"env": ("POSTROOM_UP_STORE",), "wants": "the address of a store"},
+        ),
+    ] = None
     mail: Annotated[
         bool,
         Meta(
@@ -289,6 +298,24 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_APP",), "wants": "MODULE:NAME"},
         ),
     ] = None
+    token_rate: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=RATE_MAX,
+            description="Calls a second that a token without a rate of its own may make, on HTTP and on "
+            "NATS. 0: no limit.",
+            extra={"env": ("POSTROOM_TOKEN_RATE",), "wants": f"a number from 0 to {RATE_MAX:g}"},
+        ),
+    ] = 0.0
+    page_redaction: Annotated[
+        Redaction,
+        Meta(
+            description="What the live page hides in payloads and errors: none, medium (secrets and personal "
+            "data) or full (all text). `[audit]` may add patterns and fields.",
+            extra={"env": ("POSTROOM_PAGE_REDACTION",), "wants": "none, medium or full"},
+        ),
+    ] = "medium"
     tls_cert: Annotated[
         Path | None,
         Meta(

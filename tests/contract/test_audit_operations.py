@@ -13,6 +13,8 @@ from postroom.contracts.tasks import DECISIONS, Retention
 from postroom.core.events import OPERATIONS
 from postroom.core.retry import RetryPolicy
 from postroom.message import EventKind
+from postroom.runtime.agents import Identity
+from postroom.runtime.refusal_events import RefusedCall
 from postroom.stores.base import Outbox
 from postroom.testing import ManualClock
 
@@ -98,6 +100,14 @@ def behind(cases: OperationCases) -> Callable[[], object]:
     return Tasks(cases.tasks.store).status
 
 
+def refused(cases: OperationCases) -> Callable[[], object]:
+    call = RefusedCall(
+        Identity("", "agent"), "192.0.2.1:5", "http", "GET /tasks", 401, "Unauthorized", "no token"
+    )
+    store = cases.tasks.store
+    return lambda: store.write(lambda transaction: transaction.emit("rejected", **call.facts()))
+
+
 SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
     "enqueue": lambda cases: cases.enqueue,
     "enqueue of a known id or key": lambda cases: (
@@ -117,6 +127,7 @@ SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
     "settle": decided,
     "purge": old,
     "enqueue while the stream is too far behind": behind,
+    "a call over HTTP or MCP that is refused": refused,
 }
 
 

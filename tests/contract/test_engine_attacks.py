@@ -19,8 +19,8 @@ import pytest
 from postroom import Breaker, Engine, Policy
 from postroom.contracts.engine.breakers import Service
 from postroom.contracts.engine.cells import CIRCUITS, EFFECTS
-from postroom.contracts.engine.messages import FIELDS
-from postroom.contracts.engine.operations import Outcome
+from postroom.contracts.engine.message_input import FIELDS
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core.ids import message_uuid, store_tag
 from postroom.core.retry import Retry
@@ -181,7 +181,6 @@ def test_plain_handlers_that_never_return_do_not_hold_up_later_ones(tmp_path: Pa
         end.set()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
 def test_an_isolated_handler_that_closes_its_pipe_and_lives_on_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
@@ -237,7 +236,6 @@ def test_handler_in_a_process_of_its_own_uses_its_context_on_a_store_in_memory(i
     asyncio.run(run())
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
 def test_daemon_of_an_isolated_handler_does_not_hold_its_message(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
@@ -260,7 +258,6 @@ def test_daemon_of_an_isolated_handler_does_not_hold_its_message(tmp_path: Path)
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
 def test_timeout_of_an_isolated_handler_ends_the_programs_that_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 

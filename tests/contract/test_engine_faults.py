@@ -9,7 +9,7 @@ from postroom import Breaker, Guard, Organization, Policy
 from postroom.contracts.engine.breakers import Service
 from postroom.contracts.engine.cells import CIRCUITS, GOALS
 from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.engine.outcomes import Outcome, Usage
 from postroom.errors import InvalidSetting
 from tests.engines import EngineUnderTest
 

@@ -9,7 +9,8 @@ import pytest
 
 from postroom import Engine, Guard, Organization, Policy
 from postroom.contracts.engine.cells import GOALS, KEY_ENDS, KEYS, PARTS, RATES, Part
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.retention import (
     CELLS_A_COMMIT_MAX,
     EVENTS_A_COMMIT_MAX,

@@ -9,7 +9,7 @@ import pytest
 
 from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
 from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.engine.outcomes import Outcome, Usage
 from postroom.contracts.engine.token_status import ModelTokens
 from postroom.core.events import of_store
 from postroom.errors import InvalidMessage, InvalidSetting
@@ -350,6 +350,62 @@ def test_use_beyond_the_reservation_fails_the_message_for_good(make: Make) -> No
     with pytest.raises(TokensExhausted, match="has used up its 300 tokens of small"):
         engine.wait(handle_.result(timeout_s=1))
     assert figures(engine) == (1_000, 300, 0, 700)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "9", None, 10**13])
+def test_use_that_is_no_number_of_tokens_counts_nothing(make: Make, count: Any) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> int:
+        with pytest.raises(InvalidMessage, match="tokens must be a whole number from 0"):
+            ctx.use_tokens(count)
+        with pytest.raises(InvalidMessage, match="tokens_in must be a whole number"):
+            ctx.usage(tokens_in=count)
+        return int(ctx.tokens)
+
+    handle_ = engine.submit(tokens=300)
+    engine.run_all()
+    assert engine.wait(handle_.result(timeout_s=1)) == 300
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+
+
+def test_usage_beyond_the_reservation_is_charged_up_to_it(make: Make) -> None:
+    engine = make()
+    engine.submit(tokens=300)
+    [claimed] = engine.claim()
+    engine.finish(done(claimed, 10**9))
+    assert figures(engine) == (1_000, 300, 0, 700)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-ratelimit-limit-tokens": "9" * 5_000}, {1: 2}, {"retry-after": None}, {b"a": b"b"}]
+)
+def test_headers_with_nonsense_change_nothing(make: Make, headers: Any) -> None:
+    engine = make()
+
+    @engine.engine.handler("tool_call")
+    async def handle(message: Any, ctx: Any) -> None:
+        await ctx.provider_headers(headers)
+        with pytest.raises(InvalidMessage, match="headers must be names with values"):
+            await ctx.provider_headers([("retry-after", "1")])
+
+    handle_ = engine.submit(tokens=300)
+    engine.run_all()
+    assert engine.wait(handle_.result(timeout_s=1)) is None
+    assert figures(engine) == (1_000, 0, 0, 1_000)
+
+
+@pytest.mark.parametrize("jump_s", [-86_400 * 365, 86_400 * 365])
+def test_a_jump_of_the_wall_clock_begins_no_window(make: Make, jump_s: float) -> None:
+    engine = make()
+    engine.submit(tokens=300)
+    [claimed] = engine.claim()
+    engine.finish(done(claimed, 120))
+    before = model_of(engine).resets_in_s
+    engine.clock.step_wall(jump_s)
+    assert figures(engine) == (1_000, 120, 0, 880)
+    assert model_of(engine).resets_in_s == before
 
 
 def test_stream_is_cut_at_the_reservation(make: Make) -> None:

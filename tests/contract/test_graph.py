@@ -7,25 +7,30 @@ import pytest
 
 from postroom import Advice, Adviser, Engine, Graph
 from postroom.contracts.goals import branches
-from postroom.contracts.goals.branches import BRANCHES, HISTORY, HISTORY_AT, STAGED, UNDO
+from postroom.contracts.goals.branches import BRANCHES, HISTORY, HISTORY_AT, MERGED, STAGED, UNDO
+from postroom.contracts.goals.falkordb import _FalkorCells
 from postroom.errors import GraphUnavailable, InvalidMessage, InvalidSetting, UnknownGoal, UnknownNode
 from tests.engines import soon
-from tests.falkordbservers import falkordb_server
+from tests.falkordbservers import FalkorServer
+from tests.postgresserver import database, postgres, store_url
 
 
 @pytest.fixture(scope="module")
 def falkordb(tmp_path_factory: Any) -> Any:
-    with falkordb_server(tmp_path_factory.mktemp("falkordb")) as address:
-        yield address
+    with FalkorServer(tmp_path_factory.mktemp("falkordb")) as server:
+        yield server
 
 
-@pytest.fixture(params=["memory", "sqlite", "falkordb"])
+__all__ = ["database", "postgres"]  # fixtures
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres", "falkordb"])
 def place(request: Any, tmp_path: Any) -> Any:
     """How an engine is opened: its store, and its graph."""
     if request.param == "falkordb":
-        address = request.getfixturevalue("falkordb")
+        address = request.getfixturevalue("falkordb").url
         return {"url": "memory://", "graph": f"{address}/g{uuid.uuid4().hex}"}
-    return {"url": "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"}
+    return {"url": store_url(request, tmp_path)}
 
 
 @pytest.fixture
@@ -240,6 +245,26 @@ def test_undoing_restores_every_version_of_a_branch(engine: Any) -> None:
     run(engine, story())
 
 
+def test_checkpoints_after_a_rollback_are_of_the_branch_as_it_is_then(engine: Any) -> None:
+    async def story() -> None:
+        await engine.goals.start("acme", "g")
+        branch = engine.graph.branch("g")
+        first = await engine.goals.checkpoint("g")
+        for number in range(5):
+            await branch.save("a", {"x": number})
+        await engine.goals.rollback(first.checkpoint_id)
+        assert await branch.get("a") is None
+        await branch.save("a", {"x": 10})
+        second = await engine.goals.checkpoint("g")
+        await branch.save("a", {"x": 11})
+        await engine.goals.rollback(second.checkpoint_id)
+        assert (await branch.get("a")).properties == {"x": 10}
+        await engine.goals.complete("g")
+        assert (await engine.graph.main().get("a")).properties == {"x": 10}
+
+    run(engine, story())
+
+
 def test_the_end_of_the_last_branch_leaves_nothing_behind(engine: Any) -> None:
     async def story() -> None:
         main = engine.graph.main()
@@ -252,7 +277,8 @@ def test_the_end_of_the_last_branch_leaves_nothing_behind(engine: Any) -> None:
         await engine.goals.complete("g1")
         assert (await engine.graph.branch("g2").get("a")).properties == {"x": 0}
         await engine.goals.fail("g2")
-        for kind in (BRANCHES, STAGED, UNDO, HISTORY, HISTORY_AT):
+        await engine.goals.start("acme", "g2")  # it has ended, and does not begin again
+        for kind in (BRANCHES, STAGED, UNDO, HISTORY, HISTORY_AT, MERGED):
             left = await engine.graph.place.read(lambda cells, kind=kind: kind.all(cells))
             assert left == [], kind.name
 
@@ -276,10 +302,9 @@ def test_falkordb_holds_entities_for_queries_in_cypher(falkordb: Any) -> None:
     from falkordb import FalkorDB  # type: ignore[import-untyped]
 
     name = f"g{uuid.uuid4().hex}"
-    with Engine.open("memory://", graph=f"{falkordb}/{name}") as engine:
+    with Engine.open("memory://", graph=f"{falkordb.url}/{name}") as engine:
         run(engine, engine.graph.main().save("paris", {"population": 2}, [("in", "france")]))
-    host, _, port = falkordb.removeprefix("falkordb://").partition(":")
-    graph = FalkorDB(host=host, port=int(port)).select_graph(name)
+    graph = FalkorDB(host="127.0.0.1", port=falkordb.port).select_graph(name)
     query = "MATCH (a:Entity {id: 'paris'})-[e:EDGE]->(b) RETURN a.population, e.label, b.id"
     assert graph.query(query).result_set == [[2, "in", "france"]]
 
@@ -292,6 +317,75 @@ def test_a_graph_that_does_not_answer_is_unavailable() -> None:
         run(engine, engine.graph.main().get("a"))
     with pytest.raises(InvalidSetting):
         Graph.open("redis://127.0.0.1")
+
+
+# ---- a server that is killed ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def durable(tmp_path_factory: Any) -> Any:
+    with FalkorServer(tmp_path_factory.mktemp("durable"), is_durable=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize("point", ["before the commit", "after the commit"])
+def test_a_server_killed_in_the_middle_of_a_merge_has_all_of_it_or_nothing(
+    durable: FalkorServer, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completion is refused, and calling it again completes the merge, once."""
+    commit = _FalkorCells.commit
+
+    def killed(cells: Any, expected: int) -> bool:
+        if not cells.changes.keys() & {(branches.BRANCHES.name, "g")}:
+            return commit(cells, expected)
+        monkeypatch.undo()
+        if point == "after the commit":
+            commit(cells, expected)
+        durable.kill()
+        return commit(cells, expected)  # nobody answers
+
+    async def story(engine: Any) -> None:
+        main, branch = engine.graph.main(), engine.graph.branch("g")
+        await main.save("n0", {"x": -1})
+        await engine.goals.start("acme", "g")
+        for number in range(20):
+            await branch.save(f"n{number}", {"x": number}, [("next", f"n{number + 1}")])
+        monkeypatch.setattr(_FalkorCells, "commit", killed)
+        with pytest.raises(GraphUnavailable, match="does not answer"):
+            await engine.goals.complete("g")
+        assert (await engine.goals.status("g")).state == "MERGING"
+        durable.start()
+        found = [await main.get(f"n{number}") for number in range(20)]
+        merged = [node is not None and node.properties["x"] >= 0 for node in found]
+        assert merged == [point == "after the commit"] * 20
+        assert (await engine.goals.complete("g")).state == "COMPLETED"
+        found = [await main.get(f"n{number}") for number in range(20)]
+        assert [node.properties["x"] for node in found] == list(range(20))
+        assert [node.version for node in found] == [2] + [1] * 19
+        for kind in (BRANCHES, STAGED, UNDO, MERGED):
+            assert await engine.graph.place.read(lambda cells, kind=kind: kind.all(cells)) == []
+
+    with Engine.open("memory://", graph=f"{durable.url}/g{uuid.uuid4().hex}") as engine:
+        run(engine, story(engine))
+
+
+def test_a_graph_that_has_lost_a_branch_completes_no_goal(tmp_path: Any) -> None:
+    """A server without persistence loses everything when it is restarted: that is no merge."""
+
+    async def story(engine: Any) -> None:
+        await engine.goals.start("acme", "g")
+        await engine.graph.branch("g").save("fact", {"x": 1})
+        server.kill()
+        server.start()
+        with pytest.raises(GraphUnavailable, match="has lost the branch of goal 'g'"):
+            await engine.goals.complete("g")
+        assert (await engine.goals.status("g")).state == "MERGING"
+
+    with (
+        FalkorServer(tmp_path) as server,
+        Engine.open("memory://", graph=f"{server.url}/g") as engine,
+    ):
+        run(engine, story(engine))
 
 
 def test_memory_messages_work_on_the_branch_of_their_goal(place: Any) -> None:

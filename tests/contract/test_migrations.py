@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 from postroom import Tasks
@@ -75,6 +76,39 @@ def test_a_migration_keeps_every_record(old_store: Path, monkeypatch: pytest.Mon
             assert tasks.enqueue(agent="triage", payload="new")
     with open_tasks(old_store) as tasks, pytest.raises(StoreDamaged, match="written by a newer postroom"):
         tasks.status()
+
+
+def test_an_upgrade_keeps_a_copy_of_the_earlier_format(old_store: Path) -> None:
+    with closing(sqlite3.connect(old_store)) as connection:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+    with open_tasks(old_store) as tasks:
+        assert tasks.enqueue(agent="triage", payload="new")
+    copy = old_store.with_name(f"queue.db.before-{version}")
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("PRAGMA user_version").fetchone() == (version,)
+        assert connection.execute("SELECT count(*) FROM records").fetchone() == (7,)
+    assert copy.stat().st_mode & 0o777 == 0o600
+    copy.unlink()
+    with open_tasks(old_store) as tasks:  # nothing to upgrade, so nothing to copy
+        assert tasks.enqueue(agent="triage", payload="new")
+    assert not copy.exists()
+
+
+def test_without_room_for_the_copy_there_is_no_upgrade(
+    old_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise apsw.FullError("database or disk is full")
+
+    before = old_store.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file, "copy_database", fail)
+        with open_tasks(old_store) as tasks, pytest.raises(WriteFailed, match="before-"):
+            tasks.enqueue(agent="triage", payload=1)
+    assert old_store.read_bytes()[100:] == before[100:]  # the header says WAL from now on
+    with open_tasks(old_store) as tasks:
+        assert len(tasks.find()) == 7
 
 
 def test_a_migration_that_fails_changes_nothing(old_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

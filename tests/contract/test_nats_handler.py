@@ -60,6 +60,9 @@ class KeepingHandler:
             link.deliver(sid, kept, "", [(headers, payload)])
         return None
 
+    def refused(self, link: Link, call: str, reply: str, code: int, text: str) -> None:  # noqa: ARG002 - the seam's
+        self.noted.append(("refused", (call, code, text)))
+
     def unsubscribed(self, link: Link, sid: str) -> None:  # noqa: ARG002 - the seam's
         self.noted.append(("unsubscribed", sid))
 

@@ -203,6 +203,22 @@ def test_an_escalated_conflict_waits_for_a_person(opened: Any) -> None:
     assert world.state(second) == "CANCELLED"
 
 
+def test_an_unanswered_conflict_waits_for_the_other_operation(opened: Any) -> None:
+    world = opened(adviser=Saying("run", confidence=0.1), decision_timeout_s=10, lease_s=100)
+    submit(world)
+    second = submit(world)
+    [held] = world.claim(1)
+    world.claim(1)
+    world.run(1)
+    world.clock.advance(11)
+    world.run(1)  # the message that ends the wait for an answer
+    [taken] = world.wait(world.engine.decisions.list(decided=True))
+    assert (taken.by, taken.choice) == ("timeout", "wait")
+    assert world.claim(10) == []
+    world.complete([held])
+    assert ids(world.claim(1)) == [second.message_id]
+
+
 def test_the_end_of_the_other_operation_makes_a_decision_unnecessary(opened: Any) -> None:
     world = opened(adviser=Saying("cancel", confidence=0.1))
     submit(world)

@@ -13,12 +13,13 @@ from postroom import Engine, Tasks, open_store
 from postroom.contracts import tasks as tasks_module
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.messages import decode_body
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.policy import Policy
 from postroom.core.events import of_store
 from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
-from postroom.errors import StoreDamaged, StoreUnreachable
+from postroom.errors import StoreDamaged
 from postroom.message import Envelope
 from postroom.stores import postgres_connection
 from postroom.stores.base import Limits, Listing
@@ -250,12 +251,6 @@ def test_forked_child_uses_its_own_connections(database: str, no_child_left: Non
     insert(store)
     assert len(store.find(Listing())) == 3
     store.close()
-
-
-def test_options_of_tls_reach_the_driver(postgres: PostgresServer) -> None:
-    store = PostgresStore(f"{postgres.url()}?sslmode=require", reconnect_s=0.1)
-    with pytest.raises(StoreUnreachable, match="SSL"):
-        insert(store)
 
 
 def test_statements_of_a_failed_trip_can_be_used_again(postgres: PostgresServer) -> None:

@@ -8,22 +8,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 
 from postroom.core import lifecycle
-from postroom.errors import InvalidMessage, StoreUnreachable, Unavailable
+from postroom.errors import InvalidMessage, StoreRefused, StoreUnreachable, Unavailable
 from postroom.message import Envelope, Record
 from postroom.stores import postgres_connection
 from postroom.stores.base import ByIds, Listing
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
 from postroom.testing import check_consistency
-from postroom.testing.postgres_server import PostgresServer, running_postgres
-from tests.postgresload import under_load
+from postroom.testing.postgres_server import PostgresServer, running_postgres, running_standby
+from tests.postgresload import Report, under_load
 from tests.postgresserver import database, postgres
 from tests.tcpproxy import TcpProxy
+from tests.waiting import until
 
 __all__ = ["database", "postgres"]  # fixtures
 
@@ -31,6 +34,8 @@ COMMIT = b"COMMIT"
 LEASE_NS = 60 * lifecycle.NANOS_PER_S
 PHASES_MAX = 12  # more chunks than any of these calls sends
 WISHES = ("reset", "reset-after")
+HEALED_WITHIN_S = 5.0
+ENDS_WITHIN_S = 15.0  # twice the sum of the shortened timeouts, for a slow machine
 
 
 def through(proxy: TcpProxy, url: str) -> str:
@@ -109,12 +114,15 @@ def test_resets_in_every_phase_of_submit_claim_and_complete(proxy: TcpProxy, dat
     store.close()
 
 
-def test_black_hole_ends_in_an_error_and_heals(
-    proxy: TcpProxy, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres_connection, "ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(postgres_connection, "CONNECT_TIMEOUT_S", 2)
+    monkeypatch.setattr(postgres_connection, "CONNECT_TIMEOUT_S", 2)  # the smallest that libpq takes
     monkeypatch.setattr(postgres_connection, "WATCH_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_black_hole_ends_in_an_error_and_heals(proxy: TcpProxy, database: str) -> None:
     store = PostgresStore(through(proxy, database), reconnect_s=1.0)
     first = insert(store)
     proxy.is_hole = True
@@ -126,18 +134,157 @@ def test_black_hole_ends_in_an_error_and_heals(
     store.close()
 
 
-def test_kill_of_the_server_under_load_loses_nothing_acknowledged(capsys: pytest.CaptureFixture[str]) -> None:
-    with running_postgres() as server:
+def insert_many(store: PostgresStore) -> None:
+    [outcome] = store.write_many([lambda transaction: transaction.insert([Envelope(queue="q", payload=b"")])])
+    if isinstance(outcome, Exception):
+        raise outcome
 
-        def kill_and_start() -> None:
-            server.kill()
-            server.start()
 
-        report = under_load(server.url(), kill_and_start)
+def connect(store: PostgresStore) -> None:
+    with store.connected():
+        pass
+
+
+PUBLIC_CALLS: dict[str, Callable[[PostgresStore], object]] = {
+    "write": insert,
+    "write_many": insert_many,
+    "read": lambda store: store.read(lambda transaction: transaction.find(Listing())),
+    "load": lambda store: store.load("x"),
+    "find": lambda store: store.find(Listing()),
+    "events": lambda store: store.events(),
+    "newest_event": lambda store: store.newest_event(),
+    "depths": lambda store: store.depths(),
+    "count": lambda store: store.count(),
+    "wall_us": lambda store: store.wall_us(),
+    "steady_ns": lambda store: store.steady_ns(),
+    "next_work_ns": lambda store: store.next_work_ns("q"),
+    "connected": connect,
+}
+"""Every call of a store that needs its server. `identity` of a store that was opened needs none."""
+
+
+class Fate:
+    """How a call ended."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+    def ended(self, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("is_open", [True, False])
+def test_every_call_ends_when_the_server_does_not_answer(
+    proxy: TcpProxy, database: str, is_open: bool
+) -> None:
+    """The calls run beside each other, on a store each and on one store that they share."""
+    own = {name: PostgresStore(through(proxy, database), reconnect_s=1.0) for name in PUBLIC_CALLS}
+    shared = PostgresStore(through(proxy, database), reconnect_s=1.0)
+    for store in [*own.values(), shared] if is_open else []:
+        insert(store)
+    proxy.is_hole = True
+    fates = {name: Fate(partial(call, own[name])) for name, call in PUBLIC_CALLS.items()}
+    fates |= {f"shared {name}": Fate(partial(call, shared)) for name, call in PUBLIC_CALLS.items()}
+    fates["identity"] = Fate(PostgresStore(through(proxy, database), reconnect_s=1.0).identity)
+    hanging = [name for name, fate in fates.items() if not fate.ended(ENDS_WITHIN_S)]
+    assert not hanging
+    wrong = {name: fate.error for name, fate in fates.items() if not isinstance(fate.error, Unavailable)}
+    assert not wrong
+    closing = [Fate(store.close) for store in [*own.values(), shared]]
+    assert all(fate.ended(ENDS_WITHIN_S) for fate in closing)
+    proxy.is_hole = False
+    insert(shared)
+    shared.close()
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_close_ends_while_unsent_bytes_wait_for_a_dead_server(proxy: TcpProxy, database: str) -> None:
+    store = PostgresStore(through(proxy, database), reconnect_s=1.0)
+    insert(store)
+    proxy.is_stopped = True
+    large = Fate(lambda: insert(store, payload=b"x" * 1_000_000))
+    assert large.ended(ENDS_WITHIN_S)
+    assert isinstance(large.error, Unavailable)
+    assert Fate(store.close).ended(ENDS_WITHIN_S)
+    proxy.is_stopped = False
+
+
+def test_callers_share_the_time_of_a_server_that_is_away(database: str) -> None:
+    store = PostgresStore(database.replace("@127.0.0.1:", "@127.0.0.1:1"), reconnect_s=0.5)
+    with pytest.raises(Unavailable):
+        insert(store)
+    tries: list[None] = []
+    store.address.connect = lambda: tries.append(None) or _refuse()  # type: ignore[func-returns-value, method-assign]
+    with pytest.raises(StoreUnreachable):
+        insert(store)
+    assert len(tries) == 1, "the time of this server is over, and it was asked again"
+
+
+def _refuse() -> Any:
+    raise psycopg.OperationalError("refused")
+
+
+def test_watchdog_leaves_the_descriptor_of_a_dropped_connection_alone(postgres: PostgresServer) -> None:
+    address = PostgresStore(postgres.new_store()).address
+    connection = address.connect()
+    with address.watchdog.watching(connection):
+        address.watchdog.drop(connection)
+        assert not address.watchdog._watched
+
+
+def check(report: Report, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\nkill -9 of the server: {report}")
+        print(f"\n{fault}: {report}")
     assert (report.lost, report.duplicated) == (0, 0)
-    assert len(report.accepted) > 10
+    assert report.first_after_heal_s < HEALED_WITHIN_S
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[PostgresServer]:
+    """A server of its own, to be killed."""
+    with running_postgres() as server:
+        yield server
+
+
+def test_kill_of_the_server_under_load_loses_nothing_acknowledged(
+    own_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill_and_start(_report: Report) -> None:
+        own_server.kill()
+        own_server.start()
+
+    check(under_load(own_server.new_store(), kill_and_start), "kill -9 of the server", capsys)
+
+
+def test_promotion_of_a_standby_while_writing_loses_nothing_acknowledged(
+    own_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_standby(own_server) as (standby, url):
+
+        def promote(_report: Report) -> None:
+            own_server.kill()
+            standby.promote()
+
+        check(under_load(url, promote), "promotion of the standby", capsys)
+    own_server.start()
+
+
+def test_half_open_connections_are_given_up(
+    proxy: TcpProxy, database: str, short_waits: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = under_load(through(proxy, database), lambda _report: proxy.freeze_all())
+    check(report, "half-open connections", capsys)
 
 
 def test_deadlocks_are_resolved_inside(database: str) -> None:
@@ -192,11 +339,73 @@ def test_cells_that_several_processes_change_lose_no_change(database: str) -> No
         store.close()
 
 
+PASSWORD = "hunter2%2Fx"  # noqa: S105 - it must not be found
+
+
+@pytest.fixture
+def locked_role(postgres: PostgresServer) -> str:
+    """A role that needs a password and may create nothing."""
+    rules = postgres.data / "pg_hba.conf"
+    line = "host all locked 127.0.0.1/32 scram-sha-256\n"
+    if line not in rules.read_text():
+        rules.write_text(line + rules.read_text())
+        with psycopg.connect(postgres.url(), autocommit=True) as connection:
+            connection.execute("CREATE ROLE locked LOGIN PASSWORD 'hunter2/x'")
+            connection.execute("SELECT pg_reload_conf()")
+        until(lambda: not _can_connect(f"postgres://locked@127.0.0.1:{postgres.port}/postroom"))
+    return "locked"
+
+
+def _can_connect(url: str) -> bool:
+    try:
+        psycopg.connect(url).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("locked_role")
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("locked:wrong@HOST/postroom", 'password authentication failed for user "locked"'),
+        ("locked@HOST/postroom", "no password supplied"),
+        ("nobody@HOST/postroom", 'role "nobody" does not exist'),
+        (f"locked:{PASSWORD}@HOST/none", 'database "none" does not exist'),
+        (f"locked:{PASSWORD}@HOST/postroom", "permission denied for database postroom"),
+        ("postroom@HOST/postroom?sslmode=require", "server does not support SSL"),
+    ],
+)
+def test_server_that_refuses_is_one_sentence_at_once(
+    postgres: PostgresServer, address: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    host = f"127.0.0.1:{postgres.port}"
+    store = PostgresStore("postgres://" + address.replace("HOST", host), reconnect_s=3_600.0)
+    with pytest.raises(StoreRefused) as refused:
+        insert(store)
+    said = str(refused.value)
+    assert says in said
+    assert "\n" not in said
+    assert "hunter2" not in f"{said} {refused.value!r} {caplog.text}"
+    with pytest.raises(StoreRefused), store.connected():
+        store.identity()
+
+
+def test_server_that_is_full_is_asked_again(postgres: PostgresServer) -> None:
+    with psycopg.connect(postgres.url(), autocommit=True) as connection:
+        connection.execute("CREATE ROLE crowded LOGIN SUPERUSER CONNECTION LIMIT 1")
+        connection.execute("ALTER ROLE crowded NOSUPERUSER")
+    url = f"postgres://crowded@127.0.0.1:{postgres.port}/postroom"
+    with psycopg.connect(url), pytest.raises(StoreUnreachable, match="too many connections"):
+        insert(PostgresStore(url, reconnect_s=0.2))
+
+
 def test_password_is_in_no_error_no_log_and_no_address(
     postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    secret = "hunter2%2Fx"  # noqa: S105 - it must not be found
+    secret = PASSWORD
     for url in (
         f"postgres://me:{secret}@127.0.0.1:1/none",
         f"postgres://me@127.0.0.1:1/none?password={secret}",

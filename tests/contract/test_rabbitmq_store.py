@@ -21,7 +21,11 @@ from postroom.stores.rabbitmq_lanes import (
 )
 from postroom.stores.store import Store
 from postroom.testing import ManualClock, StoreContract
+from postroom.testing.postgres_server import PostgresServer
+from tests.postgresserver import postgres
 from tests.rabbitmqserver import RabbitServer
+
+__all__ = ["postgres"]  # a fixture
 
 
 class TestRabbitOverSqlite(StoreContract):
@@ -33,6 +37,21 @@ class TestRabbitOverSqlite(StoreContract):
 
     def open(self, folder: Path, clock: ManualClock) -> Store:
         return open_store(self.server.url(f"sqlite:///{folder}/queue.db"), clock=clock)
+
+
+class TestRabbitOverPostgres(StoreContract):
+    """The contract, with the records in PostgreSQL."""
+
+    @pytest.fixture(autouse=True)
+    def _servers(self, rabbit: RabbitServer, postgres: PostgresServer) -> None:
+        self.server = rabbit
+        self.ledgers = postgres
+        self.databases: dict[Path, str] = {}
+
+    def open(self, folder: Path, clock: ManualClock) -> Store:
+        if folder not in self.databases:
+            self.databases[folder] = self.ledgers.new_store()
+        return open_store(self.server.url(self.databases[folder]), clock=clock)
 
 
 # ---- the URL -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ a last part gets it again when it is restarted.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -18,31 +18,22 @@ from postroom.core import lifecycle
 from postroom.testing import check_consistency
 from tests.crash import agentprograms
 from tests.crash.agentprograms import open_engine, register
-from tests.crash.engines import finish, records_of, scratch
+from tests.crash.engines import finish, records_of
 from tests.crash.ledger import Tally, number_of
+from tests.crash.rounds import Tick, in_rounds
 from tests.crash.workers import Crew, Worker
 
-KILLS_PER_ROUND = 20
 LINES_MAX = 6
 AGENTS = {"c0": ["a0", "a1"], "c1": ["a2"]}
 
-Tick = Callable[[int], None]
-
 
 def run(kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Kill that often, in rounds with a file each."""
-    tally = Tally()
-    rng = Random(f"kills-coordinator/{seed}")
-    for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
-        count = min(KILLS_PER_ROUND, kills - first)
-        with scratch(number) as folder:
-            _round(folder, count, rng, tally, sabotage)
-        tick(count)
-    return tally
+    """Kill `kills` times, in rounds with a file each."""
+    return in_rounds("kills-coordinator", kills, seed, tick, partial(_round, sabotage=sabotage))
 
 
 class Cast:
-    """The processes of a round, and those that follow them."""
+    """The coordinators and the worker of a round, and their replacements."""
 
     def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
         self._folder = str(folder)
@@ -53,7 +44,7 @@ class Cast:
         self.living = {name: self._start(name) for name in (*AGENTS, "worker")}
 
     def kill_one(self) -> None:
-        """Kill one of them, a coordinator with its agents mostly, and start another one in its place."""
+        """Kill one process, mostly a coordinator with its agents, and start a replacement."""
         name = self._rng.choice((*AGENTS, *AGENTS, "worker"))
         self._crew.kill_at_random(self.living[name], self._rng, LINES_MAX)
         self.living[name] = self._start(name)
@@ -76,7 +67,7 @@ class Cast:
         )
 
 
-def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+def _round(folder: Path, kills: int, rng: Random, tally: Tally, *, sabotage: str) -> None:
     with Crew() as crew:
         cast = Cast(folder, crew, rng, sabotage)
         for _ in range(kills):
@@ -92,14 +83,14 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
 
 
 def _resumed(folder: Path) -> list[str]:
-    """The last agents of the round: they fetch what is still open."""
+    """The last agents of the round fetch every answer that is still open."""
     with open_engine(folder) as engine:
         names = [*itertools.chain.from_iterable(AGENTS.values())]
         return list(engine.blocking.wait(agentprograms.resumed(engine, names)))
 
 
 def _judge(folder: Path, lives: list[list[str]], tally: Tally) -> None:
-    """Compare what agents had with what is stored."""
+    """Compare the answers that agents got with the stored requests."""
     had: Counter[str] = Counter()
     for lines in lives:
         for line, times in Counter(lines).items():

@@ -17,6 +17,7 @@ from tests.crash.ledger import token_of
 from tests.crash.workers import Report
 
 LEASE_S = 0.5  # short, so that messages of killed workers are redelivered soon
+FINISH_LEASE_S = 15.0  # of the last worker, which nobody kills: a busy machine must not end its leases
 CRASHES_MAX = 10_000  # killed workers must not make a message count as poison
 SLOTS = 4
 ORDERING_KEYS = ("", "", "a", "b")
@@ -29,8 +30,8 @@ BUDGETS = {"providers": {"p": {"models": {"small": MODEL}}}, "tiers": [0.4, 0.3,
 OnUnknown = Literal["raise", "run", "probe"]
 
 
-def open_engine(folder: str | Path) -> Engine:
-    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX, tokens=BUDGETS)
+def open_engine(folder: str | Path, lease_s: float = LEASE_S) -> Engine:
+    policy = Policy(lease_s=lease_s, poison_crashes=CRASHES_MAX, tokens=BUDGETS)
     return Engine.open(f"sqlite:///{folder}/queue.db", policy=policy)
 
 

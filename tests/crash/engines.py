@@ -8,12 +8,9 @@ At the end none is reserved.
 
 import asyncio
 import itertools
-import shutil
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -30,39 +27,21 @@ from postroom.stores.base import Listing
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.crash import engineprograms
-from tests.crash.engineprograms import effects_file, open_engine, register
+from tests.crash.engineprograms import FINISH_LEASE_S, effects_file, open_engine, register
 from tests.crash.ledger import Tally, number_of
-from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
+from tests.crash.rounds import Tick, in_rounds
+from tests.crash.workers import STUCK_S, Crew, Worker
 
-KILLS_PER_ROUND = 20
 LINES_MAX = 6
 SENDER_PAUSE_S = 0.02  # the messages have to be finished by the end of each round
 RECORDS_MAX = 100_000
 EVENTS_MAX = 1_000_000
 LOOK_EVERY_S = 0.05
 
-Tick = Callable[[int], None]
-
 
 def run(kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
     """Kill `kills` times, in rounds with a file each."""
-    tally = Tally()
-    rng = Random(f"kills-engine/{seed}")
-    for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
-        count = min(KILLS_PER_ROUND, kills - first)
-        with scratch(number) as folder:
-            _round(folder, count, rng, tally, sabotage)
-        tick(count)
-    return tally
-
-
-@contextmanager
-def scratch(number: int) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="postroom-engine-", dir=scratch_parent(number)))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return in_rounds("kills-engine", kills, seed, tick, partial(_round, sabotage=sabotage))
 
 
 class Cast:
@@ -109,7 +88,7 @@ class Cast:
         )
 
 
-def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+def _round(folder: Path, kills: int, rng: Random, tally: Tally, *, sabotage: str) -> None:
     with Crew() as crew, open_engine(folder) as reader:
         cast = Cast(folder, crew, rng, sabotage)
         for _ in range(kills):
@@ -121,7 +100,7 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
             line.split(" ") for worker in crew.workers if worker.name == "sender" for line in worker.lines
         )
     tally.acknowledged += len(accepted)
-    with open_engine(folder) as engine:
+    with open_engine(folder, FINISH_LEASE_S) as engine:
         register(engine, folder, without_effect=sabotage == "plain")
         finish(engine)
         judge(engine, folder, accepted, tally)
@@ -179,7 +158,7 @@ def judge_tokens(engine: Engine, tally: Tally) -> ModelTokens:
 
     model, held = engine.store.read(look)
     tally.count("reserved", model.reserved)
-    if model.used + model.reserved + model.free != model.limit:
+    if model.used + model.reserved + model.free != engineprograms.MODEL[model.window]:
         tally.breaks(f"the books of the model do not add up: {model}")
     if model.reserved != held:
         tally.breaks(f"{model.reserved} tokens are reserved, and live leases hold {held}")

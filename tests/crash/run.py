@@ -30,7 +30,18 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import auditing, coordinators, engines, flips, kills, mailing, powercuts, syscalls, tasks
+from tests.crash import (
+    auditing,
+    coordinators,
+    engines,
+    flips,
+    kills,
+    mailing,
+    powercuts,
+    rollbacks,
+    syscalls,
+    tasks,
+)
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 from tests.smalldisk import NotPermitted
@@ -62,11 +73,12 @@ KILL_SHARES = {
     "kills-mail": 0.2,
     "kills-engine": 0.3,
     "kills-coordinator": 0.2,
+    "kills-rollback": 0.02,
 }
 """The five updates of files have equal shares: three forms of append, rotation, side files, cursors, expiry.
 
 Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3, coordinators a
-fifth.
+fifth, rollbacks 0.02.
 """
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
@@ -104,16 +116,27 @@ ATTACK_RUNS: dict[str, Run] = {
 """Hostile clients and hostile input against real servers and commands. Facts: memory_mb, refused."""
 BROKER_RUNS: dict[str, Run] = {
     "restarts-rabbitmq": _from_module("run_kills", "rabbitfaults"),
+    "ledger-rabbitmq": _from_module("run_ledger_kills", "rabbitfaults"),
     "hole-rabbitmq": _from_module("run_hole", "rabbitfaults"),
+    "halfopen-rabbitmq": _from_module("run_half_open", "rabbitfaults"),
+    "resets-rabbitmq": _from_module("run_resets", "rabbitfaults"),
+    "memory-rabbitmq": _from_module("run_memory", "rabbitfaults"),
+    "disk-rabbitmq": _from_module("run_disk", "rabbitfaults"),
     "cluster-rabbitmq": _from_module("run_cluster", "rabbitfaults"),
+    "restarts-postgres": _from_module("run_kills", "postgresfaults"),
+    "hole-postgres": _from_module("run_hole", "postgresfaults"),
+    "halfopen-postgres": _from_module("run_half_open", "postgresfaults"),
+    "resets-postgres": _from_module("run_resets", "postgresfaults"),
+    "standby-postgres": _from_module("run_promotion", "postgresfaults"),
 }
-"""Faults of a broker under an engine that works. Facts: longest_pause_ms."""
+"""Faults of a broker or a database under load. Facts: longest_pause_ms, first_after_heal_ms."""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
     "kills-engine": engines.run,
     "kills-coordinator": coordinators.run,
+    "kills-rollback": rollbacks.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
     **BROKER_RUNS,

@@ -286,7 +286,8 @@ LIMITED = (
     "sinks.index",
     "core.history_checker",
     "core.admission",
-    "core.tokens",
+    "core.token_rules",
+    "core.provider_headers",
     *(
         f"contracts.{package}.{module.stem}"
         for package in ("engine", "goals", "sandbox")
@@ -299,6 +300,7 @@ LIMITED = (
     "stores.rabbitmq_link",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
     *(f"mcp.{module.stem}" for module in sorted((ROOT / "src/postroom/mcp").glob("[a-z]*.py"))),
+    *(f"page.{module.stem}" for module in sorted((ROOT / "src/postroom/page").glob("[a-z]*.py"))),
 )
 INTERNAL = {"after_fork"}  # called by postroom.system.handles only
 LIMIT = re.compile(r"^([A-Z]\w*_MAX)(?:: Final)? = ", re.MULTILINE)

@@ -35,14 +35,17 @@ def test_the_reference_pages_are_up_to_date() -> None:
 def every_command(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
     yield path, command
     if isinstance(command, click.Group):
-        for name, below in command.commands.items():
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
             yield from every_command(below, f"{path} {name}")
 
 
 SPEAK_FOR_THEMSELVES = (
     "NAME", "TASK_ID", "FILE", "MESSAGE", "DIR", "QUERY", "[FOLDER]", "MAIL_ID", "MSG_ID", "MESSAGE_ID",
     "[MESSAGE_ID]...", "GOAL_ID", "CHECKPOINT_ID", "NODE_ID", "JSON", "DECISION_ID", "CHOICE", "RULE_ID",
-    "ORGANIZATION", "TOKEN_ID", "FROM", "[TO]",
+    "ORGANIZATION", "TOKEN_ID", "FROM", "[TO]", "[bash|zsh|fish]",
 )  # fmt: skip
 COMMANDS = dict([*every_command(main.cli, "postroom"), *every_command(zosmq.cli, "zos-mq")])
 
@@ -63,6 +66,23 @@ def test_every_option_has_a_help_text(path: str) -> None:
             continue
         assert isinstance(parameter, click.Option)
         assert parameter.help, f"{path} {parameter.opts}"
+
+
+NOT_JSON = {
+    "postroom mcp",  # stdout is the protocol
+    "postroom completion",  # a script for a shell
+}
+
+
+def test_every_command_that_prints_results_has_the_option_json() -> None:
+    without = {
+        path
+        for path, command in COMMANDS.items()
+        if path.startswith("postroom ")
+        and not isinstance(command, click.Group)
+        and not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert without == NOT_JSON
 
 
 @pytest.mark.parametrize("path", COMMANDS)

@@ -16,6 +16,8 @@ import pytest
 
 from postroom import Coordinator, Engine
 from postroom.cli.engine.operate import progress_line
+from postroom.contracts.engine.cells import BOUNCES, Bounce
+from postroom.stores.transaction import Transaction
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
@@ -147,6 +149,23 @@ def test_agents_are_shown_with_their_health() -> None:
     assert lines[0]["health"] in ("registered", "alive")
     assert [line["agent_id"] for line in engine("agents", "--org", "bolt").lines] == ["writer"]
     assert engine("agents", "--org", "none").lines == []
+
+
+def test_bounces_are_shown_and_removed() -> None:
+    def bounce(transaction: Transaction) -> None:
+        kept = Bounce("m1", "planner", "user", "ada", {"result": 1}, "too late", transaction.wall_us)
+        BOUNCES.put(transaction, kept, "acme", 7)
+
+    with opened() as store:
+        store.store.write(bounce)
+    [line] = engine("bounces", "--by", "user:ada").lines
+    assert (line["key"], line["message_id"], line["answer"]) == ("acme/7", "m1", {"result": 1})
+    assert engine("bounces", "--org", "bolt").lines == []
+    assert b"user:ada" in run_on_terminal("postroom", "engine", "bounces", "--data", "run").raw
+    assert engine("bounces", "--done", "acme/7").lines == [{"key": "acme/7"}]
+    assert engine("bounces").lines == []
+    wrong = postroom("engine", "bounces", "--data", "run", "--by", "ada")
+    assert (wrong.code, "such as user:ada" in wrong.error) == (2, True)
 
 
 def test_a_message_is_submitted_explained_and_cancelled() -> None:

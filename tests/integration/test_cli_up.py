@@ -4,63 +4,27 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import ssl
-import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import nats
 import pytest
 
+from postroom.client import EngineClient
+from postroom.contracts.audit import Audit
+from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, start
+from tests.integration.ups import Running, answer_to_login, running
+from tests.postgresserver import database, postgres
 from tests.waiting import until
+
+__all__ = ["database", "postgres"]
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolate(monkeypatch, tmp_path)
-
-
-class Running:
-    """A running `postroom up`."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", facts: dict[str, Any]) -> None:
-        self.process = process
-        self.http: str = facts["http"]
-        self.nats: str = facts["nats"] or ""
-        self.token: str | None = facts["token"]
-
-    def get(self, path: str, token: str | None, context: ssl.SSLContext | None = None) -> tuple[int, Any]:
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310 - our own server
-        try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def parts(self, data: Path) -> dict[str, Any]:
-        return dict(json.loads((data / "up.json").read_text())["parts"])
-
-
-@contextmanager
-def running(data: Path, *options: object) -> Iterator[Running]:
-    process = start("postroom", "up", "--data", data, "--http-port", 0, "--nats-port", 0, *options)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise AssertionError(finish(process).errors)
-        yield Running(process, json.loads(line))
-    finally:
-        process.terminate()
-        finish(process)
 
 
 async def echo(url: str, token: str) -> bytes:
@@ -71,14 +35,6 @@ async def echo(url: str, token: str) -> bytes:
         return (await waiting.next_msg(timeout=30)).data
     finally:
         await client.close()
-
-
-def answer_to_login(url: str, token: str) -> bytes:
-    """What the server says to a login, up to the end of the connection."""
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
-        client.sendall(b'CONNECT {"verbose":false,"auth_token":"%b"}\r\nPING\r\n' % token.encode())
-        return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def is_alive(pid: int) -> bool:
@@ -224,3 +180,66 @@ def test_init_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_pa
     Path("postroom.toml").write_text(uncommented.replace("nats_port = 4222", "nats_port = 0"))
     with running(tmp_path / "run", "--no-audit") as up:
         assert up.nats
+
+
+APP = """
+from postroom import Engine
+
+engine = Engine.open("memory://")
+
+
+@engine.handler("tool_call")
+async def call(message, ctx):
+    return {"sum": sum(message.payload["numbers"])}
+"""
+
+
+def test_all_parts_use_the_store_and_no_process_shows_its_password(tmp_path: Path, database: str) -> None:
+    Path("sums.py").write_text(APP)
+    user, _, rest = database.removeprefix("postgres://").partition("@")
+    secret = f"postgres://{user}:hidden-word@{rest}"
+    data = tmp_path / "run"
+    with running(data, "--store", secret, "--no-mail", "--app", "sums:engine") as up:
+        assert up.token is not None
+        with EngineClient(up.http, up.token) as remote:
+            message_id = remote.submit(type="tool_call", org_id="acme", payload={"numbers": [1, 2, 3]})
+            assert remote.result(message_id, 30) == {"sum": 6}
+        until(lambda: any(message_id in str(event) for event in Audit(data / "audit").query()))
+        parts = up.parts(data)
+        lines = [Path(f"/proc/{part['pid']}/cmdline").read_bytes() for part in parts.values()]
+        assert set(parts) == {"http", "audit", "workers"}
+    assert not any(b"hidden-word" in line for line in lines)
+    assert not (data / "queue.db").exists()
+    assert not any(b"hidden-word" in path.read_bytes() for path in data.rglob("*") if path.is_file())
+
+
+def test_an_address_that_is_no_store_is_refused_without_the_password(tmp_path: Path) -> None:
+    for store in ("postgre://me:hidden-word@host/db", "memory://"):
+        refused = postroom("up", "--data", tmp_path / "run", "--store", store)
+        assert refused.code in (1, 2)
+        assert "hidden-word" not in refused.errors
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_fills_every_part_and_leaves_no_token(tmp_path: Path) -> None:
+    folder = tmp_path / "postroom-demo"  # of the current folder
+    process = start("postroom", "up", "--demo", "--http-port", 0, "--nats-port", 0, "--no-audit")
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        assert (facts["demo"], facts["data"]) == (True, "postroom-demo")
+        up = Running(process, facts)
+
+        def organizations() -> dict[str, Any]:
+            return dict(up.get("/engine/status", up.token)[1]["organizations"])
+
+        until(lambda: sum("COMPLETED" in one["states"] for one in organizations().values()) > 1)
+        until(lambda: len(up.get("/bus/demo-team/messages", up.token)[1]["messages"]) > 1)
+        until(lambda: '"demo.help/1"' in (folder / "mail" / "events.jsonl").read_text())
+        until(lambda: up.get("/tasks?agent=demo-coder", up.token)[1]["tasks"])
+        assert all(name.startswith("demo-") for name in organizations())
+    finally:
+        process.terminate()
+        ended = finish(process)
+    assert ended.code == 0
+    assert [known.role for known in Tokens(folder).list()] == ["admin"]

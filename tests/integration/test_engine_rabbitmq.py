@@ -1,6 +1,7 @@
 """An engine whose lanes are in RabbitMQ: what a broker carries, moves, delays, loses and doubles."""
 
 import asyncio
+import json
 import logging
 import sys
 import time
@@ -20,6 +21,7 @@ from postroom.message import ENGINE_PREFIX
 from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
 from postroom.stores.rabbitmq import RabbitStore
 from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Deliveries, Note, Outgoing, is_shard, shard_of
+from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqserver import RabbitServer
 
@@ -208,11 +210,9 @@ async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_
             [handle_] = await submit(engine, 1)
             assert await handle_.result(timeout_s=PATIENCE_S) == 3
             assert attempts[1] - attempts[0] >= 0.1
-            attempts[:] = [0.0] * 3
             [later] = await submit(engine, 1, delay_s=0.4)
-            await asyncio.sleep(0.2)
             assert (await engine.get(later.message_id)).state == "SCHEDULED"
-            await later.cancel()
+            assert await later.result(timeout_s=PATIENCE_S) == 3
 
 
 @pytest.mark.usefixtures("broker_alone")
@@ -260,12 +260,12 @@ async def test_a_waiting_message_climbs_to_the_promoted_lane_and_its_event_is_em
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_an_accepted_p0_does_not_wait_behind_promoted_messages(url: str) -> None:
+async def test_an_accepted_p0_does_not_wait_behind_promoted_messages(url: str, rabbit: RabbitServer) -> None:
     policy = Policy(promote_after_s=(0.1, 0.1, 0.1))
     with Engine.open(url, policy) as engine:
         seen = echo(engine)
         old = await submit(engine, 200, priority=1)
-        await asyncio.sleep(0.5)
+        await until_promoted(engine, rabbit, 200)
         async with working(engine, concurrency=1):
             await until(lambda: len(seen) > 5)
             await results(await submit(engine, 1, priority=0, org_id="acme"))
@@ -460,6 +460,33 @@ async def test_the_password_is_in_no_log(
             await submit(engine, 1)
             assert "not reachable" in store_of(engine).broker_trouble
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("any_url", ["postgres"], indirect=True)
+def test_commands_take_the_address_of_a_broker(
+    any_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(monkeypatch, tmp_path)
+    where = ("--data", any_url)
+    payload = json.dumps({"n": 1})
+    sent = postroom("engine", "submit", *where, "--type", TYPE, "--org", "acme", "--payload", payload)
+    assert sent.code == 0, sent.errors
+    found = postroom("engine", "status", *where).line["organizations"]["acme"]["states"]
+    assert found == {"QUEUED": 1}
+    assert "QUEUED" in postroom("engine", "explain", *where, sent.line["message_id"]).out
+    with Engine.open(any_url) as engine:
+        assert store_of(engine).reconcile() == 0, "the command did not wait until the broker had the message"
+        echo(engine)
+        asyncio.run(_worked(engine, sent.line["message_id"]))
+    wrong = postroom("engine", "status", "--data", any_url.replace("ledger=", "colour=red&ledger="))
+    assert wrong.code == 2
+    assert "guest:guest" not in wrong.errors
+    assert "'colour' is no option of a broker" in wrong.errors
+
+
+async def _worked(engine: Engine, message_id: str) -> None:
+    async with working(engine):
+        assert await engine.handle(message_id).result(timeout_s=PATIENCE_S) == 1
 
 
 def test_a_missing_pika_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,10 @@ import pytest
 
 from postroom import Engine
 from postroom.client import AgentReplaced, Bounced, EngineClient, MessageFailed, NotAllowed, RemoteAgent
+from postroom.contracts.engine.agent_sweeps import bounce
+from postroom.contracts.engine.agents import WAITS_SHOWN_MAX, AgentOperations
+from postroom.contracts.engine.cells import BOUNCES, Bounce
+from postroom.errors import InvalidMessage
 from tests.integration.engineworkers import working
 from tests.integration.servers import Server, serving
 from tests.waiting import until
@@ -83,8 +87,10 @@ def test_late_answers_are_resumed_with_the_epoch(planner: RemoteAgent, tmp_path:
             planner.request(
                 type="tool_call", payload={"say": say, "waits_for": str(gate), "chunks": 1}, timeout_s=0.05
             )
-    threading.Timer(0.3, gate.touch).start()
-    parts = [*planner.resume()]
+    parts = list[dict[str, Any]]()
+    for part in planner.resume():
+        parts.append(part)
+        gate.touch()  # after the first part, which is an acknowledgment
     ends = [part for part in parts if part["type"] == "stream_complete"]
     assert sorted(part["result"]["said"] for part in ends) == [1, 2]
     assert {part["epoch"] for part in parts} == {planner.registration.epoch}
@@ -96,6 +102,8 @@ def test_the_stream_of_an_agent_is_plain_server_sent_events(server: Server) -> N
     message_id = server.post("writer", "/engine/request", **body).json["message_id"]
     events = list[Any]()
     with server.stream("writer", "/engine/agents/writer/stream") as stream:
+        [begin] = stream.take(1)
+        assert begin.data == {"request_ids": [message_id]}
         while not events or events[-1]["type"] != "stream_complete":
             [message] = stream.take(1)
             events.append(message.data)
@@ -127,6 +135,92 @@ def test_the_newest_registration_is_the_only_one(server: Server, planner: Remote
             planner.request(type="tool_call", payload={}, timeout_s=1)
         with pytest.raises(AgentReplaced):
             planner.inbox()
+
+
+def test_an_agent_leaves_and_comes_back(server: Server, planner: RemoteAgent) -> None:
+    session = planner.registration.session
+    planner.beat()
+    planner.leave()
+    with client_of(server, "planner") as client:
+        assert "planner" not in [one["agent_id"] for one in client.agents()]
+    assert planner.request(type="tool_call", payload={"say": 1}, timeout_s=WAIT_S) == {"said": 1}
+    assert planner.registration.session > session
+    for call in ("beat", "leave"):  # an older registration keeps nobody alive, and ends nobody
+        assert server.post("planner", f"/engine/agents/planner/{call}?session={session}").status == 409
+
+
+def test_the_stream_of_a_remote_agent_ends_after_its_timeout(planner: RemoteAgent, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    stream = planner.stream(type="tool_call", payload={"say": 1, "waits_for": str(gate)}, timeout_s=0.2)
+    with pytest.raises(TimeoutError, match="did not come within"):
+        list(stream)
+    gate.touch()
+    assert [part["type"] for part in planner.resume()][-1] == "result"
+    with pytest.raises(InvalidMessage, match="timeout_s"):
+        planner.stream(type="tool_call", payload={}, timeout_s=-1)
+
+
+def test_more_open_requests_than_a_list_shows_are_resumed(planner: RemoteAgent, tmp_path: Path) -> None:
+    count, gate = WAITS_SHOWN_MAX + 20, tmp_path / "gate"
+    for number in range(count):
+        payload = {"say": number, "waits_for": str(gate)}
+        planner._request({"type": "tool_call", "payload": payload}, 0.0)
+    gate.touch()
+    results = [part["result"]["said"] for part in planner.resume() if part["type"] == "result"]
+    assert sorted(results) == list(range(count))
+    assert [*planner.resume()] == []
+
+
+def test_a_resume_ends_when_a_request_bounces(server: Server, planner: RemoteAgent) -> None:
+    later = planner._request({"type": "tool_call", "payload": {}, "delay_s": 3600}, 0.0).message_id
+    parts = planner.resume()
+    reading = threading.Thread(target=lambda: list(parts), daemon=True)
+    reading.start()
+    with working(server.data) as engine:
+        policy = engine.policy
+        engine.store.write(
+            lambda transaction: bounce(
+                AgentOperations(transaction, policy), "acme", "planner", later, "the agent is dead"
+            ),
+            makes_room=True,
+        )
+        reading.join(WAIT_S)
+        assert not reading.is_alive()
+        engine.blocking.cancel(later)
+
+
+def test_each_event_of_an_answer_has_its_own_id(server: Server, planner: RemoteAgent) -> None:
+    parts = [*planner.stream(type="tool_call", payload={"chunks": 3})]
+    ids = [part["id"] for part in parts]
+    assert len(set(ids)) == len(ids) == 5
+    path = f"/engine/messages/{parts[0]['request_id']}/stream"
+    for number, last in enumerate(ids[:-1]):
+        with server.stream("planner", path, **{"Last-Event-ID": last}) as stream:
+            assert [event.id for event in stream.take(len(ids) - number - 1)] == ids[number + 1 :]
+    complete = server.get("planner", path, **{"Last-Event-ID": ids[-1]})
+    assert (complete.status, complete.body) == (204, b"")
+    assert server.get("spy", path, **{"Last-Event-ID": ids[-1]}).status == 404
+
+
+def test_a_bounce_is_fetched_and_removed(server: Server, planner: RemoteAgent) -> None:
+    message_id = planner._request({"type": "tool_call", "payload": {"say": 9}}, WAIT_S).message_id
+    with working(server.data) as engine:
+
+        def to_a_user(transaction: Any) -> None:
+            kept = Bounce(message_id, "planner", "user", "ada", {"result": 9}, "late", transaction.wall_us)
+            BOUNCES.put(transaction, kept, "acme", 7)
+
+        engine.store.write(to_a_user)
+    with client_of(server, "writer") as client, client_of(server, "spy") as spy:
+        [found] = client.bounces.list(created_by="user:ada")
+        assert (found["key"], found["message_id"], found["answer"]) == ("acme/7", message_id, {"result": 9})
+        assert client.bounces.list(created_by="user:bob") == []
+        assert spy.bounces.list() == []
+        assert spy.bounces.done(found["key"]) == []
+        with pytest.raises(NotAllowed):
+            spy.bounces.list("acme")
+        assert client.bounces.done(found["key"]) == [found["key"]]
+        assert client.bounces.list() == []
 
 
 # ---- who may see whom ------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_several_messages_are_stored_whole_or_not_at_all(server: Server) -> None
     [
         ({"type": "nothing"}, 400, "UnknownType"),
         ({"payload": []}, 400, "InvalidMessage"),
-        ({"priority": 4}, 400, "InvalidMessage"),
+        ({"priority": 4}, 400, "InvalidPriority"),
         ({"version": "9.0.0"}, 400, "UnsupportedVersion"),
         ({"expires_at": "2020-01-01T00:00:00Z"}, 400, "InvalidExpiry"),
         ({"what": 1}, 400, "InvalidMessage"),

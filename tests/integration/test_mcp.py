@@ -19,7 +19,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from postroom import Engine
-from postroom.runtime.tokens import Tokens
+from postroom.runtime.tokens import Permissions, Tokens
 from tests.integration.commandline import finish, postroom, start
 
 ALL = {
@@ -42,7 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     data.mkdir()
     tokens = Tokens(data)
     made = {
-        name: tokens.create("agent", "acme", name, may_send_to=["builder", "reviewer"]).token
+        name: tokens.create(
+            "agent", "acme", name, permissions=Permissions(may_send_to=("builder", "reviewer"))
+        ).token
         for name in ("planner", "builder", "reviewer", "alice", "bob")
     }
     made["admin"] = tokens.create("admin").token

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from postroom.contracts.engine import agent_sweeps
 from postroom.contracts.engine import agents as agents_module
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import REQUESTS, OpenRequest
@@ -64,13 +65,13 @@ def resume_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_bounced_requests_open(patch: pytest.MonkeyPatch) -> None:
-    bounce = AgentOperations._bounce
+    bounce = agent_sweeps.bounce
 
     def bounced(agents: Any, org_id: str, agent_id: str, message_id: str, reason: str) -> None:
         bounce(agents, org_id, agent_id, message_id, reason)
         REQUESTS.put(agents.transaction, OpenRequest("model_call", 0), org_id, agent_id, message_id)
 
-    patch.setattr(AgentOperations, "_bounce", bounced)
+    patch.setattr(agent_sweeps, "bounce", bounced)
 
 
 def read_from_the_beginning_again(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,7 @@ def turn_parts_around(patch: pytest.MonkeyPatch) -> None:
 
 def serve_replaced_registrations(patch: pytest.MonkeyPatch) -> None:
     def answers(agents: Any, asked: Any) -> Any:
-        operations = Operations(agents.transaction, agents._policy)
+        operations = Operations(agents.transaction, agents.policy)
         return [agents._answer(operations, one) for one in asked]
 
     patch.setattr(AgentOperations, "answers", answers)
@@ -108,7 +109,7 @@ def lose_a_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def repeat_epochs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AgentOperations, "_next_number", lambda _: 1)
+    patch.setattr(AgentOperations, "next_number", lambda _: 1)
 
 
 def deliver_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,12 @@ def miscount(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransaction, "_count", lambda *_: None)
 
 
+def bounce_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_sweeps, "_creator", lambda _: None)
+
+
 MUTANTS: dict[Patch, set[str]] = {
+    bounce_to_nobody: {"creator"},
     resume_nothing: {"lost"},
     keep_bounced_requests_open: {"both"},
     read_from_the_beginning_again: {"repeated"},

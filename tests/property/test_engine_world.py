@@ -20,7 +20,7 @@ from postroom.contracts.engine import ordering
 from postroom.contracts.engine import tokens as token_books
 from postroom.contracts.engine.cells import EFFECTS, KEYS
 from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcomes
 from postroom.core import lifecycle, tokens
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
@@ -150,13 +150,13 @@ def ignore_operations(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_usage_twice(patch: pytest.MonkeyPatch) -> None:
-    count = Operations._count_usage
+    count = Outcomes._count_usage
 
     def twice(operations: Any, *arguments: Any) -> None:
         count(operations, *arguments)
         count(operations, *arguments)
 
-    patch.setattr(Operations, "_count_usage", twice)
+    patch.setattr(Outcomes, "_count_usage", twice)
 
 
 def revive_the_cancelled(patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def forget_what_was_used(patch: pytest.MonkeyPatch) -> None:
 
 def keep_reservations_of_failures(patch: pytest.MonkeyPatch) -> None:
     """The lease of a failed attempt goes on holding its tokens, and its message is claimed again."""
-    patch.setattr(Operations, "_settle_failure", lambda *_: None)
+    patch.setattr(Outcomes, "_settle_failure", lambda *_: None)
     patch.setattr(token_books, "is_live", lambda *_: True)
 
 

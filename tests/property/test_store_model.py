@@ -325,6 +325,7 @@ class BothStores(RuleBasedStateMachine):
             for lane in range(LANES):
                 self._read(methodcaller("pull", queue, lane, 2))
             self._both(methodcaller("find", Listing(queue, "QUEUED", 3, 2)))
+            self._both(methodcaller("find", Listing(queue, "QUEUED", 3, 2, 20)))
         self._both(methodcaller("find", Listing(None, "DEAD_LETTER", 0, 2)))
         for deadline in DEADLINES:
             self._both(methodcaller("find", Ending(deadline, self.memory.own_clock.boot_ns(), 2)))

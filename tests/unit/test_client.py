@@ -637,7 +637,7 @@ def test_a_heartbeat_refused_during_the_ending_call_does_not_set_lost(
     verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     say, beating = crossing(f"/queue/{verb}")
-    with harness(say) as server, client_of(server, heartbeat_every_s=0.01, timeout_s=20.0) as client:
+    with harness(say) as server, client_of(server, heartbeat_every_s=0.2, timeout_s=20.0) as client:
         task = held(lease_s=60.0)
         with client.kept_alive(task):
             assert beating.wait(HANG_GUARD_S)

@@ -1,6 +1,7 @@
 """The files in deploy/: they parse, and every command and option in them exists."""
 
 import configparser
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import yaml
 from postroom.cli.main import cli
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+CONTAINER = DEPLOY / "Containerfile"
+INSTRUCTIONS = {
+    "CMD", "COPY", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
+}  # fmt: skip
 COMPOSE = DEPLOY / "compose.yaml"
 KUBERNETES = DEPLOY / "kubernetes" / "postroom.yaml"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -32,7 +37,14 @@ def pods() -> Iterator[dict[str, Any]]:
             yield each
 
 
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the container file with their arguments."""
+    lines = [line for line in CONTAINER.read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
+    yield "container", json.loads(dict(instructions())["CMD"])[1:]
     for name, service in yaml.safe_load(COMPOSE.read_text("utf-8"))["services"].items():
         if service["command"][0] == "postroom":
             yield f"compose {name}", service["command"][1:]
@@ -45,9 +57,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
 def test_command_and_its_options_exist(words: list[str]) -> None:
-    command: click.Command = cli
+    command: click.Command | None = cli
     while isinstance(command, click.Group):
-        command = command.commands[words.pop(0)]
+        command = command.get_command(click.Context(command), words.pop(0))
+    assert command is not None
     known = {name for parameter in command.params for name in parameter.opts}
     options = [word for word in words if word.startswith("--")]
     assert options
@@ -55,11 +68,29 @@ def test_command_and_its_options_exist(words: list[str]) -> None:
 
 
 def test_units_say_how_they_start_stop_and_are_installed() -> None:
-    assert len(UNITS) == 3
+    assert len(UNITS) == 2
     for path in UNITS:
         found = unit(path)
         assert {"Unit", "Service", "Install"} == set(found.sections())
         assert (found["Service"]["Restart"], found["Install"]["WantedBy"]) == ("always", "multi-user.target")
+
+
+def test_container_file_is_well_formed_copies_what_exists_and_is_not_root() -> None:
+    found = instructions()
+    assert found[0][0] == "FROM"
+    assert {word for word, _ in found} == INSTRUCTIONS
+    assert all(rest for _, rest in found)
+    for word, rest in found:
+        for source in rest.split()[:-1] if word == "COPY" else ():
+            assert (DEPLOY.parent / source).exists()
+    assert [word for word, _ in found].index("USER") < [word for word, _ in found].index("CMD")
+    check = dict(found)["HEALTHCHECK"].partition("CMD ")[2]
+    compile(json.loads(check)[2], "the health check", "exec")
+
+
+def test_every_deployment_starts_up() -> None:
+    starts = [name for name, words in commands() if words[0] == "up"]
+    assert starts == ["container", "compose server", "postroom-server.service", "kubernetes server"]
 
 
 def test_manifest_has_known_kinds_and_its_pods_select_themselves() -> None:

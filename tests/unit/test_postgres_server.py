@@ -15,12 +15,6 @@ def test_a_killed_server_starts_again_with_what_was_committed() -> None:
         server.kill()
         server.start()
         assert _kept(url) == [(7,)]
-        standby = server.standby()
-        try:
-            standby.promote()
-            assert _kept(standby.url(url.rpartition("/")[2])) == [(7,)]
-        finally:
-            standby.remove()
     assert not folder.exists()
     assert isinstance(server, PostgresServer)
 

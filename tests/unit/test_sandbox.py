@@ -1,8 +1,10 @@
 """Sandboxes: limits, isolation where the machine has it, and the pool of warm ones."""
 
 import asyncio
+import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 
 from postroom import Sandbox
 from postroom.contracts.sandbox import Completed, SandboxPool
+from postroom.contracts.sandbox.pool import BREAKER, IDLE_S, Creations
 from postroom.contracts.sandbox.sandbox import OUTPUT_BYTES_MAX, MockSandbox, bubblewrap_trouble
 from postroom.core.breaker import Breaker
 from postroom.core.sandbox_rules import bytes_of, needs_sandbox
 from postroom.errors import InvalidMessage, InvalidSetting, SandboxUnavailable
+from tests.waiting import eventually, until
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
 needs_bubblewrap = pytest.mark.skipif(
@@ -86,6 +90,34 @@ def test_bubblewrap_has_no_network_no_files_and_no_processes_of_others() -> None
     assert run("bubblewrap", "sh", "-c", "touch /usr/x").exit_code != 0
 
 
+@needs_bubblewrap
+def test_bubblewrap_leaves_no_privileges_to_a_worker_that_runs_as_root() -> None:
+    """Whether a file is writable is asked, never tried: these settings are those of the whole machine."""
+    asked = "id -u; grep CapEff /proc/self/status; test -w /proc/sys/kernel/core_pattern; echo $?"
+    asked += "; test -w /proc/sysrq-trigger; echo $?"
+    assert run("bubblewrap", "sh", "-c", asked).stdout.split() == [
+        "65534", "CapEff:", "0000000000000000", "1", "1",
+    ]  # fmt: skip
+
+
+@needs_bubblewrap
+def test_bubblewrap_ends_what_a_program_left_running() -> None:
+    """Also a program with a session of its own, which is in no process group of the run."""
+    name = f"sleep {60 + os.getpid()}"
+    done = run("bubblewrap", "sh", "-c", f"setsid {name} & echo started", timeout_s=20)
+    assert done.stdout == "started\n"
+    until(lambda: not any(name in line for line in commands()))
+
+
+def commands() -> list[str]:
+    """The command lines of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text().replace("\0", " "))
+    return found
+
+
 def test_a_destroyed_sandbox_runs_nothing() -> None:
     async def story() -> None:
         box = await Sandbox.open("process").create()
@@ -141,6 +173,7 @@ class Failing(MockSandbox):
         if Failing.is_down:
             raise SandboxUnavailable("the host is full", 1.0)
         Failing.made += 1
+        await asyncio.sleep(0)  # others run meanwhile
         return await super().create(resource_limits)
 
 
@@ -149,7 +182,8 @@ def pool_of() -> Any:
     Failing.is_down, Failing.made = False, 0
 
     def make(**options: Any) -> Any:
-        return SandboxPool("mock", opener=lambda _: Failing(), **options)
+        rule, clock = options.pop("rule", BREAKER), options.get("clock", time.monotonic)
+        return SandboxPool(Failing, creations=Creations(rule, clock=clock), **options)
 
     return make
 
@@ -166,9 +200,8 @@ def test_a_pool_gives_warm_sandboxes_and_recycles_them(pool_of: Any) -> None:
         for _ in range(4):
             async with pool.sandbox():
                 pass
-        await asyncio.sleep(0.01)
+        await eventually(lambda: pool.status.warm == 2)
         assert pool.status.recycled == 2
-        assert pool.status.warm == 2
         await pool.close()
         assert pool.status.warm == 0
 
@@ -184,11 +217,11 @@ def test_an_old_or_unhealthy_sandbox_does_not_go_back(pool_of: Any) -> None:
         async with pool.sandbox() as box:
             box.answers["true"] = Completed(1, "", "")
         assert pool.status.recycled == 1
-        await asyncio.sleep(0.01)
+        await eventually(lambda: pool.status.warm == 1)
         now[0] = 20.0
-        async with pool.sandbox():
-            pass
-        assert pool.status.recycled == 2
+        async with pool.sandbox() as young:
+            assert young is not box
+        await eventually(lambda: pool.status.recycled == 2)
 
     asyncio.run(story())
 
@@ -210,6 +243,51 @@ def test_creations_that_fail_open_a_breaker(pool_of: Any) -> None:
         async with pool.sandbox():
             pass
         assert pool.status.breaker == "closed"
+
+    asyncio.run(story())
+
+
+def test_an_idle_sandbox_that_breaks_is_replaced(pool_of: Any) -> None:
+    """A P0 message must not be the one that finds out."""
+    now = [0.0]
+
+    async def story() -> None:
+        pool = pool_of(size=2, age_s_max=100, clock=lambda: now[0])
+        await pool.fill()
+        async with pool.sandbox() as broken:
+            pass
+        broken.is_created = False  # as when somebody has removed its folder
+        await pool.tend()
+        assert pool.status.recycled == 0, "a sandbox that was just probed is probed again"
+        now[0] = IDLE_S
+        await pool.tend()
+        assert (pool.status.recycled, pool.status.warm) == (1, 2)
+        now[0] = 100.0
+        await pool.tend()
+        await eventually(lambda: pool.status.recycled == 2)
+        await eventually(lambda: pool.status.warm == 2)
+        assert Failing.made == 4
+        await pool.close()
+
+    asyncio.run(story())
+
+
+def test_fills_at_the_same_time_create_no_more_than_the_size(pool_of: Any) -> None:
+    async def story() -> None:
+        pool = pool_of(size=2)
+        await asyncio.gather(*(pool.fill() for _ in range(5)))
+        assert (pool.status.warm, Failing.made) == (2, 2)
+
+    asyncio.run(story())
+
+
+def test_a_sandbox_that_is_given_back_to_a_closed_pool_is_destroyed(pool_of: Any) -> None:
+    async def story() -> None:
+        pool = pool_of(size=1)
+        async with pool.sandbox() as box:
+            await pool.close()
+        assert not box.is_created
+        assert pool.status.warm == 0
 
     asyncio.run(story())
 

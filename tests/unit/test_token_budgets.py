@@ -9,22 +9,9 @@ from msgspec.structs import replace
 
 from postroom.core import tokens
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.tokens import (
-    Account,
-    Grant,
-    ModelRule,
-    Need,
-    Observed,
-    Short,
-    allocate,
-    current,
-    importance,
-    observe,
-    observed,
-    reserve,
-    settle,
-    token_rules,
-)
+from postroom.core.provider_headers import HEADER_S_MAX, Observed, observe, observed
+from postroom.core.token_rules import TOKENS_MAX, ModelRule, token_rules
+from postroom.core.tokens import Account, Grant, Need, Short, allocate, current, importance, reserve, settle
 from postroom.errors import InvalidSetting
 
 MINUTE = 60 * NANOS_PER_S
@@ -204,7 +191,7 @@ def test_reach_of_a_tier() -> None:
     small = rule()
     assert small.reach == (1_000, 800, 650, 550)
     assert rule(tokens_per_minute=1_000, tokens_per_day=70).reach[0] == 70
-    assert rule(requests_per_minute=5).reach[3] == tokens.TOKENS_MAX
+    assert rule(requests_per_minute=5).reach[3] == TOKENS_MAX
 
 
 # ---- windows, loans and rebalancing ----------------------------------------------------------------
@@ -363,7 +350,7 @@ def test_headers_of_a_provider_are_read() -> None:
         ("-5", None),
         ("soon", None),
         ("nan", None),
-        ("99999999", tokens.HEADER_S_MAX),
+        ("99999999", HEADER_S_MAX),
         ("", None),
     ],
 )
@@ -391,3 +378,42 @@ def test_a_model_is_left_alone_while_its_provider_asks_for_it() -> None:
     need = Need(5, 1, has_preferences=True)
     assert granted(need, blocked, (other, fresh(other))).model == "other"
     assert isinstance(allocate(Need(5, 1), [blocked], NOW + 30 * NANOS_PER_S), Grant)
+
+
+@pytest.mark.parametrize("digits", ["9" * 5_000, "0" * 5_000 + "7", "1" * 100_000])
+def test_a_number_of_any_length_is_read(digits: str) -> None:
+    names = ("x-ratelimit-limit-tokens", "x-ratelimit-reset-tokens", "retry-after")
+    said = observed(dict.fromkeys(names, digits), 0)
+    assert said.limit_tokens == (7 if digits.startswith("0") else TOKENS_MAX)
+    assert said.retry_after_s in (7.0, HEADER_S_MAX)
+
+
+_NAMES = [
+    f"X-RateLimit-{fact}-{what}"
+    for fact in ("Limit", "Remaining", "Reset")
+    for what in ("Tokens", "Requests")
+]
+_VALUES = st.one_of(
+    st.text(max_size=20),
+    st.integers(-(10**6), 10**30).map(str),
+    st.floats().map(str),
+    st.from_regex(r"(\d{1,3}[dhms]){1,3}", fullmatch=True),
+)
+
+
+@given(st.dictionaries(st.sampled_from([*_NAMES, "Retry-After"]), _VALUES), st.integers(0, 900))
+def test_headers_with_nonsense_keep_the_books(headers: dict[str, str], reserved: int) -> None:
+    small = rule(tokens_per_minute=1_000, requests_per_minute=10)
+    account = fresh(small)
+    if reserved:
+        found = allocate(Need(reserved, 0, 1.0), [(small, account)], NOW)
+        account = reserve(account, found) if isinstance(found, Grant) else account
+    account = observe(account, observed(headers, 0), NOW)
+    for window, limit in ((0, 1_000), (2, 10)):
+        stated = tokens.limit_of(account, window)
+        assert 0 < stated <= limit
+        assert tokens.taken_of(account, window) + tokens.free_of(account, window) == max(
+            stated, tokens.taken_of(account, window)
+        )
+    assert NOW <= max(NOW, account.blocked_until) <= NOW + HEADER_S_MAX * NANOS_PER_S
+    assert account.next_ns > NOW

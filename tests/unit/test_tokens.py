@@ -9,7 +9,7 @@ import pytest
 
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
 from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import FILE_NAME, Tokens
+from postroom.runtime.tokens import FILE_NAME, Permissions, Tokens
 
 
 def expire(folder: Path, token_id: str) -> None:
@@ -23,7 +23,9 @@ def expire(folder: Path, token_id: str) -> None:
 
 
 def test_a_token_identifies_its_agent_role_and_organization(tmp_path: Path) -> None:
-    made = Tokens(tmp_path).create("agent", "acme", "triage", may_send_to=["critic"])
+    made = Tokens(tmp_path).create(
+        "agent", "acme", "triage", permissions=Permissions(may_send_to=("critic",))
+    )
     identity = Agents(tmp_path).identify(made.token)
     assert identity is not None
     assert (identity.name, identity.role, identity.org) == ("triage", "agent", "acme")
@@ -76,7 +78,9 @@ def test_a_revoked_token_is_refused(tmp_path: Path) -> None:
 
 def test_rotation_keeps_the_rights_and_ends_the_old_token(tmp_path: Path) -> None:
     tokens = Tokens(tmp_path)
-    old = tokens.create("agent", "acme", "triage", expires_s=3600, may_send_to=["critic"])
+    old = tokens.create(
+        "agent", "acme", "triage", expires_s=3600, permissions=Permissions(may_send_to=("critic",))
+    )
     new = tokens.rotate(old.token_id)
     assert Agents(tmp_path).identify(old.token) is None
     identity = Agents(tmp_path).identify(new.token)
@@ -138,7 +142,7 @@ def test_a_damaged_file_refuses_every_token_and_is_not_overwritten(tmp_path: Pat
 def test_the_token_of_an_agent_that_is_registered_has_its_permissions_too(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     agents.add("planner", "http://127.0.0.1:9001", may_send_to=["coder"])
-    made = agents.tokens.create("agent", "acme", "planner", may_send_to=["critic"])
+    made = agents.tokens.create("agent", "acme", "planner", permissions=Permissions(may_send_to=("critic",)))
     identity = agents.identify(made.token)
     assert identity is not None
     assert identity.url == "http://127.0.0.1:9001"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.server_options import store_option
 from postroom.cli.shell import (
     COUNT,
     COUNT_MAX,
@@ -88,7 +89,7 @@ def audit() -> None:
     metavar="DIR",
     help="A harness's data folder.",
 )
-@click.option("--store", multiple=True, metavar="URL", help="A store, such as sqlite:///run/queue.db.")
+@store_option("A store, such as sqlite:///run/queue.db.", multiple=True)
 @click.option(
     "--queue",
     "roots",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.server_options import HOST_DEFAULT, listen_options, tls_options
 from postroom.cli.shell import (
     COUNT_MAX,
     HELP_OPTIONS,
@@ -16,6 +17,7 @@ from postroom.cli.shell import (
     Stopped,
     TimeoutOption,
     add_json_option,
+    parse_rate,
     parse_wait,
     path_option,
     read_body,
@@ -29,17 +31,15 @@ if TYPE_CHECKING:
     from postroom.client.mail import Mail, Subscription
     from postroom.contracts.mail.options import MailOptions
     from postroom.core.mailcalls import MailMessage
-    from postroom.runtime.natsoptions import ServerOptions
+    from postroom.runtime.natsoptions import ServerOptions, TokenOwner
 
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
 PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a variable
 TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
-HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 4222
 CALL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0
 AMOUNT_MAX = 1 << 40
-PORT = click.IntRange(0, 65535)
 AT_LEAST_ONE = click.IntRange(1, COUNT_MAX)
 STORAGES = click.Choice(["memory", "os", "group"])
 PRIORITIES = ("critical", "urgent", "high", "normal", "low")
@@ -142,17 +142,8 @@ def mail() -> None:
 
 @mail.command()
 @path_option("--data", metavar="DIR", text="The data folder of the server.", required=True)
-@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
-@click.option(
-    "--port",
-    type=PORT,
-    default=PORT_DEFAULT,
-    show_default=True,
-    metavar="N",
-    help="The port; 0 takes a free one.",
-)
-@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
-@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@listen_options(PORT_DEFAULT)
+@tls_options
 @click.option(
     "--tls-first", is_flag=True, help="Start with the TLS handshake; clients have to be configured for it."
 )
@@ -161,6 +152,10 @@ def mail() -> None:
 @path_option("--users-file", metavar="FILE", text="The users of the server: lines of user:password.")
 @token_option
 @path_option("--tokens", metavar="DIR", text="Accept the tokens of this data folder: see `postroom token`.")
+@click.option(
+    "--token-rate", type=parse_rate, default=0.0, show_default=True, metavar="N",
+    help="Messages a second that a token of --tokens without a rate of its own may publish; 0: no limit.",
+)  # fmt: skip
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @click.option("--durable-normal", is_flag=True, help="Also fsync normal and low messages: --normal group.")
 @click.option(
@@ -266,7 +261,7 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
         port=chosen["port"],
         users=users,
         token=chosen["token"] or os.environ.get(TOKEN_VARIABLE, ""),
-        identify=None if chosen["tokens"] is None else _identify(chosen["tokens"]),
+        identify=None if chosen["tokens"] is None else _identify(chosen["tokens"], chosen["token_rate"]),
         tls=server_context(chosen["tls_cert"], chosen["tls_key"]) if chosen["tls_cert"] else None,
         tls_first=chosen["tls_first"],
         ping_interval_s=chosen["ping_interval_s"],
@@ -274,19 +269,21 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
     )
 
 
-def _identify(data: Path) -> Callable[[str], str | None]:
-    """Find the user of a token. Users of organizations have names that no other organization has."""
+def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | None]":
+    """Find the owner of a token. Users of organizations have names that no other organization has."""
     from postroom.runtime.agents import Agents
+    from postroom.runtime.natsoptions import TokenOwner
 
     agents = Agents(data)
 
-    def user_of(token: str) -> str | None:
+    def owner_of(token: str) -> TokenOwner | None:
         identity = agents.identify(token)
-        if identity is None:
+        if identity is None or identity.permissions.is_read_only:  # every call over NATS is a publish
             return None
-        return f"{identity.org}/{identity.name}" if identity.org else identity.name
+        user = f"{identity.org}/{identity.name}" if identity.org else identity.name
+        return TokenOwner(user, identity.caller, identity.rate or token_rate)
 
-    return user_of
+    return owner_of
 
 
 def _mail_options(chosen: dict[str, Any]) -> "MailOptions":

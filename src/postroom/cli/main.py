@@ -1,28 +1,51 @@
 """The command `postroom`."""
 
+import importlib
 from pathlib import Path
 
 import click
 
-from postroom.cli.audit import audit
-from postroom.cli.bus import bus
-from postroom.cli.engine import engine
-from postroom.cli.mail import mail
-from postroom.cli.mcp import mcp
-from postroom.cli.move import move
-from postroom.cli.pipeline import pipeline
-from postroom.cli.queue import queue
 from postroom.cli.shell import HELP_OPTIONS, Shell, leave, path_option, run
-from postroom.cli.tasks import tasks
-from postroom.cli.tls import tls
-from postroom.cli.token import token
-from postroom.cli.up import init, up
-from postroom.cli.verify import verify_command
 
 PROGRAM = "postroom"
+COMMANDS = {  # name: module and function
+    "audit": "audit:audit",
+    "backup": "backup:backup",
+    "bus": "bus:bus",
+    "completion": "completion:completion",
+    "doctor": "doctor:doctor",
+    "engine": "engine:engine",
+    "init": "up:init",
+    "mail": "mail:mail",
+    "mcp": "mcp:mcp",
+    "move": "move:move",
+    "pipeline": "pipeline:pipeline",
+    "queue": "queue:queue",
+    "restore": "backup:restore",
+    "tasks": "tasks:tasks",
+    "tls": "tls:tls",
+    "token": "token:token",
+    "top": "top:top",
+    "up": "up:up",
+    "verify": "verify:verify_command",
+}
 
 
-@click.group(context_settings=HELP_OPTIONS)
+class _Commands(click.Group):
+    """Imports a command when it is used: a call pays only for its own imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - the same
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(f"postroom.cli.{module}"), name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings=HELP_OPTIONS)
 @click.version_option(package_name="postroom", prog_name=PROGRAM, message="%(prog)s %(version)s")
 @path_option(
     "--config",
@@ -45,22 +68,6 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
       postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
     """
     context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
-
-
-cli.add_command(audit)
-cli.add_command(bus)
-cli.add_command(engine)
-cli.add_command(mail)
-cli.add_command(mcp)
-cli.add_command(move)
-cli.add_command(pipeline)
-cli.add_command(queue)
-cli.add_command(tasks)
-cli.add_command(tls)
-cli.add_command(token)
-cli.add_command(up)
-cli.add_command(init)
-cli.add_command(verify_command)
 
 
 def main() -> None:

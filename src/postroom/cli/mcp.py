@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE
-from postroom.cli.shell import HELP_OPTIONS, path_option
+from postroom.cli.shell import HELP_OPTIONS, Shell, path_option
 from postroom.cli.tasks.options import FOLDER
 
 
@@ -30,7 +30,10 @@ from postroom.cli.tasks.options import FOLDER
     show_default=True,
     help="Which tools exist, with --data and without a token.",
 )
-def mcp(data: Path | None, url: str | None, token: str | None, agent: str, org: str, role: Any) -> None:
+@click.pass_obj
+def mcp(
+    shell: Shell, data: Path | None, url: str | None, token: str | None, agent: str, org: str, role: Any
+) -> None:
     """Serve the tools of postroom to an agent program, over stdin and stdout.
 
     The agent program starts this command by itself: docs/howto/mcp.md has its settings. The tools send and
@@ -55,4 +58,4 @@ def mcp(data: Path | None, url: str | None, token: str | None, agent: str, org: 
     if url is not None:
         serve_url(url, token, agent, org)
     elif data is not None:
-        serve_folder(data, token, agent, org, role)
+        serve_folder(data, token, agent, org, role, shell.settings.up.store)

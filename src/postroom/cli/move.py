@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from postroom.cli.shell import Shell
+from postroom.cli.shell import Shell, json_option
 
 
 @click.command()
@@ -61,3 +61,6 @@ def move(shell: Shell, source: str, target: str | None, undo: bool, force: bool)
     said = f"{copied['records']} records, {copied['events']} events and {copied['cells']} cells were moved"
     said += " and compared; start your processes with the new address"
     shell.output.facts({**copied, "verified": True}, said)
+
+
+move.params.append(json_option())

@@ -9,6 +9,7 @@ Rule 4: bytes that are not UTF-8 are kept: in JSON they are escaped lone surroga
 
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ Form = Literal["auto", "json", "zos"]
 
 BODY_INDENT = "    "
 COLUMN_GAP = "  "
+_NUMBER = re.compile(r"-|-?[\d,]+(?:\.\d+)?")  # a dash: no value
 
 _STYLES: dict[Style, dict[str, Any]] = {
     "bold": {"bold": True},
@@ -156,10 +158,12 @@ class Output:
             raise OutputFailed(error) from error
 
     def _table(self, names: list[str], cells: list[list[str]]) -> None:
-        widths = [max(map(width, column)) for column in zip(names, *cells, strict=True)]
-        self.text(self.style(_aligned(names, widths), "bold"))
+        columns = list(zip(*cells, strict=True))
+        widths = [max(map(width, (name, *column))) for name, column in zip(names, columns, strict=True)]
+        numbers = [all(map(_NUMBER.fullmatch, column)) for column in columns]
+        self.text(self.style(_aligned(names, widths, numbers), "bold"))
         for row in cells:
-            self.text(_aligned(row, widths))
+            self.text(_aligned(row, widths, numbers))
 
     def _record(self, head: Sequence[str], details: Iterable[tuple[str, str]], body: str) -> None:
         first, *rest = map(visible_line, head)
@@ -228,8 +232,12 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (cell + " " * (wide - width(cell)) for cell, wide in zip(cells, widths, strict=True))
+def _aligned(cells: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> str:
+    """One row. Columns of numbers are aligned to the right."""
+    padded = (
+        " " * (wide - width(cell)) + cell if is_number else cell + " " * (wide - width(cell))
+        for cell, wide, is_number in zip(cells, widths, numbers, strict=True)
+    )
     return COLUMN_GAP.join(padded).rstrip()
 
 

@@ -72,9 +72,10 @@ class Shell:
         """The settings of the file and the environment. Loaded on first use: --help must not fail on them."""
         from postroom.settings import load
 
-        return load(self._config_file(), os.environ)
+        return load(self.config_file(), os.environ)
 
-    def _config_file(self) -> Path | None:
+    def config_file(self) -> Path | None:
+        """The settings file; None without one."""
         if self.config is not None:
             return self.config
         if os.environ.get(CONFIG_VARIABLE):
@@ -368,29 +369,36 @@ def path_option(
 
 
 class StoreAddress(PosixPath):
-    """The address of a store, given where a data folder can be given. As a path it shows no password."""
+    """The address of a store, given where a data folder can be given. As text it shows no password."""
 
     url: str
+    shown: str
 
     @classmethod
     def of(cls, url: str) -> "StoreAddress":
-        from postroom.stores.postgres_connection import Address
+        from postroom.stores.open import shown_address
 
-        address = cls(Address(url).url)
-        address.url = url
+        shown = shown_address(url)
+        address = cls(shown)
+        address.url, address.shown = url, shown
         return address
+
+    def __str__(self) -> str:
+        return (
+            getattr(self, "shown", None) or super().__str__()
+        )  # a path would have one slash behind the scheme
 
 
 def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     """A data folder, or the address of a store."""
     from postroom.settings import ADDRESS
-    from postroom.stores.open import POSTGRES
+    from postroom.stores.open import SERVERS
 
-    if value is not None and value.startswith(POSTGRES):
+    if value is not None and value.startswith(SERVERS):
         return StoreAddress.of(value)
     if value is not None and ADDRESS.match(value):
         raise click.BadParameter(
-            f"{value} is neither a data folder nor an address as postgres://user@host/db"
+            "it must be a data folder, or an address as postgres://user@host/db or amqp://host/?ledger=URL"
         )
     return as_path(context, parameter, value)
 
@@ -400,6 +408,19 @@ def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return click.option(
         "--data", type=click.Path(file_okay=False), callback=as_place, metavar="DIR", help=text
     )
+
+
+def parse_rate(text: str) -> float:
+    """A number of calls a second; 0 is no limit."""
+    from postroom.settings import RATE_MAX
+
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= RATE_MAX:
+        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:g}")
+    return rate
 
 
 def parse_wait(text: str) -> float:

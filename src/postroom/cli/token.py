@@ -1,12 +1,13 @@
 """For the owner of a data folder: `postroom token`, the tokens of agents, operators and admins."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from postroom.cli.render import rfc3339
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait
+from postroom.cli.shell import HELP_OPTIONS, Decorated, Shell, add_json_option, parse_rate, parse_wait
 from postroom.cli.tasks.options import needed_data_option
 
 if TYPE_CHECKING:
@@ -26,34 +27,48 @@ def token() -> None:
     """
 
 
+def _names_option(name: str, text: str, default: str = "") -> Callable[[Decorated], Decorated]:
+    more = f"  [default: {default}]" if default else ""
+    return click.option(name, multiple=True, metavar="NAME", help=f"{text} May be repeated.{more}")
+
+
 @token.command()
 @needed_data_option
 @click.option("--role", type=click.Choice(["agent", "operator", "admin"]), required=True, help="Its rights.")
 @click.option("--org", default="", metavar="NAME", help="Its organization.  [default: all of them]")
 @click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
 @click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
+@_names_option("--may-send-to", "An agent that it may send tasks to.")
+@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.")
+@_names_option("--may-read", "An agent whose tasks it may read, beside its own.")
+@_names_option("--only-message", "An agent: it may send messages to no other.", "all of its organization")
+@_names_option("--only-bus", "A bus: it may use no other.", "all")
+@click.option("--read-only", is_flag=True, help="Let it change nothing.")
 @click.option(
-    "--may-send-to",
-    multiple=True,
-    metavar="NAME",
-    help="An agent that it may send tasks to. May be repeated.",
-)
+    "--rate", type=parse_rate, default=0.0, metavar="N",
+    help="Calls a second that it may make, on HTTP and on NATS.  [default: token_rate in the settings]",
+)  # fmt: skip
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
 def create(
     shell: Shell,
+    /,
     data: Path,
     role: str,
     org: str,
     agent: str,
     expires_s: float | None,
-    may_send_to: tuple[str, ...],
+    rate: float,
     token_only: bool,
+    only_bus: tuple[str, ...],
+    read_only: bool,
+    **allowed: Any,
 ) -> None:
     """Make a token and print it. It is shown only once; the folder keeps its checksum.
 
     An agent works on its own queue and for its own organization. An operator sees and does everything. An
-    admin may also make and revoke tokens. With --org, both keep to that organization.
+    admin may also make and revoke tokens. With --org, both keep to that organization. The options --may-…
+    give the token of an agent more rights, the options --only-… fewer.
 
     \b
     Example:
@@ -61,7 +76,10 @@ def create(
       postroom token create --data run --role operator --expires-s 86400
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
-    made = _tokens(data).create(role, org, agent, expires_s, may_send_to)
+    from postroom.runtime.tokens import Permissions
+
+    permissions = Permissions(only_buses=only_bus, is_read_only=read_only, **allowed)
+    made = _tokens(data).create(role, org, agent, expires_s, permissions, rate)
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
 
 
@@ -83,11 +101,12 @@ def list_tokens(shell: Shell, data: Path) -> None:
             "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
             "created": rfc3339(known.created),
             "expires": "" if known.expires is None else rfc3339(known.expires),
+            "rate": known.rate or None, "permissions": known.permissions.shown(),
             "valid": not known.is_expired(now),
         }
         for known in _existing(data).list()
     ]  # fmt: skip
-    columns = ["token_id", "role", "org", "agent", "created", "expires", "valid"]
+    columns = ["token_id", "role", "org", "agent", "created", "expires", "rate", "permissions", "valid"]
     shell.output.rows(columns, rows, empty="there is no token yet")
 
 

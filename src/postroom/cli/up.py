@@ -10,19 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.mail import PORT
-from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, path_option
+from postroom.cli.server_options import (
+    FROM_ENVIRONMENT,
+    PORT,
+    STORE_VARIABLE,
+    store_option,
+    with_store,
+)
+from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, path_option
 
 if TYPE_CHECKING:
     from postroom.runtime.parts import Part
     from postroom.settings import UpSettings
 
 STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
+DEMO_FOLDER = "postroom-demo"
 MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 
 @click.command(context_settings=HELP_OPTIONS)
 @path_option("--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]")
+@store_option("The store of Tasks and Engine, such as postgres://user@host/db, instead of DIR/queue.db.")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0: a free one.  [default: 8800]")
 @click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0: a free one.  [default: 4222]")
@@ -31,9 +39,10 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
 @path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate, on HTTP and NATS.")
 @path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@click.option("--demo", is_flag=True, help=f"Add traffic of a few agents. Without --data: in {DEMO_FOLDER}.")
 @click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
 @click.pass_obj
-def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
+def up(shell: Shell, /, demo: bool, insecure: bool, **given: Any) -> None:
     """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
@@ -45,33 +54,42 @@ def up(shell: Shell, /, insecure: bool, **given: Any) -> None:
       postroom up --data run
       postroom up --data run --http-port 0 --nats-port 0 --no-audit
       postroom up --data run --app myagents:engine
+      postroom up --demo
     """
     from postroom.runtime.parts import LOCK_FILE
     from postroom.system.atomic import make_folder
     from postroom.system.lock import alone
 
+    if demo and given["data"] is None:
+        given["data"] = Path(DEMO_FOLDER)
     settings = _chosen(shell, given)
     data = settings.data
     if data is None:
         raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
     _check_address(settings, insecure=insecure)
+    _check_store(settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
-        _run(shell, data, settings)
+        _run(shell, data, settings, demo=demo)
 
 
-def _run(shell: Shell, data: Path, settings: "UpSettings") -> None:
+def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> None:
     from postroom.runtime.parts import Parts
 
     token = _first_token(data)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S)
+    environment = with_store(settings.store)
+    if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
+        environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
+    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
     try:
         ready = parts.start(stop.is_set)
         if not stop.is_set():
-            _print_addresses(shell, data, ready, token)
+            if demo:
+                parts.add(_demo_part(data, ready))
+            _print_addresses(shell, data, ready, token, demo=demo)
         parts.run(stop.wait)
     finally:
         parts.stop()
@@ -91,6 +109,15 @@ def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
             f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
             "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
         )
+
+
+def _check_store(store: str | None) -> None:
+    from postroom.stores.open import MEMORY, open_store
+
+    if store == MEMORY:
+        raise click.UsageError("the parts are processes of their own, and memory:// belongs to one process")
+    if store is not None:
+        open_store(store).close()  # opens no connection, and refuses an address that is none
 
 
 def _is_loopback(host: str) -> bool:
@@ -118,28 +145,42 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     tls: tuple[str, ...] = () if settings.tls_cert is None else ("--tls-cert", str(settings.tls_cert))
     tls += () if settings.tls_key is None else ("--tls-key", str(settings.tls_key))
     app = () if settings.app is None else ("--app", settings.app)
-    listen = ("--host", settings.host, "--while-stdin", *tls)
+    rate = ("--token-rate", str(settings.token_rate))
+    listen = ("--host", settings.host, "--while-stdin", *rate, *tls)
     port, folder = str(settings.http_port), str(data)
+    store = () if settings.store is None else ("--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
+    records = store or ("--data", folder)
     parts = [
-        Part("http", (*program, "tasks", "serve", "--data", folder, "--port", port, *listen, *app)),
+        Part("http", (*program, "tasks", "serve", "--data", folder, *store, "--port", port, *listen, *app)),
     ]
     if settings.mail:
         mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)
         parts.append(Part("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
     if settings.audit:
-        sources = ("--data", folder, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
+        sources = (*records, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
         ship = ("audit", "ship", *sources, "--to", str(data / AUDIT_FOLDER), "--while-stdin")
         parts.append(Part("audit", (*program, *ship), after="http", is_silent=True))
     if settings.app is not None:
-        work = ("engine", "work", "--data", folder, *app, "--while-stdin")
+        work = ("engine", "work", *records, *app, "--while-stdin")
         parts.append(Part("workers", (*program, *work), after="http", is_silent=True))
     return parts
 
 
-def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None) -> None:
+def _demo_part(data: Path, ready: Any) -> "Part":
+    from postroom.runtime.parts import Part
+
+    where = ("--url", ready["http"]["url"], "--nats", ready.get("mail", {}).get("url", ""))
+    command = (sys.executable, "-m", "postroom.runtime.demo", *where, "--data", str(data))
+    return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True)
+
+
+def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None, *, demo: bool) -> None:
     http, nats = ready["http"]["url"], ready.get("mail", {}).get("url")
     facts = {"http": http, "nats": nats, "token": token, "data": str(data), "pid": os.getpid()}
     lines = [f"{data} is served at {http}", f"mailboxes at {nats}" if nats else ""]
+    if demo:
+        facts |= {"demo": True}
+        lines.append("with the traffic of a demo")
     lines += [f"the token of the first admin, shown only now: {token}"] if token else []
     shell.output.facts(facts, "; ".join(line for line in lines if line))
     shell.output.flush()
@@ -165,3 +206,7 @@ def init(shell: Shell, out: Path | None) -> None:
     except FileExistsError:
         raise click.ClickException(f"{path} exists already, and stays as it is") from None
     shell.output.facts({"path": str(path)}, f"the settings are in {path}")
+
+
+for _command in (up, init):
+    _command.params.append(json_option())

@@ -1,21 +1,21 @@
-"""`postroom verify`: checks the guarantees of the contracts against a part of the audit stream."""
+"""`postroom verify`: checks the guarantees of the contracts, and all data of a folder."""
 
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait
+from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait, path_option
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.history_checker import History, HistoryVerdict, Open
+    from postroom.message import Event, Stored
     from postroom.sinks.reader import Segments
-    from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
 PROGRESS_EVERY_S = 2.0
@@ -25,7 +25,8 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
 
 
 @click.command(name="verify", context_settings=HELP_OPTIONS)
-@click.argument("folder", type=click.Path(), callback=as_path, metavar="DIR")
+@click.argument("folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]")
+@path_option("--data", metavar="DIR", text="Check all data of this data folder instead.")
 @click.option(
     "--store",
     metavar="URL",
@@ -42,39 +43,52 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
 @click.option(
     "--unordered", is_flag=True,
     help="Do not check the order of deliveries: workers of a store on PostgreSQL claim at the same time.  "
-    "[default: with --store postgres://...]",
+    "[default: with --store postgres://... or amqp://...]",
 )  # fmt: skip
 @click.option("--since", metavar="TIME", help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.")
 @click.option("--until", metavar="TIME", help="End at this time.")
 @click.pass_obj
 def verify_command(
     shell: Shell,
-    folder: Path,
+    /,
+    folder: Path | None,
+    data: Path | None,
     store: str | None,
     horizon_s: float | None,
     unordered: bool,
     since: str | None,
     until: str | None,
 ) -> int:
-    """Check the audit stream in DIR, and print every violation of a guarantee.
+    """Check the audit stream in FOLDER, or all data of a folder, and print every violation of a guarantee.
 
     The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
     message never overlap, first deliveries are in order, and a message ends once. The output is a line for
     each violation, with the events that prove it. The exit code is 0 without violations, and 1 otherwise.
 
+    With --data, the store, the buses, the mail, the registry and the audit stream of a data folder are read
+    whole. Damage is a violation, too. The folder is not changed, and servers may run meanwhile.
+
     \b
     Example:
       postroom verify audit
       postroom verify audit --store sqlite:///run/queue.db
+      postroom verify --data run
       postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
     """
     from postroom.core.history_checker import History
-    from postroom.stores.open import POSTGRES
+    from postroom.stores.open import SERVERS
 
+    if (folder is None) == (data is None):
+        raise click.UsageError("say what to check: the FOLDER of an audit stream, or --data DIR")
+    if data is not None and (store is not None or since is not None or until is not None):
+        raise click.UsageError("--data checks the whole folder, so it cannot be used with the other options")
+    if data is not None:
+        return _verify_data(shell, data, unordered=unordered)
+    assert folder is not None  # noqa: S101 - for the type checker: checked above
     if store is not None and until is not None:
         raise click.UsageError("--store compares with the present, so it cannot be used with --until")
     since_us, until_us = _time_us("--since", since), _time_us("--until", until)
-    overlaps = unordered or (store is not None and store.startswith(POSTGRES))
+    overlaps = unordered or (store is not None and store.startswith(SERVERS))
     history = History(since_us=since_us, until_us=until_us, ordered=not overlaps)
     _read(shell, folder, history, since_us, until_us)
     if horizon_s is None:
@@ -137,6 +151,16 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
 # ---- the store beside it -----------------------------------------------------------------------------
 
 
+class ReadableStore(Protocol):
+    """A store, or a snapshot of one."""
+
+    def identity(self) -> str: ...
+
+    def events(self, after: int, limit: int) -> "list[Event]": ...
+
+    def load(self, message_id: str) -> "Stored | None": ...
+
+
 def _beside_store(
     history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
 ) -> "HistoryVerdict":
@@ -148,7 +172,11 @@ def _beside_store(
         raise click.ClickException(f"there is no store at {url}")
     store = open_store(url)
     try:
-        source = _source_of(history, store, url)
+        source = _source_of(history, store)
+        if source is None:
+            raise click.ClickException(
+                f"{url} was not shipped to this stream: none of its sources is {store.identity()}"
+            )
         if not stretch_ends:
             _read_on(history, store, source)
         return history.verdict(horizon_us=horizon_us, absent=_absent(store, source))
@@ -156,15 +184,13 @@ def _beside_store(
         store.close()
 
 
-def _source_of(history: "History", store: "Store", url: str) -> str:
+def _source_of(history: "History", store: ReadableStore) -> str | None:
+    """The name of the store in the stream; None when it was not shipped to it."""
     identity = store.identity()
-    for source in history.sources():
-        if source.endswith(f":{identity}"):
-            return source
-    raise click.ClickException(f"{url} was not shipped to this stream: none of its sources is {identity}")
+    return next((source for source in history.sources() if source.endswith(f":{identity}")), None)
 
 
-def _read_on(history: "History", store: "Store", source: str) -> None:
+def _read_on(history: "History", store: ReadableStore, source: str) -> None:
     """Add the events of the store that are not shipped yet."""
     from postroom.core.events import of_store
 
@@ -179,18 +205,63 @@ def _read_on(history: "History", store: "Store", source: str) -> None:
         last = found[-1].seq
 
 
-def _absent(store: "Store", source: str) -> "Callable[[Open], bool]":
+def _absent(store: ReadableStore, source: str) -> "Callable[[Open], bool]":
     def absent(message: "Open") -> bool:
         return message.source == source and store.load(message.message_id) is None
 
     return absent
 
 
+# ---- a data folder -----------------------------------------------------------------------------------
+
+
+def _verify_data(shell: Shell, data: Path, *, unordered: bool) -> int:
+    """Check every file of a data folder, then the history in its audit stream against its store."""
+    from postroom.runtime.data_folder import checked_data_folder
+    from postroom.runtime.verification import DataCheck
+
+    check = DataCheck(checked_data_folder(data), shell.note)
+    faults = list(check.faults())
+    rows: list[dict[str, Any]] = [
+        {"rule": "damage", "message_id": "", "event_ids": [], "sentence": f"{fault.file}: {fault.reason}"}
+        for fault in faults
+    ]
+    # The history needs a store and a stream that can be read.
+    if not {"store", "audit"} & {fault.part for fault in faults}:
+        verdict = _history_of(shell, data, ordered=not unordered)
+        rows += [] if verdict is None else _rows(verdict)
+    shell.output.rows(COLUMNS, rows, f"clean: {', '.join(check.checked)}")
+    return EXIT_RUNTIME if rows else EXIT_OK
+
+
+def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict | None":
+    from postroom.core.history_checker import History
+    from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE
+    from postroom.sinks.layout import holds_stream
+    from postroom.stores.sqlite_snapshot import SqliteSnapshot, read_at_rest_or_live
+
+    if not holds_stream(data / AUDIT_FOLDER):
+        return None
+    history = History(since_us=None, until_us=None, ordered=ordered)
+    _read(shell, data / AUDIT_FOLDER, history, None, None)
+
+    def judge(snapshot: SqliteSnapshot) -> "HistoryVerdict":
+        source = _source_of(history, snapshot) if snapshot.is_current else None
+        if source is None:
+            return history.verdict(horizon_us=None)
+        _read_on(history, snapshot, source)
+        return history.verdict(horizon_us=None, absent=_absent(snapshot, source))
+
+    if not (data / DATABASE).exists():
+        return history.verdict(horizon_us=None)
+    return read_at_rest_or_live(data / DATABASE, judge)
+
+
 # ---- output ------------------------------------------------------------------------------------------
 
 
-def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
-    rows: list[dict[str, Any]] = [
+def _rows(verdict: "HistoryVerdict") -> list[dict[str, Any]]:
+    return [
         {
             "rule": violation.rule,
             "message_id": violation.message_id,
@@ -199,6 +270,10 @@ def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
         }
         for violation in verdict.violations
     ]
+
+
+def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
+    rows = _rows(verdict)
     stretch = (
         f"{verdict.events:,} events of {len(verdict.sources)} sources, "
         f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"

@@ -11,6 +11,7 @@ Rule 2: a call that is lost on the way is repeated with the same ids, so a serve
 
 import itertools
 import json
+import math
 import time
 import urllib.parse
 import uuid
@@ -21,18 +22,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from postroom.client import arguments
-from postroom.client.connections import Call, pause_s
+from postroom.client.connections import pause_s
 from postroom.errors import AgentReplaced, InvalidMessage, MessageFailed, StreamRestarted, Unreachable
 
 if TYPE_CHECKING:
     from postroom.client.engine import EngineClient
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
-SILENCE_S = 45.0  # after which a stream is taken for lost
 ANSWERED_KEPT_MAX = 10_000
 FINAL_PARTS = ("result", "stream_complete", "error")
 
 _SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
+
+
+def deadline_after(timeout_s: float | None) -> float:
+    """The time of the monotonic clock after a timeout; infinity without one."""
+    if timeout_s is None:
+        return math.inf
+    return time.monotonic() + arguments.seconds("timeout_s", timeout_s)
 
 
 class _Registered(msgspec.Struct, frozen=True):
@@ -70,8 +77,9 @@ class RemoteAgent:
             self._registered = self._client._converted(answer, _Registered)  # noqa: SLF001 - the same package
         return self._registered
 
-    def _path(self, rest: str) -> str:
-        return f"/engine/agents/{urllib.parse.quote(self.registration.agent_id, safe='')}/{rest}"
+    def _path(self, rest: str, **query: Any) -> str:
+        asked = f"?{urllib.parse.urlencode(query)}" if query else ""
+        return f"/engine/agents/{urllib.parse.quote(self.registration.agent_id, safe='')}/{rest}{asked}"
 
     def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> Any:
         body = {**body, "session": self.registration.session}
@@ -92,9 +100,7 @@ class RemoteAgent:
         Raises `MessageFailed`, and `TimeoutError` after `timeout_s`: `resume` gives the late answer.
         """
         message = {"message_id": str(uuid.uuid4()), **fields, "type": type, "payload": payload}
-        deadline = float("inf")
-        if timeout_s is not None:
-            deadline = time.monotonic() + arguments.seconds("timeout_s", timeout_s)
+        deadline = deadline_after(timeout_s)
         while True:
             wait_s = max(0.0, min(WAIT_S_MAX, deadline - time.monotonic()))
             answer = self._request(message, wait_s)
@@ -117,18 +123,21 @@ class RemoteAgent:
         *,
         type: str,  # noqa: A002 - the contract's word
         payload: Mapping[str, Any],
+        timeout_s: float | None = None,
         restart: Literal["raise", "replace"] = "raise",
         **fields: Any,
     ) -> "PartStream":
         """Submit a message and iterate over the parts of its answer, the last one included.
 
         When another attempt begins the answer again, the iterator raises `StreamRestarted` once and then goes
-        on. With `restart="replace"` the parts of the new attempt follow.
+        on. With `restart="replace"` the parts of the new attempt follow. `TimeoutError` comes `timeout_s`
+        after the first step, and `resume` gives the late answer.
         """
         if restart not in ("raise", "replace"):
             raise InvalidMessage(f'restart must be "raise" or "replace", not {restart!r}')
         message = {"message_id": str(uuid.uuid4()), **fields, "type": type, "payload": payload}
-        return PartStream(self, self._client, message, raises=restart == "raise")
+        deadline_after(timeout_s)  # a wrong timeout is refused here, not by the first step
+        return PartStream(self, self._client, message, timeout_s, raises=restart == "raise")
 
     def resume(self) -> Iterator[dict[str, Any]]:
         """The parts of every open request, until all of them have ended.
@@ -136,47 +145,44 @@ class RemoteAgent:
         These are late answers, and the requests of an agent that was restarted. A part that is repeated
         after a lost connection is left out.
         """
-        open_requests = set(self._open()).difference(self._answered)
         seen: set[str] = set()
         failures = itertools.count()
-        while open_requests:
+        while True:
             try:
-                for part in self._parts():
+                for part in self._resumed():
                     failures = itertools.count()
-                    if part["id"] in seen or part["request_id"] not in open_requests:
-                        continue
-                    seen.add(part["id"])
-                    yield part
-                    if part["type"] in FINAL_PARTS:
-                        self.acknowledge(part["request_id"])
-                        open_requests.remove(part["request_id"])
-                        if not open_requests:
-                            return
+                    if part["id"] not in seen:
+                        seen.add(part["id"])
+                        yield part
+                        if part["type"] in FINAL_PARTS:
+                            self._answered.append(part["request_id"])
+                            self.acknowledge(part["request_id"])
             except Unreachable as error:
                 failed = next(failures)
                 if failed >= self._client.retries:
                     raise
                 time.sleep(pause_s(failed, error.retry_after_s))
+            else:
+                return
 
-    def _open(self) -> list[str]:
-        own = self.registration
-        found = [one for one in self._client.agents() if one["agent_id"] == own.agent_id]
-        return list(found[0]["waits_for"]) if found else []
-
-    def _parts(self) -> Iterator[dict[str, Any]]:
-        headers = {**self._client._headers, "Accept": "text/event-stream"}  # noqa: SLF001 - the same package
-        path = self._path(f"stream?session={self.registration.session}")
-        call = Call("GET", path, None, headers, SILENCE_S)
-        fields: dict[str, str] = {}
-        for line in self._client._connections.lines(call):  # noqa: SLF001 - the same package
-            name, _, value = line.partition(": ")
-            if name:  # else a comment, which begins with a colon
-                fields[name] = value
-            elif not line and fields:
-                if fields.get("event") == "replaced":
+    def _resumed(self) -> Iterator[dict[str, Any]]:
+        """The parts that one connection gives, until no request is open."""
+        waiting: set[str] = set()
+        for event in self._client.events(self._path("stream", session=self.registration.session)):
+            data = json.loads(event["data"])
+            match event["event"]:
+                case "replaced":
                     raise AgentReplaced(self.registration.agent_id)
-                yield {"id": fields.get("id", ""), **json.loads(fields["data"])}
-                fields = {}
+                case "open":
+                    waiting = set(data["request_ids"]).difference(self._answered)
+                case "closed":
+                    waiting.discard(data["request_id"])
+                case kind if data["request_id"] in waiting:
+                    yield {"id": event["id"], **data}
+                    if kind in FINAL_PARTS:
+                        waiting.remove(data["request_id"])
+            if not waiting:
+                return
         raise Unreachable("the server ended the stream of the agent")
 
     def acknowledge(self, *message_ids: str) -> None:
@@ -197,23 +203,47 @@ class RemoteAgent:
 
     def inbox(self) -> list[dict[str, Any]]:
         """The messages that the agent has not acted on, each with its `key`."""
-        path = self._path(f"inbox?session={self.registration.session}")
-        return list(self._client.request("GET", path)["messages"])
+        found: list[dict[str, Any]] = []
+        while page := self._inbox_page(found[-1]["key"] if found else ""):
+            found += page
+        return found
+
+    def _inbox_page(self, after: str) -> list[dict[str, Any]]:
+        query = {"session": self.registration.session} | ({"after": after} if after else {})
+        return list(self._client.request("GET", self._path("inbox", **query))["messages"])
 
     def done(self, *keys: str) -> None:
         """The agent has acted on messages of its inbox."""
         self._post(self._path("inbox/done"), {"keys": list(keys)})
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Send a heartbeat. Every other call is one, too: only an idle agent needs this, every 10 s."""
+        self._client.request("POST", self._path("beat", session=self.registration.session))
+
+    def leave(self) -> None:
+        """End the registration. The next call registers the agent again."""
+        self._client.request("POST", self._path("leave", session=self.registration.session), retries=0)
+        self._registered = None
 
 
 class PartStream:
     """An iterator over the parts of one answer. The message is submitted with the first step."""
 
     def __init__(
-        self, agent: RemoteAgent, client: "EngineClient", message: dict[str, Any], *, raises: bool
+        self,
+        agent: RemoteAgent,
+        client: "EngineClient",
+        message: dict[str, Any],
+        timeout_s: float | None,
+        *,
+        raises: bool,
     ) -> None:
         self._agent = agent
         self._client = client
         self._message = message
+        self._timeout_s = timeout_s
         self._raises = raises
         self._parts: Iterator[dict[str, Any]] | None = None
         self._held: dict[str, Any] | None = None
@@ -247,5 +277,5 @@ class PartStream:
     def _next(self) -> dict[str, Any]:
         if self._parts is None:
             self._agent._request(self._message, 0.0)  # noqa: SLF001 - the same module
-            self._parts = self._client.stream(self.message_id)
+            self._parts = self._client.stream(self.message_id, timeout_s=self._timeout_s)
         return next(self._parts)

@@ -6,9 +6,11 @@ Rule 2: no secret is logged or shown.
 
 import contextlib
 import http.client
+import math
 import os
 import random
 import socket
+import time
 import urllib.parse
 from collections import deque
 from collections.abc import Iterator
@@ -129,17 +131,26 @@ class Connections:
         except msgspec.DecodeError as error:
             raise HarnessRefused(status, f"the answer of {self.url} is not JSON: {error}") from None
 
-    def lines(self, call: Call) -> Iterator[str]:
-        """The lines of a long answer as they come, on a connection of its own."""
+    def lines(self, call: Call, until: float = math.inf) -> Iterator[str]:
+        """The lines of a long answer as they come, on a connection of its own.
+
+        Raises `TimeoutError` at `until`, a time of the monotonic clock.
+        """
         connection = self._kind(self._host, self._port, timeout=call.timeout_s)
         try:
             connection.request(call.method, self._prefix + call.path, call.body, call.headers)
             response = connection.getresponse()
             if response.status >= _SUCCESS_BELOW:
                 raise refusal(call, response.status, response.headers, self._read(response))
-            while line := response.readline(ANSWER_BYTES_MAX):
+            while True:
+                if connection.sock is not None:
+                    connection.sock.settimeout(max(0.001, min(call.timeout_s, until - time.monotonic())))
+                if not (line := response.readline(ANSWER_BYTES_MAX)):
+                    return
                 yield line.decode().rstrip("\r\n")
         except TimeoutError:
+            if time.monotonic() >= until:
+                raise
             raise Unreachable(f"{self.url} sent nothing for {call.timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"cannot reach {self.url}: {_reason(error)}") from error
@@ -236,6 +247,12 @@ class _Subject(msgspec.Struct, frozen=True):
 
 def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: bytes) -> PostroomError:
     """The error that an answer above 299 stands for."""
+    error = _error_of(call, status, headers, body)
+    error.http_status = status
+    return error
+
+
+def _error_of(call: Call, status: int, headers: http.client.HTTPMessage, body: bytes) -> PostroomError:
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except msgspec.DecodeError:

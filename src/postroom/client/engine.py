@@ -11,6 +11,7 @@ Rule 3: no secret is logged or shown.
 
 import itertools
 import json
+import math
 import time
 import urllib.parse
 import uuid
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from postroom.client import arguments
-from postroom.client.agent import RemoteAgent
+from postroom.client.agent import RemoteAgent, deadline_after
 from postroom.client.calls import HttpClient
 from postroom.client.connections import Call, pause_s
 from postroom.errors import InvalidMessage, Unreachable, failure_of
@@ -29,6 +30,7 @@ from postroom.errors import InvalidMessage, Unreachable, failure_of
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
 STREAM_SILENCE_S = 45.0  # after which a stream is taken for lost; the server sends something every 15 s
 FINAL_PARTS = ("result", "stream_complete", "error")
+ACCEPT_EVENTS = {"Accept": "text/event-stream"}
 
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = list[dict[str, Any]]
@@ -78,6 +80,7 @@ class EngineClient(HttpClient):
     def __init__(self, url: str, token: str, **options: Any) -> None:
         super().__init__(url, token, **options)
         self.dlq = DeadLetters(self)
+        self.bounces = BouncedAnswers(self)
 
     def __repr__(self) -> str:
         return f"EngineClient({self._connections.url!r})"
@@ -110,9 +113,7 @@ class EngineClient(HttpClient):
 
         Raises `MessageFailed` when the message ends without one, and `TimeoutError` after `timeout_s`.
         """
-        deadline = float("inf")
-        if timeout_s is not None:
-            deadline = time.monotonic() + arguments.seconds("timeout_s", timeout_s)
+        deadline = deadline_after(timeout_s)
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             message = self.get(message_id, wait_s=min(left_s, WAIT_S_MAX))
@@ -123,40 +124,53 @@ class EngineClient(HttpClient):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"message {message_id} has not ended within {timeout_s:g} s")
 
-    def stream(self, message_id: str, *, after: str = "") -> Iterator[dict[str, Any]]:
+    def stream(
+        self, message_id: str, *, after: str = "", timeout_s: float | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The parts of the answer as they come, to the last one. Each has its `id`.
 
         A lost connection is opened again, and the stream continues after the last part. `after` is the `id`
-        of a part that an earlier stream gave.
+        of a part that an earlier stream gave. Raises `TimeoutError` after `timeout_s`.
         """
         failures = itertools.count()
-        while True:
+        until = deadline_after(timeout_s)
+        while time.monotonic() < until:
             try:
-                for part in self._parts(message_id, after):
+                for part in self._parts(message_id, after, until):
                     after, failures = part["id"], itertools.count()
                     yield part
                     if part["type"] in FINAL_PARTS:
                         return
+            except TimeoutError:
+                break
             except Unreachable as error:
                 failed = next(failures)
                 if failed >= self.retries:
                     raise
                 time.sleep(pause_s(failed, error.retry_after_s))
+        raise TimeoutError(f"the answer to {message_id} did not come within {timeout_s:g} s")
 
-    def _parts(self, message_id: str, after: str) -> Iterator[dict[str, Any]]:
-        headers = {**self._headers, "Accept": "text/event-stream"}
-        if after:
-            headers["Last-Event-ID"] = arguments.text("after", after)
-        call = Call("GET", f"{_message_path(message_id)}/stream", None, headers, STREAM_SILENCE_S)
+    def _parts(self, message_id: str, after: str, until: float) -> Iterator[dict[str, Any]]:
+        headers = {"Last-Event-ID": arguments.text("after", after)} if after else {}
+        for event in self.events(f"{_message_path(message_id)}/stream", headers, until=until):
+            yield {"id": event.get("id", ""), **json.loads(event["data"])}
+        raise Unreachable(f"{self._connections.url} ended the stream before the answer was complete")
+
+    def events(
+        self, path: str, headers: Mapping[str, str] | None = None, *, until: float = math.inf
+    ) -> Iterator[dict[str, str]]:
+        """The server-sent events of a path as they come: `id`, `event` and `data`."""
+        call = Call(
+            "GET", path, None, {**self._headers, **(headers or {}), **ACCEPT_EVENTS}, STREAM_SILENCE_S
+        )
         fields: dict[str, str] = {}
-        for line in self._connections.lines(call):
+        for line in self._connections.lines(call, until):
             name, _, value = line.partition(": ")
             if name:  # else a comment, which begins with a colon
                 fields[name] = value
             elif not line and fields:
-                yield {"id": fields.get("id", ""), **json.loads(fields["data"])}
+                yield fields
                 fields = {}
-        raise Unreachable(f"{self._connections.url} ended the stream before the answer was complete")
 
     def agent(self) -> RemoteAgent:
         """The agent that the token names: its requests, its inbox, and what it resumes."""
@@ -192,6 +206,23 @@ class EngineClient(HttpClient):
     def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
         """End a pause of the same scope."""
         self.request("POST", "/engine/resume", {"org_id": org_id, "type": type})
+
+
+class BouncedAnswers:
+    """`client.bounces`: answers that no agent fetched, for users and systems."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def list(self, org_id: str | None = None, **filters: Any) -> Letters:
+        """Bounces, the oldest first, each with its `key`. Filters: created_by (user:ada), after, limit."""
+        named = {"org_id": org_id, **filters}
+        query = urllib.parse.urlencode({name: value for name, value in named.items() if value is not None})
+        return list(self._client.request("GET", f"/engine/bounces?{query}")["bounces"])
+
+    def done(self, *keys: str) -> Ids:
+        """Remove bounces that their creator has. Returns the keys that were there."""
+        return list(self._client.request("POST", "/engine/bounces/done", {"keys": list(keys)})["keys"])
 
 
 class DeadLetters:

@@ -27,11 +27,11 @@ Verdict: TypeAlias = Literal["next", "restarted", "repeated", "gap"]
 
 
 class AgentRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for the agents of all organizations."""
+    """Rules for the agents of all organizations."""
 
     heartbeat_s: float = HEARTBEAT_S
     missed_dead: int = MISSED_DEAD
-    """After so many missed heartbeats an agent is dead."""
+    """The number of missed heartbeats after which an agent is dead."""
     keep_responses_s: float = KEEP_RESPONSES_S
     """How long an answer waits for its agent before it bounces."""
     on_dead: OnDead = "keep"
@@ -62,7 +62,7 @@ def health_of(registered_ns: int, seen_ns: int, now_ns: int, rules: AgentRules) 
 
 
 def may_take_over(lease_until_ns: int, now_ns: int) -> bool:
-    """Whether the agents of a coordinator with this lease belong to whoever asks first."""
+    """Whether another coordinator may take over the agents of a coordinator with this lease."""
     return lease_until_ns <= now_ns
 
 
@@ -75,7 +75,7 @@ def is_over(ended_us: int, now_us: int, keep_s: float) -> bool:
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """How far a reader has come in an answer."""
+    """The position of a reader in an answer."""
 
     attempt: int = 0
     index: int = 0
@@ -85,7 +85,7 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 def judge(cursor: Cursor, attempt: int, index: int) -> Verdict:
-    """What a part is to a reader.
+    """How a part relates to the position of a reader.
 
     `next`: it continues the answer. `restarted`: it begins another attempt, and chunks of an earlier one
     were read. `repeated`: it was read before, or belongs to an earlier attempt. `gap`: parts before it are

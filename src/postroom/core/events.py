@@ -61,6 +61,7 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "settle": ("execution_completed", "delivered"),
         "purge": ("deleted",),
         "enqueue while the stream is too far behind": ("alert",),
+        "a call over HTTP or MCP that is refused": ("rejected",),
     },
     "engine": {
         "submit": ("created", "enqueued"),

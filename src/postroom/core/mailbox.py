@@ -106,6 +106,10 @@ class SortedNumbers:
         self._numbers: list[int] = []
         self._dead = 0
 
+    def __len__(self) -> int:
+        """How many numbers are alive."""
+        return len(self._numbers) - self._dead
+
     def add(self, first: int, count: int = 1) -> None:
         """Add `count` consecutive numbers."""
         numbers = self._numbers

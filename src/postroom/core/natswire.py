@@ -512,6 +512,7 @@ def error(text: str) -> bytes:
     return b"-ERR '%b'\r\n" % text.replace("'", "").encode("utf-8", "replace")
 
 
-def permissions_violation(what: str, subject: bytes) -> bytes:
+def permissions_violation(what: str, subject: bytes, why: str = "") -> bytes:
     """The only -ERR after which every client keeps the connection. `what` is Subscription or Publish."""
-    return b"-ERR 'Permissions Violation for %b to \"%b\"'\r\n" % (what.encode(), subject)
+    more = f": {why}".replace("'", "").encode("utf-8", "replace") if why else b""
+    return b"-ERR 'Permissions Violation for %b to \"%b\"%b'\r\n" % (what.encode(), subject, more)

@@ -9,188 +9,37 @@ Rule 4: nothing here reads a clock. Times are nanoseconds of the store's clock.
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import InvalidSetting, shown
+from postroom.core.token_rules import (
+    NONE_OF_4,
+    REQUESTS_MINUTE,
+    SHARED,
+    SPARE_SHARE,
+    TIERS,
+    TOKENS_DAY,
+    TOKENS_MAX,
+    TOKENS_MINUTE,
+    WINDOWS,
+    Five,
+    Four,
+    ModelRule,
+    Shortage,
+    four,
+)
 
-TIERS: Final = 4
-SHARED: Final = 4  # the pool of tokens that no tier reserves
-WINDOWS: Final = ("tokens_per_minute", "tokens_per_day", "requests_per_minute", "requests_per_day")
-TOKENS_MINUTE, TOKENS_DAY, REQUESTS_MINUTE, REQUESTS_DAY = range(4)
 WINDOW_NS: Final = tuple(seconds * NANOS_PER_S for seconds in (60, 86_400, 60, 86_400))
-
-TOKENS_MAX: Final = 10**12  # of one message, and of one limit
-PROVIDERS_MAX: Final = 100
-MODELS_A_PROVIDER_MAX: Final = 1_000
-MODEL_CHARS_MAX: Final = 128
-HEADER_S_MAX: Final = 86_400.0  # a longer wait in a provider's header counts as this one
-
 BLOCKED_FULL: Final = 4  # dependants from which on their part of the importance is full
 RETRIES_FULL: Final = 3
 BLOCKED_WEIGHT: Final = 0.75
 DEGRADED_SHARE: Final = 0.5  # of the tokens asked for; a degraded message gets at least these
-SPARE_SHARE: Final = 0.5  # of the tokens that a tier left unused; rebalancing gives them to short tiers
 QUEUE_LOOK_NS: Final = NANOS_PER_S  # how long a message of the policy "queue" waits until it is tried again
-
-Shortage: TypeAlias = Literal["queue", "degrade", "defer"]
-Four: TypeAlias = tuple[int, int, int, int]
-Five: TypeAlias = tuple[int, int, int, int, int]
-NONE_OF_4: Final[Four] = (0, 0, 0, 0)
 NONE_OF_5: Final[Five] = (0, 0, 0, 0, 0)
-
-
-# ---- rules -----------------------------------------------------------------------------------------
-
-
-class ModelRule(msgspec.Struct, frozen=True, gc=False):
-    """One model of one provider."""
-
-    provider: str
-    name: str
-    limits: Four
-    """By window; 0 for no limit."""
-    main: int
-    """The window that tiers share: the first one that is limited."""
-    pools: Five
-    """The limit of that window by tier, and what no tier reserves."""
-    usd_per_million_tokens: float = 0.0
-    reach: Four = NONE_OF_4
-    """The most tokens that a message of each tier can ever get: its pools, all loans, and rebalancing."""
-
-
-class TokenRules(msgspec.Struct, frozen=True):
-    """The budgets of a policy."""
-
-    models: tuple[ModelRule, ...]
-    named: Mapping[str, tuple[ModelRule, ...]]
-    """Models by name, and by provider and name with a slash between them."""
-    tiers: tuple[float, ...]
-    shortage: Shortage = "defer"
-
-    def candidates(self, names: Sequence[str]) -> tuple[ModelRule, ...]:
-        """The models that a message may use, the preferred one first; without names, all of them."""
-        if not names:
-            return self.models
-        if len(names) == 1:
-            return self.named.get(names[0], ())
-        return tuple(dict.fromkeys(rule for name in names for rule in self.named.get(name, ())))
-
-    def cost_usd(self, model: str, tokens: int) -> float:
-        """What tokens of a model cost; 0 when no price is known."""
-        prices = [rule.usd_per_million_tokens for rule in self.named.get(model, ())]
-        return prices[0] * tokens / 1_000_000 if prices else 0.0
-
-
-def token_rules(config: Mapping[str, Any]) -> TokenRules | None:
-    """The rules of `Policy(tokens=…)`, or an error that says what does not fit; None when there are none."""
-    if not config:
-        return None
-    _only(config, "tokens", ("providers", "tiers", "shortage"))
-    providers = _object(config.get("providers"), "tokens needs providers", PROVIDERS_MAX)
-    tiers = _tiers(config.get("tiers", (0.0,) * TIERS))
-    shortage = config.get("shortage", "defer")
-    if shortage not in ("queue", "degrade", "defer"):
-        raise InvalidSetting(
-            f'the shortage of tokens must be "queue", "degrade" or "defer", not {shown(shortage)}'
-        )
-    models = tuple(
-        _model(provider, name, limits, tiers)
-        for provider, found in providers.items()
-        for name, limits in _models(provider, found).items()
-    )
-    named: dict[str, tuple[ModelRule, ...]] = {}
-    for rule in models:
-        for name in (rule.name, f"{rule.provider}/{rule.name}"):
-            named[name] = (*named.get(name, ()), rule)
-    return TokenRules(models, named, tiers, shortage)
-
-
-def _only(config: Mapping[str, Any], whose: str, known: Sequence[str]) -> None:
-    for name in config:
-        if name not in known:
-            raise InvalidSetting(f"{whose} has no key {name!r}: the keys are {', '.join(known)}")
-
-
-def _object(value: object, what: str, limit: int) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not 0 < len(value) <= limit:
-        raise InvalidSetting(f"{what}: an object of 1 to {limit} names")
-    for name in value:
-        if not isinstance(name, str) or not 0 < len(name) <= MODEL_CHARS_MAX or not name.isprintable():
-            raise InvalidSetting(
-                f"a provider or model has a name of up to {MODEL_CHARS_MAX} printable characters, "
-                f"not {shown(name)}"
-            )
-    return value
-
-
-def _models(provider: str, found: object) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping):
-        raise InvalidSetting(f"provider {provider} must be an object with models, not {shown(found)}")
-    _only(found, f"provider {provider}", ("models",))
-    return _object(found.get("models"), f"provider {provider} needs models", MODELS_A_PROVIDER_MAX)
-
-
-def _tiers(tiers: object) -> tuple[float, ...]:
-    shares = tuple(tiers) if isinstance(tiers, list | tuple) else ()
-    is_share = [type(share) in (int, float) and 0 <= share <= 1 for share in shares]
-    if len(shares) != TIERS or not all(is_share) or not math.fsum(shares) <= 1 + 1e-9:
-        raise InvalidSetting(
-            f"tiers of tokens must be four shares, for P0 to P3, of at most 1 in all, not {shown(tiers)}"
-        )
-    return tuple(float(share) for share in shares)
-
-
-def _model(provider: str, name: str, limits: object, tiers: tuple[float, ...]) -> ModelRule:
-    whose = f"model {name} of provider {provider}"
-    if not isinstance(limits, Mapping):
-        raise InvalidSetting(f"{whose} must be an object with limits, not {shown(limits)}")
-    _only(limits, whose, (*WINDOWS, "usd_per_million_tokens"))
-    found = [_limit(whose, window, limits.get(window)) for window in WINDOWS]
-    if not any(found):
-        raise InvalidSetting(f"{whose} needs at least one limit, such as tokens_per_minute")
-    price = limits.get("usd_per_million_tokens", 0.0)
-    if type(price) not in (int, float) or not 0 <= price <= TOKENS_MAX:
-        raise InvalidSetting(
-            f"usd_per_million_tokens of {whose} must be a number from 0 on, not {shown(price)}"
-        )
-    main = next(window for window, limit in enumerate(found) if limit)
-    pools = pools_of(found[main], tiers)
-    return ModelRule(provider, name, _four(found), main, pools, price, _reach(found, pools))
-
-
-def _limit(whose: str, window: str, limit: object) -> int:
-    if limit is None:
-        return 0
-    if type(limit) is not int or not 0 < limit <= TOKENS_MAX:
-        raise InvalidSetting(
-            f"{window} of {whose} must be a whole number from 1 to {TOKENS_MAX}, not {shown(limit)}"
-        )
-    return limit
-
-
-def pools_of(limit: int, tiers: Sequence[float]) -> Five:
-    """A limit by tier, and what no tier reserves."""
-    own = [int(limit * share + 1e-9) for share in tiers]
-    return own[0], own[1], own[2], own[3], limit - sum(own)
-
-
-def _reach(limits: Sequence[int], pools: Five) -> Four:
-    of_tokens = [limit for limit in limits[:REQUESTS_MINUTE] if limit]
-    if not of_tokens:
-        return (TOKENS_MAX,) * TIERS
-    return _four([min(*of_tokens, _reach_of_pools(pools, tier)) for tier in range(TIERS)])
-
-
-def _reach_of_pools(pools: Five, tier: int) -> int:
-    higher = sum(int(SPARE_SHARE * pools[pool]) for pool in range(tier))
-    return pools[tier] + pools[SHARED] + sum(pools[tier + 1 : TIERS]) + higher
 
 
 # ---- the books of a model --------------------------------------------------------------------------
@@ -231,7 +80,7 @@ class Account(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Refill(msgspec.Struct, frozen=True):
-    """What the beginning of a window changed besides the refill."""
+    """How the pools of a new window differ from those of the policy."""
 
     repaid: int = 0
     """Tokens that tiers gave back to their lenders."""
@@ -263,7 +112,7 @@ def borrowed_of(account: Account) -> int:
 
 
 def current(account: Account, rule: ModelRule, now_ns: int) -> tuple[Account, Refill | None]:
-    """The account at a time: windows that are over begin again. The second value says what else changed."""
+    """The account at a time: windows that are over begin again. The second value has changes of the pools."""
     if now_ns < account.next_ns and account.limits == rule.limits:
         return account, None
     resets, used, outside = [*account.resets], [*account.used], [*account.outside]
@@ -274,10 +123,10 @@ def current(account: Account, rule: ModelRule, now_ns: int) -> tuple[Account, Re
     fresh = replace(
         account,
         limits=rule.limits,
-        resets=_four(resets),
+        resets=four(resets),
         next_ns=min(end for end, limit in zip(resets, rule.limits, strict=True) if limit),
-        used=_four(used),
-        outside=_four(outside),
+        used=four(used),
+        outside=four(outside),
     )
     if resets[rule.main] != account.resets[rule.main]:
         return _refilled(fresh, rule)
@@ -331,10 +180,6 @@ def _rebalance(pools: list[int], account: Account) -> int:
             wanted -= part  # noqa: PLW2901 - what is still wanted
             moved += part
     return moved
-
-
-def _four(values: Sequence[int]) -> Four:
-    return values[0], values[1], values[2], values[3]
 
 
 def _five(values: Sequence[int]) -> Five:
@@ -554,7 +399,7 @@ def _with_loans(debt: Four, lent: Four, tier: int, parts: Five) -> tuple[Four, F
         if parts[pool] and pool != tier:
             debts[tier] += parts[pool]
             loans[pool] += parts[pool]
-    return _four(debts), _four(loans)
+    return four(debts), four(loans)
 
 
 def used_parts(grant: Grant, used: int) -> Five:
@@ -569,10 +414,10 @@ def used_parts(grant: Grant, used: int) -> Five:
 
 
 class Purse:
-    """What is free of a model, for the many messages of one claim: `take` is faster than `allocate`.
+    """The free tokens of a model during one claim: `take` is a faster `allocate` for messages without loans.
 
-    A purse gives tokens of a message's own tier and those that no tier reserves. What it does not have is for
-    `allocate` to find.
+    A purse gives tokens of a message's own tier and those that no tier reserves. A message that needs others
+    goes through `allocate`.
     """
 
     __slots__ = ("_account", "_begun", "_free", "_grants", "_requests", "_requests_begun", "_room", "_rule")
@@ -646,120 +491,8 @@ def refuse(account: Account, tier: int, tokens: int) -> Account:
     """Note that a tier was short of tokens: the next rebalancing looks at it."""
     short = [*account.short]
     short[tier] = min(short[tier] + tokens, TOKENS_MAX)
-    return replace(account, short=_four(short))
+    return replace(account, short=four(short))
 
 
 def _sum(left: Five, right: Five) -> Five:
     return _five([a + b for a, b in zip(left, right, strict=True)])
-
-
-# ---- what providers say ----------------------------------------------------------------------------
-
-
-class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the headers of a provider's answer say; None for what they do not say."""
-
-    limit_tokens: int | None = None
-    remaining_tokens: int | None = None
-    reset_tokens_s: float | None = None
-    limit_requests: int | None = None
-    remaining_requests: int | None = None
-    reset_requests_s: float | None = None
-    retry_after_s: float | None = None
-
-
-_DURATION: Final = re.compile(
-    r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?"
-)
-_UNIT_S: Final = (86_400.0, 3_600.0, 60.0, 1.0, 0.001)
-
-
-def observed(headers: Mapping[str, str], wall_us: int) -> Observed:
-    """Read `x-ratelimit-*` and `retry-after`. Values that cannot be read are left out."""
-    found = {str(name).lower(): str(value).strip() for name, value in headers.items()}
-
-    def number(name: str) -> int | None:
-        value = found.get(name, "")
-        return min(int(value), TOKENS_MAX) if value.isascii() and value.isdigit() else None
-
-    def seconds(name: str) -> float | None:
-        return _seconds(found.get(name, ""))
-
-    return Observed(
-        number("x-ratelimit-limit-tokens"),
-        number("x-ratelimit-remaining-tokens"),
-        seconds("x-ratelimit-reset-tokens"),
-        number("x-ratelimit-limit-requests"),
-        number("x-ratelimit-remaining-requests"),
-        seconds("x-ratelimit-reset-requests"),
-        _after(found, wall_us),
-    )
-
-
-def _seconds(text: str) -> float | None:
-    """A number of seconds, or a duration such as 6m0s or 120ms."""
-    try:
-        value = float(text)
-    except ValueError:
-        match = _DURATION.fullmatch(text)
-        if match is None or not text:
-            return None
-        value = sum(unit * float(part) for unit, part in zip(_UNIT_S, match.groups(), strict=True) if part)
-    return min(value, HEADER_S_MAX) if value >= 0 else None
-
-
-def _after(found: Mapping[str, str], wall_us: int) -> float | None:
-    """`retry-after`: seconds, or a date."""
-    text = found.get("retry-after", "")
-    value = _seconds(text)
-    if value is None and text:
-        try:
-            value = parsedate_to_datetime(text).timestamp() - wall_us / 1e6
-        except (ValueError, TypeError, OverflowError):
-            return None
-    return None if value is None else min(max(value, 0.0), HEADER_S_MAX)
-
-
-def observe(account: Account, said: Observed, now_ns: int) -> Account:
-    """Follow what a provider says: a lower limit, fewer tokens left, a later reset, a pause."""
-    tokens = TOKENS_MINUTE if account.limits[TOKENS_MINUTE] else TOKENS_DAY
-    requests = REQUESTS_MINUTE if account.limits[REQUESTS_MINUTE] else REQUESTS_DAY
-    account = _observe_window(
-        account, tokens, said.limit_tokens, said.remaining_tokens, said.reset_tokens_s, now_ns
-    )
-    account = _observe_window(
-        account, requests, said.limit_requests, said.remaining_requests, said.reset_requests_s, now_ns
-    )
-    if said.retry_after_s is not None:
-        until = now_ns + round(said.retry_after_s * NANOS_PER_S)
-        account = replace(account, blocked_until=max(account.blocked_until, until))
-    return account
-
-
-def _observe_window(
-    account: Account,
-    window: int,
-    limit: int | None,
-    remaining: int | None,
-    reset_s: float | None,
-    now_ns: int,
-) -> Account:
-    if not account.limits[window]:
-        return account
-    if limit:
-        account = replace(account, stated=_with(account.stated, window, limit))
-    missing = 0 if remaining is None else free_of(account, window) - remaining
-    if missing <= 0:
-        return account
-    account = replace(account, outside=_with(account.outside, window, account.outside[window] + missing))
-    if reset_s is None:
-        return account
-    resets = _with(account.resets, window, max(now_ns + round(reset_s * NANOS_PER_S), now_ns + 1))
-    next_ns = min(end for end, limit in zip(resets, account.limits, strict=True) if limit)
-    return replace(account, resets=resets, next_ns=next_ns)
-
-
-def _with(values: Four, window: int, value: int) -> Four:
-    changed = [*values]
-    changed[window] = value
-    return _four(changed)

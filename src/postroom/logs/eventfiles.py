@@ -45,6 +45,11 @@ def full_files(folder: Path) -> list[FullFile]:
     return sorted(found)
 
 
+def is_full_name(name: str) -> bool:
+    """Whether the name is that of a full file, shipped or not."""
+    return _FULL.fullmatch(name) is not None
+
+
 def is_full(path: Path) -> bool:
     """Whether the name is that of a full file not yet marked as shipped."""
     match = _FULL.fullmatch(path.name)

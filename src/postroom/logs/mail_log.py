@@ -67,6 +67,34 @@ def _nothing() -> None:
     """A callback for callers that need only the fsync."""
 
 
+def is_log_segment(name: str) -> bool:
+    """Whether a file of this name is a segment."""
+    return _NAME.fullmatch(name) is not None
+
+
+def log_segments(folder: Path) -> list[Path]:
+    """The segments of a folder, oldest first."""
+    return sorted(
+        (path for path in folder.iterdir() if is_log_segment(path.name)),
+        key=lambda path: path.name.rpartition("-")[2],
+    )
+
+
+def damaged_stretches(folder: Path) -> Iterator[tuple[str, Damage]]:
+    """The segments of a folder and their stretches that cannot be read. A server may write meanwhile.
+
+    A torn end is no damage: a server is writing it, or died before it acknowledged the record.
+    """
+    for path in log_segments(folder):
+        found = _NAME.fullmatch(path.name)
+        assert found is not None  # noqa: S101 - the names were found by this pattern
+        with suppress(FileNotFoundError):  # compacted meanwhile
+            data = read_file(path)
+            for item in Framing(bytes.fromhex(found[1])).scan(data):
+                if isinstance(item, Damage) and item.offset + item.length < len(data):
+                    yield path.name, item
+
+
 class SegmentLog:
     """The log of one folder, open from its creation. `run_soon` runs a call on the loop, from any thread."""
 
@@ -76,7 +104,7 @@ class SegmentLog:
         self._lock_fd = open_safely(folder / "mail.lock", os.O_RDWR | os.O_CREAT)
         try:
             lock.acquire(self._lock_fd, LOCK_WAIT_S, folder / "mail.lock")
-            self._old = self._find_segments()
+            self._old = log_segments(folder)
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -118,12 +146,6 @@ class SegmentLog:
         self._thread: threading.Thread | None = None
 
     # ---- start -------------------------------------------------------------------------------------
-
-    def _find_segments(self) -> list[Path]:
-        return sorted(
-            (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
-            key=lambda path: path.name.rpartition("-")[2],
-        )
 
     def _last_name(self) -> tuple[str, int]:
         if not self._old:

@@ -5,15 +5,19 @@ Rule 1: both raise the same errors for the same refusal.
 
 import asyncio
 from abc import ABC, abstractmethod
+from http import HTTPStatus
 from http.client import HTTPMessage
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import Message
 
 from postroom.client.calls import TIMEOUT_S, HttpClient
 from postroom.client.connections import Call, refusal
+from postroom.errors import NotAllowed, PostroomError
 from postroom.runtime.agents import Identity
+from postroom.runtime.endpoint import note_refusal
+from postroom.runtime.http import TasksApp
 from postroom.runtime.http_messages import IDENTITY
 from postroom.runtime.schemas import CallerAnswer
 
@@ -45,18 +49,57 @@ class Backend(ABC):
         `as_agent` makes an operator act as its agent. `wait_s` is how long the route may wait.
         """
 
+    def begin(self) -> None:  # noqa: B027 - a server at the other end of a connection does it itself
+        """Count a call of the client, and check its token again. Raises a `PostroomError` for a refusal."""
+
+    def check_token(self) -> None:  # noqa: B027 - the same
+        """Raises `NotAllowed` when the token has expired or was revoked."""
+
+    def refused(self, what: str, error: PostroomError) -> None:  # noqa: B027 - the same
+        """Make an event of a call of the client that was refused."""
+
 
 class LocalBackend(Backend):
-    """The routes of an application in this process, for a caller whose token was checked."""
+    """The routes of an application in this process, for a caller whose token was checked.
 
-    def __init__(self, app: ASGIApp, identity: Identity, agent: str = "", org: str = "") -> None:
+    `token` is checked again with each call of the client; empty for a caller that needs none. `client` is
+    where the calls come from.
+    """
+
+    def __init__(
+        self,
+        app: TasksApp,
+        identity: Identity,
+        agent: str = "",
+        org: str = "",
+        token: str = "",
+        client: tuple[str, int] | None = None,
+    ) -> None:
         self._app = app
+        self._token = token
+        self._client = client
         self._identity = identity
         self.role = identity.role
         self.is_operator = identity.is_operator
         self.org = identity.org or org or ORG_DEFAULT
         self.agent = (agent if self.is_operator else "") or identity.name
         self._acting = identity.acting_as(self.agent, self.org) if self.is_operator else identity
+
+    def begin(self) -> None:
+        self.check_token()
+        if self._app.server is not None:
+            self._app.server.rates.check(self._identity)
+
+    def check_token(self) -> None:
+        server = self._app.server
+        if self._token and server is not None and server.agents.identify(self._token) is None:
+            raise NotAllowed(HTTPStatus.UNAUTHORIZED, "the token has expired or was revoked")
+
+    def refused(self, what: str, error: PostroomError) -> None:
+        if self._app.server is not None:
+            note_refusal(
+                self._app.server, what, error, self._identity, self._client, token=self._token, via="mcp"
+            )
 
     async def call(
         self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0

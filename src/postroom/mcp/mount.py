@@ -15,7 +15,7 @@ from postroom.mcp.backend import LocalBackend
 from postroom.mcp.presence import Presence
 from postroom.runtime.endpoint import refuse
 from postroom.runtime.http import TasksApp
-from postroom.runtime.http_messages import IDENTITY, Refusal
+from postroom.runtime.http_messages import IDENTITY, TOKEN, Refusal
 
 PATH = "/mcp"
 BODY_BYTES_MAX = 4 * 1024 * 1024
@@ -77,7 +77,8 @@ class McpMount:
         )
 
     def _backend(self, context: Any) -> LocalBackend:
-        return LocalBackend(self._app, context.request.scope[IDENTITY])
+        scope = context.request.scope
+        return LocalBackend(self._app, scope[IDENTITY], token=scope[TOKEN], client=scope.get("client"))
 
     async def close(self) -> None:
         """End the library's tasks and the heartbeats."""

@@ -31,7 +31,8 @@ class Presence:
             now = time.monotonic()
             self._agents = {name: one for name, one in self._agents.items() if one[1] > now}
             for backend, _ in list(self._agents.values()):
-                with suppress(PostroomError):
+                with suppress(PostroomError):  # such as a token that was revoked
+                    backend.check_token()
                     await beat(backend)
             await asyncio.sleep(BEAT_S)
 

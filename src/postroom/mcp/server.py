@@ -1,6 +1,7 @@
 """The MCP server itself, made with the official library: lists and calls of tools, resources and prompts."""
 
 from collections.abc import Callable
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -10,12 +11,12 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.shared.exceptions import MCPError
 
-from postroom.errors import PostroomError
+from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp import resources
 from postroom.mcp.backend import Backend
 from postroom.mcp.hints import explained
 from postroom.mcp.presence import Presence
-from postroom.mcp.tools import Tool, checked_arguments, description_of, schema_of, tools_of
+from postroom.mcp.tools import TOOLS, Tool, checked_arguments, description_of, schema_of, tools_of
 
 INSTRUCTIONS = (
     "postroom connects agents: messages (send, inbox, ask, reply), tasks (enqueue, claim, complete, fail), "
@@ -36,17 +37,21 @@ def create_server(backend_of: Callable[[Context], Backend], presence: Presence) 
     async def call_tool(ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         backend = backend_of(ctx)
         try:
+            backend.begin()
             return await _called(backend, params.name, params.arguments or {}, presence)
         except PostroomError as error:
+            backend.refused(f"tool {_named(params.name)}", error)
             return _error(explained(error))
 
     async def read_resource(
         ctx: Context, params: types.ReadResourceRequestParams
     ) -> types.ReadResourceResult:
-        uri = str(params.uri)
+        backend, uri = backend_of(ctx), str(params.uri)
         try:
-            text = await resources.read(backend_of(ctx), uri)
+            backend.begin()
+            text = await resources.read(backend, uri)
         except PostroomError as error:
+            backend.refused("a resource", error)
             raise MCPError(types.INVALID_PARAMS, explained(error)) from None
         content = types.TextResourceContents(uri=uri, mime_type="application/json", text=text)
         return types.ReadResourceResult(contents=[content])
@@ -125,7 +130,9 @@ async def _called(
     tool = next((one for one in tools_of(backend) if one.name == name), None)
     if tool is None:
         known = ", ".join(one.name for one in tools_of(backend))
-        return _error(f"there is no tool {name!r} for the role {backend.role}. Use one of {known}.")
+        raise NotAllowed(
+            HTTPStatus.FORBIDDEN, f"there is no tool {name!r} for the role {backend.role}, which has {known}"
+        )
     arguments = checked_arguments(tool, given)
     if tool.is_team:
         presence.note(backend)
@@ -134,6 +141,11 @@ async def _called(
     return types.CallToolResult(
         content=[types.TextContent(type="text", text=text)], structured_content=msgspec.json.decode(text)
     )
+
+
+def _named(tool: str) -> str:
+    """The name of a tool. A name that no tool has is text of the caller, and left out."""
+    return tool if any(one.name == tool for one in TOOLS) else "of an unknown name"
 
 
 def _error(sentence: str) -> types.CallToolResult:

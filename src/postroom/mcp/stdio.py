@@ -27,17 +27,20 @@ def serve_url(url: str, token: str, agent: str, org: str) -> None:
     asyncio.run(_serve(RemoteBackend(url, token, agent, org)))
 
 
-def serve_folder(data: Path, token: str, agent: str, org: str, role: Role) -> None:
-    """Serve a data folder until stdin ends. Without a token, write access to the folder is enough."""
+def serve_folder(data: Path, token: str, agent: str, org: str, role: Role, store: str | None = None) -> None:
+    """Serve a data folder until stdin ends. Without a token, write access to the folder is enough.
+
+    The messages are in `store`, or in the file queue.db of the folder.
+    """
     make_folder(data, "os")
     agents = Agents(data)
     identity = _local_identity(agents, token, agent, org, role)
     with (
-        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability="group") as tasks,
+        Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability="group") as tasks,
         Path(os.devnull).open("w") as nowhere,  # agent programs show stderr as errors
     ):
         app = create_app(data, tasks, agents=agents, server_log=ServerLog(nowhere))
-        asyncio.run(_serve_app(app, identity, agent, org))
+        asyncio.run(_serve_app(app, identity, agent, org, token))
 
 
 def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role) -> Identity:
@@ -50,9 +53,9 @@ def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role
     return identity
 
 
-async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str) -> None:
+async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str, token: str) -> None:
     async with app.router.lifespan_context(app):
-        await _serve(LocalBackend(app, identity, agent, org))
+        await _serve(LocalBackend(app, identity, agent, org, token))
 
 
 async def _serve(backend: Backend) -> None:

@@ -6,6 +6,7 @@ Rule 2: wake-ups are never trusted. `hears_other_processes` is false, and waiter
         own has come back. Behind PgBouncer in transaction mode, none does.
 """
 
+import logging
 import os
 import threading
 import time
@@ -15,9 +16,12 @@ from typing import Any
 
 from postroom.nudges.notifier import Callback, Notifier
 
+_log = logging.getLogger(__name__)
+
 SEND_PAUSE_S = 0.005  # wake-ups of this time are sent together
 LISTEN_S = 0.5  # a listening thread looks that often whether it is still needed
 RECONNECT_S = 1.0
+PROBE_S = 10.0  # a connection that listens is asked that often whether its server still answers
 NAMES_MAX = 1_000  # names that wait to be sent; more of them are lost
 NAME_BYTES_MAX = 7_000  # PostgreSQL sends less than 8,000 bytes
 SEPARATOR = "|"
@@ -84,7 +88,8 @@ class DatabaseNotifier(Notifier):
             try:
                 connection = connection or self._connect_to_send()
                 self._send(connection, names)
-            except Exception:  # noqa: BLE001 - a wake-up may be lost
+            except Exception as error:  # noqa: BLE001 - a lost wake-up only makes waiters poll
+                _log.warning("wake-ups were not sent through the database: %s", type(error).__name__)
                 _close(connection)
                 connection = None
                 stopped.wait(RECONNECT_S)
@@ -94,30 +99,38 @@ class DatabaseNotifier(Notifier):
     def _connect_to_send(self) -> Any:
         """A connection whose commits do not wait for the disk, which NOTIFY would make them do."""
         connection = self._connect()
-        connection.execute("SET synchronous_commit = off")
+        with connection.watched():
+            connection.execute("SET synchronous_commit = off")
         return connection
 
     def _send(self, connection: Any, names: list[str]) -> None:
         texts = [f"{self._own}{SEPARATOR}{_escaped(name)}" for name in names]
         fitting = [text for text in texts if len(text.encode()) <= NAME_BYTES_MAX]
-        connection.execute(
-            "SELECT pg_notify(%s, name) FROM unnest(%s::text[]) AS name", [self._channel, fitting]
-        )
+        with connection.watched():
+            connection.execute(
+                "SELECT pg_notify(%s, name) FROM unnest(%s::text[]) AS name", [self._channel, fitting]
+            )
 
     def _listen_all(self, stopped: threading.Event) -> None:
         while not stopped.is_set():
             connection = None
             try:
                 connection = self._connect()
-                connection.execute(f'LISTEN "{self._channel}"')
+                with connection.watched():
+                    connection.execute(f'LISTEN "{self._channel}"')
                 self._send(connection, [self._own])  # comes back when LISTEN works here
+                probe_at = time.monotonic() + PROBE_S
                 while not stopped.is_set():
                     for heard in connection.notifies(timeout=LISTEN_S):
                         self._hear(heard.payload)
                         if stopped.is_set():
                             break
-            except Exception:  # noqa: BLE001 - as above; waiters poll meanwhile
+                    if time.monotonic() >= probe_at:
+                        probe_at = time.monotonic() + PROBE_S
+                        self._send(connection, [])  # an error here: the server is gone
+            except Exception as error:  # noqa: BLE001 - waiters poll until LISTEN works again
                 if not stopped.is_set():
+                    _log.warning("LISTEN is started again: %s", type(error).__name__)
                     self._watching = False
                     stopped.wait(RECONNECT_S)
             _close(connection)

@@ -1,12 +1,11 @@
-"""The handlers of the routes of agents: requests that wait, the stream of an agent, its inbox.
+"""Handlers of the HTTP routes for agents: registration, requests, event streams, inboxes and bounces.
 
 Rule 1: the token alone decides which agent a call is for. Another agent is answered like an unknown one.
 Rule 2: a call without a session uses the newest registration of the agent, and registers an agent that is
         unknown or dead. A call with an older session is refused.
-Rule 3: every call is a heartbeat. An open stream sends heartbeats.
+Rule 3: every call is a heartbeat. A call that stays open sends more of them.
 """
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,14 +15,14 @@ import msgspec
 
 from postroom.contracts.engine.agent import Agent
 from postroom.contracts.engine.agents import AgentInfo, AgentOperations, Asked
-from postroom.contracts.engine.cells import SEPARATOR, joined
+from postroom.contracts.engine.bounces import BouncedAnswer, listed, removed
+from postroom.contracts.engine.cells import joined
 from postroom.contracts.engine.inspection import info_of
-from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import Position, joined_answer, read_on
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.task_operations import TaskOperations
-from postroom.core.agents import FINAL_PARTS
 from postroom.errors import (
     AgentReplaced,
     GuardTripped,
@@ -32,6 +31,7 @@ from postroom.errors import (
     PostroomError,
     UnknownAgent,
 )
+from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import send_reply
 from postroom.runtime.engine_handlers import attributed, check_attribution, visible
@@ -40,9 +40,14 @@ from postroom.runtime.engine_schemas import (
     AgentAnswer,
     AgentsAnswer,
     AgentsQuery,
+    BouncesAnswer,
+    BouncesDoneAnswer,
+    BouncesDoneBody,
+    BouncesQuery,
     InboxAnswer,
     InboxDoneBody,
     InboxLine,
+    InboxQuery,
     MessageAnswer,
     MessagesAnswer,
     RegisterBody,
@@ -55,6 +60,7 @@ from postroom.runtime.engine_schemas import (
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
 
@@ -77,6 +83,11 @@ def _own(request: HttpRequest) -> tuple[str, str]:
     if agent_id != identity.name or not identity.org:
         raise UnknownAgent(agent_id)
     return identity.org, agent_id
+
+
+def _session(request: HttpRequest) -> int | None:
+    query: SessionQuery = request.query
+    return None if query.session is msgspec.UNSET else query.session
 
 
 async def _agent(server: TaskServer, org_id: str, agent_id: str, session: int | None) -> Agent:
@@ -135,7 +146,8 @@ async def request_answer(server: TaskServer, request: HttpRequest) -> None:
     message_id = await _submit(server, request, message, agent)
     if body.timeout_s:
         async with poll_share(server, request) as disconnected:
-            await server.result_polls.wait(message_id, body.timeout_s, disconnected)
+            with heard(server, identity):
+                await server.result_polls.wait(message_id, body.timeout_s, disconnected)
             if disconnected.done():
                 raise ClientDisconnected
     answer = await server.read_for(request, lambda: _read(server, partial(_answer, message_id)))
@@ -208,18 +220,12 @@ async def acknowledge(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: AgentsQuery = request.query
     identity = request.identity
-    org_id = None if query.org_id is msgspec.UNSET else query.org_id
-    if not identity.is_operator:
-        if org_id not in (None, identity.org) or not identity.org:
-            raise Refusal(
-                403, "Forbidden", f"this token is {identity.name}'s and lists its organization only"
-            )
-        org_id = identity.org
+    org_id = _organization(identity, None if query.org_id is msgspec.UNSET else query.org_id)
     found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
-    return HttpReply(200, _encode(AgentsAnswer([_shown(identity, info) for info in found])))
+    return HttpReply(200, _encode(AgentsAnswer([shown_to(identity, info) for info in found])))
 
 
-def _shown(identity: Identity, info: AgentInfo) -> AgentInfo:
+def shown_to(identity: Identity, info: AgentInfo) -> AgentInfo:
     """An agent sees what it waits for itself, and the health of the others."""
     if identity.is_operator or identity.name == info.agent_id:
         return info
@@ -228,64 +234,67 @@ def _shown(identity: Identity, info: AgentInfo) -> AgentInfo:
 
 # ---- the stream of an agent --------------------------------------------------------------------------
 
-Reached = tuple[tuple[str, Position], ...]
-"""How far a stream has come in each open request."""
+
+class Reached(msgspec.Struct, frozen=True):
+    """How far a stream has come in each open request."""
+
+    is_begun: bool = False
+    positions: tuple[tuple[str, Position], ...] = ()
 
 
 async def stream(server: TaskServer, request: HttpRequest) -> None:
-    """The parts of all open requests of an agent as they come."""
-    query: SessionQuery = request.query
-    session = None if query.session is msgspec.UNSET else query.session
-    agent = await _agent(server, *_own(request), session)
+    """The parts of all open requests of an agent as they come.
+
+    The first event, `open`, names the open requests. `closed` names one that ended without a part for this
+    stream: it was acknowledged elsewhere, or it bounced.
+    """
+    agent = await _agent(server, *_own(request), _session(request))
     epoch = agent.coordinator.epoch
 
     def page(reached: Reached) -> tuple[bytes, Reached | None]:
-        return _read_agents(server, lambda one: _stream_page(one, agent, dict(reached), epoch))
+        return _read_agents(server, lambda one: _stream_page(one, agent, reached, epoch))
 
-    beating = asyncio.create_task(_beat(server, agent))
-    try:
+    with heard(server, request.identity):
         run = partial(server.read_for, request)
-        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(())
-    finally:
-        beating.cancel()
+        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(Reached())
 
 
 def _stream_page(
-    agents: AgentOperations, agent: Agent, reached: dict[str, Position], epoch: int
+    agents: AgentOperations, agent: Agent, reached: Reached, epoch: int
 ) -> tuple[bytes, Reached | None]:
     if not agents.is_held(agent.org_id, agent.agent_id, agent.session):
         return sse("", "replaced", _encode({"agent_id": agent.agent_id})), None
-    ids = agents.open_requests(agent.org_id, agent.agent_id)
-    asked = [
-        Asked(agent.org_id, agent.agent_id, agent.session, one, reached.get(one, Position())) for one in ids
-    ]
-    data, after = [], []
-    for one, answer in zip(asked, agents.answers(asked), strict=True):
-        position = one.position
-        for at, part in () if position.is_end else answer.parts:
-            position = at
-            rest = (
-                ".end" if part.type in FINAL_PARTS else ""
-            )  # the end has the position of the part before it
-            part_id = f"{one.message_id}/{at.text}{rest}"
-            data.append(sse(part_id, part.type, _encode(msgspec.structs.replace(part, epoch=epoch))))
-        if answer.is_complete:
-            position = msgspec.structs.replace(position, is_end=True)
-        after.append((one.message_id, position))
-    return b"".join(data), tuple(after)
-
-
-async def _beat(server: TaskServer, agent: Agent) -> None:
-    while True:
-        await asyncio.sleep(server.engine.policy.agents.heartbeat_s / 2)
-        with suppress(PostroomError):
-            await agent.beat()
-            server.note_beat(agent)
+    open_requests = agents.open_requests(agent.org_id, agent.agent_id)
+    data, before = bytearray(), dict(reached.positions)
+    if not reached.is_begun:
+        data += sse("", "open", _encode({"request_ids": open_requests}))
+    for message_id in before.keys() - set(open_requests):
+        if not before[message_id].is_end:
+            data += sse("", "closed", _encode({"request_id": message_id}))
+    after = dict.fromkeys(open_requests, Position()) | {
+        message_id: before[message_id] for message_id in open_requests if message_id in before
+    }
+    for message_id, position in after.items():
+        if position.is_end or len(data) >= STREAM_PAGE_BYTES_MAX:
+            continue
+        asked = Asked(agent.org_id, agent.agent_id, agent.session, message_id, position)
+        for at, part in agents.answers([asked])[0].parts:
+            stamped = _encode(msgspec.structs.replace(part, epoch=epoch))
+            data += sse(f"{message_id}/{at.text}", part.type, stamped)
+            after[message_id] = at
+    return bytes(data), Reached(is_begun=True, positions=tuple(after.items()))
 
 
 async def beat(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """Note an agent as alive. Unlike other calls, it registers a dead agent again."""
-    agent = await _agent(server, *_own(request), None)
+    """A heartbeat. It registers an agent that is unknown, and revives a dead one."""
+    agent = await _agent(server, *_own(request), _session(request))
+    return HttpReply(202, _encode(AgentAnswer(agent.org_id, agent.agent_id)))
+
+
+async def leave(server: TaskServer, request: HttpRequest) -> HttpReply:
+    agent = await _agent(server, *_own(request), _session(request))
+    await agent.leave()
+    server.server_log.write("left", agent=agent.agent_id, org=agent.org_id)
     return HttpReply(202, _encode(AgentAnswer(agent.org_id, agent.agent_id)))
 
 
@@ -294,6 +303,11 @@ async def beat(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: SendBody = request.body
+    identity = request.identity
+    if identity.permissions.only_message and body.to not in identity.permissions.only_message:
+        raise Refusal(
+            403, "Forbidden", f"this token is {identity.name}'s and sends messages to no agent {body.to!r}"
+        )
     agent = await _agent(server, *_own(request), body.session)
     fields: dict[str, Any] = {"priority": body.priority}
     if body.message_id is not None:
@@ -304,16 +318,14 @@ async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: SessionQuery = request.query
-    session = None if query.session is msgspec.UNSET else query.session
-    agent = await _agent(server, *_own(request), session)
+    """A page of the inbox. Its messages count as fetched and shown."""
+    query: InboxQuery = request.query
+    agent = await _agent(server, *_own(request), _session(request))
+    found = await agent.inbox().page(after="" if query.after is msgspec.UNSET else query.after)
     lines = [
-        InboxLine(
-            one.key.rpartition(SEPARATOR)[2].lstrip("0"), one.message_id, one.sender, one.payload,
-            one.is_bounce, one.reason,
-        )
-        for one in await agent.inbox()
-    ]  # fmt: skip
+        InboxLine(one.number, one.message_id, one.sender, one.payload, one.is_bounce, one.reason)
+        for one in found
+    ]
     return HttpReply(200, _encode(InboxAnswer(lines)))
 
 
@@ -336,6 +348,44 @@ async def receipts(server: TaskServer, request: HttpRequest) -> HttpReply:
         return {str(name): at for name, at in agents.receipts(message_id).items()}
 
     return HttpReply(200, _encode(await server.read_for(request, lambda: _read(server, read))))
+
+
+# ---- bounces -----------------------------------------------------------------------------------------
+
+
+async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: BouncesQuery = request.query
+    org_id = _organization(request.identity, None if query.org_id is msgspec.UNSET else query.org_id)
+
+    after = "" if query.after is msgspec.UNSET else query.after
+
+    def read(operations: Operations) -> list[BouncedAnswer]:
+        return listed(
+            operations.transaction, org_id, created_by=query.created_by, after=after, limit=query.limit
+        )
+
+    found = await server.read_for(request, lambda: _read(server, read))
+    return HttpReply(200, _encode(BouncesAnswer(found)))
+
+
+async def bounces_done(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: BouncesDoneBody = request.body
+    org_id = _organization(request.identity, None)
+    gone = await server.writer.submit(
+        lambda operations: removed(operations.transaction, body.keys, org_id),
+        request.identity,
+        makes_room=True,
+    )
+    return HttpReply(202, _encode(BouncesDoneAnswer(gone)))
+
+
+def _organization(identity: Identity, asked: str | None) -> str | None:
+    """The organization that the caller may look at; None for an operator who asks for all."""
+    if identity.is_operator:
+        return asked
+    if asked not in (None, identity.org) or not identity.org:
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and sees its organization only")
+    return identity.org
 
 
 # ---- reading -----------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The programs of agents that messages start: `agent_spawn` asks for one, `agent_terminate` ends it.
+"""Runs the programs of agents: `agent_spawn` asks for a program, and `agent_terminate` for its end.
 
 Rule 1: the store says which programs are wanted. A supervisor that is started again starts them again.
 Rule 2: a program that dies is started again, with growing pauses.
-Rule 3: one supervisor of a store runs the programs; the lease of another one that dies passes within seconds.
+Rule 3: the supervisor that holds the lease runs the programs of a store. When it dies, another one takes over
+        within seconds.
 """
 
 import logging
@@ -68,7 +69,7 @@ class AgentPrograms:
             self._end_all()
 
     def adjust(self) -> None:
-        """Start what is wanted and does not run, and end what is not wanted any more."""
+        """Start wanted programs that do not run, and end running ones that are no longer wanted."""
         wanted = self._wanted()
         for agent, (program, supervisor) in list(self._running.items()):
             if wanted.get(agent) != program:
@@ -85,7 +86,7 @@ class AgentPrograms:
                 self._running[agent] = program, supervisor
 
     def _wanted(self) -> dict[tuple[str, str], WantedProgram]:
-        """The wanted programs, if this supervisor is the one that runs them."""
+        """The wanted programs, if this supervisor holds the lease."""
         policy = self._engine.policy
         return self._engine.store.write(
             lambda transaction: AgentOperations(transaction, policy).programs_for(self._holder),

@@ -18,7 +18,15 @@ from postroom.core.names import checked_name
 from postroom.errors import AgentExists, InvalidMessage, UnknownAgent
 from postroom.runtime.nudger import checked_url
 from postroom.runtime.registry_file import RegistryFile
-from postroom.runtime.tokens import TOKEN_CHARS, Role, Tokens, digest_of, new_token
+from postroom.runtime.tokens import (
+    NO_PERMISSIONS,
+    TOKEN_CHARS,
+    Permissions,
+    Role,
+    Tokens,
+    digest_of,
+    new_token,
+)
 
 FILE_NAME = "agents.json"
 AGENTS_MAX = 10_000
@@ -55,6 +63,14 @@ class Identity(msgspec.Struct, frozen=True):
     """Empty for an operator or admin of all organizations, and for an agent of none."""
     token_id: str = ""
     """Empty for the token that was made with the agent."""
+    rate: float = 0.0
+    """Calls a second that the token may make; 0 for the limit of the server."""
+    permissions: Permissions = NO_PERMISSIONS
+
+    @property
+    def caller(self) -> str:
+        """Names the token, or the agent of a token that was made with it."""
+        return self.token_id or f"{self.role}:{self.name}"
 
     @property
     def is_operator(self) -> bool:
@@ -68,7 +84,17 @@ class Identity(msgspec.Struct, frozen=True):
 
     def acting_as(self, agent: str, org: str) -> "Identity":
         """The identity of an agent that an operator of all organizations acts for."""
-        return Identity(checked_name("agent", agent), "agent", org=checked_name("organization", org))
+        return msgspec.structs.replace(
+            self, name=checked_name("agent", agent), role="agent", org=checked_name("organization", org)
+        )
+
+    def claims(self, agent: str) -> bool:
+        """Whether an agent's token may claim and end the tasks of an agent."""
+        return agent == self.name or agent in self.permissions.may_claim
+
+    def reads(self, agent: str) -> bool:
+        """Whether an agent's token may read the tasks of an agent."""
+        return self.claims(agent) or agent in self.permissions.may_read
 
     def operates(self, org_id: str) -> bool:
         """Whether the caller may do everything with the messages of an organization."""
@@ -169,9 +195,10 @@ class Agents:
 
     def identify(self, token: str) -> Identity | None:
         """The owner of a token. A new token is known at once, a removed one for `CHECK_EVERY_S` more."""
-        if len(token) != TOKEN_CHARS:
-            return None
-        digest = digest_of(token)
+        return self.identify_digest(digest_of(token)) if len(token) == TOKEN_CHARS else None
+
+    def identify_digest(self, digest: str) -> Identity | None:
+        """The owner of the token with this checksum, as `identify`."""
         found = self._recent().by_digest.get(digest) or self._index().by_digest.get(digest)
         if found is not None:
             return found[1] if hmac.compare_digest(found[0], digest) else None
@@ -184,13 +211,14 @@ class Agents:
         agent = self._recent().by_name.get(token.agent)
         url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
         name = token.agent or token.token_id
+        targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
         return Identity(
-            name, token.role, url, (*may_send_to, *token.may_send_to), token.org, token.token_id
+            name, token.role, url, targets, token.org, token.token_id, token.rate, token.permissions
         )  # fmt: skip
 
     def knows(self, name: str) -> bool:
-        """Whether an agent or operator of this name is registered."""
-        return name in self._recent().by_name or name in self._index().by_name
+        """Whether an agent or operator of this name is registered, or has a token."""
+        return name in self._recent().by_name or name in self._index().by_name or self.tokens.names(name)
 
     def with_url(self) -> dict[str, str]:
         """The nudge addresses by agent, of the agents that have one."""

@@ -175,6 +175,16 @@ class Buses:
         messages = self._bus(name).scan(since, archives=True)
         return _page(messages, limit, BUS_ANSWER_BYTES_MAX)[0]
 
+    def names(self, limit: int) -> list[str]:
+        """The buses by name."""
+        if not self._folder.exists():
+            return []
+        return sorted(file.stem for file in self._folder.iterdir() if file.suffix == SUFFIX)[:limit]
+
+    def newest(self, name: str, limit: int) -> list[BusMessage]:
+        """The newest messages of the bus file without its archives, the oldest of them first."""
+        return self._bus(name).tail(limit) if self.path(name).exists() else []
+
     def follow(self, name: str, since: str) -> "Follower":
         """A reader that continues where it stopped."""
         return Follower(lambda position: self._bus(name).scan(position, archives=True), since)

@@ -5,6 +5,7 @@ Rule 2: a body over its limit is refused before it is kept.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from postroom.core.fieldfaults import field_fault
@@ -23,10 +25,12 @@ from postroom.errors import (
     GoalEnded,
     GuardTripped,
     InvalidMessage,
+    InvalidPriority,
     KeyReused,
     Overloaded,
     PostroomError,
     QueueFull,
+    RateExceeded,
     Rejected,
     ResultGone,
     RollbackRefused,
@@ -56,6 +60,7 @@ from postroom.runtime.http_messages import (
 )
 from postroom.runtime.listener import CONNECTION
 from postroom.runtime.openapi import Route
+from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
 from postroom.runtime.server_log import error_location
 from postroom.runtime.task_server import TaskServer
@@ -84,6 +89,7 @@ STATUS_OF: dict[type[BaseException], int] = {
     Rejected: 400,
     QueueFull: 429,
     TooMany: 429,
+    RateExceeded: 429,
     Overloaded: 429,
     BusFull: 507,
     Unavailable: 503,
@@ -97,9 +103,12 @@ _EXTRA_HEADERS: dict[int, tuple[tuple[bytes, bytes], ...]] = {
 }
 
 _encode = msgspec.json.Encoder().encode
+_PRIORITY = re.compile(r"(\S+\.)?priority\b")  # the field that a fault begins with
 
 Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
 """Handles a request. Returns None when it has sent the whole reply itself."""
+Identify = Callable[[TaskServer, HttpRequest], Identity]
+"""Finds the caller of a request. Raises a `Refusal` when there is none."""
 
 
 class ServedRoute(NamedTuple):
@@ -116,9 +125,12 @@ class ServedRoute(NamedTuple):
 class Endpoint:
     """An ASGI application for one method of one path."""
 
-    def __init__(self, server: Callable[[], TaskServer], served: ServedRoute) -> None:
+    def __init__(
+        self, server: Callable[[], TaskServer], served: ServedRoute, identify: "Identify | None" = None
+    ) -> None:
         self.route = served.route
         self._server = server
+        self._identified = identify or identified
         self._served = served
         self._decoders: list[msgspec.json.Decoder[Any]] = [
             msgspec.json.Decoder(body) for body in served.route.bodies
@@ -136,6 +148,10 @@ class Endpoint:
         except BaseException as error:  # noqa: BLE001 - see rule 1
             reply = _error_to_reply(error)
             self._log_refusal(server, request, reply, error)
+            if IDENTITY not in scope:  # a part of this process notes the refusal of its own call
+                call = f"{self.route.method} {self.route.path}"
+                client = scope.get("client")
+                note_refusal(server, call, error, request.identity, client, token=request.token)
         finally:
             if request.body_bytes_held:
                 server.body_share.give_back(request.identity, request.body_bytes_held)
@@ -156,10 +172,12 @@ class Endpoint:
         return await self._served.handler(server, request)
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
-        identity = request.identity = request.scope.get(IDENTITY) or identified(server, request)
+        identity = request.identity = request.scope.get(IDENTITY) or self._identified(server, request)
         if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
+        if identity.permissions.is_read_only and self.route.method != "GET":
+            raise Refusal(403, "Forbidden", "this token may only read")
 
     def _may_operate(self, identity: Identity) -> bool:
         return identity.is_operator or (self._served.within_org and identity.operates(identity.org))
@@ -172,7 +190,8 @@ class Endpoint:
         try:
             return _decoded(self._decoders[-1], body)
         except msgspec.ValidationError as error:
-            raise InvalidMessage(self._fault(body, error)) from None
+            fault = self._fault(body, error)
+            raise (InvalidPriority if _PRIORITY.match(fault) else InvalidMessage)(fault) from None
 
     def _fault(self, body: bytes, error: msgspec.ValidationError) -> str:
         """Describe the fault by the first struct, unless the body was meant as the last (a batch)."""
@@ -197,14 +216,19 @@ class Endpoint:
         server.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
 
 
-def identified(server: TaskServer, request: HttpRequest) -> Identity:
-    """The caller that the token of a request names, or the agent that an operator acts for."""
+def identified(server: TaskServer, request: HttpRequest, *, is_counted: bool = True) -> Identity:
+    """The caller that the token of a request names, or the agent that an operator acts for.
+
+    Without `is_counted`, the request does not count in the rate of its token.
+    """
     scheme, _, token = request.header(b"authorization").partition(" ")
     request.token = token.strip()
     identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
     if identity is None:
         raise Refusal(401, "Unauthorized", _token_fault(scheme, request.token))
     request.identity = identity
+    if is_counted:
+        server.rates.check(identity)
     connection = request.scope.get(CONNECTION)
     if connection is not None:  # the first request with a token on this connection
         connection.identify(identity)
@@ -215,6 +239,27 @@ def identified(server: TaskServer, request: HttpRequest) -> Identity:
         raise Refusal(403, "Forbidden", "only an operator of all organizations may act for an agent")
     org, _, agent = acting_as.partition("/")
     return identity.acting_as(agent, org)
+
+
+def note_refusal(
+    server: TaskServer,
+    call: str,
+    error: BaseException,
+    identity: Identity,
+    client: tuple[str, int] | None,
+    *,
+    token: str = "",
+    via: str = "http",
+) -> None:
+    """Make an event of a call that is refused because of the caller. An error of the server is none.
+
+    `client` is the address of the caller. `token` is removed from the sentence of the error.
+    """
+    status, error_type, message = _refusal_facts(error)
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        address = f"{client[0]}:{client[1]}" if client else ""
+        why = message.replace(token, "TOKEN") if token else message
+        server.refusals.note(RefusedCall(identity, address, via, call, status, error_type, why))
 
 
 async def refuse(send: Send, error: BaseException) -> None:
@@ -283,13 +328,20 @@ async def _read_body(server: TaskServer, request: HttpRequest, bytes_max: int) -
 
 
 def _error_to_reply(error: BaseException) -> HttpReply:
+    return _error_reply(*_refusal_facts(error), getattr(error, "retry_after_s", RETRY_AFTER_S))
+
+
+def _refusal_facts(error: BaseException) -> tuple[int, str, str]:
+    """The status of a refusal, the name of its error and its sentence."""
     if isinstance(error, Refusal):
-        return _error_reply(error.status, error.error, str(error))
+        return error.status, error.error, str(error)
+    if isinstance(error, HTTPException):  # of the router
+        return error.status_code, "NotServed", error.detail
     status = next((STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF), 500)
+    status = getattr(error, "http_status", 0) or status
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        return _error_reply(status, "InternalError", "internal error: the server has logged it")
-    retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
-    return _error_reply(status, type(error).__name__, _public_message(error), retry_after_s)
+        return status, "InternalError", "internal error: the server has logged it"
+    return status, type(error).__name__, _public_message(error)
 
 
 def _public_message(error: BaseException) -> str:
@@ -299,7 +351,14 @@ def _public_message(error: BaseException) -> str:
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
             return "the attachment has to be in the folder of the bus"
-        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, Overloaded, BusFull):
+        case Unavailable() if type(error) not in (
+            Unavailable,
+            QueueFull,
+            TooMany,
+            RateExceeded,
+            Overloaded,
+            BusFull,
+        ):
             return "the store cannot be used now: try again soon"
         case _:
             return str(error)

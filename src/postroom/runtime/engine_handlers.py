@@ -5,7 +5,7 @@ Rule 2: a message of another organization is answered like a message that does n
 Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from postroom.contracts.engine import dlq
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
-from postroom.contracts.engine.messages import CreatedBy, Prepared, checked_message_id, unknown_message
+from postroom.contracts.engine.message_input import Prepared
+from postroom.contracts.engine.messages import CreatedBy, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.engine.token_status import status_of as token_status_of
@@ -24,6 +25,7 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Stored, org_of
+from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
     ExplainAnswer,
@@ -42,7 +44,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import NO_CONTENT, ClientDisconnected, HttpReply, HttpRequest, Refusal
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -67,7 +69,11 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     given: list[dict[str, Any]] = body["messages"] if is_batch else [body]
     messages = [attributed(request.identity, message) for message in given]
     server.tasks.check_backlog()
-    submitted = await _submit(server, request, messages)
+    telemetry = server.engine.core.telemetry
+    if telemetry is None:
+        submitted = await _submit(server, request, messages)
+    else:
+        submitted = await telemetry.send(messages, partial(_submit, server, request))
     for message, one in zip(messages, submitted, strict=True):
         server.server_log.write("submitted", task_id=one.message_id, org=message["org_id"])
     if is_batch:
@@ -76,7 +82,7 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def _submit(
-    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+    server: TaskServer, request: HttpRequest, messages: Sequence[Mapping[str, Any]]
 ) -> list[Submitted]:
     core = server.engine.core
     prepared: list[Prepared] = []
@@ -198,21 +204,27 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode(info))
 
 
-async def stream(server: TaskServer, request: HttpRequest) -> None:
+async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:
+    """The parts of an answer as they come. 204 tells a client that has the last part to reconnect no more."""
     last = request.header(b"last-event-id")
     begin = parse_position(last) if last else Position()
+    if begin.is_end:
+        await _read_visible(server, request, lambda *_: None)
+        return NO_CONTENT
 
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
             epoch = server.epoch
-            told = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
-            return stream_page(told, position, is_complete=is_complete)
+            stamped = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
+            return stream_page(stamped, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
 
     run = partial(server.read_for, request)
-    await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+    with heard(server, request.identity):
+        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+    return None
 
 
 def stream_page(

@@ -11,12 +11,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from postroom.contracts.engine.agents import OPEN_REQUESTS_MAX, AgentInfo
+from postroom.contracts.engine.bounces import BOUNCES_A_READ_MAX, BouncedAnswer
 from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
 from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
 from postroom.core.names import NAME_CHARS_MAX
-from postroom.core.tokens import TOKENS_MAX
+from postroom.core.token_rules import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability, State
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Number, Page, Text
@@ -26,6 +27,8 @@ LETTERS_DEFAULT = 100
 Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
 Key = Annotated[str, Meta(min_length=1, max_length=KEY_CHARS_MAX)]
 Priority = Annotated[int, Meta(ge=0, le=3)]
+BounceKey = Annotated[str, Meta(max_length=160, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*/[0-9]{1,18}$")]
+InboxKey = Annotated[str, Meta(pattern="^[0-9]{1,18}$")]
 
 
 class Creator(msgspec.Struct, frozen=True):
@@ -115,9 +118,7 @@ class SendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class InboxDoneBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /engine/agents/{id}/inbox/done`: the agent has acted on these messages."""
 
-    keys: Annotated[
-        list[Annotated[str, Meta(pattern="^[0-9]{1,18}$")]], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)
-    ]
+    keys: Annotated[list[InboxKey], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
     session: Session | None = None
 
 
@@ -131,6 +132,39 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A call for an agent. `session` is that of its registration; without it, the newest one is used."""
 
     session: Session | UnsetType = UNSET
+
+
+class InboxQuery(SessionQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A page of an inbox: messages behind the one with the key `after`."""
+
+    after: InboxKey | UnsetType = UNSET
+
+
+class BouncesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A page of bounces: those behind the key `after`, of a creator such as `user:ada`."""
+
+    org_id: Name | UnsetType = UNSET
+    created_by: Annotated[Text, Meta(pattern="^(user|system|agent):")] | None = None
+    after: BounceKey | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1, le=BOUNCES_A_READ_MAX)] = BOUNCES_A_READ_MAX
+
+
+class BouncesDoneBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/bounces/done`: the creator has these bounces."""
+
+    keys: Annotated[list[BounceKey], Meta(min_length=1, max_length=BOUNCES_A_READ_MAX)]
+
+
+class BouncesAnswer(msgspec.Struct, frozen=True):
+    """Answers that no agent fetched, for the users and systems that created the messages."""
+
+    bounces: list[BouncedAnswer]
+
+
+class BouncesDoneAnswer(msgspec.Struct, frozen=True):
+    """The bounces that were there and are removed now."""
+
+    keys: list[str]
 
 
 class RegisteredAnswer(msgspec.Struct, frozen=True):

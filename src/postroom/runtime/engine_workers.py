@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -78,6 +78,7 @@ class WorkerProcesses:
         least: int = 1,
         most: int | None = None,
         on_drain: Callable[[int], None] = lambda _: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`on_drain` is called with the number of messages in flight when the workers begin to end."""
         if engine.store.url.startswith("memory:"):
@@ -85,6 +86,7 @@ class WorkerProcesses:
         self._engine = engine
         self._command = command
         self._on_drain = on_drain
+        self._environment = environment
         self._least = least
         self._most = max(least, engine.policy.backpressure.max_workers if most is None else most)
         self._children: list[_Child] = []
@@ -157,7 +159,9 @@ class WorkerProcesses:
 
     def _start(self, now: float) -> None:
         worker_id = new_worker_id()
-        process = subprocess.Popen(list(self._command(worker_id)), stdin=subprocess.DEVNULL)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            list(self._command(worker_id)), stdin=subprocess.DEVNULL, env=self._environment
+        )
         self._children.append(_Child(worker_id, process, now))
 
     def _reap(self) -> None:
@@ -202,10 +206,11 @@ class WorkerProcesses:
                 self._put_back(child)
 
 
-def default_command(app: str) -> Callable[[str], Sequence[str]]:
-    """The command that starts one worker of an app."""
+def default_command(app: str, store: str = "") -> Callable[[str], Sequence[str]]:
+    """The command that starts one worker of an app, on its own store or another one."""
+    where = ("--store", store) if store else ()
     return lambda worker_id: (
-        sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app,
+        sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app, *where,
         "--as-worker", worker_id, "--supervisor", str(os.getpid()),
     )  # fmt: skip
 

@@ -16,8 +16,9 @@ import msgspec
 from starlette.types import Message
 
 from postroom.errors import InvalidMessage, SinceIdNotFound
-from postroom.runtime.handlers import visible_queue
-from postroom.runtime.http_messages import HttpReply, HttpRequest, disconnection
+from postroom.message import BusMessage
+from postroom.runtime.handlers import is_valid, visible_queue
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
 from postroom.runtime.schemas import (
     PAGE_DEFAULT,
@@ -48,7 +49,7 @@ ReadPage = Callable[[T], tuple[bytes, T | None]]
 
 async def events(server: TaskServer, request: HttpRequest) -> None:
     last = request.header(b"last-event-id")
-    if last and not _NUMBER.fullmatch(last):
+    if last and not is_number(last):
         raise InvalidMessage("Last-Event-ID must be the number of an event")
     owner = visible_queue(request.identity)
 
@@ -62,20 +63,30 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
+def bus_name(request: HttpRequest) -> str:
+    """The bus of the path, if the caller may use it."""
+    name, identity = request.path_param("name"), request.identity
+    if identity.permissions.only_buses and name not in identity.permissions.only_buses:
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not use the bus {name!r}")
+    return name
+
+
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     query: BusQuery = request.query
-    name = request.path_param("name")
+    name = bus_name(request)
     if EVENT_STREAM not in request.header(b"accept"):
         messages = await server.on_bus(request, lambda: server.buses.read(name, query.since, query.limit))
         return HttpReply(200, _encode(BusAnswer(messages)))
     since = request.header(b"last-event-id") or query.since
-    page = _bus_pages(server, name, since)
+    page = bus_pages(server, name, since)
     await EventStream(server, request, page, partial(server.on_bus, request)).send(since)
     return None
 
 
-def _bus_pages(server: TaskServer, name: str, since: str) -> ReadPage[str]:
-    """A reader of a bus that opens the file only after it has changed."""
+def bus_pages(
+    server: TaskServer, name: str, since: str, shown: Callable[[BusMessage], Any] | None = None
+) -> ReadPage[str]:
+    """A reader of a bus that opens the file only after it has changed. `shown` is applied to each message."""
     path = server.buses.path(name)
     follower = server.buses.follow(name, since)
     read_version: tuple[int, int, int] | None = None
@@ -93,7 +104,10 @@ def _bus_pages(server: TaskServer, name: str, since: str) -> ReadPage[str]:
         if not messages:
             read_version = version
             return b"", position
-        data = b"".join(sse(message.msg_id, "message", _encode(message)) for message in messages)
+        data = b"".join(
+            sse(message.msg_id, "message", _encode(message if shown is None else shown(message)))
+            for message in messages
+        )
         return data, messages[-1].msg_id
 
     return page
@@ -101,7 +115,7 @@ def _bus_pages(server: TaskServer, name: str, since: str) -> ReadPage[str]:
 
 async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NewBusMessage = request.body
-    name = request.path_param("name")
+    name = bus_name(request)
     msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
     server.wake_streams()
     server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
@@ -119,8 +133,10 @@ class EventStream(Generic[T]):
         run: Run,
         *,
         poll_s: float = STREAM_POLL_S,
+        is_allowed: Callable[[], bool] | None = None,
     ) -> None:
         self._poll_s = poll_s
+        self._is_allowed = is_allowed or self._has_token
         self._server = server
         self._request = request
         self._page = page
@@ -134,8 +150,8 @@ class EventStream(Generic[T]):
         try:
             woken = server.streams_woken
             data, reached = await self._read(position)
-            await request.send(_STREAM_STARTS)
-            await request.send(_chunk(data or b": ready\n\n"))
+            await request.send(STREAM_STARTS)
+            await request.send(chunk(data or b": ready\n\n"))
             if reached is not None:
                 await self._follow(reached, (disconnected, server.long_polls.ending), woken)
             await request.send({"type": "http.response.body", "body": b""})
@@ -150,7 +166,7 @@ class EventStream(Generic[T]):
         while not any(end.done() for end in ends) and self._is_allowed():
             data, reached = await self._read(position)
             if data:
-                await self._request.send(_chunk(data))
+                await self._request.send(chunk(data))
             if reached is None:
                 return
             if reached != position:
@@ -159,7 +175,7 @@ class EventStream(Generic[T]):
             quiet_s += self._poll_s
             if quiet_s >= STREAM_ALIVE_S:
                 quiet_s = 0.0
-                await self._request.send(_chunk(b": alive\n\n"))
+                await self._request.send(chunk(b": alive\n\n"))
             await asyncio.wait(
                 (*ends, woken), timeout=self._poll_s, return_when=asyncio.FIRST_COMPLETED
             )  # fmt: skip
@@ -171,11 +187,11 @@ class EventStream(Generic[T]):
         page: tuple[bytes, T | None] = await self._run(lambda: self._page(position))
         return page
 
-    def _is_allowed(self) -> bool:
-        return self._server.agents.identify(self._request.token) is not None
+    def _has_token(self) -> bool:
+        return is_valid(self._server, self._request)
 
 
-_STREAM_STARTS: Message = {
+STREAM_STARTS: Message = {
     "type": "http.response.start",
     "status": 200,
     "headers": [
@@ -186,8 +202,14 @@ _STREAM_STARTS: Message = {
 }
 
 
-def _chunk(data: bytes) -> Message:
+def chunk(data: bytes) -> Message:
+    """Part of the body of a stream."""
     return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is the number of an event."""
+    return _NUMBER.fullmatch(text) is not None
 
 
 def sse(event_id: str, kind: str, data: bytes) -> bytes:

@@ -6,11 +6,10 @@ Rule 3: writes go to the writer thread, reads to reader threads. No handler bloc
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
-from msgspec import UNSET
 
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_results
@@ -62,7 +61,7 @@ _COMPLETED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
 
 async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NextBody = request.body
-    agent = _owner(request)
+    agent = _named_agent(request)
     if agent is None:
         raise InvalidMessage("an operator has to name the agent whose tasks it claims")
     lease_s = min(body.lease_s, server.lease_s_max)
@@ -82,25 +81,36 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def _long_poll(
     server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float
 ) -> list[LeasedTask]:
-    """Wait for tasks. Tasks claimed for a client that has disconnected are released at once."""
+    """Wait for tasks. Tasks claimed for a client that has left, or for an ended token, are released."""
     async with poll_share(server, request) as disconnected:
         claimed = await server.long_polls.claim(terms, request.identity, wait_s, disconnected)
-        if disconnected.done():
+        if disconnected.done() or not is_valid(server, request):
             await _release_all(server, request, claimed)
+        if disconnected.done():
             raise ClientDisconnected
         return claimed
 
 
 @asynccontextmanager
 async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
-    """Count a long poll in the caller's share. Gives a future that is done when the client disconnects."""
+    """Count a long poll in the caller's share. Gives a future that is done when the client disconnects.
+
+    A token that has ended meanwhile is refused.
+    """
     server.poll_share.take(request.identity)
     disconnected = asyncio.ensure_future(disconnection(request))
     try:
         yield disconnected
+        if not is_valid(server, request):
+            raise Refusal(401, "Unauthorized", "the token has expired or was revoked")
     finally:
         server.poll_share.give_back(request.identity)
         disconnected.cancel()
+
+
+def is_valid(server: TaskServer, request: HttpRequest) -> bool:
+    """Whether the token of a request is still valid. A call of a part of this process has no token."""
+    return not request.token or server.agents.identify(request.token) is not None
 
 
 async def _release_all(server: TaskServer, request: HttpRequest, claimed: list[LeasedTask]) -> None:
@@ -128,11 +138,11 @@ def _claimed_task(task: LeasedTask) -> ClaimedTask:
 
 async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: CompleteBody = request.body
-    owner = _owner(request)
+    owners = _owners(request)
 
     def work(operations: TaskOperations) -> tuple[bool, list[LeasedTask]]:
         """Whether the task was completed before, and the tasks claimed next."""
-        record = _own_record(operations, body.task_id, owner)
+        record = _own_record(operations, body.task_id, owners)
         if record.queue == DECISIONS:
             operations.settle(body.task_id, body.lease)
             return False, []
@@ -186,10 +196,10 @@ async def _holder_call(
     server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations], None]
 ) -> HttpReply:
     """Change a task that has to belong to the caller's agent."""
-    task_id, owner = request.body.task_id, _owner(request)
+    task_id, owners = request.body.task_id, _owners(request)
 
     def work(operations: TaskOperations) -> None:
-        _own_record(operations, task_id, owner)
+        _own_record(operations, task_id, owners)
         change(operations)
 
     return await _commit(server, request, event, task_id, work, makes_room=True)
@@ -218,8 +228,8 @@ def _log_change(server: TaskServer, request: HttpRequest, event: str, task_id: s
 async def result(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Wake the harness, which looks for the result itself."""
     body: ResultBody = request.body
-    owner = _owner(request)
-    await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owner))
+    owners = _owners(request)
+    await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owners))
     server.harness.wake()
     return HttpReply(202, _encode(TaskAnswer(body.task_id)))
 
@@ -294,19 +304,20 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def _readable(server: TaskServer, request: HttpRequest) -> TaskInfo:
     """Read a task for its agent, its sender or an operator. It is unknown to other callers."""
-    task_id, owner = request.path_param("id"), visible_queue(request.identity)
+    task_id, identity = request.path_param("id"), request.identity
     info = await server.read_for(request, lambda: server.tasks.get(task_id))
-    if owner is not None and owner not in (info.agent, info.sender):
+    if not (identity.is_operator or identity.reads(info.agent) or info.sender == identity.name):
         raise UnknownTask(task_id)
     return info
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: FindQuery = request.query
-    owner = visible_queue(request.identity)
-    if owner is not None and query.agent not in (UNSET, owner):
-        raise Refusal(403, "Forbidden", f"this token is {owner}'s and lists only the tasks of {owner}")
-    agent = owner or (query.agent or None)
+    owner, agent = visible_queue(request.identity), query.agent or None
+    if owner is not None:
+        agent = agent or owner
+        if not request.identity.reads(agent):
+            raise Refusal(403, "Forbidden", f"this token is {owner}'s and may not read the tasks of {agent}")
     state = query.state or None
     lines = await server.read_for(
         request, lambda: server.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
@@ -319,7 +330,7 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     owner = visible_queue(request.identity)
     if owner is None:
         return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
-    own = {agent: state for agent, state in found.agents.items() if agent == owner}
+    own = {agent: state for agent, state in found.agents.items() if request.identity.reads(agent)}
     return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
 
 
@@ -331,25 +342,34 @@ def visible_queue(identity: Identity) -> str | None:
     return None if identity.is_operator else identity.name
 
 
-def _owner(request: HttpRequest) -> str | None:
+def _named_agent(request: HttpRequest) -> str | None:
     """The agent that a request acts for, which the token decides. An operator may name one, or mean any."""
     identity, body = request.identity, request.body
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
-    if body.agent not in (None, identity.name) or body.agent_url not in (None, identity.name, identity.url):
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and acts for no other agent")
-    return identity.name
+    agent = identity.name if body.agent is None else str(body.agent)
+    if not identity.claims(agent) or body.agent_url not in (None, identity.name, identity.url):
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not act for {agent!r}")
+    return agent
 
 
-def _own_record(operations: TaskOperations, task_id: str, owner: str | None) -> Record:
+def _owners(request: HttpRequest) -> Sequence[str] | None:
+    """The agents whose tasks a request may end; None for all."""
+    identity, named = request.identity, _named_agent(request)
+    if request.body.agent is None and not identity.is_operator:
+        return (identity.name, *identity.permissions.may_claim)
+    return None if named is None else (named,)
+
+
+def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] | None) -> Record:
     """The record as it is within the commit. Raises `UnknownTask` when it belongs to another agent."""
     record = operations.record(task_id)
-    if owner is not None and record.queue != owner:
+    if owners is not None and record.queue not in owners:
         raise UnknownTask(task_id)
     return record
 
 
-def _check_owner(tasks: Tasks, task_id: str, owner: str | None) -> None:
+def _check_owner(tasks: Tasks, task_id: str, owners: Sequence[str] | None) -> None:
     [record] = tasks.store.find(ByIds((task_id,)))
-    if record.queue.startswith(ENGINE_PREFIX) or (owner is not None and record.queue != owner):
+    if record.queue.startswith(ENGINE_PREFIX) or (owners is not None and record.queue not in owners):
         raise UnknownTask(task_id)

@@ -1,6 +1,6 @@
 """The task server as an ASGI application, and as a process.
 
-Rule 1: every route but `/health` needs a bearer token.
+Rule 1: every route but `/health`, `/ready` and the sign-in of the live page needs a token.
 Rule 2: every body, request head, queue of requests and stream has a limit. One token cannot use up a
         limit that others share.
 """
@@ -32,17 +32,19 @@ from postroom.errors import PostroomError, Unavailable
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
-from postroom.runtime.endpoint import Endpoint, identified, refuse
+from postroom.runtime.endpoint import Endpoint, identified, note_refusal, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
-from postroom.runtime.http_messages import IDENTITY, HttpRequest, Refusal
+from postroom.runtime.http_messages import ANONYMOUS, IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
 from postroom.runtime.server_log import ServerLog, ServerLogHandler
 from postroom.runtime.task_server import TaskServer
+from postroom.runtime.telemetry import exporting
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
+SERVICE = "postroom-http"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 PORT = 8800
 SOCKET_BACKLOG = 2_048
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
@@ -52,6 +54,18 @@ class MountedApp(Protocol):
     """An ASGI application beside the routes. The caller is in the scope under `IDENTITY`."""
 
     path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+
+
+class PageApp(Protocol):
+    """An ASGI application that identifies its callers itself."""
+
+    def serves(self, path: str) -> bool:
+        """Whether a path is one of its own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -69,32 +83,34 @@ Mount = Callable[["TasksApp"], MountedApp]
 class TasksApp(Starlette):
     """All routes. Paths without parameters are looked up in a dict, because they are the hot ones."""
 
-    def __init__(self, lifespan: Callable[["TasksApp"], Any], mounted: Mount | None = None) -> None:
+    def __init__(
+        self,
+        lifespan: Callable[["TasksApp"], Any],
+        mounted: Mount | None = None,
+        page: "Callable[[TasksApp], PageApp] | None" = None,
+    ) -> None:
         self.server: TaskServer | None = None
         """None before the start."""
         self.mounted = None if mounted is None else mounted(self)
         """Serves paths of its own, to callers with a token."""
-        endpoints = [Endpoint(self._running_server, served) for served in ROUTES]
+        self.page = None if page is None else page(self)
+        """The live page, which identifies its callers itself."""
+        endpoints = [Endpoint(self.running_server, served) for served in ROUTES]
         self._direct = {
             (endpoint.route.method, endpoint.route.path): endpoint
             for endpoint in endpoints
             if "{" not in endpoint.route.path
         }
-        by_path: dict[str, dict[str, Endpoint]] = {}
-        for endpoint in endpoints:
-            by_path.setdefault(endpoint.route.path, {})[endpoint.route.method] = endpoint
         super().__init__(
-            routes=[
-                StarletteRoute(path, _ByMethod(by_method), methods=[*by_method])
-                for path, by_method in by_path.items()
-            ],
+            routes=routes_of(endpoints),
             lifespan=lifespan,
             exception_handlers={HTTPException: _not_served},
         )
         self.router.redirect_slashes = False  # a path with an extra slash is unknown
         self.openapi_json = msgspec.json.encode(openapi())
 
-    def _running_server(self) -> TaskServer:
+    def running_server(self) -> TaskServer:
+        """The server. Raises `Unavailable` before the start."""
         if self.server is None:
             raise Unavailable("the server has not started")
         return self.server
@@ -108,14 +124,20 @@ class TasksApp(Starlette):
             if self.mounted is not None and scope["path"] == self.mounted.path:
                 await self._serve_mounted(self.mounted, scope, receive, send)
                 return
+            if self.page is not None and self.page.serves(scope["path"]):
+                await self.page(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
     async def _serve_mounted(self, mounted: "MountedApp", scope: Scope, receive: Receive, send: Send) -> None:
-        request = HttpRequest(scope, receive, send)
+        server, request = self.running_server(), HttpRequest(scope, receive, send)
         try:
-            scope[IDENTITY] = identified(self._running_server(), request)
+            scope[IDENTITY] = identified(server, request, is_counted=False)
+            scope[TOKEN] = request.token
         except (Refusal, PostroomError) as error:
             await refuse(send, error)
+            call = f"{scope['method']} {mounted.path}"
+            note_refusal(server, call, error, request.identity, scope.get("client"), token=request.token)
         else:
             await mounted(scope, receive, send)
 
@@ -123,6 +145,17 @@ class TasksApp(Starlette):
         """End all long polls and streams, so that the server can stop."""
         if self.server is not None:
             self.server.end_waits()
+
+
+def routes_of(endpoints: Iterable[Endpoint]) -> list[StarletteRoute]:
+    """One route for each path."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.route.path, {})[endpoint.route.method] = endpoint
+    return [
+        StarletteRoute(path, _ByMethod(by_method), methods=[*by_method])
+        for path, by_method in by_path.items()
+    ]
 
 
 class _ByMethod:
@@ -137,7 +170,11 @@ class _ByMethod:
         await endpoint(scope, receive, send)
 
 
-async def _not_served(request: Request, error: Exception) -> Response:  # noqa: ARG001 - as Starlette calls it
+async def _not_served(request: Request, error: Exception) -> Response:
+    app: TasksApp = request.app
+    if app.server is not None:
+        call = f"{request.method} of an unknown path"
+        note_refusal(app.server, call, error, ANONYMOUS, request.scope.get("client"))
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
     phrase = HTTPStatus(status).phrase
@@ -158,7 +195,9 @@ def create_app(
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
     lease_s_max: float = LEASE_S_MAX,
+    token_rate: float = 0.0,
     mounted: Mount | None = None,
+    page: Callable[[TasksApp], PageApp] | None = None,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application. The harness runs from its start to its end.
 
@@ -180,20 +219,22 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: TasksApp) -> AsyncIterator[None]:
         buses = Buses(data, bus_durability, bus_max_bytes)
-        server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine)
+        server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine, token_rate)
         server.openapi_json = app.openapi_json
         server.lease_s_max = lease_s_max
         harness.start()
         try:
             yield
         finally:
-            if app.mounted is not None:
-                await app.mounted.close()
+            for beside in (app.mounted, app.page):
+                if beside is not None:
+                    await beside.close()
             await server.stop_coordinator()
+            await server.refusals.close()
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 
-    return TasksApp(lifespan, mounted)
+    return TasksApp(lifespan, mounted, page)
 
 
 # ---- the process -----------------------------------------------------------------------------------
@@ -213,6 +254,7 @@ def serve(
     drain_every_s: float = DRAIN_EVERY_S,
     sweep_every_s: float = SWEEP_EVERY_S,
     lease_s_max: float = LEASE_S_MAX,
+    token_rate: float = 0.0,
     concurrency: int = 1,
     in_order: bool = False,
     app_engine: Engine | None = None,
@@ -221,6 +263,7 @@ def serve(
     beside: AbstractContextManager[object] | None = None,
     tls: tuple[Path, Path | None] | None = None,
     mounted: Mount | None = None,
+    page: Callable[[TasksApp], PageApp] | None = None,
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
@@ -229,7 +272,8 @@ def serve(
     `beside` is entered once the server has its port and its folder. A server that cannot start removes the
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
-    types of `app_engine`, but not its store. `tls` is a certificate and its key. With `overlap`, another
+    types of `app_engine`, but not its store. A token without a rate of its own may make `token_rate` calls a
+    second; 0 is no limit. `tls` is a certificate and its key. With `overlap`, another
     server with `overlap` may listen on the same port: during an upgrade the new one starts before the old one
     ends.
     """
@@ -241,7 +285,9 @@ def serve(
         beside or nullcontext(),
         Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
         _library_logs(server_log),
+        exporting(SERVICE) as telemetry,
     ):
+        tasks.store.identity()  # a store that does not answer is one error here, and not one of each thread
         agents = Agents(data)
         harness = Harness(
             tasks,
@@ -254,20 +300,27 @@ def serve(
             in_order=in_order,
             server_log=server_log,
         )
+        engine = Engine(tasks.store) if app_engine is None else app_engine.on(tasks.store)
         app = create_app(
             data,
             tasks,
             agents=agents,
             harness=harness,
-            engine=None if app_engine is None else app_engine.on(tasks.store),
+            engine=engine,
             server_log=server_log,
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,
             lease_s_max=lease_s_max,
+            token_rate=token_rate,
             mounted=mounted,
+            page=page,
         )
 
-        _run(app, listening, server_log, ready, tls)
+        if telemetry is not None:
+            telemetry.attach(engine)
+            telemetry.follow(server_log)
+        served = app if telemetry is None else telemetry.traced(app)
+        _run(served, listening, server_log, ready, tls)
     server_log.close()
 
 

@@ -10,8 +10,10 @@ from postroom.runtime.openapi import JSON
 JSON_TYPE = (b"content-type", JSON.encode())
 IDENTITY = "postroom.identity"
 """The key of the caller in the scope of a request that a part of this process makes: it has no token."""
+TOKEN = "postroom.token"  # noqa: S105 - a key, and no token
+"""The key of the token in the scope of a request to a mounted application."""
 
-_ANONYMOUS = Identity("", "agent")
+ANONYMOUS = Identity("", "agent")
 
 
 class Refusal(Exception):
@@ -59,7 +61,7 @@ class HttpRequest:
         self.receive = receive
         self.send = send
         self.token = ""
-        self.identity: Identity = _ANONYMOUS
+        self.identity: Identity = ANONYMOUS
         self.body: Any = None
         self.raw = b""
         """The body before it was decoded."""

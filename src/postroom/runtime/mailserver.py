@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from time import time_ns
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from postroom.contracts.mail.service import MailService
 from postroom.core.mailbox import Letter
 from postroom.errors import InvalidSetting, LockTimeout, Unavailable, UnsafePath, reason
 from postroom.logs import eventfiles
+from postroom.runtime.mail_status import StatusFile
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
@@ -186,6 +188,18 @@ class EventLog:
             self._fd = -1
 
 
+class _Service(MailService):
+    """A mail service that writes its state into its folder."""
+
+    def __init__(self, folder: Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(folder, *arguments, **options)
+        self._status = StatusFile(folder)
+
+    def tick(self) -> None:
+        super().tick()
+        self._status.write(self)
+
+
 def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callable[[int], None]) -> None:
     """Serve a data folder until SIGTERM or SIGINT. `ready` is called with the port."""
     opened: list[EventLog] = []
@@ -193,7 +207,7 @@ def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callab
     def open_service(run_soon: RunSoon) -> MailService:
         events = EventLog(data / eventfiles.GROWING, run_soon)
         try:
-            service = MailService(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
+            service = _Service(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
         except LockTimeout:
             raise FolderTaken(data) from None
         try:

@@ -10,17 +10,15 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 """
 
 import asyncio
-import contextlib
 import logging
-import socket
 from time import perf_counter
 from typing import Protocol, TypeVar, cast
 
-from postroom.contracts.mail import LINK_FULL_BYTES
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
+from postroom.runtime.natsoutput import ConnectionOutput
 
 _log = logging.getLogger("postroom.mail")
 T = TypeVar("T")
@@ -114,6 +112,9 @@ class Hub(Protocol):
         `options` is None for a client that has not sent CONNECT.
         """
 
+    def take_calls(self, link: "ServerConnection", head: wire.ControlLine, count: int) -> int:
+        """Count messages of a connection with a rate. Returns how many are allowed; others are refused."""
+
     def publish(self, link: "ServerConnection", head: wire.ControlLine, bodies: list[bytes]) -> int:
         """Returns how many bodies were published: all, unless the time slice of the connection is over."""
 
@@ -133,126 +134,18 @@ class Hub(Protocol):
         """A connection that was backed up can take more."""
 
 
-class ConnectionOutput:
-    """What waits to be written to one connection."""
-
-    __slots__ = (
-        *("_bytes", "_chunks", "_hub", "_link", "_notifies", "_sent_bytes", "_stalled_at", "_stalled_bytes"),
-        *("closed", "counted_bytes", "paused", "transport"),
-    )
-
-    def __init__(self, hub: Hub, link: "ServerConnection") -> None:
-        self._hub = hub
-        self._link = link
-        self.transport: asyncio.Transport | None = None
-        self.closed = False
-        """Whether nothing more is accepted."""
-        self._chunks: list[bytes] = []
-        self._bytes = 0
-        self._sent_bytes = 0
-        self._notifies = False
-        self.paused = False
-        """Whether the transport has more than it can write."""
-        self.counted_bytes = 0  # against the client
-        self._stalled_at = 0.0
-        self._stalled_bytes = 0
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes that the operating system does not have yet."""
-        waiting = self.transport.get_write_buffer_size() if self.transport is not None else 0
-        return waiting + self._bytes
-
-    def send(self, data: bytes) -> None:
-        """Buffer bytes until the turn ends."""
-        if self.closed:
-            return
-        if not self._chunks:
-            self._hub.has_output(self._link)
-        self._chunks.append(data)
-        self._bytes += len(data)
-        if self._bytes > LINK_FULL_BYTES:  # a large buffer does not wait for the end of the turn
-            self.write_out()
-
-    def write_out(self) -> None:
-        """Write the buffer. A connection with too many bytes waiting is cut off."""
-        transport, chunks, size = self.transport, self._chunks, self._bytes
-        if transport is None or not chunks:
-            return
-        if self.pending_bytes > self._hub.pending_bytes_max:
-            self._overflow()
-            return
-        transport.write(chunks[0] if len(chunks) == 1 else b"".join(chunks))
-        self._chunks, self._bytes = [], 0
-        self._sent_bytes += size
-        if self.paused:
-            self.count_waiting()
-        if self._notifies and not self.paused:
-            self._notifies = False
-            self._hub.loop.call_soon(self._hub.drained, self._link)
-
-    def discard(self) -> None:
-        """Drop the buffer, and accept nothing more."""
-        self.closed = True
-        self._chunks, self._bytes = [], 0
-
-    def narrow(self) -> None:
-        """Keep the buffers of transport and socket small: messages in them cannot be overtaken."""
-        if self.transport is None:
-            return
-        self.transport.set_write_buffer_limits(high=LINK_FULL_BYTES)
-        found = self.transport.get_extra_info("socket")
-        if found is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            with contextlib.suppress(OSError):
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LINK_FULL_BYTES)
-
-    def notify_when_drained(self) -> None:
-        """Request one call of `drained`: after the next write, or when a paused transport resumes."""
-        self._notifies = True
-
-    def pause(self) -> None:
-        self.paused = True
-        self._stalled_at = self._hub.loop.time()
-
-    def resume(self) -> None:
-        self.paused = self._notifies = False
-        self.count_waiting()
-
-    def count_waiting(self) -> None:
-        """Count the bytes that wait in a paused transport against the client. Above its limit, overflow."""
-        waiting = self.transport.get_write_buffer_size() if self.paused and self.transport is not None else 0
-        more, self.counted_bytes = waiting - self.counted_bytes, waiting
-        if not self._hub.usage.add_pending(self._link.client, more) and more > 0:
-            self._overflow()
-
-    def _overflow(self) -> None:
-        """Too many bytes wait. Drop everything now, and close the connection after the current callback."""
-        self.discard()
-        # Uncounted at once, so that other connections of the client can continue.
-        self._hub.usage.add_pending(self._link.client, -self.counted_bytes)
-        self.counted_bytes = 0
-        self._hub.loop.call_soon(self._link.cut)
-
-    def is_stuck(self, now_s: float, patience_s: float) -> bool:
-        """Whether the transport is paused and has written nothing for `patience_s`."""
-        if not self.paused or self.transport is None:
-            return False
-        taken = self._sent_bytes - self.transport.get_write_buffer_size()
-        if taken != self._stalled_bytes:
-            self._stalled_bytes, self._stalled_at = taken, now_s
-        return now_s - self._stalled_at > patience_s
-
-
 class ServerConnection(asyncio.Protocol):
     """One connection of the server; to the handler, a `Link`."""
 
     __slots__ = (
         *("_backlog", "_released", "_held_bytes", "_holds", "_hub", "_insecure", "_login_bytes", "_reader"),
-        *("_transport", "admitted", "client", "echo", "headers", "heard", "name", "network", "no_responders"),
+        *("_transport", "admitted", "caller", "client", "echo", "headers", "heard", "name", "network"),
+        "no_responders",
         *(
             "number",
             "output",
             "pings_out",
+            "rate",
             "send",
             "slice_ends",
             "subscription_bytes",
@@ -266,7 +159,9 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = self.client = self.network = self.token = ""
+        self.user = self.name = self.client = self.network = self.token = self.caller = ""
+        self.rate = 0.0
+        """Messages a second that the token may publish; 0 for no limit."""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, ServerSubscription] = {}
@@ -404,6 +299,10 @@ class ServerConnection(asyncio.Protocol):
         if head.header_bytes >= 0 and not self.headers:
             self.fail(HEADERS_NOT_SUPPORTED)
             return None
+        if self.rate:
+            bodies = bodies[: self._hub.take_calls(self, head, len(bodies))]
+            if not bodies:
+                return None
         if self.verbose:
             self.send(wire.OK * len(bodies))
         return self._publish(head, bodies)

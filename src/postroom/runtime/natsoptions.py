@@ -5,6 +5,7 @@ import ipaddress
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from postroom.core import natswire as wire
 from postroom.system.descriptors import raise_descriptor_limit
@@ -24,7 +25,7 @@ MAILBOX_GROUP_COST_BYTES = 1_200  # memory of its queue group: 1,120 measured
 LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before its login
 LOGINS_MAX = 64  # connections of one address that have not logged in
 INCOMPLETE_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages on all connections of one address
-TOKEN_CHECK_S = 1.0  # between checks that the tokens of connections are still valid
+TOKEN_CHECK_S = 0.2  # between checks that the tokens of connections are still valid
 WRONG_LOGIN_S = 0.2  # delay of the answer to a wrong password
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
@@ -32,6 +33,16 @@ WRITE_TIMEOUT_S = 10.0
 LAME_DUCK_S = 0.5  # with the time for closing, a stop takes two seconds at most
 IPV6_CLIENT_BITS = 64
 FILES_RESERVED = 64  # open files that are not for connections
+
+
+class TokenOwner(NamedTuple):
+    """Who has logged in."""
+
+    user: str
+    caller: str = ""
+    """Names the token of a registry, without its text."""
+    rate: float = 0.0
+    """Messages a second that clients with the token may publish; 0 for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +54,8 @@ class ServerOptions:
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Passwords by user."""
     token: str = field(default="", repr=False)
-    identify: Callable[[str], str | None] | None = None
-    """The user of a token of a registry; None for a token that is not valid."""
+    identify: Callable[[str], "TokenOwner | None"] | None = None
+    """The owner of a token of a registry; None for a token that is not valid."""
     tls: ssl.SSLContext | None = None
     tls_first: bool = False
     """Start with the TLS handshake. By default NATS clients expect INFO in the clear first."""
@@ -65,16 +76,17 @@ class ServerOptions:
     def client_connections_max(self) -> int:
         return max(1, int(self.connections_max * CLIENT_CONNECTIONS_SHARE))
 
-    def user_of(self, options: wire.ConnectOptions) -> str | None:
-        """The user of a CONNECT; None when the login is wrong."""
+    def owner_of(self, options: wire.ConnectOptions) -> TokenOwner | None:
+        """The owner of a CONNECT; None when the login is wrong."""
         if not self.needs_auth:
-            return ""
+            return TokenOwner("")
         if self.token and _same(options.auth_token, self.token):
-            return TOKEN_USER
-        if self.identify is not None and (user := self.identify(token_of(options))) is not None:
-            return user
+            return TokenOwner(TOKEN_USER)
+        if self.identify is not None and (owner := self.identify(token_of(options))) is not None:
+            return owner
         password = self.users.get(options.user)
-        return options.user if password is not None and _same(options.password, password) else None
+        is_right = password is not None and _same(options.password, password)
+        return TokenOwner(options.user) if is_right else None
 
 
 def token_of(options: wire.ConnectOptions) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from postroom.contracts.mail import SubjectHandler
 from postroom.core import natswire as wire
 from postroom.core.subjects import has_wildcard
-from postroom.errors import Unavailable
+from postroom.errors import RateExceeded, Unavailable
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
@@ -47,6 +47,7 @@ from postroom.runtime.natsoptions import (
     token_of,
 )
 from postroom.runtime.natsrouter import Router
+from postroom.runtime.rates import Rates
 from postroom.system.callbacks import attempt
 
 PROTOCOL_VERSION = "2.10.0"  # the nats-server with the same core protocol: clients compare versions
@@ -56,6 +57,8 @@ TLS_TIMEOUT_S = 5.0
 TICK_S = 0.25
 HANDLER_BODIES_MAX = 200  # messages for the handler between two checks of the clock
 CLOSE_TIMEOUT_S = 0.4
+UNAUTHORIZED, TOO_MANY = 401, 429  # codes of refused calls, as in HTTP
+TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # noqa: S105 - a sentence
 
 RunSoon = Callable[[Callable[[], None]], object]
 
@@ -75,6 +78,7 @@ class NatsServer:
         self.connections: set[ServerConnection] = set()
         self._handler = handler
         self.usage = ClientUsage(options)
+        self._rates = Rates()
         self._router = Router()
         self.match = self._router.match
         self.literal = self._router.literal
@@ -198,13 +202,13 @@ class NatsServer:
         link.network = network_of(link.peer_address)
         client = client_of("", link.network)
         is_full = len(self.connections) >= self.options.connections_max
+        link.client = client
         if self._lame or is_full or not self.usage.may_connect(client):
-            return TOO_MANY_CONNECTIONS
+            return self._refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not self._may_log_in(link):
-            return TOO_MANY_LOGINS
+            return self._refused(link, TOO_MANY_LOGINS, TOO_MANY)
         self.connections.add(link)
         self.usage.add_connection(client)
-        link.client = client
         self._empty.clear()
         return ""
 
@@ -217,7 +221,15 @@ class NatsServer:
 
     def _check_login(self, link: ServerConnection) -> None:
         if not link.admitted and not link.is_closing:
-            link.fail(AUTHENTICATION_TIMEOUT)
+            link.fail(self._refused(link, AUTHENTICATION_TIMEOUT, UNAUTHORIZED))
+
+    def _refused(
+        self, link: ServerConnection, why: str, code: int, call: str = "connect", reply: str = ""
+    ) -> str:
+        """Make an event of a refused call, and answer it at `reply`. Returns the reason."""
+        if self._handler is not None:
+            attempt(self._handler.refused, link, call, reply, code, why)
+        return why
 
     def release(self, link: ServerConnection) -> None:
         for subscription in link.subscriptions.values():
@@ -288,15 +300,15 @@ class NatsServer:
         return task
 
     def admit(self, link: ServerConnection, options: wire.ConnectOptions | None) -> str:
-        user = self.options.user_of(options or wire.ConnectOptions())
-        if user is None:
-            return AUTHORIZATION_VIOLATION
-        client = client_of(user, link.network)
+        owner = self.options.owner_of(options or wire.ConnectOptions())
+        if owner is None:
+            return self._refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
+        client = client_of(owner.user, link.network)
         if client != link.client and not self._move(link, client):
-            return TOO_MANY_CONNECTIONS
+            return self._refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
-        link.user, link.admitted = user, True
+        link.user, link.caller, link.rate, link.admitted = *owner, True
         link.token = "" if options is None else token_of(options)
         return ""
 
@@ -313,12 +325,12 @@ class NatsServer:
     def subscribe(self, subscription: ServerSubscription) -> str:
         link = subscription.link
         if len(link.subscriptions) > self.options.subscriptions_max:
-            return TOO_MANY_SUBSCRIPTIONS
+            return self._refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         text = self._owned(subscription.subject)
         subscription.owned = text is not None
         subscription.cost = _cost_of(subscription)
         if not self.usage.may_subscribe(link.client, subscription.cost):
-            return TOO_LARGE_SUBSCRIPTIONS
+            return self._refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         self._count_subscription(link, subscription.cost)
         if text is None or self._handler is None:
             self._router.add(subscription)
@@ -347,6 +359,17 @@ class NatsServer:
             return None
         text = subject.decode("utf-8", "replace")
         return text if self._handler.owns(text) else None
+
+    def take_calls(self, link: ServerConnection, head: wire.ControlLine, count: int) -> int:
+        found = self._rates.take(link.caller, link.rate, count)
+        refused = count - found.calls
+        if refused:
+            why = str(RateExceeded(link.user, link.rate, found.wait_s))
+            link.send(wire.permissions_violation("Publish", head.subject, why))
+            reply = head.reply.decode("utf-8", "replace")
+            for _ in range(refused):
+                self._refused(link, why, TOO_MANY, "publish", reply)
+        return found.calls
 
     def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> int:
         if self._handler is not None:
@@ -454,7 +477,11 @@ class NatsServer:
         of_registry = [link for link in self.connections if link.admitted and link.user not in self._fixed]
         owners = {token: identify(token) for token in {link.token for link in of_registry}}
         for link in of_registry:
-            if owners[link.token] is None and not link.is_closing:
+            owner = owners[link.token]
+            if owner is not None:
+                link.rate = owner.rate
+            elif not link.is_closing:
+                self._refused(link, TOKEN_ENDED, UNAUTHORIZED)
                 link.fail(AUTHORIZATION_VIOLATION)
 
     def _ping_silent_clients(self) -> None:

@@ -61,7 +61,14 @@ class States(msgspec.Struct, frozen=True):
 class Parts:
     """Starts the parts, watches them, and stops them."""
 
-    def __init__(self, data: Path, parts: Sequence[Part], *, stop_grace_s: float) -> None:
+    def __init__(
+        self,
+        data: Path,
+        parts: Sequence[Part],
+        *,
+        stop_grace_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._data = data
         self._parts = {part.name: part for part in parts}
         self._ready: dict[str, dict[str, Any]] = {}
@@ -69,17 +76,20 @@ class Parts:
         self._log_mutex = threading.Lock()
         self._written: States | None = None
         self._last_text: dict[str, str] = {}
-        self._supervisors = {
-            part.name: Supervisor(
-                part.command,
-                name=part.name,
-                stop_grace_s=stop_grace_s,
-                on_output=None if part.is_silent else self._note_ready(part.name),
-                on_log=self._log_line(part.name),
-                on_exit=self._note_exit(part.name),
-            )
-            for part in parts
-        }
+        self._stop_grace_s = stop_grace_s
+        self._environment = environment
+        self._supervisors = {part.name: self._supervisor(part) for part in parts}
+
+    def _supervisor(self, part: Part) -> Supervisor:
+        return Supervisor(
+            part.command,
+            name=part.name,
+            stop_grace_s=self._stop_grace_s,
+            on_output=None if part.is_silent else self._note_ready(part.name),
+            on_log=self._log_line(part.name),
+            on_exit=self._note_exit(part.name),
+            environment=self._environment,
+        )
 
     def start(self, is_stopping: Callable[[], bool]) -> Mapping[str, dict[str, Any]]:
         """Start all parts, unless a stop comes first. Returns what each of them printed when it was ready."""
@@ -97,6 +107,13 @@ class Parts:
                 raise Unavailable(f"not ready within {READY_TIMEOUT_S:g} s: {missing}")
         self.write_states()
         return self._ready
+
+    def add(self, part: Part) -> None:
+        """Start a further part, which needs the addresses of the others."""
+        self._parts[part.name] = part
+        self._supervisors[part.name] = self._supervisor(part)
+        self._supervisors[part.name].start()
+        self.write_states()
 
     def _raise_first_failure(self) -> None:
         """A part that ends before it was ready once has a wrong option or port. A restart would not help."""

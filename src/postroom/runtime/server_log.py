@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import IO, Any
 
@@ -38,6 +39,8 @@ class ServerLog:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._rare: dict[str, tuple[float, int]] = {}
+        self.listener: Callable[[dict[str, Any]], None] | None = None
+        """Called with each line before it is written. It must not wait."""
 
     def write(self, event: str, *, task_id: str = "", agent: str = "", **facts: Any) -> None:
         """Log an event."""
@@ -46,6 +49,8 @@ class ServerLog:
             return
         line = {"ts": time.time(), "event": event, "task_id": task_id, "agent": agent, **facts}
         self._lines.append(line)
+        if self.listener is not None:
+            self.listener(line)
         if not self._woken.is_set():
             self._woken.set()
             if self._thread is None:

@@ -22,6 +22,8 @@ from postroom.runtime.harness import Harness
 from postroom.runtime.http_messages import HttpRequest
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
 from postroom.runtime.parts import degraded_parts
+from postroom.runtime.rates import Rates
+from postroom.runtime.refusal_events import RefusalEvents
 from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.shares import Shares
@@ -56,6 +58,7 @@ class TaskServer:
         buses: Buses,
         server_log: ServerLog,
         engine: Engine,
+        token_rate: float = 0.0,
     ) -> None:
         self.tasks = tasks
         self.engine = engine
@@ -81,6 +84,8 @@ class TaskServer:
         self._beats: dict[tuple[str, str], float] = {}
         """When each agent was last noted as alive. Tokens limit how many there are."""
         self.writer = StoreWriter(tasks, self._loop)
+        self.rates = Rates(token_rate)
+        self.refusals = RefusalEvents(self.writer.submit, server_log)
         self.long_polls = LongPolls(tasks, self.writer, self.read, self._loop)
         self.result_polls = ResultPolls(tasks, self.read, self.long_polls)
         self.streams_woken = self._loop.create_future()

@@ -17,6 +17,7 @@ from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownToken
 from postroom.runtime.registry_file import RegistryFile
+from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
 TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
@@ -24,10 +25,46 @@ TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
+NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
 
 Role: TypeAlias = Literal["agent", "operator", "admin"]
 ROLES: Final = get_args(Role)
+
+
+class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a token may do, beside what its role allows, and what it may not do."""
+
+    may_send_to: tuple[str, ...] = ()
+    """Agents that it may send tasks to, beside those of its agent."""
+    may_claim: tuple[str, ...] = ()
+    """Agents whose tasks it may claim and end, beside its own."""
+    may_read: tuple[str, ...] = ()
+    """Agents whose tasks it may read, beside its own."""
+    only_message: tuple[str, ...] = ()
+    """The only agents that it may send messages to; empty for all of its organization."""
+    only_buses: tuple[str, ...] = ()
+    """The only buses that it may read and post to; empty for all."""
+    is_read_only: bool = False
+    """Whether it changes nothing."""
+
+    def checked(self) -> "Permissions":
+        """The permissions with valid names, none of them twice."""
+        names = {
+            field: _names("bus" if field == "only_buses" else "agent", getattr(self, field))
+            for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses")
+        }
+        return msgspec.structs.replace(self, **names)
+
+    def shown(self) -> str:
+        """The permissions as words of `postroom token create`."""
+        words = ["read-only"] if self.is_read_only else []
+        for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses"):
+            words += [f"{field.replace('_', '-')} {name}" for name in getattr(self, field)]
+        return ", ".join(words)
+
+
+NO_PERMISSIONS = Permissions()
 
 
 class RegisteredToken(msgspec.Struct, frozen=True):
@@ -43,7 +80,10 @@ class RegisteredToken(msgspec.Struct, frozen=True):
     created: datetime
     expires: datetime | None = None
     may_send_to: tuple[str, ...] = ()
-    """Agents that the token may send tasks to, beside those of its agent."""
+    """Read from files of earlier versions. `permissions` has them now."""
+    rate: float = 0.0
+    """Calls a second that the token may make; 0 for the limit of the server."""
+    permissions: Permissions = NO_PERMISSIONS
 
     def is_expired(self, now: datetime) -> bool:
         """Whether the token is no longer valid."""
@@ -71,7 +111,8 @@ class Tokens:
         org: str = "",
         agent: str = "",
         expires_s: float | None = None,
-        may_send_to: Iterable[str] = (),
+        permissions: Permissions = NO_PERMISSIONS,
+        rate: float = 0.0,
     ) -> NewToken:
         """Make a token. An agent's token names the agent and its organization."""
         if role not in ROLES:
@@ -81,7 +122,9 @@ class Tokens:
         for what, name in (("organization", org), ("agent", agent)):
             if name:
                 checked_name(what, name)
-        targets = tuple(dict.fromkeys(checked_name("agent", name) for name in may_send_to))
+        if not 0 <= rate <= RATE_MAX:  # NaN, too
+            raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:g} calls a second, not {rate!r}")
+        permissions = permissions.checked()
         now = datetime.now(UTC)
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
@@ -90,8 +133,11 @@ class Tokens:
                 raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
             digest = digest_of(made.token)
             tokens.append(
-                RegisteredToken(made.token_id, digest, role, org, agent, now, expires, targets)  # type: ignore[arg-type]
-            )
+                RegisteredToken(
+                    made.token_id, digest, role, org, agent, now, expires,  # type: ignore[arg-type]
+                    rate=rate, permissions=permissions,
+                )
+            )  # fmt: skip
         return made
 
     def revoke(self, token_id: str) -> None:
@@ -127,6 +173,10 @@ class Tokens:
         """All tokens in the order in which they were made."""
         return [*self._file.read()]
 
+    def names(self, agent: str) -> bool:
+        """Whether a token names this agent."""
+        return any(token.agent == agent for token in self._file.read())
+
     def find(self, digest: str) -> RegisteredToken | None:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
         if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
@@ -135,6 +185,13 @@ class Tokens:
             self._by_digest = {token.token_sha256: token for token in tokens}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
+
+
+def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(checked_name(what, name) for name in names))
+    if len(found) > NAMES_MAX:
+        raise InvalidMessage(f"a token names at most {NAMES_MAX} in each permission")
+    return found
 
 
 def _lifetime(expires_s: float) -> float:

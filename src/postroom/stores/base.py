@@ -45,12 +45,16 @@ class ByIds(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Records with a `seq` above `after`, in that order. None for `queue` or `state` means any."""
+    """Records with a `seq` above `after`, in that order. None for `queue` or `state` means any.
+
+    With `before`, only records with a `seq` below it, the newest first.
+    """
 
     queue: str | None = None
     state: State | None = None
     after: int = 0
     limit: int = 100
+    before: int = 0
 
 
 class Ending(msgspec.Struct, frozen=True):

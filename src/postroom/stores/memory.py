@@ -155,10 +155,13 @@ class MemoryTransaction(Transaction):
             case Ending(deadline, until_ns, limit):
                 entries = self._data.indexes.get(("ending", deadline), [])
                 return self._records(entries[: bisect_left(entries, (until_ns + 1,))][:limit])
-            case Listing(queue, state, after, limit):
+            case Listing(queue, state, after, limit, before):
                 index = ("all", "") if state is None else ("state", state)
                 entries = self._data.indexes.get(index, [])
-                later = self._records(entries[bisect_left(entries, (after + 1,)) :])
+                end = bisect_left(entries, (before,)) if before else len(entries)
+                later = self._records(entries[bisect_left(entries, (after + 1,)) : end])
+                if before:
+                    later.reverse()
                 return [record for record in later if queue in (None, record.queue)][:limit]
 
     def _records(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:

@@ -1,5 +1,7 @@
 """`open_store`: a store by its address."""
 
+import re
+
 from postroom.errors import InvalidMessage
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
@@ -8,10 +10,14 @@ SQLITE = "sqlite:///"
 MEMORY = "memory://"
 AMQP = ("amqp://", "amqps://")
 POSTGRES = ("postgres://", "postgresql://")
+SERVERS = (*POSTGRES, *AMQP)
+"""How the addresses of stores begin that several hosts can share. Their workers claim at the same time."""
+
+_PASSWORD = re.compile(r"(://[^:/?@]*):[^/?]*@")
 
 
 def open_store(url: str, *, clock: Clock | None = None) -> Store:
-    """The store at `url`: `sqlite:///relative.db`, `sqlite:////absolute.db`, `memory://` or `postgres://`."""
+    """The store at `url`: `sqlite:///path`, `postgres://user@host/db`, `amqp://host/?ledger=URL`, `memory://`."""
     if url == MEMORY:
         from postroom.stores.memory import MemoryStore
 
@@ -28,8 +34,23 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
         raise InvalidMessage(
-            f"{url!r} is not a store: use sqlite:///path/to/queue.db, postgres://user@host/db or memory://"
+            f"{shown_address(url)!r} is not a store: use sqlite:///path/to/queue.db, "
+            "postgres://user@host/db, amqp://host/?ledger=URL or memory://"
         )
     from postroom.stores.sqlite import SqliteStore
 
     return SqliteStore(path, clock=clock)
+
+
+def shown_address(url: str) -> str:
+    """The address of a store without its passwords."""
+    if url.startswith(AMQP):
+        from postroom.stores.rabbitmq import parse_address
+
+        address = parse_address(url)
+        return f"{address.shown}?ledger={shown_address(address.ledger)}"
+    if url.startswith(POSTGRES):
+        from postroom.stores.postgres_connection import Address
+
+        return Address(url).url
+    return _PASSWORD.sub(r"\1@", url)

@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import psycopg
 from psycopg import errors as sql_errors
 
-from postroom.errors import PostroomError, StoreDamaged, Unavailable, WriteFailed
+from postroom.errors import PostroomError, StoreDamaged, StoreRefused, Unavailable, WriteFailed
 from postroom.message import Event
 from postroom.stores.base import Counted
 from postroom.stores.group_commit import GroupCommit, Job
@@ -44,7 +45,7 @@ from postroom.stores.postgres_transaction import (
     PostgresTransaction,
     to_sql,
 )
-from postroom.stores.postgres_trips import Connection, Statement
+from postroom.stores.postgres_trips import Connection, Statement, check
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
@@ -79,6 +80,15 @@ _LOST = (
 """The server stopped, does not answer or has become a standby: another try can reach the new primary."""
 
 
+class _Silence(NamedTuple):
+    """The time of a server that does not answer."""
+
+    since: float
+    last: float
+    """The last time that it did not answer."""
+    error: str
+
+
 class PostgresStore(Store):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
@@ -104,6 +114,8 @@ class PostgresStore(Store):
         self._newest_ns = 0
         self._commits = 0
         self._random = random.SystemRandom()
+        self._silence: _Silence | None = None
+        """Since when the server does not answer; None when it does."""
         self.writing, self._read_only = _both_forms(self.address.schema)
         self._fresh_threads()
         reset_after_fork(self)
@@ -142,44 +154,63 @@ class PostgresStore(Store):
 
     def _persist(self, attempt: Callable[[Connection], T]) -> T:
         """Try until it works, `CONFLICTS_MAX` conflicts were met, or the server is away for too long."""
-        conflicts, deadline = 0, time.monotonic() + self._reconnect_s
+        conflicts, deadline = 0, self._deadline()
         while True:
             try:
-                return self._with_connection(attempt)
+                result = self._with_connection(attempt)
             except _CONFLICTS as error:
                 conflicts += 1
                 if conflicts > CONFLICTS_MAX:
                     raise self._translated(error) from error
                 time.sleep(CONFLICT_PAUSE_S * min(conflicts, 10) * self._random.random())
             except _LOST as error:
-                self._pool.close()
+                self._note_silence(error)
                 if isinstance(error, sql_errors.DiskFull) or time.monotonic() >= deadline:
                     raise self._translated(error) from error
                 time.sleep(RECONNECT_PAUSE_S)
             except psycopg.Error as error:
                 raise self._translated(error) from error
+            else:
+                self._silence = None
+                return result
+
+    def _deadline(self) -> float:
+        """Until when a call may try again.
+
+        All callers share the time of a server that is away: who comes later waits for the rest of it. So a
+        call that had to wait for the commit of another caller does not wait for the whole time again.
+        """
+        return self._silent_since(time.monotonic()) + self._reconnect_s
+
+    def _silent_since(self, now: float) -> float:
+        silence = self._silence
+        return silence.since if silence is not None and now - silence.last < self._reconnect_s else now
+
+    def _note_silence(self, error: Exception) -> None:
+        self._pool.close()
+        now = time.monotonic()
+        self._silence = _Silence(self._silent_since(now), now, str(error))
 
     def _with_connection(self, attempt: Callable[[Connection], T]) -> T:
         self._open()
         connection = self._pool.take()
         try:
             with self._pool.watchdog.watching(connection):
-                result = attempt(connection)
-        except _CONFLICTS:
-            self._roll_back(connection)
-            raise
+                outcome = self._attempted(attempt, connection)
         except BaseException:
             self._pool.drop(connection)
             raise
         self._pool.give_back(connection)
-        return result
+        return outcome()
 
-    def _roll_back(self, connection: Connection) -> None:
+    def _attempted(self, attempt: Callable[[Connection], T], connection: Connection) -> Callable[[], T]:
+        """The outcome of an attempt: its result, or a conflict after which the connection can be used."""
         try:
-            connection.pgconn.exec_(b"ROLLBACK")
-            self._pool.give_back(connection)
-        except psycopg.Error:
-            self._pool.drop(connection)
+            result = attempt(connection)
+        except _CONFLICTS as error:
+            check(connection, connection.pgconn.exec_(b"ROLLBACK"))
+            return partial(_raise, error)
+        return lambda: result
 
     def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
         """Run and commit jobs; None when they must be rolled back."""
@@ -225,21 +256,34 @@ class PostgresStore(Store):
         deadline = time.monotonic() + self._reconnect_s
         while time.monotonic() < deadline:
             try:
-                with self.connected() as connection:
+                with self._connected() as connection:
                     if connection.execute("SELECT pg_try_advisory_lock(%s)", [mark[1]]).fetchone() == (True,):
                         found = connection.execute(self.writing["was_committed"], mark)  # type: ignore[arg-type, unused-ignore]
                         return found.fetchone() == (True,)
-            except _LOST:
-                pass
+            except (*_LOST, StoreRefused) as lost:
+                _log.debug("%s: the outcome of a commit is not known yet: %s", self.url, type(lost).__name__)
             time.sleep(RECONNECT_PAUSE_S)
         raise unreachable(self.address, error, rolled_back=False) from error
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
-        """A connection of its own, for what is no transaction of a caller."""
+        """A connection of its own, for long work that is no transaction of a caller."""
+        try:
+            connection = self.address.connect()
+            try:
+                yield connection
+            finally:
+                self._pool.drop(connection)
+        except psycopg.Error as error:
+            raise self._translated(error) from error
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """A connection of its own that has to answer in time. Raises the errors of psycopg."""
         connection = self.address.connect()
         try:
-            yield connection
+            with self._pool.watchdog.watching(connection):
+                yield connection
         finally:
             self._pool.drop(connection)
 
@@ -277,21 +321,21 @@ class PostgresStore(Store):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
-        _check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
+        check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
         for part in (
             b"BEGIN",
             b"SET LOCAL synchronous_commit = off",
             self.writing["fold_counts"].encode(),
             b"COMMIT",
         ):
-            _check(connection, connection.pgconn.exec_(part))
+            check(connection, connection.pgconn.exec_(part))
 
     # ---- reading -------------------------------------------------------------------------------
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
             found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
-            _check(connection, found)
+            check(connection, found)
             now = self._time(int(found.get_value(0, 0) or 0))
             reading = PostgresReading(self._opened(), connection, self._read_only, now)
             try:
@@ -333,23 +377,38 @@ class PostgresStore(Store):
         return self._known
 
     def _open(self) -> None:
-        """Create or migrate the schema, and read the identity and the clock of the store."""
+        """Create or migrate the schema, and read the identity and the clock of the store.
+
+        One caller does it, and the others wait. When it fails, it fails for all of them: if each of them
+        tried in turn, the last one would wait for the sum of all timeouts.
+        """
         if self._known is not None:
             return
+        began = time.monotonic()
         with self._opening:
             if self._known is not None:
                 return
-            with self.connected() as connection:
-                migrate(connection, self.address)
-                connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
-                with connection.transaction():
-                    connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
-                    store_id = self._fact(connection, "store_id", self._new_store_id)
-                    if self._clock is None:
-                        self._offset_ns = int(self._fact(connection, OFFSET, "0"))
-                    else:
-                        self._set_clock(connection, self._clock)
-            self._known = Known(store_id)
+            if self._silence is not None and self._silence.last >= began:
+                raise psycopg.OperationalError(self._silence.error)
+            try:
+                with self._connected() as connection:
+                    self._known = self._introduced(connection)
+            except _LOST as error:
+                self._note_silence(error)
+                raise
+
+    def _introduced(self, connection: Connection) -> Known:
+        """What every later transaction has to know of the store."""
+        migrate(connection, self.address)
+        connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
+        with connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
+            store_id = self._fact(connection, "store_id", self._new_store_id)
+            if self._clock is None:
+                self._offset_ns = int(self._fact(connection, OFFSET, "0"))
+            else:
+                self._set_clock(connection, self._clock)
+        return Known(store_id)
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
         """A fact, which is set when it is unknown."""
@@ -377,7 +436,7 @@ class PostgresStore(Store):
     def _return_numbers(self) -> None:
         """Give back the numbers that were taken and not used. When that fails, they are never used."""
         known = self._known
-        if known is not None and known.has_spare:
+        if known is not None and known.has_spare and self._silence is None:
             spare = known.take_spare()
             with suppress(psycopg.Error, PostroomError):
                 self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
@@ -398,6 +457,8 @@ class PostgresStore(Store):
         text = self.address.hidden(error)
         if isinstance(error, sql_errors.DiskFull):
             return WriteFailed(self.url, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        if isinstance(error, sql_errors.InsufficientPrivilege):
+            return StoreRefused(self.url, f"its role lacks a privilege: {text}")
         if isinstance(error, _CONFLICTS):
             return Unavailable(f"{self.url}: too many other transactions change the same records: {text}")
         if isinstance(error, _LOST):
@@ -405,11 +466,8 @@ class PostgresStore(Store):
         return StoreDamaged(f"{self.url} does not hold what postroom wrote: {text}")
 
 
-def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
-    """Raise the error of a result. One without a code comes from the connection."""
-    if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
-        error = sql_errors.error_from_result(result, connection.info.encoding)
-        raise error if error.sqlstate else psycopg.OperationalError(str(error))
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _both_forms(schema: str) -> tuple[dict[str, str], dict[str, str]]:

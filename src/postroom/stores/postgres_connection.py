@@ -4,6 +4,8 @@ Rule 1: the password of an address stays in this module. Errors and `url` never 
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
 Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, and a watchdog shuts
         the socket of a connection that has not answered after `ANSWER_TIMEOUT_S`.
+Rule 4: a server that refuses the role, the password, the database or the certificate is not asked again:
+        `StoreRefused` says so at once.
 """
 
 import os
@@ -11,20 +13,22 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import resources
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from postroom.errors import InvalidMessage, StoreDamaged, StoreUnreachable
+from postroom.errors import InvalidMessage, StoreDamaged, StoreRefused, StoreUnreachable
+from postroom.stores import postgres_refusal
 from postroom.system.handles import leak
 
 try:
     import psycopg
-    from psycopg.conninfo import conninfo_to_dict
+    from psycopg.conninfo import conninfo_attempts, conninfo_to_dict
 
-    from postroom.stores.postgres_trips import Connection
+    from postroom.stores.postgres_trips import Connection, check
 except ImportError as missing:  # a store is opened lazily, so this is the first place that needs it
     raise InvalidMessage(
         "a store on PostgreSQL needs the extra postgres: pip install 'postroom[postgres]'"
@@ -39,9 +43,19 @@ ANSWER_TIMEOUT_S = 12.0
 WATCH_S = 0.5
 IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for so many looks
 OLDEST_SERVER = 140_000  # version 14
+KEEPALIVE_IDLE_S = 10  # an idle connection is probed after this time ...
+KEEPALIVE_INTERVAL_S = 3  # ... that often ...
+KEEPALIVES = 3  # ... and counts as lost after so many probes without an answer
 _OWN_OPTIONS = ("schema", "listen", "prepare")
 _SECRETS = ("password", "sslpassword", "passfile")
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,40}")
+_TCP = {
+    "keepalives_idle": KEEPALIVE_IDLE_S,
+    "keepalives_interval": KEEPALIVE_INTERVAL_S,
+    "keepalives_count": KEEPALIVES,
+    "tcp_user_timeout": round(ANSWER_TIMEOUT_S * 1000),
+}
+_WHERE = re.compile(r"^connection failed: |connection to server at .*? failed: ")
 
 _SESSION = (
     f"SET statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
@@ -69,6 +83,9 @@ class Address:
         self.listens = own.get("listen", "on") != "off"
         self.prepares = own.get("prepare", "on") != "off"
         rest = [(name, value) for name, value in options if name not in _OWN_OPTIONS]
+        given = {name for name, _ in rest}
+        self._tcp: dict[str, Any] = {name: value for name, value in _TCP.items() if name not in given}
+        self.watchdog = Watchdog()
         self._secrets = [value for name, value in rest if name in _SECRETS and value]
         user, at, hosts = parts.netloc.rpartition("@")
         name, colon, password = user.partition(":")
@@ -96,13 +113,48 @@ class Address:
         return text
 
     def connect(self) -> Connection:
-        """A connection with the settings of a store."""
+        """A connection with the settings of a store. Raises `StoreRefused` when a retry cannot help."""
+        try:
+            connection = self._connect()
+        except psycopg.OperationalError as error:
+            connection = self._connect_once_more(error)
+        try:
+            with self.watchdog.watching(connection):
+                check(connection, connection.pgconn.exec_(_SESSION.encode()))
+        except BaseException:
+            self.watchdog.drop(connection)
+            raise
+        return connection
+
+    def _connect(self) -> Connection:
         connection = Connection.connect(
             self._conninfo, autocommit=True, prepare_threshold=0 if self.prepares else None,
             connect_timeout=CONNECT_TIMEOUT_S, application_name="postroom", client_encoding="UTF8",
+            **self._tcp,
         )  # fmt: skip
-        connection.pgconn.exec_(_SESSION.encode())
+        connection.watchdog = self.watchdog
         return connection
+
+    def _connect_once_more(self, error: psycopg.OperationalError) -> Connection:
+        """Find out whether the server refuses this client, or is only not ready yet."""
+        if postgres_refusal.is_local(error):
+            raise self._refused(error) from None
+        hosts = conninfo_attempts(conninfo_to_dict(self._conninfo))
+        if not postgres_refusal.are_ready(hosts, error, CONNECT_TIMEOUT_S):
+            raise error
+        try:
+            return self._connect()  # it may have become ready after the first attempt
+        except psycopg.OperationalError as second:
+            if str(second) != str(error):
+                raise
+            raise self._refused(second) from None
+
+    def _refused(self, error: object) -> StoreRefused:
+        return StoreRefused(self.url, _WHERE.sub("", self.hidden(error)))
+
+    def after_fork(self) -> None:
+        """A child has no thread that watches."""
+        self.watchdog.fresh()
 
 
 class Watchdog:
@@ -129,8 +181,23 @@ class Watchdog:
         try:
             yield
         finally:
-            with self._mutex:
-                self._watched.pop(key, None)
+            self._forget(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection. One that may not answer is shut first, so that closing waits for nothing.
+
+        It is not watched any more: its file descriptor may soon be that of another connection.
+        """
+        self._forget(connection)
+        with suppress(psycopg.Error):
+            if connection.pgconn.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                _shut(connection.fileno())
+        with suppress(psycopg.Error):
+            connection.close()
+
+    def _forget(self, connection: Connection) -> None:
+        with self._mutex:
+            self._watched.pop(id(connection), None)
 
     def _run(self) -> None:
         idle = 0
@@ -160,7 +227,7 @@ class Pool:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self.watchdog = Watchdog()
+        self.watchdog = address.watchdog
         self._idle: list[Connection] = []
 
     def take(self) -> Connection:
@@ -179,20 +246,20 @@ class Pool:
 
     def drop(self, connection: Connection) -> None:
         """Close a connection."""
-        with suppress(psycopg.Error):
-            connection.close()
+        self.watchdog.drop(connection)
 
     def close(self) -> None:
         """Close all idle connections."""
-        while self._idle:
-            self.drop(self._idle.pop())
+        with suppress(IndexError):  # another thread took the last one
+            while self._idle:
+                self.drop(self._idle.pop())
 
     def after_fork(self) -> None:
         """A child must neither use nor close the connections of its parent."""
         for connection in self._idle:
             leak(connection)
         self._idle = []
-        self.watchdog.fresh()
+        self._address.after_fork()
 
 
 # ---- SQL in files ----------------------------------------------------------------------------------
@@ -261,6 +328,16 @@ def _version(connection: Connection, schema: str) -> int:
     return int(rows[0]) if rows and rows[0] is not None else 0
 
 
+def versions(url: str) -> tuple[int, int]:
+    """The version of the store at an address, 0 when there is none, and the newest known one."""
+    address = Address(url)
+    try:
+        with address.connect() as connection:
+            return _version(connection, address.schema), max(migrations(address.schema))
+    except psycopg.Error as error:
+        raise unreachable(address, error, rolled_back=True) from None
+
+
 def _apply(connection: Connection, schema: str, number: int, script: str) -> None:
     connection.execute("SET LOCAL statement_timeout = 0")
     head = (
@@ -271,15 +348,14 @@ def _apply(connection: Connection, schema: str, number: int, script: str) -> Non
     done = connection.pgconn.exec_(
         f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})".encode()
     )
-    if done.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
-        raise StoreDamaged(
-            f"migration {number} failed: {done.error_message.decode(errors='replace').strip()}"
-        )
+    try:
+        check(connection, done)
+    except (psycopg.errors.InsufficientPrivilege, psycopg.OperationalError):
+        raise
+    except psycopg.Error as error:
+        raise StoreDamaged(f"migration {number} failed: {error}") from error
 
 
 def unreachable(address: Address, error: object, *, rolled_back: bool) -> StoreUnreachable:
     """The error for a server that does not answer."""
     return StoreUnreachable(address.url, address.hidden(error), rolled_back=rolled_back)
-
-
-Connect = Callable[[], Connection]

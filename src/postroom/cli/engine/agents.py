@@ -20,6 +20,7 @@ COLUMNS = [
     "coordinator",
     "epoch",
 ]
+BOUNCE_COLUMNS = ["key", "created_by", "agent_id", "message_id", "reason", "bounced_at"]
 
 
 @click.command()
@@ -61,4 +62,55 @@ def _row(info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-COMMANDS = (agents,)
+@click.command()
+@where_options
+@org_option
+@click.option(
+    "--by", "created_by", metavar="TYPE:ID", help="Only of this creator, such as user:ada or system:billing."
+)
+@click.option(
+    "--done",
+    "keys",
+    metavar="KEY",
+    multiple=True,
+    help="Remove the bounce with this key, because its creator has it. May be repeated.",
+)
+@click.pass_obj
+def bounces(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    org_id: str | None,
+    created_by: str | None,
+    keys: tuple[str, ...],
+) -> None:
+    """Show answers that no agent fetched, for the users and systems that created the messages.
+
+    Bounces of agents are in their inboxes. The oldest 100 are shown, as JSON with their answers. With --done,
+    bounces are removed, and the keys that were there are printed.
+
+    \b
+    Example:
+      postroom engine bounces --data run --by user:ada
+      postroom engine bounces --data run --done acme/17
+    """
+    with open_place(shell, data, url, token) as place:
+        if keys:
+            for key in place.bounces_done(keys):
+                shell.output.facts({"key": key}, key)
+            return
+        found = place.bounces(org_id, created_by)
+    if shell.output.readable:
+        shell.output.rows(BOUNCE_COLUMNS, [_bounce_row(one) for one in found], empty="there is no bounce")
+        return
+    for one in found:
+        shell.output.json_line(one)
+
+
+def _bounce_row(bounce: Mapping[str, Any]) -> dict[str, Any]:
+    creator = f"{bounce['created_by']['type']}:{bounce['created_by']['id']}"
+    return {**{name: bounce[name] for name in BOUNCE_COLUMNS if name in bounce}, "created_by": creator}
+
+
+COMMANDS = (agents, bounces)

@@ -1,13 +1,15 @@
 """For operators: `postroom engine goals`, `graph`, `decisions` and `conflicts`."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from postroom.cli.engine.options import data_option, where_options
-from postroom.cli.engine.places import open_engine, open_place
+from postroom.cli.engine.places import Folder, Remote, open_engine, open_place
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
@@ -19,6 +21,18 @@ def _required(data: Path | None) -> Path:
     if data is None:
         raise click.UsageError("say where the messages are: --data DIR")
     return data
+
+
+def on_place(run: Callable[..., None]) -> Callable[..., None]:
+    """A command on the messages of a data folder or of a server: it gets the shell and the place."""
+
+    def command(
+        shell: Shell, data: Path | None, url: str | None, token: str | None, **arguments: Any
+    ) -> None:
+        with open_place(shell, data, url, token) as place:
+            run(shell, place, **arguments)
+
+    return where_options(click.pass_obj(functools.update_wrapper(command, run)))
 
 
 def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: str) -> None:
@@ -34,7 +48,7 @@ def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: 
 
 @click.group(context_settings=HELP_OPTIONS)
 def goals() -> None:
-    """Goals: what belongs together, with checkpoints that it can be rolled back to.
+    """Goals: work of many messages, with checkpoints for a rollback.
 
     \b
     Example:
@@ -45,50 +59,44 @@ def goals() -> None:
 
 
 @goals.command(name="list")
-@where_options
-@click.pass_obj
-def list_goals(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def list_goals(shell: Shell, place: Folder | Remote) -> None:
     """List goals and their states.
 
     \b
     Example:
       postroom engine goals list --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.goals()
+    rows = place.goals()
     columns = ["goal_id", "org_id", "state", "open_messages", "checkpoints", "effects"]
     _lines(shell, columns, rows, "there is no goal yet")
 
 
 @goals.command()
 @goal_argument
-@where_options
-@click.pass_obj
-def show(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def show(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
     """Show a goal: its state, what failed last, and what it waits for.
 
     \b
     Example:
       postroom engine goals show trip-7 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        facts = place.goal(goal_id)
+    facts = place.goal(goal_id)
     shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 @goals.command()
 @goal_argument
-@where_options
-@click.pass_obj
-def checkpoints(shell: Shell, goal_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def checkpoints(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
     """List the checkpoints of a goal, the oldest first.
 
     \b
     Example:
       postroom engine goals checkpoints trip-7 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.checkpoints(goal_id)
+    rows = place.checkpoints(goal_id)
     _lines(shell, ["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
 
 
@@ -114,7 +122,10 @@ def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> 
 @folder_option
 @click.pass_obj
 def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
-    """Merge the branch of a goal into main, and end the goal.
+    """Complete a goal: its facts in the knowledge graph become visible to everybody.
+
+    A fact that somebody else has changed since the goal began is decided by the adviser or a person; the goal
+    is MERGING until then.
 
     \b
     Example:
@@ -132,7 +143,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
 @folder_option
 @click.pass_obj
 def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
-    """End a goal without a merge, and cancel its open messages.
+    """Give a goal up: its facts in the knowledge graph are dropped, and its open messages are cancelled.
 
     \b
     Example:
@@ -261,17 +272,15 @@ def decisions() -> None:
 
 
 @decisions.command(name="list")
-@where_options
-@click.pass_obj
-def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
-    """List the decisions that nobody has taken yet, the oldest first.
+@on_place
+def list_decisions(shell: Shell, place: Folder | Remote) -> None:
+    """List open decisions, the oldest first.
 
     \b
     Example:
       postroom engine decisions list --data run
     """
-    with open_place(shell, data, url, token) as place:
-        rows = place.decisions()
+    rows = place.decisions()
     shown = rows
     if shell.output.readable:
         shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
@@ -280,38 +289,30 @@ def list_decisions(shell: Shell, data: Path | None, url: str | None, token: str 
 
 @decisions.command(name="show")
 @decision_argument
-@where_options
-@click.pass_obj
-def show_decision(
-    shell: Shell, decision_id: str, data: Path | None, url: str | None, token: str | None
-) -> None:
-    """Show a decision with its question, its facts and its reasoning.
+@on_place
+def show_decision(shell: Shell, place: Folder | Remote, decision_id: str) -> None:
+    """Show a decision: question, facts, answer and reasoning.
 
     \b
     Example:
       postroom engine decisions show 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        facts = place.decision(decision_id)
+    facts = place.decision(decision_id)
     shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 @decisions.command(name="answer")
 @decision_argument
 @click.argument("choice", metavar="CHOICE")
-@where_options
-@click.pass_obj
-def answer_decision(
-    shell: Shell, decision_id: str, choice: str, data: Path | None, url: str | None, token: str | None
-) -> None:
-    """Take a decision: one of its options.
+@on_place
+def answer_decision(shell: Shell, place: Folder | Remote, decision_id: str, choice: str) -> None:
+    """Answer a question with one of its options.
 
     \b
     Example:
       postroom engine decisions answer 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 wait --data run
     """
-    with open_place(shell, data, url, token) as place:
-        place.answer(decision_id, choice)
+    place.answer(decision_id, choice)
     facts = {"decision_id": decision_id, "choice": choice}
     shell.output.facts(facts, f"{decision_id} is decided: {choice}")
 
@@ -330,7 +331,7 @@ def rules(shell: Shell, data: Path | None) -> None:
 
     with open_engine(shell, _required(data), None, create=False) as engine:
         found = [msgspec.to_builtins(rule) for rule in engine.blocking.wait(engine.decisions.rules())]
-    _lines(shell, ["rule_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
+    _lines(shell, ["rule_id", "org_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
 
 
 @decisions.command()
@@ -338,7 +339,7 @@ def rules(shell: Shell, data: Path | None) -> None:
 @folder_option
 @click.pass_obj
 def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
-    """Remove a learned rule: its questions are asked again.
+    """Delete a learned rule. The adviser is asked again about questions that the rule answered.
 
     \b
     Example:
@@ -346,24 +347,22 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
     """
     with open_engine(shell, _required(data), None, create=False) as engine:
         engine.blocking.wait(engine.decisions.forget(rule_id))
-    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is forgotten")
+    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
 
 
 # ---- conflicts ---------------------------------------------------------------------------------------
 
 
 @click.command()
-@where_options
-@click.pass_obj
-def conflicts(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def conflicts(shell: Shell, place: Folder | Remote) -> None:
     """List the operations that are under way, and the messages that wait for them.
 
     \b
     Example:
       postroom engine conflicts --data run
     """
-    with open_place(shell, data, url, token) as place:
-        found = place.conflicts()
+    found = place.conflicts()
     if not shell.output.readable:
         shell.output.json_line(found)
         return

@@ -152,7 +152,7 @@ def cancel(shell: Shell, message_id: str, data: Path | None, url: str | None, to
     """
     with open_place(shell, data, url, token) as place:
         place.cancel(message_id)
-    shell.output.facts({"message_id": message_id, "said": "cancel"}, f"{message_id} is cancelled")
+    shell.output.facts({"message_id": message_id, "action": "cancel"}, f"{message_id} is cancelled")
 
 
 @click.command()
@@ -186,7 +186,7 @@ def pause(
     scope = {"org_id": org_id or "", "type": type_name or ""}
     with open_place(shell, data, url, token) as place:
         place.pause(**scope, kill=kill)
-    facts = {**scope, "kill": kill, "said": "pause"}
+    facts = {**scope, "kill": kill, "action": "pause"}
     shell.output.facts(facts, f"{scope_text(**scope)} is {'killed' if kill else 'paused'}")
 
 
@@ -214,7 +214,7 @@ def resume(
         place.resume(**scope)
         pauses = [each for each in place.status()["pauses"] if _overlap(each, scope)]
     still = "".join(f"; {scope_text(each['org_id'], each['type'])} is still paused" for each in pauses)
-    facts = {**scope, "said": "resume", "pauses": pauses}
+    facts = {**scope, "action": "resume", "pauses": pauses}
     shell.output.facts(facts, f"{scope_text(**scope)} is no longer paused{still}")
 
 

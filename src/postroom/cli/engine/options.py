@@ -2,17 +2,13 @@
 
 import click
 
-from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.server_options import token_option
 from postroom.cli.shell import place_option, together
 
-data_option = place_option("The data folder, whose store is DIR/queue.db, or a store (postgres://...).")
-url_option = click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
-token_option = click.option(
-    "--token",
-    metavar="TOKEN",
-    help="The token for --url. Other users can see it in the list of processes.  "
-    f"[default: ${TOKEN_VARIABLE}]",
+data_option = place_option(
+    "The data folder, whose store is DIR/queue.db, or a store (postgres://..., amqp://...)."
 )
+url_option = click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 where_options = together(data_option, url_option, token_option)
 message_argument = click.argument("message_id", metavar="MESSAGE_ID")
 org_option = click.option("--org", "org_id", metavar="NAME", help="Only messages of this organization.")

@@ -1,7 +1,7 @@
 """Where the messages are: in a data folder, or on a server."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,13 @@ class Folder:
 
     def agents(self, org_id: str | None) -> list[dict[str, Any]]:
         return [_builtins(info) for info in self._blocking.agents(org_id)]
+
+    def bounces(self, org_id: str | None, created_by: str | None) -> list[dict[str, Any]]:
+        found = self._blocking.bounces.list(org_id, created_by=created_by)
+        return [_builtins(bounce) for bounce in found]
+
+    def bounces_done(self, keys: Sequence[str]) -> list[str]:
+        return list(self._blocking.bounces.done(*keys))
 
     def tokens(self) -> dict[str, Any]:
         return _builtins(self._blocking.tokens.status())
@@ -112,6 +119,12 @@ class Remote:
 
     def agents(self, org_id: str | None) -> list[dict[str, Any]]:
         return self._client.agents(org_id)
+
+    def bounces(self, org_id: str | None, created_by: str | None) -> list[dict[str, Any]]:
+        return self._client.bounces.list(org_id, created_by=created_by)
+
+    def bounces_done(self, keys: Sequence[str]) -> list[str]:
+        return self._client.bounces.done(*keys)
 
     def tokens(self) -> dict[str, Any]:
         return self._client.tokens()

@@ -3,11 +3,15 @@
 import os
 import signal
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from postroom.cli.shell import Shell
+from postroom.cli.server_options import FROM_ENVIRONMENT, STORE_VARIABLE, store_option, with_store
+from postroom.cli.shell import Shell, stop_with_stdin
+from postroom.cli.tasks.options import FOLDER
+from postroom.cli.tasks.places import DATABASE
 from postroom.errors import InvalidSetting
 
 if TYPE_CHECKING:
@@ -19,6 +23,7 @@ WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
 MAX_WORKERS_DEFAULT = 50
 SUPERVISOR_CHECK_S = 0.5
+SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
 @click.command()
@@ -34,12 +39,29 @@ SUPERVISOR_CHECK_S = 0.5
     help="How many run at most, when many messages wait.",
 )  # fmt: skip
 @click.option(
+    "--data",
+    type=FOLDER,
+    metavar="DIR",
+    help="Work on the store of this folder, not on that of the app.",
+)
+@store_option("Work on this store, such as postgres://user@host/db, not on that of the app.")
+@click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
+@click.option(
     "--as-worker", metavar="ID", hidden=True, help="Be one worker, of the supervisor that starts it."
 )
 @click.option("--supervisor", type=click.INT, hidden=True, help="The process of the supervisor.")
 @click.pass_obj
 def work(
-    shell: Shell, app: str, least: int, most: int, as_worker: str | None, supervisor: int | None
+    shell: Shell,
+    /,
+    app: str,
+    least: int,
+    most: int,
+    data: str | None,
+    store: str | None,
+    while_stdin: bool,
+    as_worker: str | None,
+    supervisor: int | None,
 ) -> None:
     """Run worker processes for the handlers of an app.
 
@@ -58,21 +80,34 @@ def work(
     from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.agent_programs import AgentPrograms
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
+    from postroom.runtime.telemetry import exporting
+    from postroom.stores.open import open_store
 
     shell.show_warnings()
-    engine = load_app(app)
+    if data is not None and store is not None:
+        raise click.UsageError("--data and --store exclude each other")
+    store = store if data is None else f"sqlite:///{Path(data).absolute() / DATABASE}"
+    engine = load_app(app) if store is None else load_app(app).on(open_store(store))
     if as_worker is not None:
-        asyncio.run(run_worker(engine, as_worker, supervisor))
+        with exporting(SERVICE) as telemetry:
+            if telemetry is not None:
+                telemetry.attach(engine)
+            asyncio.run(run_worker(engine, as_worker, supervisor))
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
 
     def drains(in_flight: int) -> None:
-        facts = {"said": "drain", "in_flight": in_flight, "at_most_s": DRAIN_S}
+        facts = {"action": "drain", "in_flight": in_flight, "at_most_s": DRAIN_S}
         shell.output.facts(facts, f"draining {in_flight} messages, at most {DRAIN_S:g} s")
         shell.output.flush()
 
-    processes = WorkerProcesses(engine, default_command(app), least=least, most=most, on_drain=drains)
+    if while_stdin:
+        stop_with_stdin()
+    command = default_command(app, "" if store is None else f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
+    processes = WorkerProcesses(
+        engine, command, least=least, most=most, on_drain=drains, environment=with_store(store)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: processes.stop())
     facts = {"app": app, "pid": os.getpid(), "store": engine.store.url, "workers": least}

@@ -161,7 +161,7 @@ def remove(shell: Shell, name: str, data: Path) -> None:
       postroom tasks agent remove triage --data run
     """
     registered(data).remove(name)
-    shell.output.facts({"name": name, "said": "remove"}, f"{name} is removed")
+    shell.output.facts({"name": name, "action": "remove"}, f"{name} is removed")
 
 
 add_json_option(agent)

@@ -210,7 +210,7 @@ def retry(
 
 
 def print_retried(shell: Shell, task_id: str) -> None:
-    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} is queued, with all its retries")
+    shell.output.facts({"task_id": task_id, "action": "retry"}, f"{task_id} is queued, with all its retries")
 
 
 def dead_letters(place: Folder | Remote, agent: str | None, since: Any) -> Iterator[str]:
@@ -238,7 +238,7 @@ def cancel(shell: Shell, task_id: str, data: Path | None, url: str | None, token
     """
     with open_place(shell, data, url, token) as place:
         place.operate("cancel", task_id)
-    shell.output.facts({"task_id": task_id, "said": "cancel"}, f"{task_id} is cancelled")
+    shell.output.facts({"task_id": task_id, "action": "cancel"}, f"{task_id} is cancelled")
 
 
 COMMANDS = (status, show, list_tasks, retry, cancel)

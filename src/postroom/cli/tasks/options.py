@@ -8,12 +8,10 @@ from typing import Any
 
 import click
 
-from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.server_options import token_option
 from postroom.cli.shell import Decorated, TimeoutOption, parse_wait, path_option, place_option, together
 from postroom.errors import InvalidMessage, reason
 
-HOST_DEFAULT = "127.0.0.1"
-PORT = click.IntRange(0, 65535)
 FOLDER = click.Path(file_okay=False)
 
 data_option = place_option("The data folder of a harness, or the address of its store (postgres://...).")
@@ -21,12 +19,6 @@ needed_data_option = path_option(
     "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
 )
 url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
-token_option = click.option(
-    "--token",
-    metavar="TOKEN",
-    help="The token for --url. Other users can see it in the list of processes.  "
-    f"[default: ${TOKEN_VARIABLE}]",
-)
 where_options = together(data_option, url_option, token_option)
 agent_option = click.option(
     "--agent", metavar="NAME", help="The agent whose queue is used. An agent's token implies it."

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.program import end_programs, run_program
-from postroom.cli.shell import Shell, parse_wait, path_option, stop_with_stdin
-from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, needed_data_option
+from postroom.cli.server_options import (
+    FROM_ENVIRONMENT,
+    STORE_VARIABLE,
+    listen_options,
+    store_option,
+    tls_options,
+    with_store,
+)
+from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option, stop_with_stdin
+from postroom.cli.tasks.options import durability_option, needed_data_option
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.contracts.engine import Engine
     from postroom.contracts.tasks import LeasedTask, Tasks
+    from postroom.core.redaction import Redactor
+    from postroom.settings import AuditSettings
 
 PORT_DEFAULT = 8800
 BUS_MAX_BYTES_DEFAULT = 1 << 30
@@ -26,19 +36,8 @@ CONCURRENCY_DEFAULT = 4
 
 @click.command()
 @needed_data_option
-@click.option(
-    "--store", metavar="URL",
-    help="The store of the tasks, such as postgres://user@host/db.  [default: DIR/queue.db]",
-)  # fmt: skip
-@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
-@click.option(
-    "--port",
-    type=PORT,
-    default=PORT_DEFAULT,
-    show_default=True,
-    metavar="N",
-    help="The port; 0 takes a free one.",
-)
+@store_option("The store of the tasks, such as postgres://user@host/db, instead of DIR/queue.db.")
+@listen_options(PORT_DEFAULT)
 @click.option(
     "--overlap",
     is_flag=True,
@@ -78,14 +77,17 @@ CONCURRENCY_DEFAULT = 4
     "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",
     help="How many decisions are executed at the same time.",
 )  # fmt: skip
+@click.option(
+    "--token-rate", type=parse_rate, default=0.0, show_default=True, metavar="N",
+    help="Calls a second that a token without a rate of its own may make; 0: no limit.",
+)  # fmt: skip
 @click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
 @click.option(
     "--app",
     metavar="MODULE:ENGINE",
     help="An engine whose types and rules the global queue has; see `engine work`.",
 )
-@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
-@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@tls_options
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @durability_option("group")
 @click.pass_obj
@@ -130,10 +132,15 @@ def serve(
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
+    import msgspec
+
     from postroom.contracts.tasks import Tasks
     from postroom.mcp.mount import mount
+    from postroom.page.mount import mount as mount_page
 
     address = store or f"sqlite:///{data / DATABASE}"
+    settings = shell.settings
+    hidden = msgspec.structs.replace(settings.audit, redaction=settings.up.page_redaction)
     if while_stdin:
         stop_with_stdin()
     with Tasks.open(address) as tasks:  # opens no file before its first use
@@ -144,7 +151,8 @@ def serve(
                 ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
-                tls=check_tls(tls_cert, tls_key), mounted=mount, **terms,
+                tls=check_tls(tls_cert, tls_key), mounted=mount,
+                page=mount_page(lambda: page_redactor(hidden)), **terms,
             )  # fmt: skip
         finally:
             end_programs()
@@ -171,15 +179,22 @@ def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -
         yield
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
-    where = ["--data", str(data)] if store is None else ["--store", store]
+    where = ["--data", str(data)] if store is None else ["--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}"]
     what = ["audit", "ship", *where, "--to", str(folder), "--while-stdin"]
     command = [sys.executable, "-m", "postroom.cli.main", *config, *what]
-    shipper = Supervisor(command, name="the shipper")
+    shipper = Supervisor(command, name="the shipper", environment=with_store(store))
     shipper.start()
     try:
         yield
     finally:
         shipper.stop()
+
+
+def page_redactor(settings: "AuditSettings") -> "Redactor":
+    """Hides secrets on the live page. Only a server with a page open pays for the import."""
+    from postroom.runtime.shipping import redactor_of
+
+    return redactor_of(settings)
 
 
 def load_engine(app: str) -> "Engine":

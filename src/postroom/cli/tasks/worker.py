@@ -11,10 +11,9 @@ import click
 
 from postroom.cli.program import CannotRun, ProgramFailed, end_programs, run_program
 from postroom.cli.render import OutputFailed
+from postroom.cli.server_options import HOST_DEFAULT, PORT
 from postroom.cli.shell import Shell, parse_wait
 from postroom.cli.tasks.options import (
-    HOST_DEFAULT,
-    PORT,
     agent_option,
     lease_option,
     lease_s_option,
@@ -108,7 +107,7 @@ def complete(
     result = read_json("--decision", decision, decision_file, default=None)
     with open_place(shell, data, url, token, agent) as place:
         place.report("complete", task_id, lease, {"result": result})
-    shell.output.facts({"task_id": task_id, "said": "complete"}, f"{task_id} is complete")
+    shell.output.facts({"task_id": task_id, "action": "complete"}, f"{task_id} is complete")
 
 
 @click.command()
@@ -136,7 +135,7 @@ def heartbeat(
     """
     with open_place(shell, data, url, token, agent) as place:
         place.report("heartbeat", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "said": "heartbeat"}, f"the lease of {task_id} is renewed")
+    shell.output.facts({"task_id": task_id, "action": "heartbeat"}, f"the lease of {task_id} is renewed")
 
 
 @click.command()
@@ -174,7 +173,7 @@ def fail(
     pause = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
     with open_place(shell, data, url, token, agent) as place:
         place.report("fail", task_id, lease, {"error": error, **pause})
-    shell.output.facts({"task_id": task_id, "said": "fail"}, f"{task_id} has failed")
+    shell.output.facts({"task_id": task_id, "action": "fail"}, f"{task_id} has failed")
 
 
 @click.command()
@@ -202,7 +201,7 @@ def release(
     """
     with open_place(shell, data, url, token, agent) as place:
         place.report("release", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} is queued again")
+    shell.output.facts({"task_id": task_id, "action": "release"}, f"{task_id} is queued again")
 
 
 # ---- a program as an agent -----------------------------------------------------------------------------

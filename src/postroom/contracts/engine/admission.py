@@ -18,7 +18,7 @@ from postroom.contracts.engine.cells import (
     GoalUse,
     Pressure,
 )
-from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.policy import Policy
 from postroom.core import admission
 from postroom.core.admission import Throttle

@@ -36,7 +36,7 @@ PARTS_WAITING_MAX: Final = 1_000  # parts that one reader has not taken; then no
 
 
 class Reader:
-    """Somebody who waits for the answer to one request."""
+    """One reader of an answer: its position, and the parts that it has not taken."""
 
     __slots__ = ("agent", "error", "message_id", "parts", "position", "waiter")
 
@@ -53,7 +53,7 @@ class Reader:
             self.waiter.set_result(None)
 
     async def next(self) -> Part:
-        """The next part, when there is one."""
+        """Wait for the next part."""
         while not self.parts:
             if self.error is not None:
                 raise self.error
@@ -62,7 +62,7 @@ class Reader:
         return self.take()
 
     def take(self) -> Part:
-        """The next part, which is there."""
+        """The next part, without waiting. There must be one."""
         part = self.parts.popleft()
         if len(self.parts) == PARTS_WAITING_MAX // 2:
             self.agent.coordinator.look()
@@ -159,8 +159,8 @@ class Agent:
             while pending:
                 done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    stream = pending.pop(task)  # what is pending when the caller leaves was not shown
-                    with suppress(Bounced):  # meanwhile: it is over for this agent
+                    stream = pending.pop(task)  # a stream that stays in `pending` was not shown
+                    with suppress(Bounced):  # the request has ended for this agent
                         part = task.result()
                         if part is not None:
                             yield part
@@ -242,7 +242,7 @@ class AnswerStream:
         timeout_s: float | None = None,
         restart: Restart = "raise",
     ) -> None:
-        self._is_closed = True  # until everything is checked
+        self._is_closed = True  # `__del__` also runs when a check below raises
         self._agent = agent
         self._message = message
         self._timeout_s = None if timeout_s is None else checked_seconds("timeout_s", timeout_s)
@@ -281,7 +281,7 @@ class AnswerStream:
 
     async def _next(self) -> Part:
         if self._reader is not None and self._reader.parts:
-            return self._reader.take()  # no timeout is needed for what is there
+            return self._reader.take()  # a part that is there needs no timeout
         try:
             if self._timeout_s is None:
                 return await self._part()
@@ -309,7 +309,7 @@ class AnswerStream:
         return await self._reader.next()
 
     def close(self, *, is_shown: bool = True) -> None:
-        """Read no further. An answer that was read to its end, and shown, is acknowledged."""
+        """Stop reading. An answer whose last part was shown to the agent is acknowledged."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -321,7 +321,7 @@ class AnswerStream:
             self._agent.shown.discard(self.message_id)
 
     def __del__(self) -> None:
-        """A loop that ends at the last part, by `break`, has it."""
+        """Acknowledge an answer whose loop was left by `break` at the last part."""
         self.close()
 
 

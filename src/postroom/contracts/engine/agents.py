@@ -1,9 +1,9 @@
-"""What can be done with agents, their requests and their inboxes inside one transaction.
+"""Operations on agents, their requests and their inboxes inside one transaction.
 
 Rule 1: an operation raises before it writes, so several of them can share a commit.
 Rule 2: a registration is fenced. Each call for an agent names the session of its registration, and only the
         newest session counts.
-Rule 3: a request stays open until its last part was handed over, or until it bounces. One of them happens.
+Rule 3: a request is open until its agent has the last part, or until the answer bounces.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,11 +31,11 @@ from postroom.contracts.engine.cells import (
     WantedProgram,
     joined,
 )
-from postroom.contracts.engine.messages import Body, Prepared, decode_body
+from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, last_part, read_on
+from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, read_on
 from postroom.contracts.engine.policy import Policy
-from postroom.core import agents, lifecycle
+from postroom.core import agents
 from postroom.core.agents import Health, Receipt
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
@@ -47,8 +47,6 @@ from postroom.stores.transaction import Transaction
 LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
 INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
 LETTERS_A_READ_MAX: Final = 100
-REQUESTS_A_SWEEP_MAX: Final = 500
-AGENTS_A_SWEEP_MAX: Final = 1_000
 OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
 WAITS_SHOWN_MAX: Final = 100
 AGENTS_LISTED_MAX: Final = 10_000  # of one organization
@@ -65,14 +63,22 @@ class AgentInfo(msgspec.Struct, frozen=True):
     health: Health
     coordinator: str
     epoch: int
-    """The epoch of its coordinator; 0 when that one is gone."""
+    """The epoch of its coordinator; 0 when there is no such coordinator any more."""
     registered_at: datetime
     silent_s: float
-    """How long it was not heard of."""
+    """Seconds since its last sign of life."""
     waits_for: list[str]
     """The ids of its requests that are not answered, or whose answer it has not fetched."""
     waited_for_by: list[str]
     """The ids of messages in its inbox that it has not acted on."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """When an agent was last heard of."""
+
+    health: Health
+    silent_s: float
+    """How long it was not heard of."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -86,18 +92,18 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is new about one request."""
+    """The new parts of the answer to one request."""
 
     parts: list[tuple[Position, Part]] = []
     is_complete: bool = False
     is_replaced: bool = False
     """Whether another registration of the agent is newer."""
     is_closed: bool = False
-    """Whether the answer was handed over before, or has bounced."""
+    """Whether the request was closed before: the answer was acknowledged, or has bounced."""
 
     @property
     def has_more(self) -> bool:
-        """Whether another read may give more at once."""
+        """Whether the next read may return more parts without waiting."""
         return not self.is_complete and len(self.parts) >= PART_CELLS_A_READ_MAX
 
 
@@ -106,14 +112,14 @@ class AgentOperations:
 
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self.transaction = transaction
-        self._policy = policy
-        self._rules = policy.agents
+        self.policy = policy
+        self.rules = policy.agents
 
     # ---- coordinators --------------------------------------------------------------------------
 
     def start_coordinator(self, coordinator: str, name: str) -> CoordinatorInfo:
         """Begin the lease of a coordinator."""
-        info = CoordinatorInfo(self._next_number(), self.transaction.steady_ns, self._lease_end(), name)
+        info = CoordinatorInfo(self.next_number(), self.transaction.steady_ns, self._lease_end(), name)
         COORDINATORS.put(self.transaction, info, coordinator)
         return info
 
@@ -153,7 +159,7 @@ class AgentOperations:
         }
         for key, entry in AGENTS.all(transaction) if lost else ():
             if entry.coordinator in lost:
-                seen_ns = self._seen_ns(entry, lost[entry.coordinator])
+                seen_ns = self.seen_ns(entry, lost[entry.coordinator])
                 moved = replace(entry, coordinator=coordinator, is_local=False, seen_ns=seen_ns)
                 AGENTS.put(transaction, moved, key)
         for other in lost:
@@ -164,7 +170,8 @@ class AgentOperations:
     def _lease_end(self) -> int:
         return self.transaction.steady_ns + round(LEASE_S * NANOS_PER_S)
 
-    def _next_number(self) -> int:
+    def next_number(self) -> int:
+        """A number that is larger than every earlier one: an epoch, a session, or the key of a letter."""
         number = (EPOCHS.get(self.transaction, "") or 0) + 1
         EPOCHS.put(self.transaction, number, "")
         return number
@@ -176,40 +183,43 @@ class AgentOperations:
         check_names(org_id, agent_id)
         known = AGENTS.get(self.transaction, org_id, agent_id)
         if known is None or known.health == "dead":
-            self._count(org_id, 1)
+            self.count(org_id, 1)
         entry = AgentEntry(
-            session=self._next_number(),
+            session=self.next_number(),
             coordinator=coordinator,
             registered_us=self.transaction.wall_us,
             registered_ns=self.transaction.steady_ns,
             is_local=is_local,
         )
-        self._set_health(org_id, agent_id, None, entry)
+        self.set_health(org_id, agent_id, None, entry)
         return entry
 
-    def _count(self, org_id: str, change: int) -> None:
-        """Count an agent that begins or ends to be alive. Raises `TooMany`."""
-        most = self._policy.organization_of(org_id).max_agents
+    def count(self, org_id: str, change: int) -> None:
+        """Change the number of agents that count for the organization's limit. Raises `TooMany`."""
+        most = self.policy.organization_of(org_id).max_agents
         count = AGENT_COUNTS.get(self.transaction, org_id) or 0
         if change > 0 and count >= most:
             raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
         AGENT_COUNTS.put(self.transaction, max(0, count + change) or None, org_id)
 
-    def _set_health(self, org_id: str, agent_id: str, before: AgentEntry | None, after: AgentEntry) -> None:
+    def set_health(self, org_id: str, agent_id: str, before: AgentEntry | None, after: AgentEntry) -> None:
+        """Store a registration. A new health is an event."""
         AGENTS.put(self.transaction, after, org_id, agent_id)
         if before is None or before.health != after.health:
-            self._emit_health(org_id, agent_id, after.health, after.coordinator)
+            self.emit_health(org_id, agent_id, after.health, after.coordinator)
 
-    def _emit_health(self, org_id: str, agent_id: str, health: str, coordinator: str) -> None:
+    def emit_health(self, org_id: str, agent_id: str, health: str, coordinator: str) -> None:
+        """Emit the new health of an agent."""
         detail = {"agent_id": agent_id, "health": health, "coordinator": coordinator}
         self.transaction.emit("agent_health", ENGINE_PREFIX + org_id, detail=detail)
 
     def leave(self, org_id: str, agent_id: str, session: int) -> None:
-        """Forget an agent. Its open requests bounce or are cancelled as those of a dead agent."""
+        """Forget an agent. Its open requests are treated like those of a dead agent."""
         entry = self.held(org_id, agent_id, session)
-        self._count(org_id, -1)
+        if entry.health != "dead":  # a dead agent was taken from the count when it died
+            self.count(org_id, -1)
         AGENTS.put(self.transaction, None, org_id, agent_id)
-        self._emit_health(org_id, agent_id, "left", entry.coordinator)
+        self.emit_health(org_id, agent_id, "left", entry.coordinator)
 
     def held(self, org_id: str, agent_id: str, session: int) -> AgentEntry:
         """A registration under its newest session. Raises `AgentReplaced`."""
@@ -224,13 +234,19 @@ class AgentOperations:
         return entry is not None and entry.session == session
 
     def beat(self, org_id: str, agent_id: str, session: int, coordinator: str) -> AgentEntry:
-        """Note that an agent was heard of, perhaps by another coordinator than before."""
+        """Store a heartbeat of an agent. From now on it belongs to this coordinator."""
         entry = self.held(org_id, agent_id, session)
         if entry.health == "dead":
-            self._count(org_id, 1)
+            self.count(org_id, 1)
         after = replace(entry, seen_ns=self.transaction.steady_ns, coordinator=coordinator, health="alive")
-        self._set_health(org_id, agent_id, entry, after)
+        self.set_health(org_id, agent_id, entry, after)
         return after
+
+    def hear(self, org_id: str, agent_id: str, coordinator: str) -> None:
+        """Count a call as a heartbeat of an agent that is registered and lives outside of this process."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and not entry.is_local:
+            self.beat(org_id, agent_id, entry.session, coordinator)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -245,7 +261,7 @@ class AgentOperations:
             >= OPEN_REQUESTS_MAX
         ):
             raise TooMany(agent_id, "open requests", OPEN_REQUESTS_MAX, RETRY_AFTER_S)
-        [submitted] = Operations(self.transaction, self._policy).submit([prepared])
+        [submitted] = Operations(self.transaction, self.policy).submit([prepared])
         open_request = OpenRequest(prepared.envelope.type, self.transaction.wall_us, timeout_s)
         REQUESTS.put(self.transaction, open_request, org_id, agent_id, submitted.message_id)
         return submitted.message_id, submitted.duplicate
@@ -256,8 +272,8 @@ class AgentOperations:
         return [key.rpartition(SEPARATOR)[2] for key, _ in found]
 
     def answers(self, asked: Iterable[Asked]) -> list[Answer]:
-        """What is new about each request."""
-        operations = Operations(self.transaction, self._policy)
+        """The new parts of the answer to each request."""
+        operations = Operations(self.transaction, self.policy)
         held: dict[tuple[str, str], int] = {}
         found = []
         for one in asked:
@@ -275,13 +291,14 @@ class AgentOperations:
         try:
             parts, is_complete = read_on(operations, message_id, asked.position)
         except UnknownTask:
-            parts, is_complete = [(asked.position, _gone(message_id, self.transaction.wall_us))], True
+            end = replace(asked.position, is_end=True)
+            parts, is_complete = [(end, _gone(message_id, self.transaction.wall_us))], True
         if is_complete and REQUESTS.get(self.transaction, asked.org_id, asked.agent_id, message_id) is None:
             return Answer(is_closed=True)
         return Answer(parts, is_complete)
 
     def acknowledge(self, org_id: str, agent_id: str, session: int, message_ids: Iterable[str]) -> list[str]:
-        """The last parts of these answers were handed over. Returns those that were still open."""
+        """Close requests whose agent has the last part. Returns the ids that were still open."""
         self.held(org_id, agent_id, session)
         closed = []
         for message_id in message_ids:
@@ -299,16 +316,16 @@ class AgentOperations:
         """Submit a message to another agent and put it into its inbox. Raises `Bounced`."""
         self.held(prepared.org_id, sender, session)
         self.check_recipient(prepared.org_id, to)
-        [submitted] = Operations(self.transaction, self._policy).submit([prepared])
+        [submitted] = Operations(self.transaction, self.policy).submit([prepared])
         self.deliver(prepared.org_id, to, sender, submitted.message_id, body)
         return submitted.message_id
 
     def check_recipient(self, org_id: str, agent_id: str) -> None:
-        """Raise `Bounced` when an agent cannot get a message."""
+        """Raise `Bounced` unless an agent can get a message."""
         entry = AGENTS.get(self.transaction, org_id, agent_id)
         if entry is None:
             raise Bounced(agent_id, "no agent of this name is registered")
-        if self._health(entry) == "dead":
+        if self.health(entry) == "dead":
             raise Bounced(agent_id, "the agent is dead")
         if len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX)) >= INBOX_MAX:
             raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
@@ -317,11 +334,22 @@ class AgentOperations:
         """Put a message into an inbox, once."""
         if not self.receipts(message_id):
             letter = Letter(message_id, sender, body, self.transaction.wall_us)
-            self._put_letter(org_id, agent_id, letter)
+            self.put_letter(org_id, agent_id, letter)
             self._receive(org_id, agent_id, letter, "stored")
 
-    def _put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
-        LETTERS.put(self.transaction, letter, org_id, agent_id, self._next_number())
+    def put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
+        """Add a message to the end of an inbox."""
+        LETTERS.put(self.transaction, letter, org_id, agent_id, self.next_number())
+
+    def notify(self, org_id: str, agent_id: str, part: Part) -> None:
+        """Put a part that the agent did not ask for into its inbox, if it can get messages."""
+        try:
+            self.check_recipient(org_id, agent_id)
+        except Bounced:
+            return
+        body = msgspec.to_builtins(part)
+        letter = Letter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
+        self.put_letter(org_id, agent_id, letter)
 
     def receipts(self, message_id: str) -> dict[Receipt, int]:
         """What the recipient of a message has done with it, each with its time."""
@@ -330,7 +358,7 @@ class AgentOperations:
     def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
         """Note a receipt, once."""
         known = self.receipts(letter.message_id)
-        if receipt in known or letter.is_bounce:
+        if receipt in known or letter.is_bounce or letter.is_notice:
             return
         RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
         self.transaction.emit(
@@ -354,7 +382,7 @@ class AgentOperations:
     def note_receipt(
         self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
     ) -> None:
-        """A message was fetched, shown or acted on. What was acted on leaves the inbox."""
+        """Store that messages were fetched, shown or acted on. The last removes them from the inbox."""
         self.held(org_id, agent_id, session)
         for key in keys:
             parts = key.split(SEPARATOR)
@@ -367,24 +395,49 @@ class AgentOperations:
                 LETTERS.put(self.transaction, None, key)
             self._receive(org_id, agent_id, letter, receipt)
 
+    def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:
+        """Emit that a message was refused because its recipient cannot get it."""
+        self.emit_bounce(org_id, bounced.reason, agent_id=sender, sender=sender, recipient=bounced.recipient)
+
+    def emit_bounce(self, org_id: str, reason: str, **detail: str) -> None:
+        """Emit that a message or an answer cannot reach its agent."""
+        self.transaction.emit(
+            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=reason, detail=detail
+        )
+
     # ---- programs ------------------------------------------------------------------------------
 
     def want_program(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
-        """Have a supervisor run the program of an agent. Raises `TooMany`."""
+        """Store that a supervisor has to run the program of an agent. Raises `TooMany`."""
         check_names(org_id, agent_id)
-        if not self._rules.program:
+        if not self.rules.program:
             raise InvalidMessage(
                 "no program for agents is configured: set Policy(agents=AgentRules(program=…))"
             )
-        most = self._policy.organization_of(org_id).max_agents
-        wanted = {key.rpartition(SEPARATOR)[2] for key, _ in PROGRAMS.under(self.transaction, org_id)}
-        if agent_id not in wanted and len(wanted) >= most:
-            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
-        program = WantedProgram(self._rules.program, message_id, tuple(tools))
+        self._check_spawn(org_id, agent_id)
+        program = WantedProgram(self.rules.program, message_id, tuple(tools))
         PROGRAMS.put(self.transaction, program, org_id, agent_id)
 
+    def _check_spawn(self, org_id: str, agent_id: str) -> None:
+        """Raise `TooMany` unless the agent counts already, or the organization may have one more.
+
+        Agents that are registered and not dead count, and wanted programs that have not registered.
+        """
+        known = PROGRAMS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
+        wanted = {agent_of(key)[1] for key, _ in known}
+        if agent_id in wanted or self._is_counted(org_id, agent_id):
+            return
+        unregistered = sum(not self._is_counted(org_id, other) for other in wanted)
+        most = self.policy.organization_of(org_id).max_agents
+        if (AGENT_COUNTS.get(self.transaction, org_id) or 0) + unregistered >= most:
+            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
+
+    def _is_counted(self, org_id: str, agent_id: str) -> bool:
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        return entry is not None and entry.health != "dead"
+
     def unwant_program(self, org_id: str, agent_id: str) -> bool:
-        """Have the supervisor end the program of an agent; whether there was one."""
+        """Store that the program of an agent has to end; whether one was wanted."""
         known = PROGRAMS.get(self.transaction, org_id, agent_id)
         PROGRAMS.put(self.transaction, None, org_id, agent_id)
         return known is not None
@@ -400,15 +453,15 @@ class AgentOperations:
         COORDINATORS.put(
             self.transaction, CoordinatorInfo(0, now_ns, self._lease_end(), supervisor), SUPERVISOR
         )
-        return {_pair(key): program for key, program in PROGRAMS.all(self.transaction)}
+        return {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
 
     def release_programs(self, supervisor: str) -> None:
-        """The supervisor runs no programs any more."""
+        """Give up the lease of a supervisor that has ended its programs."""
         held = COORDINATORS.get(self.transaction, SUPERVISOR)
         if held is not None and held.name == supervisor:
             COORDINATORS.put(self.transaction, None, SUPERVISOR)
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- listing -------------------------------------------------------------------------------
 
     def list(self, org_id: str | None = None) -> list[AgentInfo]:
         """The registered agents of an organization, or of all."""
@@ -417,22 +470,23 @@ class AgentOperations:
             found = AGENTS.all(self.transaction)
         else:
             found = AGENTS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
-        return [self._info(*_pair(key), entry, coordinators.get(entry.coordinator)) for key, entry in found]
+        return [
+            self._info(*agent_of(key), entry, coordinators.get(entry.coordinator)) for key, entry in found
+        ]
 
     def _info(
         self, org_id: str, agent_id: str, entry: AgentEntry, coordinator: CoordinatorInfo | None
     ) -> AgentInfo:
-        seen_ns = self._seen_ns(entry, coordinator)
-        silent_ns = self.transaction.steady_ns - max(seen_ns, entry.registered_ns)
+        seen = self._seen(entry, coordinator)
         letters = LETTERS.under(self.transaction, org_id, agent_id, limit=WAITS_SHOWN_MAX)
         return AgentInfo(
             org_id=org_id,
             agent_id=agent_id,
-            health=self._health(entry),
+            health=seen.health,
             coordinator=entry.coordinator,
             epoch=0 if coordinator is None else coordinator.epoch,
             registered_at=EPOCH + entry.registered_us * MICROSECOND,
-            silent_s=max(0, silent_ns) / NANOS_PER_S,
+            silent_s=seen.silent_s,
             waits_for=self.open_requests(org_id, agent_id)[:WAITS_SHOWN_MAX],
             waited_for_by=[letter.message_id for _, letter in letters],
         )
@@ -441,107 +495,24 @@ class AgentOperations:
         """The registration of an agent; None when there is none."""
         return AGENTS.get(self.transaction, org_id, agent_id)
 
-    def _health(self, entry: AgentEntry) -> Health:
-        coordinator = COORDINATORS.get(self.transaction, entry.coordinator)
-        seen_ns = self._seen_ns(entry, coordinator)
-        return agents.health_of(entry.registered_ns, seen_ns, self.transaction.steady_ns, self._rules)
+    def seen(self, entry: AgentEntry) -> "Seen":
+        """The health of an agent, and how long it was not heard of."""
+        return self._seen(entry, COORDINATORS.get(self.transaction, entry.coordinator))
 
-    def _seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
-        """When an agent was last heard of. One in the process of its coordinator lives with that one."""
+    def _seen(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> "Seen":
+        seen_ns, now_ns = self.seen_ns(entry, coordinator), self.transaction.steady_ns
+        silent_ns = now_ns - max(seen_ns, entry.registered_ns)
+        health = agents.health_of(entry.registered_ns, seen_ns, now_ns, self.rules)
+        return Seen(health, max(0, silent_ns) / NANOS_PER_S)
+
+    def health(self, entry: AgentEntry) -> Health:
+        return self.seen(entry).health
+
+    def seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
+        """The time of an agent's last sign of life. A local agent lives as long as its coordinator."""
         if entry.is_local and coordinator is not None:
             return max(entry.seen_ns, coordinator.seen_ns)
         return entry.seen_ns
-
-    # ---- sweeping ------------------------------------------------------------------------------
-
-    def sweep_agents(self, after: str = "", limit: int = AGENTS_A_SWEEP_MAX) -> str:
-        """Note the health of agents behind a key. Returns the key to continue from; empty at the end."""
-        seen = AGENTS.scan(self.transaction, after, limit)
-        for key, entry in seen:
-            health = self._health(entry)
-            if health == entry.health:
-                continue
-            org_id, agent_id = _pair(key)
-            if health == "dead":
-                self._count(org_id, -1)
-            elif entry.health == "dead":
-                self._recount(org_id)
-            self._set_health(org_id, agent_id, entry, replace(entry, health=health))
-        return seen[-1][0] if len(seen) == limit else ""
-
-    def _recount(self, org_id: str) -> None:
-        """A local agent whose coordinator was only slow is alive again, whatever the limit is by now."""
-        count = AGENT_COUNTS.get(self.transaction, org_id) or 0
-        AGENT_COUNTS.put(self.transaction, count + 1, org_id)
-
-    def sweep_requests(self, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
-        """Bounce answers that nobody fetches, and cancel requests of dead agents if the rules say so.
-
-        Returns the key to continue from; empty at the end.
-        """
-        seen = REQUESTS.scan(self.transaction, after, limit)
-        for key, _ in seen:
-            org_id, agent_id, message_id = key.split(SEPARATOR)
-            self._sweep_request(org_id, agent_id, message_id)
-        return seen[-1][0] if len(seen) == limit else ""
-
-    def _sweep_request(self, org_id: str, agent_id: str, message_id: str) -> None:
-        record = self.transaction.record(message_id)
-        if record is None:
-            self._bounce(org_id, agent_id, message_id, "the result is no longer kept")
-            return
-        entry = AGENTS.get(self.transaction, org_id, agent_id)
-        is_gone = entry is None or self._health(entry) == "dead"
-        if is_gone and self._rules.on_dead == "cancel":
-            if record.state not in lifecycle.ENDED:
-                Operations(self.transaction, self._policy).cancel(message_id)
-            self._bounce(org_id, agent_id, message_id, "the agent is dead")
-        elif agents.is_over(record.ended_us, self.transaction.wall_us, self._rules.keep_responses_s):
-            self._bounce(org_id, agent_id, message_id, "the agent did not fetch it in time")
-
-    def _bounce(self, org_id: str, agent_id: str, message_id: str, reason: str) -> None:
-        """Close a request without its agent, and tell who created it."""
-        REQUESTS.put(self.transaction, None, org_id, agent_id, message_id)
-        stored = self.transaction.load(message_id)
-        creator, answer = "", None
-        if stored is not None:
-            body = _body(stored.envelope.payload)
-            creator = body.created_by.id if body is not None else ""
-            answer = msgspec.to_builtins(last_part(stored, 0))
-            if body is not None and body.created_by.type == "agent":
-                now_us = self.transaction.wall_us
-                letter = Letter(message_id, agent_id, answer, now_us, is_bounce=True, reason=reason)
-                self._put_letter(org_id, creator, letter)
-        detail = {"message_id": message_id, "agent_id": agent_id, "recipient": creator}
-        self.transaction.emit(
-            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=reason, detail=detail
-        )
-
-    def sweep_letters(self, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
-        """Forget messages in inboxes that were kept long enough. Returns the key to continue from."""
-        seen = LETTERS.scan(self.transaction, after, limit)
-        for key, letter in seen:
-            org_id, agent_id, _ = key.split(SEPARATOR)
-            keep_us = round(self._policy.organization_of(org_id).keep_s * 1_000_000)
-            if letter.stored_us > self.transaction.wall_us - keep_us:
-                continue
-            LETTERS.put(self.transaction, None, key)
-            detail = {"message_id": letter.message_id, "agent_id": agent_id, "recipient": letter.sender}
-            self.transaction.emit(
-                "bounced",
-                ENGINE_PREFIX + org_id,
-                error_type="Bounced",
-                error="the agent did not act on it in time",
-                detail=detail,
-            )
-        return seen[-1][0] if len(seen) == limit else ""
-
-    def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:
-        """Emit that a message was refused because its recipient cannot get it."""
-        detail = {"agent_id": sender, "sender": sender, "recipient": bounced.recipient}
-        self.transaction.emit(
-            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=bounced.reason, detail=detail
-        )
 
 
 def check_names(org_id: object, agent_id: object) -> None:
@@ -557,13 +528,7 @@ def _gone(message_id: str, now_us: int) -> Part:
     return Part(message_id, "error", utc_text(now_us * 1000), error=error)
 
 
-def _pair(key: str) -> tuple[str, str]:
-    org_id, _, agent_id = key.partition(SEPARATOR)
+def agent_of(key: str) -> tuple[str, str]:
+    """The organization and the agent that the key of a cell begins with."""
+    org_id, agent_id = key.split(SEPARATOR, 2)[:2]
     return org_id, agent_id
-
-
-def _body(payload: bytes) -> Body | None:
-    try:
-        return decode_body(payload)
-    except msgspec.DecodeError:
-        return None

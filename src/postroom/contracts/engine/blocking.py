@@ -136,6 +136,22 @@ class BlockingTokens:
         return self._wait(self._tokens.status())
 
 
+class BlockingBounces:
+    """`engine.bounces` for plain code."""
+
+    def __init__(self, engine: "Engine", wait: Wait) -> None:
+        self._bounces = engine.bounces
+        self._wait = wait
+
+    def list(self, org_id: str | None = None, **filters: Any) -> Any:
+        """As `Bounces.list`."""
+        return self._wait(self._bounces.list(org_id, **filters))
+
+    def done(self, *keys: str) -> Any:
+        """As `Bounces.done`."""
+        return self._wait(self._bounces.done(*keys))
+
+
 class Blocking:
     """`engine.blocking`: the verbs of an engine for plain code."""
 
@@ -145,6 +161,7 @@ class Blocking:
         self.wait = self._thread.wait
         self.dlq = BlockingDeadLetters(engine, self.wait)
         self.tokens = BlockingTokens(engine, self.wait)
+        self.bounces = BlockingBounces(engine, self.wait)
 
     def submit(self, **fields: Any) -> BlockingHandle:
         """As `Engine.submit`."""

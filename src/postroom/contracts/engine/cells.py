@@ -4,7 +4,7 @@ Rule 1: the parts of a key are joined by a character that no part can hold, so k
         stand together.
 """
 
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -240,6 +240,20 @@ class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
     is_bounce: bool = False
     """Whether it is an answer that its agent never fetched."""
     reason: str = ""
+    is_notice: bool = False
+    """Whether the engine itself wrote it: nobody waits for its receipts."""
+
+
+class Bounce(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer that its agent never fetched, kept for the user or the system that created the message."""
+
+    message_id: str
+    agent_id: str
+    creator_type: Literal["user", "agent", "system"]
+    creator_id: str
+    answer: Any
+    reason: str
+    bounced_us: int
 
 
 class WantedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -297,6 +311,8 @@ REQUESTS: Final = Kind("engine.request", OpenRequest)
 """Organization, agent, message id -> a request whose answer was not handed over."""
 LETTERS: Final = Kind("engine.letter", Letter)
 """Organization, agent, number -> a message in its inbox."""
+BOUNCES: Final = Kind("engine.bounce", Bounce)
+"""Organization, number -> an answer that waits for the user or the system that created its message."""
 RECEIPTS: Final = Kind("engine.receipt", dict[Receipt, int])
 """Message id -> what its recipient has done with it, each with its time."""
 PROGRAMS: Final = Kind("engine.program", WantedProgram)

@@ -20,7 +20,8 @@ from postroom.contracts.goals.registry import OPERATION, OperationRegistry
 from postroom.core import breaker, lifecycle, poison
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short, TokenRules
+from postroom.core.token_rules import TokenRules
+from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short
 from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction

@@ -1,22 +1,24 @@
 """What a handler gets besides its message: progress, streams, effects, children, cancellation."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Operations, Usage
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Usage
 from postroom.contracts.engine.part_writer import PartWriter
 from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
 from postroom.contracts.goals.progress import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
-from postroom.contracts.sandbox.sandbox import Sandbox
+from postroom.contracts.sandbox.pools import BorrowedSandbox
+from postroom.contracts.sandbox.sandbox import BlockingSandbox
 from postroom.contracts.task_input import checked_text, encoded
-from postroom.core import tokens
 from postroom.core.advice import ReversalClass
+from postroom.core.provider_headers import observed
 from postroom.core.tokens import Grant
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
@@ -139,7 +141,7 @@ class Context:
             raise InvalidMessage(f"headers must be names with values, not {type(headers).__name__}")
 
         def work(operations: Operations, wall_us: int) -> None:
-            operations.observe(grant.provider, grant.model, tokens.observed(headers, wall_us))
+            operations.observe(grant.provider, grant.model, observed(headers, wall_us))
 
         await self._core.write_at(work)
 
@@ -234,15 +236,15 @@ class Context:
 
     async def goal_context(self) -> tuple[Any, int]:
         """The context of the goal, and its version: see `engine.goals.context`."""
-        return await context_of(self._core, self.message.goal_id)
+        return await context_of(self._core, self.message.goal_id, self.message.org_id)
 
     async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
         """What fits into a budget of tokens: see `ContextProvider`."""
         built: BuiltContext = await self._core.context_provider.build(self.message, token_budget)
         return built
 
-    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        """A sandbox for the work of this message: see `engine.sandboxes`."""
+    def sandbox(self) -> BorrowedSandbox:
+        """A sandbox for the work of this message, in an `async with` block: see `engine.sandboxes`."""
         return self._core.sandboxes.sandbox(self.message)
 
     async def prompt_additions(self) -> list[str]:
@@ -352,6 +354,16 @@ class ThreadContext:
         """As `Context.build_context`."""
         built: BuiltContext = self._wait(self._context.build_context(token_budget))
         return built
+
+    @contextmanager
+    def sandbox(self) -> Iterator[BlockingSandbox]:
+        """As `Context.sandbox`, for a `with` block."""
+        borrowed = self._context.sandbox()
+        sandbox = self._wait(borrowed.__aenter__())
+        try:
+            yield BlockingSandbox(sandbox, self._wait)
+        finally:
+            self._wait(borrowed.__aexit__())
 
     def prompt_additions(self) -> list[str]:
         """As `Context.prompt_additions`."""

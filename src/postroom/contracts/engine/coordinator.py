@@ -3,7 +3,8 @@
 Rule 1: one loop reads the answers for all agents, in one read of the store. An agent has no task of its own.
 Rule 2: a request is closed only after its last part was handed over. Until then another coordinator, or a
         restarted agent, gets the answer.
-Rule 3: nothing but positions of readers is kept here. Whatever must survive a crash is in the store.
+Rule 3: a coordinator keeps only the positions of its readers in memory. Everything that must survive a crash
+        is in the store.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from msgspec.structs import replace
 
 from postroom.contracts.engine.agent import PARTS_WAITING_MAX, Agent, Reader
+from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import LEASE_S, AgentInfo, AgentOperations, Answer, Asked
 from postroom.contracts.engine.cells import AgentEntry
 from postroom.errors import AgentReplaced, Bounced, CoordinatorStopped, PostroomError, Unavailable
@@ -47,15 +49,16 @@ class Coordinator:
     def __init__(self, engine: "Engine", *, name: str = "") -> None:
         self.core: EngineCore = engine.core
         self.name = name or socket.gethostname()[:64]
-        """Of the server. Two coordinators of the same name may overlap during an upgrade."""
+        """The name of the server. Two coordinators of the same name may overlap during an upgrade."""
         self.id = f"{self.name}-{os.getpid()}-{os.urandom(3).hex()}"
         self.epoch = 0
-        """Larger than that of every coordinator that was started before. Each part carries it."""
+        """A number that is larger than the epoch of every earlier coordinator. Each part carries it."""
         self._agents: dict[tuple[str, str], Agent] = {}
         self._readers: set[Reader] = set()
         self._closing: list[tuple[Agent, str]] = []
-        """Answers that were handed over and are not acknowledged in the store yet."""
+        """Requests whose answer was handed over, and which the store still has as open."""
         self._acknowledging = asyncio.Event()
+        self._one_acknowledges = asyncio.Lock()
         self._woken = asyncio.Event()
         self._news: asyncio.Future[None] | None = None
         self._rings = 0
@@ -67,7 +70,7 @@ class Coordinator:
     # ---- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin the lease, and hand out answers from now on."""
+        """Begin the lease, and start the loops."""
         self._loop = asyncio.get_running_loop()
         info = await self.write(lambda agents: agents.start_coordinator(self.id, self.name))
         self.epoch = info.epoch
@@ -76,7 +79,7 @@ class Coordinator:
         self._tasks = [asyncio.create_task(self._kept_running(each)) for each in loops]
 
     async def stop(self) -> None:
-        """Acknowledge what was handed over, and end the lease. Open requests stay open."""
+        """Close the requests whose answers were handed over, and end the lease. Open requests stay open."""
         if self._stopped:
             return
         self._stopped = True
@@ -89,7 +92,7 @@ class Coordinator:
         with suppress(PostroomError):
             await self._acknowledge_all()
             await self.write(lambda agents: agents.stop_coordinator(self.id))
-        self._tell()
+        self._wake_inboxes()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -162,17 +165,18 @@ class Coordinator:
 
     async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
         """The agents of an organization, or of all, wherever they are registered."""
+        await self._acknowledge_all()  # so that an answer that was just handed over is not listed
         return await self.read(lambda agents: agents.list(org_id))
 
     # ---- readers -------------------------------------------------------------------------------
 
     @property
     def rings(self) -> int:
-        """How often somebody said that answers may have come."""
+        """The number of wake-ups so far. Each one means that answers may have come."""
         return self._rings
 
     def add_reader(self, agent: Agent, message_id: str, rings: int | None = None) -> Reader:
-        """Begin to read an answer. `rings` from before the submit saves a look if nothing has come since."""
+        """Begin to read an answer. `rings` of before the submit saves a read if no wake-up came since."""
         if self._stopped:
             raise CoordinatorStopped(message_id)
         reader = Reader(agent, message_id)
@@ -183,7 +187,7 @@ class Coordinator:
         return reader
 
     def remove_reader(self, reader: Reader) -> None:
-        """Read no more for somebody."""
+        """Stop reading an answer."""
         if reader in self._readers:
             self._readers.remove(reader)
             reader.agent.reading[reader.message_id] -= 1
@@ -191,8 +195,8 @@ class Coordinator:
                 del reader.agent.reading[reader.message_id]
 
     def handed_over(self, agent: Agent, message_id: str) -> None:
-        """The last part of an answer reached its agent."""
-        if message_id not in agent.reading:  # else somebody else still reads it
+        """The agent has the last part of an answer: close the request soon."""
+        if message_id not in agent.reading:  # otherwise another reader of the same answer closes it
             self._closing.append((agent, message_id))
             self._acknowledging.set()
 
@@ -204,23 +208,23 @@ class Coordinator:
     # ---- the loops -----------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        """From any thread."""
+        """Wake the loop that reads answers. Called from any thread."""
         self._rings += 1
         with suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     def look(self) -> None:
-        """Look for answers soon."""
+        """Have the loop read answers as soon as it can."""
         self._woken.set()
 
-    def _tell(self) -> None:
+    def _wake_inboxes(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
         self._news = None
 
     async def wait_for_news(self, timeout_s: float) -> None:
-        """Return when something may have come for an agent."""
+        """Return when a message or an answer may have come for an agent, or after `timeout_s`."""
         if self._stopped:
             raise CoordinatorStopped("")
         if self._news is None:
@@ -233,7 +237,7 @@ class Coordinator:
                 async with asyncio.timeout(self.core.look_again_s):
                     await self._woken.wait()
             self._woken.clear()
-            self._tell()
+            self._wake_inboxes()
             readers = [reader for reader in self._readers if len(reader.parts) < PARTS_WAITING_MAX]
             if readers:
                 await self._look(readers)
@@ -269,6 +273,10 @@ class Coordinator:
             await self._acknowledge_all()
 
     async def _acknowledge_all(self) -> None:
+        async with self._one_acknowledges:
+            await self._acknowledge_closing()
+
+    async def _acknowledge_closing(self) -> None:
         closing, self._closing = self._closing, []
         if not closing:
             return
@@ -291,29 +299,27 @@ class Coordinator:
             agent.shown.difference_update(message_ids)
 
     async def _beat(self) -> None:
-        """Renew the lease, take over the agents of lost coordinators, and sweep now and then."""
-        after = {"agents": "", "requests": "", "letters": ""}
-        swept = time.monotonic()
+        """Renew the lease, take over the agents of lost coordinators, and sweep every `SWEEP_S`."""
+        swept_at, after = time.monotonic(), Swept()
         while True:
-            is_due = time.monotonic() >= swept + SWEEP_S or any(after.values())
-            if is_due and not any(after.values()):
-                swept = time.monotonic()
-            after = await self.write(partial(self._beaten, is_due=is_due, after=after))
+            await self.write(self._renew)
+            if not after.is_complete or time.monotonic() >= swept_at + SWEEP_S:
+                if after.is_complete:
+                    swept_at = time.monotonic()
+                # A commit of its own: a sweep that fails must not cost the lease.
+                after = await self.write(partial(_swept, after))
             await asyncio.sleep(BEAT_S)
 
-    def _beaten(self, agents: AgentOperations, *, is_due: bool, after: dict[str, str]) -> dict[str, str]:
+    def _renew(self, agents: AgentOperations) -> None:
         if not agents.renew_coordinator(self.id, self.epoch, self.name):
             for agent in list(self._agents.values()):
                 if agent.is_local:
                     agents.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
         agents.take_over(self.id)
-        if not is_due:
-            return after
-        return {
-            "agents": agents.sweep_agents(after["agents"]),
-            "requests": agents.sweep_requests(after["requests"]),
-            "letters": agents.sweep_letters(after["letters"]),
-        }
+
+
+def _swept(after: Swept, agents: AgentOperations) -> Swept:
+    return sweep(agents, after)
 
 
 def _answers(asked: list[Asked], agents: AgentOperations) -> list[Answer]:

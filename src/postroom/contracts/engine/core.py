@@ -13,10 +13,12 @@ from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.mcp_tools import McpServers
-from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
+from postroom.contracts.engine.message_input import Prepared, Registry
+from postroom.contracts.engine.messages import checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
+from postroom.contracts.engine.telemetry import EngineTelemetry
 from postroom.contracts.goals.retention import purge as purge_goals
 from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
@@ -55,7 +57,9 @@ class EngineCore:
         self.recovery_tools: dict[str, Callable[..., Any]] = {}
         self.context_provider: Any = None
         """The `ContextProvider` of the engine."""
-        self.sandboxes = Sandboxes()
+        self.sandboxes = Sandboxes(self)
+        self.telemetry: EngineTelemetry | None = None
+        """None while nothing is exported."""
         self._commits = Commits(store)
         self._cycles = Commits(store) if store.is_concurrent else self._commits
         """Commits of workers: submits do not wait for them where the store allows it."""
@@ -86,6 +90,10 @@ class EngineCore:
             or self._default_handlers.get(type_name)
         )
 
+    def is_own(self, type_name: str, handler: Handler) -> bool:
+        """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
+        return self.handlers.get(type_name) is not handler or handler.run == self.mcp_servers.handle
+
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
         self._commits.close()
@@ -97,9 +105,14 @@ class EngineCore:
 
     async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
         """Check and store messages in one commit: all or none."""
-        wall_us = self.store.wall_us()
         if not isinstance(messages, Iterable):
             raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}")
+        if self.telemetry is None:
+            return await self._submit(messages)
+        return await self.telemetry.send(list(messages), self._submit)
+
+    async def _submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+        wall_us = self.store.wall_us()
         prepared = [self.registry.prepare(fields, self.policy, wall_us) for fields in messages]
         if not prepared:
             return []

@@ -1,4 +1,4 @@
-"""Handlers of the message types that are about agents. A registered handler of the type replaces them."""
+"""Default handlers of the message types about agents. A registered handler of the type replaces them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,9 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         core.ring_answers()
 
     async def spawn(message: Message, _context: Any) -> dict[str, Any]:
-        """Have a supervisor run the configured program as this agent."""
+        """Store that a supervisor has to run the configured program as this agent."""
         agent_id = _field(message, "agent_id")
-        tools = message.payload.get("tools", [])
-        if not isinstance(tools, list) or not all(isinstance(tool, str) for tool in tools):
-            raise ValidationError("the tools of an agent are a list of texts")
+        tools = _tool_names(message.payload.get("tools", []))
         check_names(message.org_id, agent_id)
         await core.write(
             lambda operations: agents(operations).want_program(
@@ -44,7 +42,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         return {"agent_id": agent_id}
 
     async def terminate(message: Message, _context: Any) -> dict[str, Any]:
-        """Have the supervisor end the program of this agent."""
+        """Store that the program of this agent has to end."""
         agent_id = _field(message, "agent_id")
         ended = await core.write(
             lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True
@@ -56,6 +54,16 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         "agent_spawn": Handler(run=spawn),
         "agent_terminate": Handler(run=terminate),
     }
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """The names of tools, each given as text or as `{"name": …, "sandbox": …}`."""
+    given = tools if isinstance(tools, list) else [None]
+    named = [tool.get("name") if isinstance(tool, dict) else tool for tool in given]
+    names = [name for name in named if isinstance(name, str)]
+    if len(names) < len(named):
+        raise ValidationError('the tools of an agent are a list of names or of {"name": …, "sandbox": …}')
+    return names
 
 
 def _field(message: Message, name: str) -> str:

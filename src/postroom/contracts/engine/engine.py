@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from postroom.contracts.engine import inspection
 from postroom.contracts.engine.agents import AgentInfo, AgentOperations
 from postroom.contracts.engine.blocking import Blocking
+from postroom.contracts.engine.bounces import Bounces
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.dlq import DeadLetters
 from postroom.contracts.engine.explanation import explain
@@ -64,6 +65,7 @@ class Engine(Closing):
         self._core = self._new_core(store, rules if adviser is None else replace(rules, adviser=adviser))
         self.dlq = DeadLetters(self._core)
         self.tokens = Tokens(self._core)
+        self.bounces = Bounces(self._core)
         self.blocking = Blocking(self)
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
@@ -193,9 +195,14 @@ class Engine(Closing):
         """
 
         def register(run: Callable[..., T]) -> Callable[..., T]:
-            self._core.hooks.setdefault(type, {})[run.__name__] = run
+            name = getattr(run, "__name__", "")
+            if not callable(run) or not name:
+                raise InvalidSetting(f"a hook is a function with a name, not {shown(run)}")
+            self._core.hooks.setdefault(type, {})[name] = run
             return run
 
+        if not isinstance(type, str) or not is_name(type):
+            raise InvalidSetting(f"a message type is a name, not {shown(type)}")
         return register
 
     def recovery_tool(self, run: F) -> F:
@@ -267,6 +274,7 @@ class Engine(Closing):
             self._workers.remove(worker)
             if not self._workers:
                 await self._core.mcp_servers.close()
+                await self._core.sandboxes.close()
 
     async def stop(self) -> None:
         """Have the workers of this process claim no more, finish within `drain_s`, and release the rest."""

@@ -11,7 +11,7 @@ import msgspec
 from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.engine.outcomes import Outcome, Usage
 from postroom.contracts.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
 from postroom.core.lifecycle import ERROR_CHARS_MAX
 from postroom.core.retry import RATE_LIMIT_S, Retry

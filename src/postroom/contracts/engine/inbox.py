@@ -1,4 +1,4 @@
-"""Messages between agents: what one agent sent, and the inbox of another."""
+"""Messages between agents: the receipts of a sent message, and the inbox of its recipient."""
 
 from collections.abc import AsyncIterator, Generator
 from functools import partial
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.cells import Letter
+from postroom.contracts.engine.cells import SEPARATOR, Letter, joined
 from postroom.core.agents import RECEIPTS, Receipt
 from postroom.core.times import EPOCH, MICROSECOND
 
@@ -24,7 +24,7 @@ class SentMessage:
         self.message_id = message_id
 
     async def receipts(self) -> dict[Receipt, Any]:
-        """What the recipient has done with it so far, each with its time. See `core.agents.RECEIPTS`."""
+        """The receipts so far, each with its time. See `core.agents.RECEIPTS`."""
         found = await self._coordinator.read(lambda agents: agents.receipts(self.message_id))
         return {receipt: EPOCH + found[receipt] * MICROSECOND for receipt in RECEIPTS if receipt in found}
 
@@ -36,10 +36,15 @@ class InboxMessage(msgspec.Struct, frozen=True):
     sender: str
     payload: Any
     is_bounce: bool
-    """Whether it is the answer to a request that its agent never fetched; `payload` is its last part."""
+    """Whether it is an answer that another agent never fetched; `payload` is the last part of the answer."""
     reason: str
     agent: Any
     key: str
+
+    @property
+    def number(self) -> str:
+        """The position of the message in its inbox, which names it over HTTP."""
+        return self.key.rpartition(SEPARATOR)[2].lstrip("0")
 
     async def done(self) -> None:
         """The agent has acted on it: it leaves the inbox."""
@@ -55,6 +60,14 @@ class Inbox:
 
     def __await__(self) -> Generator[Any, None, list[InboxMessage]]:
         return self._all().__await__()
+
+    async def page(self, after: str = "") -> list[InboxMessage]:
+        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`."""
+        agent = self._agent
+        self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
+        found = await self._page()
+        await self._show(found)
+        return found
 
     async def _all(self) -> list[InboxMessage]:
         found: list[InboxMessage] = []

@@ -12,7 +12,8 @@ from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.engine import Engine
 from postroom.contracts.engine.handlers import Handler, completed, limited, timeout_of
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Outcome, Submitted
+from postroom.contracts.engine.operations import Submitted
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.worker import Worker
 from postroom.core.lifecycle import NANOS_PER_S

@@ -16,8 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from postroom.contracts.engine.messages import Message
+from postroom.core import poison
 from postroom.core.sandbox_rules import bytes_of
 from postroom.errors import PostroomError
+from postroom.message import Record
 
 _PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 65_536
@@ -36,12 +38,25 @@ class ProcessDied(PostroomError):
         super().__init__(f"the process of the handler died with {how}")
 
 
+def needs_process(record: Record, message: Message, pool: str) -> bool:
+    """Whether a handler runs in a process of its own: it asks for one, may crash, or has a memory limit.
+
+    Threads and coroutines share the memory of the worker, so only a process can be limited.
+    """
+    return pool == "process" or poison.runs_alone(record) or _memory_of(message) is not None
+
+
+def _memory_of(message: Message) -> str | None:
+    return None if message.resource_limits is None else message.resource_limits.memory
+
+
 def limit_memory(message: Message) -> None:
     """Limit what this process may allocate on top of what it has."""
-    if message.resource_limits is None or message.resource_limits.memory is None:
+    memory = _memory_of(message)
+    if memory is None:
         return
     pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
-    most = pages * os.sysconf("SC_PAGE_SIZE") + bytes_of(message.resource_limits.memory)
+    most = pages * os.sysconf("SC_PAGE_SIZE") + bytes_of(memory)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
 
@@ -99,7 +114,7 @@ def _kill(pid: int) -> None:
 
 
 async def _exit_status(pid: int) -> int | None:
-    """The status of a child that has closed its pipe; None when it runs on, as a daemon would."""
+    """The exit status of a child, or None when it still runs `EXIT_S` after it has closed its pipe."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + EXIT_S
     while loop.time() < deadline:

@@ -1,4 +1,4 @@
-"""The parts that a running handler sends: gathered while a commit is under way, stored in order.
+"""Stores the parts that a running handler sends, in order, and several in one commit.
 
 Rule 1: the first part is stored at once. Parts that come while it is committed share the next commit.
 Rule 2: every part is stored before the outcome of its attempt. The next call raises the error of a commit.
@@ -52,7 +52,7 @@ class PartWriter:
         self.chunks += kind == "stream_chunk"
         if self._task is None:
             self._task = asyncio.create_task(self._store_all())
-            await asyncio.sleep(0)  # let it begin, also for a handler that never waits for anything else
+            await asyncio.sleep(0)  # lets the task begin, even if the handler never awaits anything else
         if self.waits or len(self._pending) >= PARTS_A_COMMIT_MAX:
             await self.flush()
 
@@ -66,7 +66,7 @@ class PartWriter:
         self._bytes += size
 
     async def flush(self) -> None:
-        """Return when every part is stored."""
+        """Wait until every part is stored."""
         if self._task is not None:
             await asyncio.wait([self._task])
         self._raise_error()

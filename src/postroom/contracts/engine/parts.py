@@ -1,7 +1,7 @@
-"""The parts of an answer, as a reader meets them: acknowledgment, progress and chunks, then the end.
+"""The parts of an answer in the order of reading: acknowledgment, progress and chunks, then the last part.
 
-Rule 1: a reader has a position. Reading on from a position gives every later part once, and the last part
-        again when the answer is complete.
+Rule 1: a reader has a position. Reading on from a position gives every later part once.
+Rule 2: every part has a position of its own, the last part included.
 """
 
 import re
@@ -21,6 +21,7 @@ from postroom.errors import InvalidMessage, MessageFailed, UnknownTask
 from postroom.message import Record, Stored, org_of
 
 PART_CELLS_A_READ_MAX: Final = 50  # of up to `PARTS_A_COMMIT_MAX` parts each
+END: Final = ".end"
 _POSITION: Final = re.compile(r"\d{1,9}(?:\.\d{1,9}){3}", re.ASCII)
 
 
@@ -40,7 +41,8 @@ class Position(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The position as one word, for `parse_position`."""
-        return f"{self.acknowledged}.{self.attempt}.{self.index}.{self.chunks}"
+        end = END if self.is_end else ""
+        return f"{self.acknowledged}.{self.attempt}.{self.index}.{self.chunks}{end}"
 
     @property
     def cursor(self) -> Cursor:
@@ -50,10 +52,11 @@ class Position(msgspec.Struct, frozen=True):
 
 def parse_position(text: str) -> Position:
     """The position that `Position.text` gave."""
-    if _POSITION.fullmatch(text) is None:
+    numbers = text.removesuffix(END)
+    if _POSITION.fullmatch(numbers) is None:
         raise InvalidMessage(f"{text!r} is not the id of a part of an answer")
-    acknowledged, attempt, index, chunks = map(int, text.split("."))
-    return Position(acknowledged, attempt, index, chunks)
+    acknowledged, attempt, index, chunks = map(int, numbers.split("."))
+    return Position(acknowledged, attempt, index, chunks, text.endswith(END))
 
 
 def read_on(
@@ -63,6 +66,8 @@ def read_on(
     record = operations.transaction.record(message_id)
     if record is None or not org_of(record.queue):
         raise UnknownTask(message_id, f"there is no message {message_id!r}")
+    if position.is_end:
+        return [], True
     parts: list[tuple[Position, Part]] = []
     if record.attempt > position.acknowledged:
         position = replace(position, acknowledged=record.attempt)
@@ -75,19 +80,20 @@ def read_on(
         parts.append((position, part))
     is_complete = record.state in lifecycle.ENDED and rest != "more"
     if is_complete and rest == "gap":
-        parts.append((position, _missing(record, position)))
+        parts.append((replace(position, is_end=True), _missing(record, position)))
     elif is_complete:
         chunks = position.chunks if position.attempt == record.attempt else 0
-        parts.append((position, last_part(operations.loaded(message_id), chunks)))
+        last = last_part(operations.loaded(message_id), chunks)
+        parts.append((replace(position, is_end=True), last))
     return parts, is_complete
 
 
 def _stored_parts(
     operations: Operations, message_id: str, cursor: Cursor, newest: int
 ) -> tuple[list[tuple[int, Part]], Literal["none", "more", "gap"]]:
-    """The stored parts of the newest attempt behind a cursor, each with its index; and what is behind them.
+    """The stored parts of the newest attempt behind a cursor, each with its index; and what follows them.
 
-    Parts are stored in order. A gap means that the store was damaged: nothing behind it is given out.
+    Parts are stored in order. A gap means that the store is damaged, so parts behind it are not returned.
     """
     prefix = joined(message_id) + SEPARATOR
     is_begun = cursor.attempt == newest and cursor.index
@@ -108,7 +114,7 @@ def _stored_parts(
 
 
 def _missing(record: Record, position: Position) -> Part:
-    """The end of an answer whose chunks are not all there."""
+    """The last part of an answer with missing chunks."""
     text = f"parts of the answer are missing from index {position.index} of attempt {record.attempt} on"
     error = {"type": "ChunksMissing", "message": text}
     timestamp = utc_text(record.ended_us * 1000)
@@ -116,7 +122,7 @@ def _missing(record: Record, position: Position) -> Part:
 
 
 def last_part(stored: Stored, chunks: int) -> Part:
-    """The end of an answer that has ended."""
+    """The last part of the answer of a message that has ended."""
     record = stored.record
     timestamp, message_id = utc_text(record.ended_us * 1000), record.message_id
     try:

@@ -13,7 +13,7 @@ from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
-from postroom.core.tokens import TokenRules, token_rules
+from postroom.core.token_rules import TokenRules, token_rules
 from postroom.core.versions import CURRENT_VERSION
 from postroom.errors import InvalidSetting, shown
 

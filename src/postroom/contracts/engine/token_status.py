@@ -1,4 +1,4 @@
-"""What the token budgets say about themselves: `engine.tokens`."""
+"""`engine.tokens`: the status of the token budgets."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,7 +10,8 @@ from postroom.contracts.engine.cells import ACCOUNTS, SEPARATOR, TOKEN_USES, Hol
 from postroom.contracts.engine.tokens import all_holds
 from postroom.core import tokens
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.tokens import Account, ModelRule, TokenRules
+from postroom.core.token_rules import REQUESTS_MINUTE, SHARED, WINDOWS, ModelRule, TokenRules
+from postroom.core.tokens import Account
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class WindowTokens(msgspec.Struct, frozen=True):
 
 
 class TierTokens(msgspec.Struct, frozen=True):
-    """The tokens that a priority has reserved, or with tier -1 those that no priority has."""
+    """The pool of one priority. Tier -1 is the pool of tokens that no priority reserves."""
 
     tier: int
     limit: int
@@ -38,7 +39,7 @@ class TierTokens(msgspec.Struct, frozen=True):
 
 
 class OrganizationTokens(msgspec.Struct, frozen=True):
-    """What an organization did with the tokens of a model in the present window."""
+    """The figures of an organization for one model in the present window."""
 
     used: int = 0
     reserved: int = 0
@@ -59,7 +60,7 @@ class ModelTokens(msgspec.Struct, frozen=True):
     """The limit that these figures are about, such as tokens_per_minute."""
     resets_in_s: float
     blocked_s: float
-    """How long the provider asked to be left alone."""
+    """Seconds until the end of a pause that the provider asked for."""
     windows: dict[str, WindowTokens]
     tiers: list[TierTokens]
     organizations: dict[str, OrganizationTokens]
@@ -72,12 +73,12 @@ class ProviderTokens(msgspec.Struct, frozen=True):
 
 
 class TokenStatus(msgspec.Struct, frozen=True):
-    """How the token budgets stand."""
+    """The status of the token budgets."""
 
     providers: dict[str, ProviderTokens]
 
     def of_organization(self, org_id: str) -> "TokenStatus":
-        """The same without what other organizations do."""
+        """The same without the figures of other organizations."""
         return TokenStatus(
             {
                 name: ProviderTokens(
@@ -102,13 +103,13 @@ class Tokens:
         self._core = core
 
     async def status(self) -> TokenStatus:
-        """The tokens of each model, and who used, reserved and borrowed them and was refused."""
+        """The tokens of each model, and what each organization used, reserved, borrowed and was refused."""
         rules = self._core.policy.token_rules
         return await self._core.read(lambda operations: status_of(operations.transaction, rules))
 
 
 def status_of(transaction: Transaction, rules: TokenRules | None) -> TokenStatus:
-    """How the budgets stand. Without rules, as they were when somebody used them last."""
+    """The status of the budgets. Without rules, the limits are those of the last reservation."""
     stored = {_name(key): account for key, account in ACCOUNTS.all(transaction)}
     known = {(rule.provider, rule.name): rule for rule in rules.models} if rules else {}
     holds = all_holds(transaction)
@@ -159,17 +160,17 @@ def _model(
 ) -> ModelTokens:
     windows = {
         name: _window(account, number, now_ns)
-        for number, name in enumerate(tokens.WINDOWS)
+        for number, name in enumerate(WINDOWS)
         if account.limits[number]
     }
-    main = windows[tokens.WINDOWS[rule.main]]
+    main = windows[WINDOWS[rule.main]]
     return ModelTokens(
         limit=main.limit,
         used=main.used,
         reserved=main.reserved,
         free=main.free,
         borrowed=tokens.borrowed_of(account),
-        window=tokens.WINDOWS[rule.main],
+        window=WINDOWS[rule.main],
         resets_in_s=main.resets_in_s,
         blocked_s=max(0, account.blocked_until - now_ns) / NANOS_PER_S,
         windows=windows,
@@ -179,7 +180,7 @@ def _model(
 
 
 def _window(account: Account, window: int, now_ns: int) -> WindowTokens:
-    reserved = account.tokens if window < tokens.REQUESTS_MINUTE else account.requests
+    reserved = account.tokens if window < REQUESTS_MINUTE else account.requests
     used, free = account.used[window] + account.outside[window], tokens.free_of(account, window)
     # A provider or a new policy may lower a limit below what is in use: the limit follows when that ends.
     return WindowTokens(
@@ -188,11 +189,11 @@ def _window(account: Account, window: int, now_ns: int) -> WindowTokens:
 
 
 def _tiers(account: Account, rule: ModelRule) -> list[TierTokens]:
-    if rule.main >= tokens.REQUESTS_MINUTE:
+    if rule.main >= REQUESTS_MINUTE:
         return []
     books = zip(account.pools, account.pool_used, account.pool_reserved, strict=True)
     return [
-        TierTokens(-1 if pool == tokens.SHARED else pool, size, used, reserved, size - used - reserved)
+        TierTokens(-1 if pool == SHARED else pool, size, used, reserved, size - used - reserved)
         for pool, (size, used, reserved) in enumerate(books)
     ]
 

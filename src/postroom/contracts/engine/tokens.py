@@ -1,7 +1,7 @@
 """Token budgets inside a transaction: reservations of claims, settlements of outcomes, and refills.
 
 Rule 1: tokens are reserved in the commit that leases a message, and returned in the one that ends its lease.
-Rule 2: a reservation belongs to a lease. One whose lease is over counts for nothing, whoever ended the lease:
+Rule 2: a reservation belongs to a lease. It stops counting when the lease is over, whoever ended the lease:
         the status leaves it out, and the next sweep removes it.
 Rule 3: accounts are read once and written once in a transaction, by `flush`.
 """
@@ -24,17 +24,9 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.messages import Body
 from postroom.core import lifecycle, tokens
-from postroom.core.tokens import (
-    Account,
-    Grant,
-    ModelRule,
-    Need,
-    Observed,
-    Purse,
-    Refill,
-    Short,
-    TokenRules,
-)
+from postroom.core.provider_headers import Observed, observe
+from postroom.core.token_rules import SHARED, TIERS, ModelRule, TokenRules
+from postroom.core.tokens import Account, Grant, Need, Purse, Refill, Short
 from postroom.message import ENGINE_PREFIX, Noted, Record, org_of
 from postroom.stores.transaction import Transaction
 
@@ -53,7 +45,7 @@ class Spent(msgspec.Struct, frozen=True):
     ran: bool = False
     """Whether a request was made: False for a crash, a release and a deferral."""
     facts: dict[str, Any] = {}
-    """What the event says besides the tokens."""
+    """Further facts for the event."""
 
 
 NOTHING: Final = Spent()
@@ -70,7 +62,7 @@ class TokenBooks:
         self._purses: dict[Name, Purse] = {}
         """Accounts in the form for claims. An account with a purse is changed through it."""
         self._quick: dict[str, Purse] = {}
-        """The purses of models that one name stands for."""
+        """Purses by model name, for names that only one provider has."""
         self._uses: dict[tuple[str, str, str], TokenUse] = {}
         self._leased: list[tuple[Record, Grant]] = []
         """Messages that this transaction leased, with their tokens."""
@@ -164,7 +156,7 @@ class TokenBooks:
         return found
 
     def give_back(self, grant: Grant) -> None:
-        """A message is not leased after all."""
+        """Return the tokens of a message that was not leased after all."""
         account = self._account_of(grant)
         self._accounts[grant.provider, grant.model] = tokens.settle(account, grant, 0, ran=False)
 
@@ -235,7 +227,7 @@ class TokenBooks:
                 )  # fmt: skip
 
     def refuse(self, record: Record, body: Body) -> None:
-        """Note that a message did not get its tokens."""
+        """Book that a message did not get its tokens."""
         rule = self._rules.candidates(body.models)[0]
         name = rule.provider, rule.name
         self._accounts[name] = tokens.refuse(self.account(rule), record.priority, body.tokens)
@@ -251,7 +243,7 @@ class TokenBooks:
     # ---- ends of leases ------------------------------------------------------------------------
 
     def settle(self, lease: int, spent: Spent = NOTHING) -> None:
-        """A lease has ended: book what was used of its reservation, and return the rest."""
+        """Book what an ended lease has used of its reservation, and return the rest."""
         if lease not in self._keys:
             self._load(lease)
         hold = self._held.get(self._keys.get(lease, ""), {}).pop(lease, None)
@@ -259,13 +251,13 @@ class TokenBooks:
             self._settle(hold, spent)
 
     def settle_all(self, leases: Iterable[int]) -> None:
-        """These leases are over, and nothing is known of what they used."""
+        """Return the whole reservations of leases that ended without a report of their use."""
         for lease in leases:
             self.settle(lease)
         self.flush()
 
     def _load(self, lease: int) -> None:
-        """Read what the claim that gave a lease still holds: the last claim up to that lease."""
+        """Read the reservations of the claim that a lease belongs to: the last claim up to that lease."""
         for key, holds in HOLDS.scan(self._transaction, joined(_key_of(lease) - 1), 1):
             if key not in self._held and any(one.lease == lease for one in holds):
                 self._held[key] = {one.lease: one for one in holds}
@@ -306,7 +298,7 @@ class TokenBooks:
         rule = self._rule(grant.provider, grant.model)
         if rule is not None:
             parts = tokens.used_parts(grant, used)
-            borrowed = used - parts[grant.tier] - parts[tokens.SHARED]
+            borrowed = used - parts[grant.tier] - parts[SHARED]
             use = self._use(rule, org_id)
             more = replace(use, used=use.used + used, borrowed=use.borrowed + borrowed)
             self._uses[grant.provider, grant.model, org_id] = more
@@ -322,17 +314,17 @@ class TokenBooks:
                 use = TokenUse(until_ns)
         return use
 
-    # ---- what providers say, and sweeps --------------------------------------------------------
+    # ---- headers and sweeps --------------------------------------------------------
 
     def observe(self, provider: str, model: str, said: Observed) -> None:
-        """Follow what the headers of a provider say about a model."""
+        """Apply the headers of a provider to the account of a model."""
         rule = self._rule(provider, model)
         if rule is not None:
-            account = tokens.observe(self.account(rule), said, self._transaction.steady_ns)
+            account = observe(self.account(rule), said, self._transaction.steady_ns)
             self._accounts[provider, model] = account
 
     def sweep(self) -> None:
-        """Begin the windows that are due, and return what leases hold that others have ended."""
+        """Begin the windows that are due, and return the reservations of leases that are over."""
         for key, holds in HOLDS.scan(self._transaction, limit=CLAIMS_SWEPT_MAX):
             over = [hold for hold in holds if not is_live(self._transaction, hold)]
             for hold in over:
@@ -351,7 +343,7 @@ def _reserved(grant: Grant) -> dict[str, Any]:
     if grant.wanted:
         detail["wanted"] = grant.wanted
     if grant.borrowed:
-        parts = enumerate(grant.parts[: tokens.TIERS])
+        parts = enumerate(grant.parts[:TIERS])
         detail["lenders"] = {f"P{pool}": part for pool, part in parts if part and pool != grant.tier}
     return detail
 
@@ -384,6 +376,6 @@ def all_holds(transaction: Transaction) -> list[tuple[Hold, bool]]:
 
 
 def short_text(body: Body, rules: TokenRules, priority: int) -> str:
-    """Which budget holds a message."""
+    """Why a message waits for tokens, for `explain`."""
     names = ", ".join(rule.name for rule in rules.candidates(body.models))
     return f"the token budget: its {body.tokens} tokens are more than P{priority} has free of {names}"

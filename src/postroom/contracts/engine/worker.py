@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -37,13 +38,16 @@ from postroom.contracts.engine.handlers import (
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, limit_memory, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.contracts.engine.messages import Message, message_of
-from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.relay import Line, RelayContext, serve
+from postroom.contracts.engine.telemetry import noted
+from postroom.contracts.engine.waits import set_soon, wait_for_event
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
-from postroom.core import poison
+from postroom.contracts.sandbox.pools import AGENT_TYPES
 from postroom.core.fairness import Rotation
 from postroom.errors import (
     PostroomError,
@@ -98,7 +102,7 @@ class _Running:
     def __init__(self, claimed: Claimed, started: float) -> None:
         self.claimed = claimed
         self.started = started
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self.context: Context | None = None
         self.is_dropped = False
         """Whether the lease is lost: the outcome is not committed."""
@@ -141,10 +145,11 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        loops = (self._keep_leases, self._watch, self._report, self._purge)
+        keep_warm = self._core.sandboxes.keep_warm
+        loops = (self._keep_leases, self._watch, self._report, self._purge, keep_warm)
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
-            with self._core.heard(partial(_set_soon, loop, self._wake)):
+            with self._core.heard(partial(set_soon, loop, self._wake)):
                 await self._work()
         except asyncio.CancelledError:
             await self._give_back()
@@ -185,7 +190,7 @@ class Worker:
         pause_s = await self._core.pause_s()
         if deadline is not None:
             pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
-        await _wait(self._wake, pause_s)
+        await wait_for_event(self._wake, pause_s)
 
     async def _give_back(self) -> None:
         """Cancel what still runs and release its messages."""
@@ -264,6 +269,8 @@ class Worker:
             ]
             return stale, found, bodies
 
+        telemetry = self._core.telemetry
+        started_ns = 0 if telemetry is None else time.time_ns()
         try:
             stale, claimed, bodies = await self._committed(work, makes_room=bool(outcomes))
         except Unavailable as error:
@@ -274,6 +281,10 @@ class Worker:
             _log.warning("message %s: its lease was over, so its outcome is dropped", message_id)
         self._core.rang([one.message_id for one in outcomes])
         self._note(claimed)
+        if telemetry is not None:
+            telemetry.settled(outcomes, stale, started_ns)
+            if claimed:
+                telemetry.received(claimed, self.worker_id, started_ns)
         for one, payload in zip(claimed, bodies, strict=True):
             self._start(one, payload)
         return len(claimed)
@@ -298,7 +309,7 @@ class Worker:
         if self._failures == 1:
             _log.warning("the store is not available, and is asked again: %s", error)
         pause_s = min(OUTAGE_PAUSE_S * 2 ** min(self._failures - 1, 10), OUTAGE_PAUSE_S_MAX)
-        if await _wait(self._wake, pause_s):
+        if await wait_for_event(self._wake, pause_s):
             await asyncio.sleep(OUTAGE_PAUSE_S)
 
     def _note(self, claimed: list[Claimed]) -> None:
@@ -313,9 +324,13 @@ class Worker:
     def _start(self, claimed: Claimed, payload: bytes | None) -> None:
         running = _Running(claimed, time.monotonic())
         self._running[claimed.record.message_id] = running
-        running.task = asyncio.create_task(self._attempt(running, payload))
+        attempt = self._attempt(running, payload)
+        if self._core.telemetry is not None:
+            attempt = noted(self._core.telemetry, claimed, self.worker_id, attempt)
+        running.task = asyncio.create_task(attempt)
 
-    async def _attempt(self, running: _Running, payload: bytes | None) -> None:
+    async def _attempt(self, running: _Running, payload: bytes | None) -> Outcome | None:
+        """Run a handler. Returns the outcome that will be committed; None when the lease is lost."""
         claimed = running.claimed
         outcome: Outcome | None
         try:
@@ -330,6 +345,7 @@ class Worker:
             if outcome.kind == "failed":
                 _log_failure(self.failure_level, claimed, outcome)
         self._wake.set()
+        return None if running.is_dropped else outcome
 
     async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
@@ -350,7 +366,9 @@ class Worker:
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if poison.runs_alone(record) or handler.pool == "process":
+            if claimed.type in AGENT_TYPES:
+                await self._core.sandboxes.follow(message)
+            if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)
@@ -407,7 +425,10 @@ class Worker:
             plain: Any = [ThreadContext(each, wait) for each in context]
         else:
             plain = ThreadContext(context, wait)
-        running = self._pool().submit(called, handler.run, message, plain)
+        run: Callable[[], Any] = partial(called, handler.run, message, plain)
+        if self._core.telemetry is not None:  # a thread does not see the current span otherwise
+            run = partial(copy_context().run, run)
+        running = self._pool().submit(run)
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
@@ -513,7 +534,7 @@ class Worker:
     async def _watch(self) -> None:
         """Cancel handlers whose message was cancelled or taken away, and of a killed organization."""
         while True:
-            await _wait(self._look, WATCH_S)
+            await wait_for_event(self._look, WATCH_S)
             self._look.clear()
             held = self.held()
             if not held:
@@ -576,20 +597,3 @@ async def _after_parts(context: Context | None, error: Exception) -> Exception:
     except Exception as lost:  # noqa: BLE001 - of the store, or of the lease
         return lost if isinstance(error, TokensExhausted) else error
     return error
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether an event is set within `timeout_s`.
-
-    Not `asyncio.wait_for`: Python 3.11 loses a cancellation there that comes together with the event.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            return await event.wait()
-    return False
-
-
-def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set an event of a loop from any thread."""
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(event.set)

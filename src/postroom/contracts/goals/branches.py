@@ -91,6 +91,8 @@ HISTORY_AT: Final = Kind("graph.history_at", bool)
 BRANCHES: Final = Kind("graph.branch", Branch)
 STAGED: Final = Kind("graph.staged", Staged)
 """Goal, node id -> changes."""
+MERGED: Final = Kind("graph.merged", bool)
+"""Goal -> True in a graph outside the ledger: its branch was merged, and the ledger may not know yet."""
 UNDO: Final = Kind("graph.undo", Undo)
 """Goal, number of the change -> what was before it."""
 

@@ -108,6 +108,7 @@ class LearnedRule(msgspec.Struct, frozen=True):
     """A decision that was taken so often that it is taken without asking."""
 
     rule_id: str
+    org_id: str
     kind: QuestionKind
     pattern: str
     choice: str
@@ -151,6 +152,8 @@ OPEN: Final = Kind("goal.open", bool)
 EFFECTS: Final = Kind("goal.effect", GoalEffect)
 """Goal, number -> effect."""
 ROLLBACKS: Final = Kind("goal.rollback", Rollback)
+TOLD: Final = Kind("goal.told", bool)
+"""Goal, agent -> True: the agent was told of the rollback that is under way."""
 UNDOES: Final = Kind("goal.undoes", str)
 """Message id of a compensation -> goal."""
 USED: Final = Kind("goal.used", bool)
@@ -163,9 +166,9 @@ PENDING: Final = Kind("goal.pending", bool)
 CHOICES: Final = Kind("goal.choice", str)
 """Goal, node, property -> the side that a merge takes."""
 TALLIES: Final = Kind("goal.tally", Tally)
-"""Kind, pattern -> the same decision, counted."""
+"""Organization, kind, pattern -> the same decision, counted."""
 RULES: Final = Kind("goal.rule", LearnedRule)
-"""Kind, pattern -> learned rule."""
+"""Organization, kind, pattern -> learned rule."""
 ACTIVE: Final = Kind("conflict.active", Active)
 """Message id -> operation."""
 ACTIVE_ON: Final = Kind("conflict.on", bool)

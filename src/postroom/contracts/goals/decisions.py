@@ -3,7 +3,8 @@
 Rule 1: a decision and what follows from it commit together.
 Rule 2: an advice below `Policy.adviser_confidence_min` goes to a person. Without an answer within
         `Policy.decision_timeout_s`, the safe default is taken.
-Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, becomes a learned rule.
+Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, becomes a learned rule of the
+        organization. No organization is ruled by what was decided for another one.
 """
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -52,7 +53,7 @@ def settle(
 ) -> Decision:
     """Decide a question, or record it for the adviser. `asks_later` has a worker ask the adviser."""
     decision = Decision(new_id(), question.kind, question, org_id, transaction.wall_us, subject=subject)
-    learned = RULES.get(transaction, question.kind, _pattern(question))
+    learned = RULES.get(transaction, org_id, question.kind, _pattern(question))
     if learned is not None and learned.choice in question.options:
         said = Advice(learned.choice, 1.0, f"learned rule {learned.rule_id}")
         return conclude(transaction, policy, decision, said, "learned")
@@ -124,11 +125,12 @@ def _learn(transaction: Transaction, decision: Decision) -> None:
     pattern = _pattern(decision.question)
     if not pattern:
         return
-    tally = advice.tallied(TALLIES.get(transaction, decision.kind, pattern), decision.choice)
-    TALLIES.put(transaction, tally, decision.kind, pattern)
+    key = decision.org_id, decision.kind, pattern
+    tally = advice.tallied(TALLIES.get(transaction, *key), decision.choice)
+    TALLIES.put(transaction, tally, *key)
     if tally.count == LEARNED_AFTER:
-        rule = LearnedRule(new_id(), decision.kind, pattern, decision.choice, transaction.wall_us)
-        RULES.put(transaction, rule, decision.kind, pattern)
+        rule = LearnedRule(new_id(), *key, decision.choice, transaction.wall_us)
+        RULES.put(transaction, rule, *key)
 
 
 def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None:
@@ -153,7 +155,9 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
 
 def found(transaction: Transaction, decision_id: object) -> Decision:
     """A decision by its id. Raises `UnknownDecision`."""
-    decision = DECISIONS.get(transaction, decision_id) if isinstance(decision_id, str) else None
+    decision = None
+    if isinstance(decision_id, str) and decision_id.isprintable():
+        decision = DECISIONS.get(transaction, decision_id)
     if decision is None:
         raise UnknownDecision(decision_id)
     return decision
@@ -248,7 +252,7 @@ class Decisions:
         )
 
     async def forget(self, rule_id: str) -> None:
-        """Remove a learned rule: its questions are asked again."""
+        """Delete a learned rule. The adviser is asked again about questions that the rule answered."""
 
         def work(transaction: Transaction) -> None:
             for key, rule in RULES.all(transaction):

@@ -8,7 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.engine.cells import SEPARATOR, Cells
-from postroom.contracts.engine.messages import CONTEXT_BYTES_MAX, new_id
+from postroom.contracts.engine.message_input import CONTEXT_BYTES_MAX
+from postroom.contracts.engine.messages import new_id
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import branches, decisions, progress, rollback
 from postroom.contracts.goals.branches import NodeConflict
@@ -34,7 +35,14 @@ from postroom.contracts.goals.rollback import goal_of
 from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import advice, lifecycle
 from postroom.core.names import is_name
-from postroom.errors import ContextChanged, GoalEnded, InvalidMessage, InvalidName
+from postroom.errors import (
+    ContextChanged,
+    GoalEnded,
+    GraphUnavailable,
+    InvalidMessage,
+    InvalidName,
+    shown,
+)
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -92,7 +100,9 @@ class Goals:
         chosen = new_id() if goal_id is None else checked_goal_id(goal_id)
         value = checked_context(context or {})
         if not self._graph.is_embedded:
-            await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
+            known = await self._core.read(lambda operations: STATES.get(operations.transaction, chosen))
+            if known is None:
+                await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
         await self._write(
             lambda transaction: start(transaction, org_id, chosen, value, is_embedded=self._graph.is_embedded)
         )
@@ -118,8 +128,10 @@ class Goals:
         policy = self._core.policy
         if self._graph.is_embedded:
             return await self._write(partial(complete, policy=policy, goal_id=goal_id))
+        if not await self._write(partial(_merging, goal_id=goal_id)):
+            await self._note(goal_id)
+            return []
         choices = await self._core.read(lambda operations: choices_of(operations.transaction, goal_id))
-        await self._write(partial(_merging, goal_id=goal_id))
         conflicts = await self._graph.write(partial(_merge_branch, goal_id=goal_id, choices=choices))
         if conflicts:
             return await self._write(lambda transaction: ask_about(transaction, policy, goal_id, conflicts))
@@ -211,9 +223,10 @@ class Goals:
         """Roll a goal back to a checkpoint. Calling it again resumes a rollback that was interrupted.
 
         Raises `RollbackRefused` when later effects cannot be undone and are not named in
-        `accept_irreversible`. The goal is ROLLING_BACK until every compensation has completed.
+        `accept_irreversible`. The goal is ROLLING_BACK until every compensation has completed. A resume that
+        names the effect of a failed compensation gives that compensation up.
         """
-        accepted: Collection[str] = tuple(accept_irreversible)
+        accepted = checked_keys(accept_irreversible)
         policy = self._core.policy
         checkpoint = await self._write(
             lambda transaction: rollback.begin(
@@ -233,7 +246,10 @@ class Goals:
             version = checkpoint.graph_version
             await self._graph.write(partial(_undo_to, goal_id=checkpoint.goal_id, version=version))
         await self._write(lambda transaction: rollback.restore(transaction, policy, checkpoint))
-        await self._write(lambda transaction: rollback.resume(transaction, checkpoint.goal_id))
+        await self._write(
+            lambda transaction: rollback.resume(transaction, policy, checkpoint.goal_id, accepted)
+        )
+        self._core.ring_answers()
         await self._note(checkpoint.goal_id)
         return await self.status(checkpoint.goal_id)
 
@@ -254,9 +270,13 @@ class Goals:
             return
         status = await self.status(goal_id)
         facts = {"state": status.state, "checkpoint": f"{goal_id}#{status.checkpoints}"}
-        await self._graph.write(
-            lambda cells: branches.write_main(cells, status.org_id, f"goal:{goal_id}", facts, replaces=True)
-        )
+
+        def work(cells: Cells) -> None:
+            if status.ended_us:
+                branches.MERGED.put(cells, None, goal_id)
+            branches.write_main(cells, status.org_id, f"goal:{goal_id}", facts, replaces=True)
+
+        await self._graph.write(work)
 
     async def _write(self, work: Callable[[Transaction], T]) -> T:
         return await self._core.write_raw(work, makes_room=True)
@@ -271,6 +291,13 @@ def checked_goal_id(goal_id: object) -> str:
     if not text or not text.isprintable() or "#" in text:
         raise InvalidMessage(f'goal_id is printable text without "#", not {goal_id!r}')
     return text
+
+
+def checked_keys(keys: object) -> Collection[str]:
+    """The keys of effects that a rollback leaves as they are."""
+    if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
+        raise InvalidMessage(f"accept_irreversible is a list of the keys of effects, not {shown(keys)}")
+    return keys
 
 
 def checked_context(value: object) -> dict[str, Any]:
@@ -441,10 +468,15 @@ def _drop_branch(cells: Cells, goal_id: str) -> None:
 
 
 def _merge_branch(cells: Cells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
-    """Merge a branch; one that was merged before a crash is gone."""
+    """Merge a branch, unless that was done before a crash. A branch that was lost is not a merged one."""
     if branches.BRANCHES.get(cells, goal_id) is None:
+        if not branches.MERGED.get(cells, goal_id):
+            raise GraphUnavailable(f"the graph has lost the branch of goal {goal_id!r}")
         return []
-    return branches.merge(cells, goal_id, choices)
+    conflicts = branches.merge(cells, goal_id, choices)
+    if not conflicts:
+        branches.MERGED.put(cells, True, goal_id)  # noqa: FBT003
+    return conflicts
 
 
 def _undo_to(cells: Cells, goal_id: str, version: int) -> None:

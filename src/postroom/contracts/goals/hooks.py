@@ -11,7 +11,7 @@ from postroom.contracts.goals import internal
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
-    from postroom.contracts.engine.operations import Outcome
+    from postroom.contracts.engine.outcomes import Outcome
 
 Hooks = Mapping[str, Mapping[str, Callable[..., Any]]]
 

@@ -4,13 +4,19 @@ Rule 1: facts are data. They stand in one JSON text of bounded length, and the m
         them is an instruction.
 Rule 2: whatever goes wrong (time-out, status, bad JSON, refusal, a choice that is not offered), the rules
         decide, and the reasoning says why.
+Rule 3: the API key is sent to the configured host alone. Redirects are not followed, and no error, log or
+        representation has the key.
+Rule 4: a call that is over leaves no thread behind: its connection is shut down.
 """
 
 import asyncio
 import http.client
+import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import msgspec
 
@@ -19,11 +25,14 @@ from postroom.core import advice
 from postroom.core.advice import Advice, Question
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidSetting
+from postroom.system.handles import reset_after_fork
 
 FACTS_CHARS_MAX: Final = 16_000
 FACT_CHARS_MAX: Final = 2_000
 ANSWER_BYTES_MAX: Final = 256 * 1024
 REASONING_CHARS_MAX: Final = 2_000
+ARGUMENTS_BYTES_MAX: Final = 16 * 1024
+CALLS_MAX: Final = 8
 TIMEOUT_S: Final = 10.0
 PATH: Final = "/chat/completions"
 
@@ -54,31 +63,36 @@ class HttpAdviser(Adviser):
     def __init__(
         self, url: str, model: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidSetting(f"the address of an adviser begins with http:// or https://, not {url!r}")
         if not isinstance(model, str) or not model:
             raise InvalidSetting("model is the name of a model")
+        if api_key is not None and not _is_header_text(api_key):
+            raise InvalidSetting("api_key is text of printable ASCII characters without spaces")
+        self._parts, self._port = _checked_address(url)
         self.url = url
         self.model = model
         self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self._api_key = api_key
-        self._parts = parts
+        self._threads: ThreadPoolExecutor | None = None
+        reset_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The threads belong to the parent."""
+        self._threads = None
 
     def __repr__(self) -> str:
-        return f"HttpAdviser({self.url!r}, {self.model!r})"
+        parts = self._parts
+        shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return f"HttpAdviser({shown!r}, {self.model!r})"
 
     async def advise(self, question: Question) -> Advice:
         """The model's advice, or that of the rules with the reason why the model's is not used."""
         try:
-            async with asyncio.timeout(self.timeout_s):
-                data = await asyncio.to_thread(self._posted, self._request(question))
-            return _advice(data, question)
+            return _advice(await self._answer(self._request(question)), question)
         except TimeoutError:
             why = f"the model did not answer within {self.timeout_s:g} s"
         except _NoAdviceError as error:
             why = str(error)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
             why = f"the model could not be asked ({type(error).__name__})"
         ruled = advice.advise(question)
         return Advice(ruled.choice, ruled.confidence, f"{why}; the rules say: {ruled.reasoning}")
@@ -97,32 +111,85 @@ class HttpAdviser(Adviser):
             }
         )
 
-    def _posted(self, body: bytes) -> bytes:
-        parts = self._parts
+    async def _answer(self, body: bytes) -> bytes:
+        """Ask in a thread of the adviser: a slow model must not take the threads that others need."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="postroom-adviser")
+        call = _Call(self._connection())
+        path, headers = self._path(), self._headers()
+        asking = asyncio.get_running_loop().run_in_executor(self._threads, call.post, path, body, headers)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.shield(asking)
+        except (TimeoutError, asyncio.CancelledError):
+            asking.cancel()  # it may not have begun
+            call.end()
+            raise
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = str(self._parts.hostname), self._port
+        if self._parts.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
+
+    def _path(self) -> str:
+        path = self._parts.path.rstrip("/")
+        path = path if path.endswith(PATH) else path + PATH
+        return path + (f"?{self._parts.query}" if self._parts.query else "")
+
+    def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        host, port = str(parts.hostname), parts.port
-        connection = (
-            http.client.HTTPSConnection(
-                host, port, timeout=self.timeout_s, context=ssl.create_default_context()
-            )
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(host, port, timeout=self.timeout_s)
-        )
-        try:
-            path = parts.path.rstrip("/")
-            path = path if path.endswith(PATH) else path + PATH
-            connection.request("POST", path + (f"?{parts.query}" if parts.query else ""), body, headers)
-            response = connection.getresponse()
-            data = response.read(ANSWER_BYTES_MAX + 1)
-        finally:
-            connection.close()
+        return headers
+
+
+class _Call:
+    """One request in a thread, which another thread can end."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self._socket: socket.socket | None = None
+        self._is_over = False
+
+    def post(self, path: str, body: bytes, headers: dict[str, str]) -> bytes:
+        """The body of a good answer. Raises `_NoAdviceError`, `OSError` and `HTTPException`."""
+        with closing(self._connection) as connection:
+            connection.connect()
+            self._socket = connection.sock
+            if self._is_over:
+                raise TimeoutError
+            connection.request("POST", path, body, headers)
+            with connection.getresponse() as response:
+                data = response.read(ANSWER_BYTES_MAX + 1)
         if response.status != http.client.OK:
             raise _NoAdviceError(f"the model answered with status {response.status}")
         if len(data) > ANSWER_BYTES_MAX:
             raise _NoAdviceError(f"the answer of the model has more than {ANSWER_BYTES_MAX} bytes")
         return data
+
+    def end(self) -> None:
+        """Have `post` return soon, whatever it waits for."""
+        self._is_over = True
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _checked_address(url: object) -> tuple[SplitResult, int | None]:
+    """The parts of an address, and its port. An error does not repeat it: an address may hold a password."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
+        if parts.scheme in ("http", "https") and parts.hostname and _is_header_text(url):
+            return parts, parts.port
+    except ValueError:
+        pass
+    raise InvalidSetting("the address of an adviser is text such as https://host/v1")
+
+
+def _is_header_text(text: object) -> bool:
+    return isinstance(text, str) and text.isascii() and text.isprintable() and " " not in text
 
 
 def quoted(facts: dict[str, Any]) -> str:
@@ -152,4 +219,6 @@ def _advice(data: bytes, question: Question) -> Advice:
     found = Advice(answer.choice, answer.confidence, answer.reasoning[:REASONING_CHARS_MAX], answer.arguments)
     if not advice.is_valid(found, question):
         raise _NoAdviceError("the model chose none of the options")
+    if len(msgspec.json.encode(found.arguments)) > ARGUMENTS_BYTES_MAX:
+        raise _NoAdviceError(f"the arguments of the model have more than {ARGUMENTS_BYTES_MAX} bytes")
     return found

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.cells import KEYS, UsedKey
-from postroom.contracts.engine.messages import Registry, stored
+from postroom.contracts.engine.message_input import Registry, stored
 from postroom.contracts.engine.policy import Policy
 from postroom.stores.transaction import Transaction
 

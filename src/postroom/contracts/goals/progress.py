@@ -11,7 +11,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from postroom.contracts.engine.cells import SEPARATOR, joined
-from postroom.contracts.engine.messages import Body, Prepared, body_of
+from postroom.contracts.engine.message_input import Prepared
+from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import branches, internal, rollback
 from postroom.contracts.goals.cells import (
@@ -44,10 +45,10 @@ DEAD: Final = ("DEAD_LETTER", "QUARANTINED")
 
 
 def check(transaction: Transaction, messages: Sequence[Prepared]) -> None:
-    """Refuse new messages of a goal that is being rolled back."""
-    for goal_id in {message.body.goal_id for message in messages if message.body.in_goal}:
+    """Refuse new messages of a goal that is being rolled back. Another organization may use the same id."""
+    for goal_id, org_id in {(one.body.goal_id, one.org_id) for one in messages if one.body.in_goal}:
         goal = STATES.get(transaction, goal_id)
-        if goal is not None and goal.state == "ROLLING_BACK":
+        if goal is not None and goal.org_id == org_id and goal.state == "ROLLING_BACK":
             raise GoalEnded(goal_id, goal.state, "submit to")
 
 

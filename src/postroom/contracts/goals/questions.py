@@ -9,6 +9,7 @@ from postroom.contracts.goals.adviser import asked
 from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF, PROMPTS
 from postroom.core import advice
 from postroom.core.advice import Advice, Question, ReversalClass
+from postroom.errors import UnknownGoal
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ async def _said(core: "EngineCore", question: Question) -> Advice:
     return said
 
 
-async def context_of(core: "EngineCore", goal_id: str) -> tuple[dict[str, Any], int]:
-    """The context of a goal, and its version."""
+async def context_of(
+    core: "EngineCore", goal_id: str, org_id: str | None = None
+) -> tuple[dict[str, Any], int]:
+    """The context of a goal, and its version. A goal of another organization is unknown."""
 
     def work(transaction: Transaction) -> tuple[dict[str, Any], int]:
         goal = rollback.goal_of(transaction, goal_id)
+        if org_id not in (None, goal.org_id):
+            raise UnknownGoal(goal_id)
         found = CONTEXTS.get(transaction, goal_id, goal.context_version)
         return ({} if found is None else found.value), goal.context_version
 

@@ -30,7 +30,7 @@ from postroom.contracts.goals.cells import (
 from postroom.contracts.goals.rollback import goal_of, later_effects
 from postroom.core import advice
 from postroom.core.advice import PERSON, RESTART, ROLLBACK
-from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting
+from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting, ValidationError
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -139,19 +139,29 @@ class Recovery:
         return await result if inspect.isawaitable(result) else result
 
     def _arguments(self, run: Callable[..., Any], decision: Decision) -> dict[str, Any]:
-        """The arguments of a tool by name: what the adviser gave, else what is known about the failure."""
-        facts = decision.question.facts
-        known = {
-            "goal_id": decision.subject["goal_id"],
-            "message_id": decision.subject["message_id"],
-            "checkpoint_id": decision.subject["checkpoint_id"],
-            "agent_id": facts.get("agent_id", ""),
+        """The arguments of a tool by name: what the adviser gave, else what is known about the failure.
+
+        An adviser cannot say which goal, message or agent a tool works on: what a message contains may have
+        talked it into that. It may pick one of the checkpoints that the question named.
+        """
+        facts, given = decision.question.facts, decision.arguments
+        checkpoint_id = decision.subject["checkpoint_id"]
+        if given.get("checkpoint_id") in facts.get("checkpoints", ()):
+            checkpoint_id = given["checkpoint_id"]
+        suggested = {
             "task": facts.get("task_id", ""),
             "specialized_for": f"{facts.get('type')}: {facts.get('error')}",
             "prompt_additions": f"An earlier attempt failed: {facts.get('error')}",
+        } | given
+        fixed = {
+            "goal_id": decision.subject["goal_id"],
+            "message_id": decision.subject["message_id"],
+            "checkpoint_id": checkpoint_id,
+            "agent_id": facts.get("agent_id", ""),
             "failure": facts,
             "decision_id": decision.decision_id,
-        } | decision.arguments
+        }
+        known = suggested | fixed
         names = inspect.signature(run).parameters
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         return {name: value for name, value in known.items() if takes_all or name in names}
@@ -188,6 +198,8 @@ class Recovery:
         self, goal_id: str, modifications: dict[str, Any] | None = None, decision_id: str = ""
     ) -> Any:
         """Cancel everything of a goal, roll back to its start, and submit its first messages again."""
+        if not isinstance(modifications, dict | None):
+            raise ValidationError(f"modifications are a JSON object, not {type(modifications).__name__}")
 
         def work(transaction: Transaction) -> tuple[str, list[str]]:
             goal_of(transaction, goal_id)

@@ -285,7 +285,7 @@ def escalate(transaction: Transaction, policy: Policy, decision: Decision) -> st
 
 
 def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
-    """A conflict was decided outside a claim: the message is woken, and the next claim obeys."""
+    """Store the decision about a conflict, and queue its message: the next claim follows the decision."""
     message_id, other = decision.subject["message_id"], decision.subject["other"]
     record = transaction.record(message_id)
     if record is None or record.state != "SCHEDULED":

@@ -27,6 +27,7 @@ from postroom.contracts.goals.cells import (
     OPEN,
     ROLLBACKS,
     STATES,
+    TOLD,
     UNDOES,
     Checkpoint,
     Goal,
@@ -38,7 +39,7 @@ from postroom.contracts.task_input import KEY_CHARS_MAX
 from postroom.core import lifecycle
 from postroom.core.times import utc_text
 from postroom.errors import GoalEnded, RollbackRefused, UnknownCheckpoint, UnknownGoal
-from postroom.message import Record
+from postroom.message import Record, Stored, org_of
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Transaction
 
@@ -50,15 +51,18 @@ PARTS_MAX: Final = 100_000  # cells with parts of one attempt
 def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint:
     """A checkpoint by its id. Raises `UnknownCheckpoint`."""
     goal_id, _, number = checkpoint_id.rpartition("#") if isinstance(checkpoint_id, str) else ("", "", "")
-    found = CHECKPOINTS.get(transaction, goal_id, int(number)) if number.isdecimal() else None
-    if found is None:
+    is_key = goal_id.isprintable() and number.isascii() and number.isdecimal()
+    found = CHECKPOINTS.get(transaction, goal_id, int(number)) if is_key else None
+    if found is None or found.checkpoint_id != checkpoint_id:
         raise UnknownCheckpoint(checkpoint_id)
     return found
 
 
 def goal_of(transaction: Transaction, goal_id: object) -> Goal:
     """A goal by its id. Raises `UnknownGoal`."""
-    goal = STATES.get(transaction, goal_id) if isinstance(goal_id, str) else None
+    goal = None
+    if isinstance(goal_id, str) and goal_id.isprintable():
+        goal = STATES.get(transaction, goal_id)
     if goal is None:
         raise UnknownGoal(goal_id)
     return goal
@@ -75,7 +79,8 @@ def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tupl
     return found[::-1]
 
 
-def _is_undone(effect: GoalEffect) -> bool:
+def is_undone(effect: GoalEffect) -> bool:
+    """Whether a rollback undoes an effect."""
     return effect.reversal_class != "IRREVERSIBLE" and effect.reversal is not None
 
 
@@ -102,7 +107,7 @@ def begin(
     left = [
         effect.key
         for _, effect in reversed(later_effects(transaction, checkpoint))
-        if not _is_undone(effect) and effect.key not in accepted
+        if not is_undone(effect) and effect.key not in accepted
     ]
     if left:
         raise RollbackRefused(goal_id, dict.fromkeys(left))
@@ -120,22 +125,25 @@ def begin(
 def cancel_some(
     transaction: Transaction, policy: Policy, checkpoint: Checkpoint, after: str = ""
 ) -> str | None:
-    """Cancel later messages of the goal that have not ended, and tell who waits for them.
+    """Cancel later messages of the goal that have not ended, and tell all agents concerned.
 
-    Returns the key to continue from; None at the end.
+    Whoever waits for a cancelled message gets a `progress` part before its end. Every registered agent with a
+    message in the goal gets one in its inbox. Returns the key to continue from; None at the end.
     """
     goal_id = checkpoint.goal_id
     prefix = goal_id + SEPARATOR
     seen = MESSAGES.scan(transaction, after or prefix, CANCELLED_A_COMMIT_MAX)
     own = [(key, message_id) for key, message_id in seen if key.startswith(prefix)]
+    said = f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}"
     for key, message_id in own:
-        record = transaction.record(message_id)
-        if record is None or record.state in lifecycle.ENDED:
+        stored = transaction.load(message_id)
+        if stored is None:
             continue
-        if int(key.rpartition(SEPARATOR)[2]) >= checkpoint.at:
-            said = f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}"
-            _tell(transaction, record, said)
-            cancel(transaction, policy, record)
+        _tell_agent(transaction, policy, goal_id, stored, said)
+        is_later = int(key.rpartition(SEPARATOR)[2]) >= checkpoint.at
+        if is_later and stored.record.state not in lifecycle.ENDED:
+            _tell_waiters(transaction, stored.record, said)
+            cancel(transaction, policy, stored.record)
     return own[-1][0] if len(own) == CANCELLED_A_COMMIT_MAX else None
 
 
@@ -146,14 +154,27 @@ def cancel(transaction: Transaction, policy: Policy, record: Record) -> None:
     Operations(transaction, policy).cancel(record.message_id)
 
 
-def _tell(transaction: Transaction, record: Record, text: str) -> None:
-    part = Part(
-        record.message_id,
-        "progress",
-        utc_text(transaction.wall_us * 1000),
-        attempt=record.attempt,
-        message=text,
-    )
+def _tell_agent(transaction: Transaction, policy: Policy, goal_id: str, stored: Stored, text: str) -> None:
+    """Put a part into the inbox of the agent of a message, once for each rollback."""
+    from postroom.contracts.engine.agents import AgentOperations  # noqa: PLC0415 - it imports this module
+
+    body = body_of(stored.envelope.payload)
+    agent_id = "" if body is None else body.agent_id
+    if not agent_id.isprintable() or not agent_id or TOLD.get(transaction, goal_id, agent_id):
+        return
+    TOLD.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
+    part = _progress(transaction, stored.record, text)
+    AgentOperations(transaction, policy).notify(org_of(stored.record.queue), agent_id, part)
+
+
+def _progress(transaction: Transaction, record: Record, text: str) -> Part:
+    now = utc_text(transaction.wall_us * 1000)
+    return Part(record.message_id, "progress", now, attempt=record.attempt, message=text)
+
+
+def _tell_waiters(transaction: Transaction, record: Record, text: str) -> None:
+    """Add a part to the answer of a message that is about to be cancelled."""
+    part = _progress(transaction, record, text)
     known = PARTS.under(transaction, record.message_id, record.attempt, limit=PARTS_MAX)
     last = int(known[-1][0].rpartition(SEPARATOR)[2]) if known else -1
     PARTS.put(transaction, [part], record.message_id, record.attempt, last + 1)
@@ -168,6 +189,7 @@ def restore(transaction: Transaction, policy: Policy, checkpoint: Checkpoint) ->
     if branches.BRANCHES.get(transaction, goal_id) is not None:
         branches.undo_to(transaction, goal_id, checkpoint.graph_version)
     goal = _restored_context(transaction, checkpoint, goal, learns=plan.preserve_learning)
+    goal = replace(goal, graph_version=checkpoint.graph_version)
     undoing = _send_compensations(transaction, policy, checkpoint, goal)
     STATES.put(transaction, goal, goal_id)
     ROLLBACKS.put(transaction, replace(plan, begun=True, undoing=undoing), goal_id)
@@ -198,7 +220,7 @@ def _send_compensations(
     sent: list[str] = []
     goal_id, count = checkpoint.goal_id, goal.rollbacks
     for number, effect in later_effects(transaction, checkpoint):
-        if not _is_undone(effect) or effect.reversal is None:
+        if not is_undone(effect) or effect.reversal is None:
             continue
         outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
         fields = {
@@ -226,7 +248,7 @@ def _send_compensations(
 
 
 def undone(transaction: Transaction, policy: Policy, goal_id: str, message_id: str) -> None:
-    """A compensation was completed. The last one ends the rollback."""
+    """A compensation was completed or given up. The last one ends the rollback."""
     UNDOES.put(transaction, None, message_id)
     plan = ROLLBACKS.get(transaction, goal_id)
     if plan is None or message_id not in plan.undoing:
@@ -237,13 +259,23 @@ def undone(transaction: Transaction, policy: Policy, goal_id: str, message_id: s
         finish(transaction, policy, goal_id)
 
 
-def resume(transaction: Transaction, goal_id: str) -> None:
-    """Replay compensations that have failed."""
+def resume(transaction: Transaction, policy: Policy, goal_id: str, accepted: Collection[str]) -> None:
+    """Replay compensations that have failed.
+
+    The compensation of an accepted effect, and one that an operator has purged, is given up instead.
+    """
     plan = ROLLBACKS.get(transaction, goal_id)
     for message_id in [] if plan is None else plan.undoing:
-        record = transaction.record(message_id)
-        if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"):
-            replay(transaction, message_id)
+        stored = transaction.load(message_id)
+        if stored is None:
+            undone(transaction, policy, goal_id, message_id)
+        elif stored.record.state in ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"):
+            body = body_of(stored.envelope.payload)
+            if body is not None and body.metadata.get("undoes") in accepted:
+                ordering.leave(transaction, stored.record)
+                undone(transaction, policy, goal_id, message_id)
+            else:
+                replay(transaction, message_id)
 
 
 def replay(transaction: Transaction, message_id: str) -> None:
@@ -266,6 +298,7 @@ def finish(transaction: Transaction, policy: Policy, goal_id: str) -> None:
     """Everything is undone: the goal goes on."""
     plan, goal = ROLLBACKS.get(transaction, goal_id), goal_of(transaction, goal_id)
     ROLLBACKS.put(transaction, None, goal_id)
+    TOLD.drop_under(transaction, goal_id)
     active = replace(goal, state="ACTIVE")
     STATES.put(transaction, active, goal_id)
     if plan is None:

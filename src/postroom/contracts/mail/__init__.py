@@ -75,6 +75,9 @@ class SubjectHandler(Protocol):
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         """Take a subscription. Returns why it is refused, without the mailbox's id; None when accepted."""
 
+    def refused(self, link: Link, call: str, reply: str, code: int, text: str) -> None:
+        """The server refused a call: emit an event, and answer a call that has a `reply`."""
+
     def unsubscribed(self, link: Link, sid: str) -> None:
         """A subscription ended. Unknown subscriptions are ignored."""
 

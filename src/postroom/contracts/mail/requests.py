@@ -70,11 +70,11 @@ class Responder:
         request.answer(replies.refused(error))
         self._refusals.record(request.link, error, request.call.verb, self._label(mail_id) if mail_id else "")
 
-    def refuse_subject(self, link: Link, reply: str, error: Mq9Error) -> None:
-        """Refuse a message whose subject is no call."""
+    def refuse_subject(self, link: Link, reply: str, error: Mq9Error, call: str = "") -> None:
+        """Refuse a message without a look at its content. Without `call`, its subject is no call."""
         if reply:
             link.answer(reply, replies.refused(error))
-        self._refusals.record(link, error, "")
+        self._refusals.record(link, error, call)
 
     def _label(self, mail_id: str) -> str:
         box = self._mailboxes.by_id.get(mail_id)

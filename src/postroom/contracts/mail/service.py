@@ -8,6 +8,7 @@ Rule 3: events name a private mailbox by the hash of its id.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -142,6 +143,9 @@ class MailService:
         self.flush()
         return None
 
+    def refused(self, link: Link, call: str, reply: str, code: int, text: str) -> None:
+        self._responder.refuse_subject(link, reply, Mq9Error(code, text), call)
+
     def unsubscribed(self, link: Link, sid: str) -> None:
         self._subscriptions.unsubscribe(link, sid)
 
@@ -212,6 +216,17 @@ class MailService:
             "client_quota_mailboxes": options.client_quota_mailboxes,
             "client_quota_agents": options.client_quota_agents,
         }
+
+    @property
+    def public_count(self) -> int:
+        """How many public mailboxes there are."""
+        return len(self._mailboxes.public)
+
+    def public_mailboxes(self, limit: int) -> list[Mailbox]:
+        """The oldest public mailboxes."""
+        mailboxes = self._mailboxes
+        found = (mailboxes.by_serial.get(serial) for serial in mailboxes.public.above(0))
+        return [*islice((box for box in found if box is not None and box.is_stored), limit)]
 
     # ---- the observer of the mailboxes ---------------------------------------------------------
 

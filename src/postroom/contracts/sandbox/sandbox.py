@@ -12,10 +12,11 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -31,6 +32,7 @@ FILES_MAX: Final = 256
 FILE_BYTES_MAX: Final = 256 * 1024 * 1024
 TIMED_OUT: Final = 124
 RETRY_AFTER_S: Final = 5.0
+PROBE_AGAIN_S: Final = 60.0
 ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -74,8 +76,13 @@ class Sandbox(ABC):
     """Whether a run has no network and sees no files but its own and those of the system."""
 
     @staticmethod
-    def open(kind: str = "auto") -> "Sandbox":
-        """A sandbox of a kind: `bubblewrap`, `process` (limits only), `mock` (runs nothing), or `auto`."""
+    def open(kind: "SandboxKind" = "auto") -> "Sandbox":
+        """A sandbox of a kind: `bubblewrap`, `process` (limits only), `mock` (runs nothing), or `auto`.
+
+        A subclass of `Sandbox` is a kind, too.
+        """
+        if isinstance(kind, type) and issubclass(kind, Sandbox):
+            return kind()
         match kind:
             case "mock":
                 return MockSandbox()
@@ -111,6 +118,26 @@ class Sandbox(ABC):
 
     async def __aexit__(self, *error: object) -> None:
         await self.destroy()
+
+
+SandboxKind: TypeAlias = str | type[Sandbox]
+
+
+class BlockingSandbox:
+    """A sandbox for plain code: `wait` runs a coroutine of the sandbox to its end."""
+
+    def __init__(self, sandbox: Sandbox, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._sandbox = sandbox
+        self._wait = wait
+
+    def run(self, argv: Sequence[str], timeout_s: float | None = None, stdin: bytes = b"") -> "Completed":
+        """As `Sandbox.run`."""
+        completed: Completed = self._wait(self._sandbox.run(argv, timeout_s, stdin))
+        return completed
+
+    def reset(self) -> None:
+        """As `Sandbox.reset`."""
+        self._wait(self._sandbox.reset())
 
 
 def checked_argv(argv: object) -> list[str]:
@@ -209,6 +236,18 @@ class ProcessSandbox(Sandbox):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
+_NOBODY: Final = "65534"
+_APART: Final = (
+    "--unshare-all", "--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL",
+)  # fmt: skip
+"""Namespaces of its own and no privileges, also when the worker runs as root."""
+_PROC: Final = (
+    "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",
+    "--ro-bind-try", "/proc/sysrq-trigger", "/proc/sysrq-trigger",
+)  # fmt: skip
+"""The kernel lets processes of root write its settings in any namespace: they are read-only here."""
+
+
 class BubblewrapSandbox(ProcessSandbox):
     """As `process`, with namespaces of its own: no network, no other processes, a private file system."""
 
@@ -229,21 +268,22 @@ class BubblewrapSandbox(ProcessSandbox):
             for part in ("--ro-bind", path, path)
         ]
         return [
-            "bwrap", "--unshare-all", "--die-with-parent", "--new-session", *system,
-            "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",  # noqa: S108 - a private one
+            "bwrap", *_APART, "--die-with-parent", "--new-session", *system, *_PROC,
+            "--dev", "/dev", "--tmpfs", "/tmp",  # noqa: S108 - a private one
             "--bind", str(folder), str(folder), "--chdir", str(folder), "--", *command,
         ]  # fmt: skip
 
 
-_trouble: str | None = None
+_probe: tuple[str, float] | None = None
+"""What the last probe of bubblewrap found, and when."""
 
 
 def bubblewrap_trouble() -> str:
-    """Why bubblewrap cannot be used here; empty when it can."""
-    global _trouble  # noqa: PLW0603 - asked once in a process
-    if _trouble is None:
-        _trouble = _probed()
-    return _trouble
+    """Why bubblewrap cannot be used here; empty when it can. A failed probe is repeated after a while."""
+    global _probe  # noqa: PLW0603 - one probe serves the whole process
+    if _probe is None or (_probe[0] and time.monotonic() - _probe[1] >= PROBE_AGAIN_S):
+        _probe = _probed(), time.monotonic()
+    return _probe[0]
 
 
 def _probed() -> str:
@@ -254,7 +294,7 @@ def _probed() -> str:
         return "bubblewrap is not installed (Debian package bubblewrap)"
     try:
         probe = subprocess.run(  # noqa: S603 - a fixed command
-            [program, "--unshare-all", "--ro-bind", "/", "/", "true"],
+            [program, *_APART, "--ro-bind", "/", "/", *_PROC, "true"],
             capture_output=True, text=True, timeout=10, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

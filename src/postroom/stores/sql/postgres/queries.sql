@@ -12,6 +12,21 @@ SELECT {record} FROM postroom.records WHERE seq > %(after)s
     AND (%(queue)s::text IS NULL OR queue = %(queue)s) AND (%(state)s::text IS NULL OR state = %(state)s)
     ORDER BY seq LIMIT %(limit)s
 
+-- name: listing_newest_first
+SELECT {record} FROM postroom.records WHERE seq > %(after)s AND seq < %(before)s
+    AND (%(queue)s::text IS NULL OR queue = %(queue)s) AND (%(state)s::text IS NULL OR state = %(state)s)
+    ORDER BY seq DESC LIMIT %(limit)s
+
+-- name: listing_of_state_newest_first
+SELECT {record} FROM postroom.records
+    WHERE state IN ('EXECUTING', 'DEAD_LETTER', 'CANCELLED', 'EXPIRED', 'QUARANTINED') AND state = %(state)s
+    AND seq > %(after)s AND seq < %(before)s
+    AND (%(queue)s::text IS NULL OR queue = %(queue)s) ORDER BY seq DESC LIMIT %(limit)s
+
+-- name: listing_leased_newest_first
+SELECT {record} FROM postroom.records WHERE state = 'PROCESSING' AND seq > %(after)s AND seq < %(before)s
+    AND (%(queue)s::text IS NULL OR queue = %(queue)s) ORDER BY seq DESC LIMIT %(limit)s
+
 -- name: listing_of_state
 SELECT {record} FROM postroom.records
     WHERE state IN ('EXECUTING', 'DEAD_LETTER', 'CANCELLED', 'EXPIRED', 'QUARANTINED') AND state = %(state)s

@@ -1,0 +1,237 @@
+"""The speed of the live page: its first view, what open pages cost, and the way of an event to the screen."""
+
+import asyncio
+import http.client
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from enginebench.engines import ADMIT_ALL
+from figures import REPEATS, Figure, Goal, percentile
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from postroom import Engine
+
+FIRST_VIEW_MS = 300.0
+KEPT_SHARE = 0.9
+EVENT_P50_MS = 200.0
+PAGES = 50
+CONNECTIONS = 8
+BATCH = 1_000
+
+OPEN_PAGES = """
+import asyncio, sys
+async def page(host, port, token):
+    reader, writer = await asyncio.open_connection(host, port)
+    lines = ("GET /page/stream HTTP/1.1", f"host: {host}", f"authorization: Bearer {token}", "", "")
+    writer.write("\\r\\n".join(lines).encode())
+    head = await reader.readuntil(b"\\r\\n\\r\\n")
+    assert b" 200 " in head, head
+    print("open", flush=True)
+    while await reader.read(1 << 20):
+        pass
+async def main():
+    host, port, token, count = sys.argv[1:]
+    await asyncio.gather(*(page(host, int(port), token) for _ in range(int(count))))
+asyncio.run(main())
+"""
+
+OBSERVE = """() => {
+    window.seen = {};
+    const note = () => {
+        for (const line of document.querySelectorAll(".feed li"))
+            window.seen[line.dataset.id] ??= performance.timeOrigin + performance.now();
+    };
+    new MutationObserver(note).observe(document.querySelector(".feed"), { childList: true });
+}"""
+
+
+DRAWN = """
+const note = () => { if (document.querySelector("SELECTOR")) window.drawnAt ??= performance.now(); };
+new MutationObserver(note).observe(document, { childList: true, subtree: true });
+"""
+
+
+class Server:
+    """`postroom up` without the audit shipper."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        self.url, self.token = facts["http"], facts["token"]
+        address = urlsplit(self.url)
+        self.host, self.port = address.hostname or "", address.port or 0
+        self._headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
+        self._body = json.dumps(
+            {"type": "agent_message", "org_id": "bench", "priority": 0, "payload": {"n": 1}}
+        )
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=60)
+
+    def submit(self, connection: http.client.HTTPConnection) -> str:
+        connection.request("POST", "/engine/messages", self._body, self._headers)
+        return str(json.loads(connection.getresponse().read())["message_id"])
+
+
+@contextmanager
+def serving(data: Path) -> Iterator[Server]:
+    words = ["up", "--data", str(data), "--http-port", "0", "--nats-port", "0", "--no-audit", "--no-mail"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "postroom.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        yield Server(json.loads(process.stdout.readline()))
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    assert path is not None, "the page is measured in a browser: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+def signed_in(browser: Browser, server: Server) -> Page:
+    page = browser.new_context().new_page()
+    page.goto(server.url)
+    page.get_by_label("Token").fill(server.token)
+    page.get_by_role("button", name="Sign in").click()
+    page.locator(".waits table").wait_for()
+    return page
+
+
+async def _store(data: Path, count: int) -> None:
+    async with Engine.open(f"sqlite:///{data / 'queue.db'}", ADMIT_ALL) as engine:
+        for first in range(0, count, BATCH):
+            await engine.submit_many(
+                {
+                    "type": "agent_message",
+                    "org_id": f"org-{number % 10}",
+                    "priority": 3,
+                    "payload": {"number": number, "text": "a message as agents write them"},
+                }
+                for number in range(first, min(count, first + BATCH))
+            )
+
+
+def _load_ms(page: Page, url: str, drawn: str) -> float:
+    """From the start of the navigation to the first row, by the clock of the browser."""
+    page.goto("about:blank")
+    page.goto(url, wait_until="commit")
+    page.locator(drawn).first.wait_for()
+    return float(page.evaluate("window.drawnAt"))
+
+
+def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, events: int) -> Iterator[Figure]:
+    """All figures, on one server."""
+    data = folder / "run"
+    data.mkdir(parents=True)
+    asyncio.run(_store(data, messages))
+    with serving(data) as server:
+        with browsing() as browser:
+            page = signed_in(browser, server)
+            yield from first_view_figures(page, server, messages, loads)
+            yield from event_figures(page, server, events)
+        yield from open_pages_figures(server, seconds)
+
+
+def first_view_figures(page: Page, server: Server, messages: int, loads: int) -> Iterator[Figure]:
+    """The time until a browser that is signed in shows the first figures and the first messages."""
+    for view, drawn in (("overview", ".organizations td"), ("messages", "tbody td")):
+        fresh = page.context.new_page()
+        fresh.add_init_script(DRAWN.replace("SELECTOR", drawn))
+        times = [_load_ms(fresh, f"{server.url}/#/{view}", drawn) for _ in range(loads)]
+        fresh.close()
+        yield Figure(
+            f"first view of the {view}, {messages:,} messages stored, p50",
+            percentile(times, 0.5),
+            "ms",
+            f"slowest of {loads}: {max(times):.0f} ms",
+            goals=[Goal("value", "<", FIRST_VIEW_MS)],
+        )
+
+
+@contextmanager
+def open_pages(server: Server) -> Iterator[None]:
+    command = [sys.executable, "-c", OPEN_PAGES, server.host, str(server.port), server.token, str(PAGES)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        for _ in range(PAGES):
+            assert process.stdout.readline() == b"open\n"
+        yield
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def rate_of(server: Server, seconds: float) -> float:
+    """Messages a second that several connections submit together."""
+    counts = [0] * CONNECTIONS
+    deadline = time.perf_counter() + seconds
+
+    def run(number: int) -> None:
+        connection = server.connect()
+        while time.perf_counter() < deadline:
+            server.submit(connection)
+            counts[number] += 1
+        connection.close()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(CONNECTIONS)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begun)
+
+
+def open_pages_figures(server: Server, seconds: float) -> Iterator[Figure]:
+    """Submits over HTTP without and with open pages, in turns."""
+    rate_of(server, seconds / 2)
+    alone, watched = [], []
+    for _ in range(REPEATS):
+        alone.append(rate_of(server, seconds))
+        with open_pages(server):
+            watched.append(rate_of(server, seconds))
+    yield Figure(
+        f"submits over HTTP with {PAGES} open pages",
+        statistics.median(watched),
+        "messages/s",
+        f"without a page: {statistics.median(alone):,.0f} messages/s",
+        statistics.median(w / a for w, a in zip(watched, alone, strict=True)),
+        goals=[Goal("ratio", ">=", KEPT_SHARE)],
+    )
+
+
+def event_figures(page: Page, server: Server, events: int) -> Iterator[Figure]:
+    """From the call of a submit over HTTP to the line on the screen."""
+    page.evaluate(OBSERVE)
+    connection = server.connect()
+    times = []
+    for _ in range(events):
+        begun_ms = time.time() * 1_000
+        message_id = server.submit(connection)
+        page.locator(f'.feed li[data-id="{message_id}"]').first.wait_for()
+        times.append(float(page.evaluate("id => window.seen[id]", message_id)) - begun_ms)
+    connection.close()
+    yield Figure(
+        "event to screen, p50",
+        percentile(times, 0.5),
+        "ms",
+        f"p99: {percentile(times, 0.99):.0f} ms",
+        goals=[Goal("value", "<", EVENT_P50_MS)],
+    )

@@ -1,0 +1,117 @@
+"""`postroom doctor`: looks for trouble in a data folder, and says how to mend it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from postroom.cli.render import Style
+from postroom.cli.shell import HELP_OPTIONS, Shell, StoreAddress, json_option, place_option
+from postroom.core.text import visible_line
+
+if TYPE_CHECKING:
+    from postroom.core.diagnosis import Facts, Finding, Level
+
+INDENT = " " * 9
+COLOURS: dict[str, Style] = {"ok": "green", "warning": "cyan", "problem": "red"}
+EXIT_WARNINGS = 3
+EXIT_PROBLEMS = 4
+
+
+@click.command(context_settings=HELP_OPTIONS)
+@place_option(
+    "The data folder, or the address of a store (postgres://...).  [default: data in [up] of the settings]"
+)
+@click.option("--quick", is_flag=True, help="Do not read the stores whole.")
+@click.pass_obj
+def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
+    """Look for trouble in a data folder, and say how to mend it.
+
+    Checks the environment, permissions, disk, clock, ports and parts of `up`; reads every store whole; looks
+    for stuck leases, messages in quarantine, a backlog, a shipper that lags, and tokens that expire soon.
+    Nothing is changed, and servers may run meanwhile. The exit code is 0 when all is well, 3 with warnings, 4
+    with problems, 1 when there is no data folder, and 2 after a usage error.
+
+    \b
+    Example:
+      postroom doctor --data run
+      postroom doctor --data run --quick --json
+      postroom doctor --data postgres://app@db.internal/postroom
+    """
+    from postroom.core.diagnosis import diagnose, worst
+
+    place = data or shell.settings.up.data
+    if place is None:
+        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    findings = diagnose(_facts(shell, place, deep=not quick))
+    level = worst(findings)
+    if shell.output.readable:
+        _show(shell, place, findings, level)
+    else:
+        shell.output.json_line({"data": str(place), "status": level, "findings": list(map(_plain, findings))})
+    return {"ok": 0, "warning": EXIT_WARNINGS, "problem": EXIT_PROBLEMS}[level]
+
+
+def _facts(shell: Shell, place: Path, *, deep: bool) -> "Facts":
+    import msgspec
+
+    from postroom.runtime.data_folder import checked_data_folder
+    from postroom.runtime.diagnosis import facts_of_folder
+    from postroom.stores.open import POSTGRES
+
+    if isinstance(place, StoreAddress):
+        return _facts_of_store(place)
+    settings = shell.settings.up
+    facts = facts_of_folder(checked_data_folder(place), settings, deep=deep, report=shell.note)
+    if settings.store is None or not settings.store.startswith(POSTGRES):
+        return facts
+    beside = _facts_of_store(StoreAddress.of(settings.store))
+    checked = (*facts.checked, *beside.checked)
+    return msgspec.structs.replace(facts, store=beside.store, clock=beside.clock, checked=checked)
+
+
+def _facts_of_store(place: StoreAddress) -> "Facts":
+    from postroom.runtime.diagnosis import facts_of_store
+    from postroom.stores.open import open_store
+    from postroom.stores.postgres_connection import versions
+
+    found, newest = versions(place.url)
+    if found != newest:  # opening it would make or upgrade it
+        raise click.ClickException(
+            f"{place} has format {found}, and this version uses {newest}"
+            if found
+            else f"there is no store at {place}"
+        )
+    store = open_store(place.url)
+    try:
+        return facts_of_store(store, str(place))
+    finally:
+        store.close()
+
+
+def _plain(finding: "Finding") -> dict[str, str]:
+    return {
+        "check": finding.check,
+        "level": finding.level,
+        "what": finding.what,
+        "why": finding.why,
+        "command": finding.command,
+    }
+
+
+def _show(shell: Shell, place: Path, findings: "list[Finding]", level: "Level") -> None:
+    """A line for each check; a finding with an advice has two more."""
+    output = shell.output
+    for finding in findings:
+        level_text = output.style(f"{finding.level:<8}", COLOURS[finding.level])
+        output.text(f"{level_text} {visible_line(f'{finding.check}: {finding.what}')}")
+        if finding.why:
+            output.sentence(f"{INDENT}{finding.why}")
+        if finding.command:
+            output.sentence(f"{INDENT}{finding.command}")
+    counts = [sum(finding.level == each for finding in findings) for each in ("problem", "warning")]
+    said = "is well" if level == "ok" else f"has {counts[0]} problems and {counts[1]} warnings"
+    output.sentence(f"{place} {said}")
+
+
+doctor.params.append(json_option())

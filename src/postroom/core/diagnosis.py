@@ -1,0 +1,556 @@
+"""What `postroom doctor` concludes from the facts about a data folder.
+
+Rule 1: every finding says what is wrong, why it matters, and the command that mends it.
+Rule 2: nothing here looks at anything. The facts are arguments, the current time among them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+Level: TypeAlias = Literal["ok", "warning", "problem"]
+LEVELS: Final[tuple[Level, ...]] = ("ok", "warning", "problem")
+
+DISK_FREE_BYTES_MIN = 1 << 30  # less is a warning
+DISK_FREE_SHARE_MIN = 10  # on a small disk: less than a tenth is one
+OPEN_FILES_MIN = 1_024
+CLOCK_AHEAD_S = 5.0  # the newest event may come from a clock that was this much ahead
+LEASE_LATE_S = 60.0  # after its end, a lease should have been swept
+LEASE_LONG_S = 3_600.0  # a message that is worked on longer than this is worth a look
+BACKLOG_AGE_S = 600.0
+BACKLOG_SHARE = 0.8  # of the depth at which a queue refuses messages
+SHIPPER_LAG_S = 60.0
+TOKEN_SOON_S = 7 * 86_400.0
+MAIL_FILES_WAITING = 2  # full files of Mail's events; one may be under way
+SHOWN_MAX = 5  # names in one sentence
+
+MICROS_PER_S = 1_000_000
+GIB = 1 << 30
+NETWORK_DISKS: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p"})
+
+
+# ---- facts -------------------------------------------------------------------------------------------
+
+
+class EnvironmentFacts(msgspec.Struct, frozen=True):
+    """The programs, and the limits of the process."""
+
+    postroom: str
+    python: str
+    sqlite: str
+    sqlite_fault: str = ""
+    """Why the SQLite library cannot be used; empty when it can."""
+    open_files_max: int = OPEN_FILES_MIN
+
+
+class FolderFacts(msgspec.Struct, frozen=True):
+    """The data folder, and the disk below it."""
+
+    path: str
+    mode: int
+    is_writable: bool
+    exposed: tuple[str, ...] = ()
+    """Files that other users of the machine can read."""
+    foreign: tuple[str, ...] = ()
+    """Files that this user cannot read and write."""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    reserve_bytes: int = 0
+    """Below this, servers refuse posts to a bus: the rest is for the store."""
+    filesystem: str = ""
+
+
+class ClockFacts(msgspec.Struct, frozen=True):
+    """The wall clock."""
+
+    now_us: int
+    newest_us: int = 0
+    """The time of the newest event in a store; 0 without events."""
+
+
+class PortFacts(msgspec.Struct, frozen=True):
+    """A port that `postroom up` is configured to listen on."""
+
+    part: str
+    address: str
+    is_taken: bool
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """`postroom up` of the folder."""
+
+    is_running: bool
+    parts: Mapping[str, str] = {}
+    """The state of each part."""
+    restarts: Mapping[str, int] = {}
+    ports: tuple[PortFacts, ...] = ()
+    """Looked at only while `up` does not run."""
+
+
+class QueueFacts(msgspec.Struct, frozen=True):
+    """The queue of an agent or of an organization."""
+
+    name: str
+    depth: int
+    depth_max: int
+    oldest_s: float | None = None
+    """How long the oldest ready message has waited."""
+    dead_letters: int = 0
+    quarantined: int = 0
+    is_engine: bool = False
+
+
+class LeaseFacts(msgspec.Struct, frozen=True):
+    """A message that is leased."""
+
+    message_id: str
+    queue: str
+    worker_id: str
+    claimed_s: float
+    late_s: float = 0.0
+    """How long ago the lease ended without being swept."""
+    is_engine: bool = False
+
+
+class ShipperFacts(msgspec.Struct, frozen=True):
+    """The outbox of a store."""
+
+    waiting: int
+    backlog_max: int
+    oldest_s: float = 0.0
+    """The age of the oldest event that is not shipped."""
+    refuses: bool = False
+
+
+class StoreFacts(msgspec.Struct, frozen=True):
+    """A store of messages."""
+
+    name: str
+    format: int
+    newest_format: int
+    faults: tuple[str, ...] = ()
+    moved_to: str = ""
+    has_clock: bool = True
+    queues: tuple[QueueFacts, ...] = ()
+    leases: tuple[LeaseFacts, ...] = ()
+    """Those that ended or began long ago."""
+    shipper: ShipperFacts | None = None
+    """None when its events are not shipped."""
+    is_folder: bool = True
+    """Whether the store is in the data folder, and not on a server."""
+
+
+class FileFault(msgspec.Struct, frozen=True):
+    """A file of the folder that is damaged."""
+
+    part: str
+    file: str
+    reason: str
+
+
+class TokenFacts(msgspec.Struct, frozen=True):
+    """A token of the folder."""
+
+    token_id: str
+    role: str
+    agent: str
+    expires_us: int | None
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Everything that the doctor looked at."""
+
+    data: str
+    """The folder or the address, as the commands take it."""
+    environment: EnvironmentFacts
+    clock: ClockFacts
+    folder: FolderFacts | None = None
+    server: ServerFacts | None = None
+    store: StoreFacts | None = None
+    faults: tuple[FileFault, ...] = ()
+    tokens: tuple[TokenFacts, ...] | None = None
+    """None when the folder has no registry that can be read."""
+    mail_files_waiting: int = 0
+    copies: tuple[str, ...] = ()
+    """Copies of stores that an upgrade has left."""
+    checked: tuple[str, ...] = ()
+    """The parts whose files were read whole."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One conclusion."""
+
+    check: str
+    level: Level
+    what: str
+    why: str = ""
+    command: str = ""
+
+
+# ---- conclusions -------------------------------------------------------------------------------------
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Every finding; a check without a warning or problem has one that says so."""
+    found: list[Finding] = []
+    for name, check, fine in _CHECKS:
+        made = list(check(facts))
+        if made:
+            found += made
+        elif text := fine(facts):
+            found.append(Finding(name, "ok", text))
+    return found
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The highest level of the findings."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def _environment(facts: Facts) -> Iterator[Finding]:
+    found = facts.environment
+    if found.sqlite_fault:
+        yield Finding(
+            "environment", "problem", found.sqlite_fault,
+            "stores cannot be opened, or can be damaged by several processes", "pip install --upgrade apsw",
+        )  # fmt: skip
+    if found.open_files_max < OPEN_FILES_MIN:
+        yield Finding(
+            "environment", "warning", f"a process may open only {found.open_files_max} files",
+            "a server refuses connections once it has reached the limit", f"ulimit -n {64 * OPEN_FILES_MIN}",
+        )  # fmt: skip
+
+
+def _permissions(facts: Facts) -> Iterator[Finding]:
+    folder = facts.folder
+    if folder is None:
+        return
+    if not folder.is_writable:
+        yield Finding(
+            "permissions", "problem", f"this user cannot write to {folder.path}",
+            "servers of this user cannot start", f"chown -R $(id -un) {folder.path}",
+        )  # fmt: skip
+    if folder.mode & 0o077:
+        yield Finding(
+            "permissions", "warning", f"other users can enter {folder.path} (mode {folder.mode:o})",
+            "it holds messages and the registry of tokens", f"chmod 700 {folder.path}",
+        )  # fmt: skip
+    elif folder.exposed:
+        yield Finding(
+            "permissions", "warning", f"other users may read {_names(folder.exposed)}",
+            "they hold messages and the registry of tokens", f"chmod -R go-rwx {folder.path}",
+        )  # fmt: skip
+    if folder.foreign and folder.is_writable:
+        yield Finding(
+            "permissions", "problem", f"this user cannot read and write {_names(folder.foreign)}",
+            "a command was run as another user, and servers of this user will fail",
+            f"chown -R $(id -un) {folder.path}",
+        )  # fmt: skip
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    folder = facts.folder
+    if folder is None:
+        return
+    free = f"{_size(folder.free_bytes)} of {_size(folder.total_bytes)} are free below {folder.path}"
+    enlarge = f"df -h {folder.path}; du -sh {folder.path}/*"
+    if folder.free_bytes <= folder.reserve_bytes:
+        yield Finding(
+            "disk", "problem", free, "posts to a bus are refused, and soon new messages are, too", enlarge
+        )
+    elif folder.free_bytes < min(DISK_FREE_BYTES_MIN, folder.total_bytes // DISK_FREE_SHARE_MIN):
+        yield Finding("disk", "warning", free, "new messages are refused on a full disk", enlarge)
+    if folder.filesystem in NETWORK_DISKS:
+        yield Finding(
+            "disk", "problem", f"{folder.path} is on a network disk ({folder.filesystem})",
+            "file locks between machines are not reliable there, and SQLite can be damaged",
+            "postroom move sqlite:///DIR/queue.db postgres://USER@HOST/DB, or use a local disk",
+        )  # fmt: skip
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    ahead_s = (facts.clock.newest_us - facts.clock.now_us) / MICROS_PER_S
+    if ahead_s > CLOCK_AHEAD_S:
+        yield Finding(
+            "clock", "warning", f"the newest event is {_span(ahead_s)} in the future",
+            "the clock of the machine was wrong or is; times in logs and reports are out of order",
+            "timedatectl set-ntp true",
+        )  # fmt: skip
+
+
+def _parts(facts: Facts) -> Iterator[Finding]:
+    server = facts.server
+    if server is None:
+        return
+    for name, state in server.parts.items():
+        if state not in ("running", "starting"):
+            yield Finding(
+                "server", "problem", f"the part {name} is {state}", "its calls fail until it runs again",
+                "read the log of `postroom up`: its last lines with this part say why",
+            )  # fmt: skip
+        elif server.restarts.get(name, 0):
+            yield Finding(
+                "server", "warning", f"the part {name} was restarted {_times(server.restarts[name])}",
+                "it died, and may die again", "read the log of `postroom up` for the event `ended`",
+            )  # fmt: skip
+    for port in server.ports:
+        if port.is_taken:
+            yield Finding(
+                "server", "warning", f"another program listens on {port.address}, the port of {port.part}",
+                "`postroom up` cannot start there",
+                f"postroom up --data {facts.data} --{port.part}-port 0, or end that program",
+            )  # fmt: skip
+
+
+def _stores(facts: Facts) -> Iterator[Finding]:
+    store = facts.store
+    if store is not None:
+        yield from _format(facts, store)
+        if store.moved_to:
+            yield Finding(
+                "stores", "warning", f"{store.name} was moved to {store.moved_to}",
+                "it refuses every write", f"use {store.moved_to}, or: postroom move --undo",
+            )  # fmt: skip
+        for fault in store.faults:
+            yield _damage(facts, store.name, fault)
+    for found in facts.faults:
+        yield _damage(facts, found.file, found.reason)
+    if facts.copies and (store is None or not store.faults):
+        yield Finding(
+            "stores", "ok", f"{_names(facts.copies)} holds the store as it was before an upgrade",
+            "it is needed only to go back to the earlier version",
+            " ".join(["rm", *(f"{facts.data}/{name}" for name in facts.copies)]),
+        )  # fmt: skip
+
+
+def _format(facts: Facts, store: StoreFacts) -> Iterator[Finding]:
+    if store.format > store.newest_format:
+        yield Finding(
+            "stores", "problem", f"{store.name} has format {store.format}, written by a newer postroom",
+            f"this version knows formats up to {store.newest_format} and refuses it",
+            "pip install --upgrade postroom",
+        )  # fmt: skip
+    elif store.format < store.newest_format:
+        yield Finding(
+            "stores", "warning", f"{store.name} has the earlier format {store.format}",
+            f"the next start upgrades it to {store.newest_format}, and keeps a copy",
+            f"postroom backup --data {facts.data} --out before-upgrade.tar",
+        )  # fmt: skip
+
+
+def _damage(facts: Facts, file: str, reason: str) -> Finding:
+    return Finding(
+        "stores", "problem", f"{file} is damaged: {reason}",
+        "messages or events in it may be lost; damaged bytes are kept in place",
+        f"postroom verify --data {facts.data}, then postroom restore --from BACKUP --data NEW_DIR",
+    )  # fmt: skip
+
+
+def _leases(facts: Facts) -> Iterator[Finding]:
+    leases = facts.store.leases if facts.store else ()
+    late = [lease for lease in leases if lease.late_s > LEASE_LATE_S]
+    if late:
+        longest = max(lease.late_s for lease in late)
+        yield Finding(
+            "leases", "problem",
+            f"{_count(late, 'lease')} ended up to {_span(longest)} ago and were not taken back: "
+            f"{_names([lease.message_id for lease in late])}",
+            "their messages wait, because no server and no worker sweeps the store",
+            f"postroom up --data {facts.data}",
+        )  # fmt: skip
+    long = [lease for lease in leases if lease not in late and lease.claimed_s > LEASE_LONG_S]
+    for lease in long[:SHOWN_MAX]:
+        verb = "engine" if lease.is_engine else "tasks"
+        yield Finding(
+            "leases", "warning",
+            f"{lease.message_id} of {lease.queue} is worked on by {lease.worker_id or 'a worker'} "
+            f"since {_span(lease.claimed_s)}",
+            "the worker sends heartbeats but may hang",
+            f"postroom {verb} cancel {lease.message_id} --data {facts.data}",
+        )  # fmt: skip
+
+
+def _failures(facts: Facts) -> Iterator[Finding]:
+    for queue in facts.store.queues if facts.store else ():
+        if queue.quarantined:
+            yield Finding(
+                "poison", "problem", f"in quarantine: {_messages(queue.quarantined)} of {queue.name}",
+                "each of them killed its workers, and is delivered no more",
+                _listing(facts, queue, "QUARANTINED"),
+            )  # fmt: skip
+        if queue.dead_letters:
+            yield Finding(
+                "poison", "warning", f"dead letters: {_messages(queue.dead_letters)} of {queue.name}",
+                "they failed for good, and wait for a decision", _listing(facts, queue, "DEAD_LETTER"),
+            )  # fmt: skip
+
+
+def _listing(facts: Facts, queue: QueueFacts, state: str) -> str:
+    if queue.is_engine:
+        return f"postroom engine dlq list --data {facts.data} --org {queue.name}"
+    return f"postroom tasks list --data {facts.data} --agent {queue.name} --state {state}"
+
+
+def _backlog(facts: Facts) -> Iterator[Finding]:
+    for queue in facts.store.queues if facts.store else ():
+        if queue.depth_max and queue.depth >= queue.depth_max:
+            yield Finding(
+                "backlog", "problem", f"the queue {queue.name} is full: {queue.depth} messages",
+                "new messages are refused", _more_workers(facts, queue),
+            )  # fmt: skip
+        elif queue.depth_max and queue.depth >= BACKLOG_SHARE * queue.depth_max:
+            yield Finding(
+                "backlog", "warning",
+                f"{queue.depth} of at most {queue.depth_max} messages wait in {queue.name}",
+                "new messages are refused when the queue is full", _more_workers(facts, queue),
+            )  # fmt: skip
+        elif queue.oldest_s is not None and queue.oldest_s > BACKLOG_AGE_S:
+            yield Finding(
+                "backlog", "warning",
+                f"the oldest of {_messages(queue.depth)} in {queue.name} has waited {_span(queue.oldest_s)}",
+                "too few workers claim from this queue, or none", _more_workers(facts, queue),
+            )  # fmt: skip
+
+
+def _more_workers(facts: Facts, queue: QueueFacts) -> str:
+    if queue.is_engine:
+        return f"postroom up --data {facts.data} --app MODULE:ENGINE"
+    return f"postroom tasks work --data {facts.data} --agent {queue.name} --exec COMMAND"
+
+
+def _shipper(facts: Facts) -> Iterator[Finding]:
+    shipper = facts.store.shipper if facts.store else None
+    command = f"postroom up --data {facts.data}"
+    if shipper is not None and shipper.waiting > shipper.backlog_max:
+        how = "refused" if shipper.refuses else "slowed down"
+        yield Finding(
+            "shipper", "problem", f"{shipper.waiting} events wait for the audit stream",
+            f"new messages are {how}", command,
+        )  # fmt: skip
+    elif shipper is not None and shipper.waiting and shipper.oldest_s > SHIPPER_LAG_S:
+        yield Finding(
+            "shipper", "warning",
+            f"{shipper.waiting} events wait for the audit stream, the oldest for {_span(shipper.oldest_s)}",
+            f"no shipper runs; at {shipper.backlog_max} waiting events new messages are slowed or refused",
+            f"{command}, or without a stream: postroom audit detach --data {facts.data}",
+        )  # fmt: skip
+    if facts.mail_files_waiting >= MAIL_FILES_WAITING:
+        yield Finding(
+            "shipper", "warning", f"{facts.mail_files_waiting} full files of Mail's events are not shipped",
+            "the oldest are removed when they fill 1 GiB", command,
+        )  # fmt: skip
+
+
+def _tokens(facts: Facts) -> Iterator[Finding]:
+    if facts.tokens is None:
+        return
+    now_us = facts.clock.now_us
+    valid = [token for token in facts.tokens if token.expires_us is None or token.expires_us > now_us]
+    if facts.tokens and not any(token.role == "admin" for token in valid):
+        yield Finding(
+            "tokens", "warning", "no token of an admin is valid", "nobody can make tokens over HTTP",
+            f"postroom token create --data {facts.data} --role admin",
+        )  # fmt: skip
+    for token in valid:
+        if token.expires_us is not None and token.expires_us - now_us < TOKEN_SOON_S * MICROS_PER_S:
+            left_s = (token.expires_us - now_us) / MICROS_PER_S
+            yield Finding(
+                "tokens", "warning",
+                f"the token {token.token_id} of {token.agent or token.role} expires in {_span(left_s)}",
+                "its calls are refused from then on",
+                f"postroom token rotate {token.token_id} --data {facts.data} --overlap-s 3600",
+            )  # fmt: skip
+    for token in facts.tokens:
+        if token not in valid:
+            yield Finding(
+                "tokens", "ok", f"the token {token.token_id} of {token.agent or token.role} has expired",
+                "it is refused, and only takes up a place in the list",
+                f"postroom token revoke {token.token_id} --data {facts.data}",
+            )  # fmt: skip
+
+
+# ---- what a check says when all is well --------------------------------------------------------------
+
+
+def _fine_environment(facts: Facts) -> str:
+    found = facts.environment
+    return f"postroom {found.postroom}, Python {found.python}, SQLite {found.sqlite}"
+
+
+def _fine_disk(facts: Facts) -> str:
+    return f"{_size(facts.folder.free_bytes)} are free" if facts.folder else ""
+
+
+def _fine_server(facts: Facts) -> str:
+    if facts.server is None:
+        return ""
+    if not facts.server.is_running:
+        return "`postroom up` does not run, and its ports are free"
+    return f"`postroom up` runs: {', '.join(facts.server.parts) or 'it is starting'}"
+
+
+def _fine_stores(facts: Facts) -> str:
+    return f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)"
+
+
+def _fine_shipper(facts: Facts) -> str:
+    shipper = facts.store.shipper if facts.store else None
+    if facts.store is None:
+        return ""
+    return "events are not shipped" if shipper is None else f"{shipper.waiting} events wait to be shipped"
+
+
+def _fine_tokens(facts: Facts) -> str:
+    return "" if facts.tokens is None else f"{_count(facts.tokens, 'token')}, none expires soon"
+
+
+def _fine_backlog(facts: Facts) -> str:
+    return f"waiting: {_messages(sum(queue.depth for queue in facts.store.queues))}" if facts.store else ""
+
+
+_CHECKS = (
+    ("environment", _environment, _fine_environment),
+    ("permissions", _permissions, lambda facts: "only this user can read the folder" if facts.folder else ""),
+    ("disk", _disk, _fine_disk),
+    ("clock", _clock, lambda _: "no event is in the future"),
+    ("server", _parts, _fine_server),
+    ("stores", _stores, _fine_stores),
+    ("leases", _leases, lambda facts: "no lease is stuck" if facts.store else ""),
+    ("poison", _failures, lambda facts: "no dead letters, and nothing in quarantine" if facts.store else ""),
+    ("backlog", _backlog, _fine_backlog),
+    ("shipper", _shipper, _fine_shipper),
+    ("tokens", _tokens, _fine_tokens),
+)
+"""The name of each check, the check, and what it says without a finding; an empty text says nothing."""
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN_MAX
+    return ", ".join(names[:SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+
+
+def _messages(n: int) -> str:
+    return f"{n:,} message{'' if n == 1 else 's'}"
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"
+
+
+def _size(n: int) -> str:
+    return f"{n / GIB:.1f} GiB" if n >= GIB else f"{n / (1 << 20):.1f} MiB"
+
+
+def _span(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,134 @@
+"""What happened lately: rates and waiting times, computed from the newest events of a store.
+
+Rule 1: nothing here reads a clock or a store. Times and events are arguments.
+Rule 2: memory is bounded. When more events come than are read, counts are scaled up by the share that was
+        read.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from postroom.message import Event, EventKind, org_of
+from postroom.runtime.engine_load import TARGETS_MS
+from postroom.stores.base import LANES
+
+HISTORY_S: Final = 60
+RATE_S: Final = 10
+"""The seconds that a rate is the mean of."""
+WAITS_KEPT_MAX: Final = 2_000  # of one priority
+MICROS_PER_S: Final = 1_000_000
+
+Counted: TypeAlias = Literal["submitted", "completed", "failed"]
+
+COUNTED: Final[dict[EventKind, Counted]] = {
+    "created": "submitted",
+    "execution_completed": "completed",
+    "execution_failed": "failed",
+    "lease_lapsed": "failed",
+}
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Messages a second, as the mean of the last `RATE_S` seconds."""
+
+    submitted: float = 0.0
+    completed: float = 0.0
+    failed: float = 0.0
+
+
+class Second(msgspec.Struct, frozen=True):
+    """What happened in one second."""
+
+    ago_s: int
+    submitted: int
+    completed: int
+    failed: int
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """How long the messages of a priority waited for their delivery in the last `HISTORY_S` seconds."""
+
+    priority: int
+    count: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    target_ms: float
+    """What 99 of 100 messages should stay within."""
+    is_within_target: bool
+
+
+class Activity:
+    """The events of the last `HISTORY_S` seconds, as counts and waiting times."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, dict[tuple[str, Counted], float]] = {}
+        self._waits: list[deque[tuple[int, str, int]]] = [deque(maxlen=WAITS_KEPT_MAX) for _ in range(LANES)]
+        """Of each priority: time, organization and microseconds waited."""
+
+    def add(self, events: Sequence[Event], share: float = 1.0) -> None:
+        """Count events, which are this share of all that happened."""
+        for event in events:
+            org_id = org_of(event.queue)
+            if not org_id:
+                continue
+            counted = COUNTED.get(event.kind)
+            if counted is not None:
+                counts = self._seconds.setdefault(event.ts_us // MICROS_PER_S, {})
+                counts[org_id, counted] = counts.get((org_id, counted), 0.0) + 1 / share
+            elif event.kind == "dequeued" and 0 <= event.priority < LANES:
+                self._waits[event.priority].append((event.ts_us, org_id, event.duration_us))
+
+    def forget(self, now_us: int) -> None:
+        """Drop what is older than `HISTORY_S`."""
+        oldest = now_us // MICROS_PER_S - HISTORY_S
+        for second in [second for second in self._seconds if second < oldest]:
+            del self._seconds[second]
+        for waits in self._waits:
+            while waits and waits[0][0] < oldest * MICROS_PER_S:
+                waits.popleft()
+
+    def rates(self, now_us: int, org_id: str | None = None) -> Rates:
+        """The rates of one organization, or of all."""
+        now_s = now_us // MICROS_PER_S
+        totals: dict[Counted, float] = {}
+        for second in range(now_s - RATE_S, now_s):  # without the current second, which is not over
+            for (org, counted), count in self._seconds.get(second, {}).items():
+                if org_id in (None, org):
+                    totals[counted] = totals.get(counted, 0.0) + count
+        return Rates(**{counted: round(count / RATE_S, 1) for counted, count in totals.items()})
+
+    def history(self, now_us: int, org_id: str | None = None) -> list[Second]:
+        """The last `HISTORY_S` whole seconds, the oldest first."""
+        now_s = now_us // MICROS_PER_S
+        return [self._second(now_s, ago_s, org_id) for ago_s in range(HISTORY_S, 0, -1)]
+
+    def _second(self, now_s: int, ago_s: int, org_id: str | None) -> Second:
+        totals: dict[Counted, float] = {"submitted": 0.0, "completed": 0.0, "failed": 0.0}
+        for (org, counted), count in self._seconds.get(now_s - ago_s, {}).items():
+            if org_id in (None, org):
+                totals[counted] += count
+        return Second(ago_s, **{counted: round(count) for counted, count in totals.items()})
+
+    def waits(self, org_id: str | None = None) -> list[Wait]:
+        """The waiting times of each priority, P0 first."""
+        return [
+            _summary(priority, sorted(wait_us for _, org, wait_us in waits if org_id in (None, org)))
+            for priority, waits in enumerate(self._waits)
+        ]
+
+
+def _summary(priority: int, waits_us: Sequence[int]) -> Wait:
+    p50, p90, p99 = (_percentile_ms(waits_us, share) for share in (0.5, 0.9, 0.99))
+    target_ms = TARGETS_MS[priority]
+    return Wait(priority, len(waits_us), p50, p90, p99, target_ms, is_within_target=p99 <= target_ms)
+
+
+def _percentile_ms(waits_us: Sequence[int], share: float) -> float:
+    """A percentile of sorted times; 0 without any."""
+    if not waits_us:
+        return 0.0
+    return round(waits_us[min(len(waits_us) - 1, int(len(waits_us) * share))] / 1000, 1)

@@ -1,0 +1,222 @@
+"""The view of dead letters: lists, patterns, and a replay with a preview of what would happen."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from postroom.contracts.engine import dlq
+from postroom.contracts.engine.cells import PAUSES, SEPARATOR
+from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
+from postroom.contracts.engine.inspection import EngineStatus, status_of
+from postroom.contracts.engine.operations import Operations
+from postroom.page.live import scope_of
+from postroom.page.messages import read
+from postroom.page.redaction import shown_text
+from postroom.page.schemas import LettersQuery, ReplayBody
+from postroom.runtime.engine_handlers import operated_org, visible
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_server import TaskServer
+
+PATTERNS_SHOWN_MAX: Final = 50
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """Dead letters of the same organization, type and error."""
+
+    org_id: str
+    type: str
+    error_type: str
+    error: str
+    """That of the newest one."""
+    count: int
+    quarantined: int
+    newest: str
+
+
+class LetterLine(msgspec.Struct, frozen=True):
+    """A dead letter in the list."""
+
+    message_id: str
+    org_id: str
+    type: str
+    state: str
+    error_type: str
+    error: str
+    reason: str
+    at: str
+    attempts: int
+    can_replay: bool
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What a replay would do."""
+
+    message_ids: list[str]
+    kinds: dict[str, int]
+    """How many messages of each organization and type."""
+    left_out: dict[str, int]
+    """Why dead letters that fit the filters stay, and how many."""
+    notes: list[str]
+    """What holds the messages up after the replay."""
+
+
+async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: LettersQuery = request.query
+    filters = _own_filters(request, query.filters)
+    if filters is None:
+        return HttpReply(200, _encode({"letters": [], "patterns": [], "is_complete": True}))
+    wanted = dlq.checked_filters(filters)
+    of_patterns = {name: filters[name] for name in ("org_id",) if name in filters}
+    sampled = dlq.checked_filters({**of_patterns, "limit": LETTERS_MAX})
+
+    def work(operations: Operations) -> tuple[list[DeadLetter], list[DeadLetter]]:
+        if wanted.after is not None:
+            visible(operations, wanted.after, request.identity)
+        is_first = wanted.after is None
+        return dlq.letters(operations, wanted), dlq.letters(operations, sampled) if is_first else []
+
+    found, all_letters = await read(server, request, work)
+    answer = {
+        "letters": [_line(request, letter) for letter in found],
+        "patterns": [
+            msgspec.structs.replace(one, error=shown_text(request, one.error))
+            for one in patterns(all_letters)
+        ],
+        "is_complete": len(found) < wanted.limit,
+        "is_sampled": len(all_letters) == LETTERS_MAX,
+    }
+    return HttpReply(200, _encode(answer))
+
+
+def _own_filters(request: HttpRequest, filters: dict[str, Any]) -> dict[str, Any] | None:
+    """The filters of a caller; None when there is nothing that it may see."""
+    scope = scope_of(request.identity)
+    if scope is None:
+        return filters
+    is_own = scope and filters.get("org_id", scope) == scope
+    return {**filters, "org_id": scope} if is_own else None
+
+
+def patterns(letters: Sequence[DeadLetter]) -> list[Pattern]:
+    """Dead letters that are alike, the most frequent first."""
+    groups: dict[tuple[str, str, str], list[DeadLetter]] = {}
+    for letter in letters:
+        groups.setdefault(_pattern_of(letter), []).append(letter)
+    found = [
+        Pattern(
+            *key,
+            error=_last_error(alike[-1])["error"],
+            count=len(alike),
+            quarantined=sum(letter.state == "QUARANTINED" for letter in alike),
+            newest=max(letter.dlq_timestamp for letter in alike),
+        )
+        for key, alike in groups.items()
+    ]
+    return sorted(found, key=lambda one: (-one.count, one.org_id, one.type))[:PATTERNS_SHOWN_MAX]
+
+
+def _pattern_of(letter: DeadLetter) -> tuple[str, str, str]:
+    message = letter.original_message
+    return str(message.get("org_id", "")), str(message.get("type", "")), _last_error(letter)["error_type"]
+
+
+def _last_error(letter: DeadLetter) -> dict[str, Any]:
+    return letter.error_history[-1] if letter.error_history else {"error_type": "", "error": ""}
+
+
+def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
+    org_id, kind, error_type = _pattern_of(letter)
+    return LetterLine(
+        letter.message_id, org_id, kind, letter.state, error_type,
+        shown_text(request, str(_last_error(letter)["error"])), letter.failure_reason, letter.dlq_timestamp,
+        len(letter.error_history), letter.can_replay,
+    )  # fmt: skip
+
+
+# ---- replays ---------------------------------------------------------------------------------------
+
+
+async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Preview or do a replay. A preview names the messages, and the replay that follows sends their ids."""
+    body: ReplayBody = request.body
+    core = server.engine.core
+
+    def look(operations: Operations) -> Preview:
+        chosen = _chosen(operations, request, body)
+        pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(operations.transaction)]
+        status = status_of(operations, core.policy)
+        return preview(chosen, status, pauses, core.services, is_named=body.message_ids is not None)
+
+    seen = await read(server, request, look)
+    if not body.is_preview:
+        await server.engine.dlq.replay(seen.message_ids)
+        for message_id in seen.message_ids:
+            server.server_log.write("replayed", task_id=message_id, agent=request.identity.name)
+        server.wake_streams()
+    return HttpReply(200, _encode(seen))
+
+
+def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> list[DeadLetter]:
+    identity = request.identity
+    if body.message_ids is None:
+        filters = dict(body.filters)
+        org_id = operated_org(identity, body.org_id or "")
+        if org_id:
+            filters["org_id"] = org_id
+        return dlq.letters(operations, dlq.checked_filters(filters))
+    for message_id in body.message_ids:
+        visible(operations, message_id, identity)
+    return [dlq.letter_by_id(operations, message_id) for message_id in dict.fromkeys(body.message_ids)]
+
+
+def preview(
+    letters: Sequence[DeadLetter],
+    status: EngineStatus,
+    pauses: Sequence[tuple[str, ...]],
+    services: dict[str, str],
+    *,
+    is_named: bool,
+) -> Preview:
+    """What a replay of these dead letters would do. A quarantined one is replayed only by its id."""
+    chosen = [one for one in letters if one.can_replay and (is_named or one.state == "DEAD_LETTER")]
+    left_out = Counter(
+        "quarantined: replay them one by one" if letter.can_replay else "their bytes cannot be decoded"
+        for letter in letters
+        if letter not in chosen
+    )
+    kinds = Counter(_pattern_of(letter)[:2] for letter in chosen)
+    return Preview(
+        [letter.message_id for letter in chosen],
+        {f"{org_id}: {kind}": count for (org_id, kind), count in sorted(kinds.items())},
+        dict(left_out),
+        _notes([*kinds], status, pauses, services),
+    )
+
+
+def _notes(
+    kinds: Sequence[tuple[str, str]],
+    status: EngineStatus,
+    pauses: Sequence[tuple[str, ...]],
+    services: dict[str, str],
+) -> list[str]:
+    """What holds messages of these organizations and types up."""
+    notes = {
+        f"{kind} of {org_id} is paused: its messages wait for a resume"
+        for org_id, kind in kinds
+        if {("", ""), (org_id, ""), ("", kind), (org_id, kind)} & set(pauses)
+    }
+    for org_id, kind in kinds:
+        service = services.get(kind, "")
+        found = status.breakers.get(service)
+        is_held = found is not None and found.state == "open" and found.organizations in ([], [org_id])
+        if found is not None and is_held:
+            notes.add(
+                f"the breaker of {service} is open: {kind} waits {found.opens_again_s:.0f} s for a probe"
+            )
+    if kinds and not status.workers:
+        notes.add("no worker is running: the messages wait until one starts")
+    return sorted(notes)

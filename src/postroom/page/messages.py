@@ -1,0 +1,335 @@
+"""The messages view: the newest messages, one message with its life and its children, and what can be done.
+
+Rule 1: one call reads a bounded number of records, however many are stored. A search that has not reached the
+        end returns a cursor.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from postroom.contracts.engine import dlq
+from postroom.contracts.engine.explanation import explain
+from postroom.contracts.engine.inspection import MessageInfo, info_of
+from postroom.contracts.engine.messages import checked_message_id
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.goals.cells import STATES
+from postroom.contracts.task_operations import TaskOperations
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import EPOCH, MICROSECOND
+from postroom.errors import UnknownTask
+from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
+from postroom.page.live import scope_of
+from postroom.page.redaction import shown_json, shown_text
+from postroom.page.schemas import MessagesQuery
+from postroom.runtime.agents import Identity
+from postroom.runtime.engine_handlers import operated_org, visible
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_server import TaskServer
+from postroom.stores.base import Listing
+
+T = TypeVar("T")
+
+LOOKED_MAX: Final = 500  # messages that one search decodes
+NUMBERS_A_READ: Final = 100_000
+"""How many numbers one look at the records walks back. Records have about every fourth number."""
+READS_MAX: Final = 10
+CHILDREN_LOOKED_MAX: Final = 500  # messages that one message's children are looked for among
+TREE_NODES_MAX: Final = 200
+TREE_LOOKED_MAX: Final = 2_000
+PARENTS_MAX: Final = 50
+FREE_FIELDS: Final = ("context", "metadata", "resource_limits", "extra")
+"""Fields that a sender may fill with anything."""
+REPLAYABLE: Final = ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A message in the list."""
+
+    seq: int
+    message_id: str
+    org_id: str
+    state: str
+    type: str
+    agent_id: str
+    priority: int
+    attempt: int
+    created_at: datetime
+    error_type: str
+
+
+class Lines(msgspec.Struct, frozen=True):
+    """A page of the list. `before` is the cursor of the next page; 0 at the end."""
+
+    messages: list[Line]
+    before: int
+    reached: datetime | None = None
+    """The time up to which the list was searched; None at its end."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A message in the tree."""
+
+    message_id: str
+    parent_message_id: str
+    type: str
+    state: str
+    created_at: datetime
+    depth: int
+
+
+# ---- the list --------------------------------------------------------------------------------------
+
+
+async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: MessagesQuery = request.query
+    scope = scope_of(request.identity)
+    org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
+    if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
+        return HttpReply(200, _encode(Lines([], 0)))
+    found = await read(server, request, partial(lines, query=query, org_id=org_id))
+    return HttpReply(200, _encode(found))
+
+
+def lines(operations: Operations, query: MessagesQuery, org_id: str | None) -> Lines:
+    """The newest messages that fit a query."""
+    by_id = _by_id(operations, query.text, org_id)
+    if by_id is not None and not query.before:
+        return Lines([by_id], 0)
+    found: list[Line] = []
+    last = None
+    for looked, record in enumerate(newest_first(operations, query, org_id), 1):
+        if isinstance(record, int):  # the numbers that one call may walk are used up
+            return Lines(found, record, None if last is None else _time(last))
+        last = record
+        stored = operations.loaded(record.message_id)
+        line = _line(operations, stored)
+        if _fits(operations, query, stored, line):
+            found.append(line)
+        if len(found) == query.limit or looked == LOOKED_MAX:
+            return Lines(found, record.seq, _time(record))
+    return Lines(found, 0)
+
+
+def newest_first(
+    operations: Operations, query: MessagesQuery, org_id: str | None
+) -> "Iterator[Record | int]":
+    """Records of organizations, the newest first, and at last the number to go on from if there are more."""
+    transaction = operations.transaction
+    before = query.before or transaction.newest_event() + 1
+    queue = None if org_id is None else ENGINE_PREFIX + org_id
+    state = None if query.state is UNSET else query.state
+    for _ in range(READS_MAX):
+        lowest = max(0, before - NUMBERS_A_READ)
+        while found := transaction.find(Listing(queue, state, lowest - 1, LOOKED_MAX, before)):
+            yield from (record for record in found if org_of(record.queue))
+            before = found[-1].seq
+            if len(found) < LOOKED_MAX:
+                break
+        if not lowest:
+            return
+        before = lowest
+    yield before
+
+
+def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None:
+    """The message whose id was searched for."""
+    try:
+        stored = operations.loaded(text.strip())
+    except (UnknownTask, ValueError):
+        return None
+    return _line(operations, stored) if org_id in (None, org_of(stored.record.queue)) else None
+
+
+def _fits(operations: Operations, query: MessagesQuery, stored: Stored, line: Line) -> bool:
+    if query.type not in ("", stored.envelope.type):
+        return False
+    wanted = query.text.strip().casefold()
+    if not wanted or wanted in line.message_id.casefold():
+        return True
+    message = dlq.original_message(operations, stored) or {}
+    return wanted in _encode(message).decode().casefold() or wanted in line.error_type.casefold()
+
+
+def _line(operations: Operations, stored: Stored) -> Line:
+    record = stored.record
+    message = dlq.original_message(operations, stored) or {}
+    errors = [event.error_type for event in stored.history if event.error_type]
+    return Line(
+        seq=record.seq,
+        message_id=record.message_id,
+        org_id=org_of(record.queue),
+        state=record.state,
+        type=stored.envelope.type,
+        agent_id=message.get("agent_id", ""),
+        priority=record.lane,
+        attempt=record.attempt,
+        created_at=_time(record),
+        error_type=errors[-1] if errors else "",
+    )
+
+
+def _time(record: Record) -> datetime:
+    return EPOCH + record.created_us * MICROSECOND
+
+
+# ---- one message -----------------------------------------------------------------------------------
+
+
+async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
+    message_id, identity = checked_message_id(request.path_param("id")), request.identity
+    core = server.engine.core
+
+    def work(operations: Operations) -> dict[str, Any]:
+        stored = visible(operations, message_id, identity)
+        info = info_of(operations, message_id)
+        goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
+        return {
+            "info": info,
+            "has_goal": goal is not None,
+            "explanation": explain(operations, core.policy, message_id, core.services),
+            "lease_left_s": _lease_left_s(operations, stored.record),
+            "tree": tree(operations, stored),
+        }
+
+    found = await read(server, request, work)
+    shown = _shown(request, found.pop("info"), identity)
+    explanation = shown_text(request, found["explanation"])
+    return HttpReply(200, _encode({**found, **shown, "explanation": explanation}))
+
+
+def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[str, Any]:
+    """A message for the page: everything that a sender wrote is redacted text."""
+    fields: dict[str, Any] = msgspec.to_builtins(info)
+    message = fields["message"]
+    payload = message.pop("payload", None)
+    free = {name: message.pop(name) for name in FREE_FIELDS if message.get(name)}
+    org_id = info.message.get("org_id", "")
+    may_change = not identity.permissions.is_read_only
+    for event in fields["history"]:
+        event["error"] = shown_text(request, event.get("error", ""))
+    for error in fields["errors"]:
+        error["error"] = shown_text(request, str(error.get("error", "")))
+    return {
+        **fields,
+        "org_id": org_id,
+        "message": msgspec.json.format(_encode(message), indent=2).decode(),
+        "free": shown_json(request, free) if free else None,
+        "payload": shown_json(request, payload),
+        "result": None if info.result is None else shown_json(request, info.result),
+        "type": info.message.get("type", ""),
+        "parent_message_id": info.message.get("parent_message_id", ""),
+        "goal_id": info.message.get("goal_id", ""),
+        "can_cancel": may_change and not info.ended,
+        "can_retry": may_change and info.state in REPLAYABLE and identity.operates(org_id),
+    }
+
+
+def _lease_left_s(operations: Operations, record: Record) -> float | None:
+    if record.state != "PROCESSING":
+        return None
+    return round((record.lease_until - operations.transaction.steady_ns) / NANOS_PER_S, 1)
+
+
+def tree(operations: Operations, stored: Stored) -> list[Node]:
+    """The ancestors of a message, the message, and its descendants, each after its parent."""
+    above = [_node(one, 0) for one in _ancestors(operations, stored)]
+    nodes = [msgspec.structs.replace(node, depth=depth) for depth, node in enumerate(above)]
+    own = _node(stored, len(nodes))
+    looked = [0]
+    return [*nodes, own, *_descendants(operations, stored, len(nodes) + 1, looked, {own.message_id})]
+
+
+def _ancestors(operations: Operations, stored: Stored) -> list[Stored]:
+    """The parents of a message, the first one first. A parent of another organization is not shown."""
+    found: list[Stored] = []
+    seen = {stored.record.message_id}
+    parent_id = stored.envelope.parent_message_id
+    while parent_id and parent_id not in seen and len(found) < PARENTS_MAX:
+        seen.add(parent_id)
+        try:
+            parent = operations.loaded(parent_id)
+        except UnknownTask:
+            break
+        if parent.record.queue != stored.record.queue:
+            break
+        found.append(parent)
+        parent_id = parent.envelope.parent_message_id
+    return found[::-1]
+
+
+def _descendants(
+    operations: Operations, stored: Stored, depth: int, looked: list[int], seen: set[str]
+) -> list[Node]:
+    """The children of a message with theirs.
+
+    A child is accepted after the first delivery of its parent, and is looked for among the next messages of
+    the organization.
+    """
+    claims = [event.seq for event in stored.history if event.kind == "dequeued"]
+    if not claims or looked[0] >= TREE_LOOKED_MAX:
+        return []
+    limit = min(CHILDREN_LOOKED_MAX, TREE_LOOKED_MAX - looked[0])
+    later = operations.transaction.find(Listing(stored.record.queue, None, claims[0], limit))
+    looked[0] += len(later)
+    found: list[Node] = []
+    for record in later:
+        if record.message_id in seen or len(seen) >= TREE_NODES_MAX:
+            continue
+        child = operations.loaded(record.message_id)
+        if child.envelope.parent_message_id == stored.record.message_id:
+            seen.add(record.message_id)
+            found += [_node(child, depth), *_descendants(operations, child, depth + 1, looked, seen)]
+    return found
+
+
+def _node(stored: Stored, depth: int) -> Node:
+    record, envelope = stored.record, stored.envelope
+    return Node(
+        record.message_id, envelope.parent_message_id, envelope.type, record.state, _time(record), depth
+    )
+
+
+# ---- changes ---------------------------------------------------------------------------------------
+
+
+async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
+    return await _change(server, request, "cancelled", Operations.cancel)
+
+
+async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
+    def replay(operations: Operations, message_id: str) -> None:
+        operated_org(request.identity, org_of(operations.loaded(message_id).record.queue))
+        operations.replay(message_id, None)
+
+    return await _change(server, request, "replayed", replay)
+
+
+async def _change(
+    server: TaskServer, request: HttpRequest, event: str, change: Callable[[Operations, str], Any]
+) -> HttpReply:
+    message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
+
+    def work(task_operations: TaskOperations) -> None:
+        operations = Operations(task_operations.transaction, policy)
+        visible(operations, message_id, request.identity)
+        change(operations, message_id)
+
+    await server.writer.submit(work, request.identity, makes_room=True)
+    server.wake_streams()
+    server.server_log.write(event, task_id=message_id, agent=request.identity.name)
+    return HttpReply(200, _encode({"message_id": message_id}))
+
+
+async def read(server: TaskServer, request: HttpRequest, work: Callable[[Operations], T]) -> T:
+    """Run a read of the engine in a reader thread."""
+    store, policy = server.engine.store, server.engine.policy
+    return await server.read_for(
+        request, lambda: store.read(lambda transaction: work(Operations(transaction, policy)))
+    )

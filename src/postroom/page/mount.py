@@ -1,0 +1,334 @@
+"""The live page as a part of the task server: its routes, its files, its headers and who may call it.
+
+Rule 1: the page loads nothing from another address and runs no inline code. Its policy forbids both.
+Rule 2: a caller is identified by the session in its cookie, or by a bearer token like every other caller. A
+        change by a session needs the secret against forged requests.
+Rule 3: a caller sees and does what the HTTP API allows its token, and nothing else.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import cache
+from html import escape
+from importlib import resources
+from importlib.metadata import version
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from starlette.routing import Router
+from starlette.types import Message, Receive, Scope, Send
+
+from postroom.core.redaction import Redactor
+from postroom.page import buses, goals, letters, messages, reports, teams
+from postroom.page.live import Live, scope_of
+from postroom.page.redaction import REDACTOR
+from postroom.page.schemas import (
+    AnswerBody,
+    BusQuery,
+    LettersQuery,
+    MessagesQuery,
+    ReplayBody,
+    RollbackBody,
+    SignInBody,
+    StreamQuery,
+)
+from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
+from postroom.runtime.agents import Identity
+from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified, refuse
+from postroom.runtime.http import TasksApp, routes_of
+from postroom.runtime.http_messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
+from postroom.runtime.listener import CONNECTION
+from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route
+from postroom.runtime.schemas import NoQuery
+from postroom.runtime.task_server import TaskServer
+from postroom.runtime.tokens import digest_of
+
+PREFIX: Final = "/page/"
+STATIC: Final = "/page/static/"
+CSRF_HEADER: Final = b"x-csrf-token"
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+    (b"cache-control", b"no-store"),
+)
+CONTENT_TYPES: Final = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+NO_SESSION: Final = b'name="session" content=""'
+FOREVER: Final = b"public, max-age=31536000, immutable"
+SAFE_METHODS: Final = ("GET", "HEAD")
+OWN_SITES: Final = ("", "same-origin", "none")
+"""What a browser says in Sec-Fetch-Site about a request of the page itself."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def mount(redactor: Callable[[], Redactor] = Redactor) -> Callable[[TasksApp], "PageMount"]:
+    """The live page of a task server. `redactor` makes what hides secrets in payloads, when it is needed."""
+    return lambda app: PageMount(app, redactor)
+
+
+class PageMount:
+    """An ASGI application for `/` and everything below `/page/`."""
+
+    def __init__(self, app: TasksApp, redactor: Callable[[], Redactor]) -> None:
+        self._app = app
+        self._redactor = cache(redactor)
+        self._known_sessions: Sessions | None = None
+        self._live: Live | None = None
+        endpoints = [Endpoint(app.running_server, served, self._identify) for served in self._routes()]
+        self._router = Router(routes_of(endpoints), default=_unknown)
+        self._router.redirect_slashes = False
+
+    def serves(self, path: str) -> bool:
+        """Whether a path belongs to the page."""
+        return path == "/" or path.startswith(PREFIX)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": _with_headers(message["headers"])}
+            await send(message)
+
+        scope[REDACTOR] = self._redactor
+        await self._router(scope, receive, send_with_headers)
+
+    async def close(self) -> None:
+        """End the reader of live events."""
+        if self._live is not None:
+            await self._live.close()
+
+    # ---- callers -------------------------------------------------------------------------------
+
+    def _sessions(self, server: TaskServer) -> Sessions:
+        if self._known_sessions is None:
+            self._known_sessions = Sessions(server.agents.data)
+        return self._known_sessions
+
+    def _identify(self, server: TaskServer, request: HttpRequest) -> Identity:
+        secret = _secret(request)
+        if request.header(b"authorization") or not secret:
+            return identified(server, request)
+        identity = self._session_identity(server, secret)
+        if identity is None:
+            raise Refusal(401, "Unauthorized", "this session has ended: sign in again")
+        request.identity = identity
+        server.rates.check(identity)
+        if request.scope["method"] not in SAFE_METHODS:
+            _check_origin(request)
+            if not is_csrf_of(secret, request.header(CSRF_HEADER)):
+                raise Refusal(403, "Forbidden", "the header X-CSRF-Token of this session is missing or wrong")
+        connection = request.scope.get(CONNECTION)
+        if connection is not None:
+            connection.identify(identity)
+        return identity
+
+    def _session_identity(self, server: TaskServer, secret: str) -> Identity | None:
+        digest = self._sessions(server).token_of(secret)
+        return None if digest is None else server.agents.identify_digest(digest)
+
+    async def _sign_in(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        body: SignInBody = request.body
+        _check_origin(request)
+        token = body.token.strip()
+        identity = server.agents.identify(token)
+        if identity is None:
+            raise Refusal(401, "Unauthorized", "this token is unknown, expired or revoked")
+        secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token))
+        server.server_log.write("signed_in", agent=identity.name)
+        name, is_tls = _cookie_of(request)
+        set_cookie = (b"set-cookie", cookie(name, secret, is_tls=is_tls).encode())
+        return HttpReply(200, _encode(_caller(server, identity, secret)), (JSON_TYPE, set_cookie))
+
+    async def _sign_out(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """End the session. The route is open, because a token that may only read may sign out."""
+        self._identify(server, request)
+        await asyncio.to_thread(self._sessions(server).end, _secret(request))
+        server.server_log.write("signed_out", agent=request.identity.name)
+        name, is_tls = _cookie_of(request)
+        return HttpReply(204, b"", ((b"set-cookie", cookie(name, "", is_tls=is_tls).encode()),))
+
+    async def _session(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """Who is signed in. Without a session, the names are empty."""
+        return HttpReply(200, _encode(self._known_caller(server, request)))
+
+    async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        """The page. It says who is signed in, so that the first view needs no call for that."""
+        data, kind = _files().by_name["index.html"]
+        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
+        return HttpReply(200, page, ((b"content-type", kind),))
+
+    def _known_caller(self, server: TaskServer, request: HttpRequest) -> dict[str, Any]:
+        secret = _secret(request)
+        identity = self._session_identity(server, secret) if secret else None
+        return _caller(server, identity, secret)
+
+    # ---- what is live --------------------------------------------------------------------------
+
+    def _running_live(self, server: TaskServer) -> Live:
+        if self._live is None:
+            self._live = Live(server)
+        return self._live
+
+    async def _overview(self, server: TaskServer, request: HttpRequest) -> HttpReply:
+        return HttpReply(200, await self._running_live(server).overview(scope_of(request.identity)))
+
+    async def _stream(self, server: TaskServer, request: HttpRequest) -> None:
+        await self._running_live(server).stream(request, self._is_allowed(server, request))
+
+    async def _stream_bus(self, server: TaskServer, request: HttpRequest) -> None:
+        await buses.stream(server, request, self._is_allowed(server, request))
+
+    def _is_allowed(self, server: TaskServer, request: HttpRequest) -> Callable[[], bool]:
+        """Whether the session or token of a stream is still valid."""
+        secret = _secret(request)
+        if request.token or not secret:
+            return lambda: server.agents.identify(request.token) is not None
+        return lambda: self._session_identity(server, secret) is not None
+
+    # ---- routes --------------------------------------------------------------------------------
+
+    def _routes(self) -> list[ServedRoute]:
+        return [
+            _open("GET", "/", self._index),
+            _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
+            _open("POST", "/page/sign-in", self._sign_in, SignInBody),
+            _open("POST", "/page/sign-out", self._sign_out),
+            _open("GET", "/page/session", self._session),
+            _read("/page/overview", self._overview),
+            _read("/page/stream", self._stream, StreamQuery, answers=EVENT_STREAM),
+            _read("/page/messages", messages.find, MessagesQuery),
+            _read("/page/messages/{id}", messages.show),
+            _change("/page/messages/{id}/cancel", messages.cancel, everybody=True),
+            _change("/page/messages/{id}/retry", messages.retry),
+            _read("/page/dead-letters", letters.find, LettersQuery),
+            _change("/page/replay", letters.replay, ReplayBody),
+            _read("/page/decisions", goals.decisions, operators=True),
+            _change("/page/decisions/{id}", goals.answer, AnswerBody),
+            _read("/page/goals", goals.goals, operators=True),
+            _read("/page/goals/{id}", goals.goal, operators=True),
+            _change("/page/goals/{id}/rollback", goals.rollback, RollbackBody),
+            _read("/page/agents", teams.agents),
+            _read("/page/buses", buses.find),
+            _read("/page/buses/{name}", buses.read, BusQuery),
+            _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
+            _read("/page/report", reports.state, operators=True),
+            _read("/page/report.html", reports.page, operators=True, answers=TEXT),
+        ]
+
+
+def _open(method: str, path: str, handler: Handler, body: type | None = None) -> ServedRoute:
+    bodies = () if body is None else (body,)
+    return ServedRoute(Route(method, path, "", {200: (dict[str, Any],)}, (), bodies, is_open=True), handler)
+
+
+def _read(
+    path: str,
+    handler: Handler,
+    query: type = NoQuery,
+    *,
+    operators: bool = False,
+    answers: Any = (dict[str, Any],),
+) -> ServedRoute:
+    route = Route("GET", path, "", {200: answers}, (), query=query)
+    return ServedRoute(route, handler, operators_only=operators, within_org=True)
+
+
+def _change(path: str, handler: Handler, body: type | None = None, *, everybody: bool = False) -> ServedRoute:
+    route = Route("POST", path, "", {200: (dict[str, Any],)}, (), () if body is None else (body,))
+    return ServedRoute(route, handler, operators_only=not everybody, within_org=True)
+
+
+# ---- requests --------------------------------------------------------------------------------------
+
+
+def _cookie_of(request: HttpRequest) -> tuple[str, bool]:
+    """The name of the cookie of a request, and whether it came over TLS."""
+    is_tls = request.scope.get("scheme") == "https"
+    server = request.scope.get("server") or ("", 0)
+    return cookie_name(server[1] or 0, is_tls=is_tls), is_tls
+
+
+def _secret(request: HttpRequest) -> str:
+    return secret_in(request.header(b"cookie"), _cookie_of(request)[0])
+
+
+def _check_origin(request: HttpRequest) -> None:
+    """Refuse a request that another site made."""
+    origin, host = request.header(b"origin"), request.header(b"host")
+    is_own = not origin or origin.partition("://")[2] == host
+    if not is_own or request.header(b"sec-fetch-site") not in OWN_SITES:
+        raise Refusal(403, "Forbidden", "only the page itself may send this request")
+
+
+def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[str, Any]:
+    if identity is None:
+        return {"name": "", "csrf": ""}
+    return {
+        "name": identity.name,
+        "role": identity.role,
+        "org_id": identity.org,
+        "is_operator": identity.is_operator,
+        "operates": identity.role != "agent" and not identity.permissions.is_read_only,
+        "csrf": csrf_of(secret),
+        "version": version("postroom"),
+        "data": server.agents.data.name,
+    }
+
+
+# ---- files and headers -----------------------------------------------------------------------------
+
+
+class _Files(NamedTuple):
+    """The files of the page by name, with their types, and a tag that changes with any of them."""
+
+    by_name: dict[str, tuple[bytes, bytes]]
+    tag: str
+
+
+@cache
+def _files() -> _Files:
+    found: dict[str, tuple[bytes, bytes]] = {}
+    for file in resources.files("postroom.page").joinpath("static").iterdir():
+        kind = CONTENT_TYPES.get("." + file.name.rpartition(".")[2])
+        if kind is not None:
+            found[file.name] = file.read_bytes(), kind
+    content = b"".join(name.encode() + data for name, (data, _) in sorted(found.items()))
+    tag = hashlib.sha256(content).hexdigest()[:16]
+    page, kind = found["index.html"]
+    found["index.html"] = page.replace(STATIC.encode(), f"{STATIC}{tag}/".encode()), kind
+    return _Files(found, tag)
+
+
+async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no server
+    """A file. Its address has the tag of this version, so a browser may keep it for good."""
+    files = _files()
+    found = files.by_name.get(request.path_param("name"))
+    if found is None or request.path_param("tag") != files.tag:
+        raise Refusal(404, "NotFound", "the page has no such file: load the page again")
+    data, kind = found
+    return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", FOREVER)))
+
+
+def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply, and those of the page that the reply does not set itself."""
+    given = dict(headers)
+    return [*headers, *(header for header in HEADERS if header[0] not in given)]
+
+
+async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it
+    await refuse(send, Refusal(404, "NotFound", "the page has nothing there"))

@@ -1,0 +1,242 @@
+"""The overview of a server: one snapshot that every open page and `postroom top` show.
+
+Rule 1: a snapshot is read in one transaction, from counters and cells. No records are counted.
+Rule 2: a caller of one organization gets a snapshot without the others: `seen_by`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine.agents import AgentOperations
+from postroom.contracts.engine.cells import AGENTS, SEPARATOR
+from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus, status_of
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.token_status import TokenStatus
+from postroom.contracts.engine.token_status import status_of as token_status_of
+from postroom.contracts.goals import decisions
+from postroom.core.agents import Health
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import EPOCH, MICROSECOND
+from postroom.page.activity import Activity, Rates, Second, Wait
+
+AGENTS_SHOWN_MAX: Final = 200
+WORKERS_SHOWN_MAX: Final = 200
+_WORST_FIRST: Final[tuple[Health, ...]] = ("dead", "suspect", "registered", "alive")
+
+
+class Organization(msgspec.Struct, frozen=True):
+    """One organization."""
+
+    org_id: str
+    lanes: list[int]
+    """QUEUED messages of P0 to P3."""
+    depth: int
+    stage: int
+    paused: bool
+    states: dict[str, int]
+    rates: Rates
+    decisions: int
+    """Decisions that wait for a person."""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A worker process."""
+
+    worker_id: str
+    slots: int
+    in_flight: int
+    claims: int
+    """Claims in the last 30 s."""
+    silent_s: float
+
+
+class AgentHealth(msgspec.Struct, frozen=True):
+    """An agent and its health."""
+
+    org_id: str
+    agent_id: str
+    health: Health
+    silent_s: float
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What one read of a store gives."""
+
+    status: EngineStatus
+    tokens: TokenStatus
+    agents: list[AgentHealth]
+    """The worst first, and at most `AGENTS_SHOWN_MAX`."""
+    health: dict[str, dict[str, int]]
+    """Agents by organization and health."""
+    decisions: dict[str, int]
+    """Decisions that wait for a person, by organization."""
+    newest_event: int
+    now_us: int
+    now_ns: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The overview at one moment."""
+
+    at: datetime
+    newest_event: int
+    """The snapshot shows every event up to this number."""
+    organizations: list[Organization]
+    depth: int
+    stage: int
+    rates: Rates
+    history: list[Second]
+    waits: list[Wait]
+    workers: list[Worker]
+    wanted_workers: int
+    agents: list[AgentHealth]
+    health: dict[str, int]
+    """How many agents there are of each health."""
+    breakers: dict[str, BreakerStatus]
+    pauses: list[dict[str, str]]
+    tokens: TokenStatus
+    needs: dict[str, int]
+    """What waits for a person: decisions, dead_letters and quarantined."""
+    degraded: dict[str, str]
+    """Parts of the server that do not work, and why."""
+    org_id: str | None = None
+    """The organization that the snapshot is about; None for all of them."""
+
+
+def read_facts(operations: Operations, policy: Policy) -> Facts:
+    """Read what a snapshot shows."""
+    transaction = operations.transaction
+    found = _agents(AgentOperations(transaction, policy))
+    waiting = Counter(one.org_id for one in decisions.waiting(transaction) if one.state == "waiting")
+    return Facts(
+        status=status_of(operations, policy),
+        tokens=token_status_of(transaction, policy.token_rules),
+        agents=found[:AGENTS_SHOWN_MAX],
+        health=_counted(found),
+        decisions=dict(waiting),
+        newest_event=transaction.newest_event(),
+        now_us=transaction.wall_us,
+        now_ns=transaction.steady_ns,
+    )
+
+
+def _agents(operations: AgentOperations) -> list[AgentHealth]:
+    """The registered agents, those that are not well first."""
+    found = []
+    for key, entry in AGENTS.scan(operations.transaction):
+        org_id, _, agent_id = key.partition(SEPARATOR)
+        seen = operations.seen(entry)
+        found.append(AgentHealth(org_id, agent_id, seen.health, round(seen.silent_s, 1)))
+    return sorted(found, key=lambda one: (_WORST_FIRST.index(one.health), one.org_id, one.agent_id))
+
+
+def _counted(agents: list[AgentHealth]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for one in agents:
+        of_org = counts.setdefault(one.org_id, {})
+        of_org[one.health] = of_org.get(one.health, 0) + 1
+    return counts
+
+
+def snapshot(facts: Facts, activity: Activity, degraded: Mapping[str, str] = {}) -> Snapshot:
+    """The overview of all organizations."""
+    status, now_us = facts.status, facts.now_us
+    organizations = [
+        Organization(
+            org_id,
+            found.lanes,
+            found.depth,
+            found.stage,
+            found.paused,
+            found.states,
+            activity.rates(now_us, org_id),
+            facts.decisions.get(org_id, 0),
+        )
+        for org_id, found in sorted(status.organizations.items())
+    ]
+    return Snapshot(
+        at=EPOCH + now_us * MICROSECOND,
+        newest_event=facts.newest_event,
+        organizations=organizations,
+        depth=status.depth,
+        stage=status.stage,
+        rates=activity.rates(now_us),
+        history=activity.history(now_us),
+        waits=activity.waits(),
+        workers=_workers(facts),
+        wanted_workers=status.wanted_workers,
+        agents=facts.agents,
+        health=_sum(facts.health),
+        breakers=status.breakers,
+        pauses=status.pauses,
+        tokens=facts.tokens,
+        needs=_needs(organizations),
+        degraded=dict(degraded),
+    )
+
+
+def _workers(facts: Facts) -> list[Worker]:
+    found = [
+        Worker(
+            name, one.slots, one.in_flight, one.claims, round((facts.now_ns - one.seen_ns) / NANOS_PER_S, 1)
+        )
+        for name, one in sorted(facts.status.workers.items())
+    ]
+    return found[:WORKERS_SHOWN_MAX]
+
+
+def _sum(health: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in health.values():
+        total.update(counts)
+    return dict(total)
+
+
+def _needs(organizations: list[Organization]) -> dict[str, int]:
+    return {
+        "decisions": sum(one.decisions for one in organizations),
+        "dead_letters": sum(one.states.get("DEAD_LETTER", 0) for one in organizations),
+        "quarantined": sum(one.states.get("QUARANTINED", 0) for one in organizations),
+    }
+
+
+def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> Snapshot:
+    """The overview as callers of one organization see it: without the others, and without workers."""
+    own = [one for one in whole.organizations if one.org_id == org_id]
+    return replace(
+        whole,
+        org_id=org_id,
+        organizations=own,
+        depth=sum(one.depth for one in own),
+        stage=max((one.stage for one in own), default=0),
+        rates=activity.rates(facts.now_us, org_id),
+        history=activity.history(facts.now_us, org_id),
+        waits=activity.waits(org_id),
+        workers=[],
+        wanted_workers=0,
+        agents=[one for one in facts.agents if one.org_id == org_id],
+        health=facts.health.get(org_id, {}),
+        breakers=_breakers_of(whole.breakers, org_id),
+        pauses=[pause for pause in whole.pauses if pause["org_id"] in ("", org_id)],
+        tokens=whole.tokens.of_organization(org_id),
+        needs=_needs(own),
+        degraded={},
+    )
+
+
+def _breakers_of(breakers: Mapping[str, BreakerStatus], org_id: str) -> dict[str, BreakerStatus]:
+    """The breakers that hold for an organization, without the names of others."""
+    found: dict[str, BreakerStatus] = {}
+    for service, one in breakers.items():
+        if org_id in one.organizations:
+            found[service] = replace(one, organizations=[org_id])
+        elif one.is_declared:
+            is_held = one.state != "closed" and not one.organizations
+            found[service] = one if is_held else BreakerStatus("closed")
+    return found

@@ -1,0 +1,60 @@
+// Agents and mailboxes. The server never sends the id of a private mailbox.
+
+import { get } from "./api.js";
+import { h, messageLink, number, replace, seconds, section, seldom, table, time } from "./dom.js";
+
+export async function show(content, { isCurrent, fail }) {
+  const place = h("div");
+  let known = "";
+  content.append(h("h1", {}, "Agents"), place);
+
+  async function load() {
+    const found = await get("/page/agents");
+    const text = JSON.stringify(found);
+    if (!isCurrent() || text === known) return;
+    known = text;
+    replace(place, section("Registered agents", agentTable(found.agents)), mailboxes(found.mail), owners(found.registered));
+  }
+
+  await load();
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
+}
+
+function agentTable(agents) {
+  const ids = (list) => (list.length ? [number(list.length), ": ", list.slice(0, 3).map((id) => [messageLink(id), " "]), list.length > 3 ? "…" : ""] : "");
+  const columns = [
+    ["agent", (one) => one.agent_id],
+    ["organization", (one) => one.org_id],
+    ["health", (one) => h("span", { class: "health " + one.health }, one.health)],
+    ["silent", (one) => seconds(one.silent_s), "number"],
+    ["coordinator", (one) => one.coordinator],
+    ["waits for answers", (one) => ids(one.waits_for)],
+    ["in its inbox", (one) => ids(one.waited_for_by)],
+    ["registered", (one) => time(one.registered_at)],
+  ];
+  return table("Agents of the global queue", columns, agents, { empty: "No agent is registered." });
+}
+
+function mailboxes(mail) {
+  if (!mail) return "";
+  const columns = [
+    ["mailbox", (one) => h("span", { class: "id" }, one.mail_id)],
+    ["description", (one) => one.desc],
+    ["messages", (one) => number(one.messages), "number"],
+    ["made", (one) => time(one.created_us)],
+  ];
+  return section(
+    "Mailboxes",
+    h("p", {}, `${number(mail.mailboxes)} mailboxes with ${number(mail.messages)} messages; ${number(mail.private)} of them are private, and their ids are not shown.`),
+    table("Public mailboxes", columns, mail.public, { empty: "There is none." }),
+  );
+}
+
+function owners(registered) {
+  if (!registered.length) return "";
+  return section("Agents and operators with a token of their own", table("Agents and operators", [
+    ["name", (one) => one.name],
+    ["role", (one) => one.role],
+    ["organization", (one) => one.org_id],
+  ], registered, { hideCaption: true }));
+}

@@ -1,0 +1,48 @@
+// Decisions that wait for a person.
+
+import { get, post } from "./api.js";
+import { code, complain, h, messageLink, notify, replace, seconds, seldom } from "./dom.js";
+
+export async function show(content, { isCurrent, fail }) {
+  const place = h("div");
+  let known = "";
+  content.append(h("h1", {}, "Decisions"), place);
+
+  async function load() {
+    const { decisions } = await get("/page/decisions");
+    const text = JSON.stringify(decisions);
+    if (!isCurrent() || text === known) return;
+    known = text;
+    replace(place, decisions.length ? decisions.map((one) => card(one, answer)) : h("p", { class: "empty" }, "No decision waits for a person."));
+  }
+
+  async function answer(id, choice) {
+    try {
+      await post("/page/decisions/" + encodeURIComponent(id), { choice });
+      await load();
+      notify("You decided: " + choice + ".");
+    } catch (error) {
+      complain(error);
+    }
+  }
+
+  await load();
+  return { overview: seldom(load, fail), reset: () => load().catch(fail) };
+}
+
+function card(one, answer) {
+  const title = "decision-" + one.decision_id;
+  const left = one.deadline_us / 1e6 - Date.now() / 1000;
+  return h(
+    "section",
+    { class: "card", "aria-labelledby": title },
+    h("h2", { id: title }, one.kind.replaceAll("_", " "), " of ", one.org_id),
+    one.reasoning && h("p", {}, one.reasoning),
+    h("dl", { class: "facts" }, Object.entries(one.subject).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, name === "message_id" ? messageLink(value) : value)))),
+    code(one.question, "Facts of the question"),
+    one.state === "waiting"
+      ? h("p", { class: "buttons" }, one.options.map((option) => h("button", { type: "button", "data-key": one.decision_id + option, onclick: () => answer(one.decision_id, option) }, option)))
+      : h("p", {}, "The adviser is being asked."),
+    one.deadline_us ? h("p", { class: "hint" }, left > 0 ? `Without an answer in ${seconds(left)}, the safe choice is taken: ${one.default}.` : `The safe choice is about to be taken: ${one.default}.`) : "",
+  );
+}

@@ -1,0 +1,49 @@
+"""The view of agents and mailboxes. The ids of private mailboxes are never shown."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from postroom.contracts.engine.agents import AgentInfo, AgentOperations
+from postroom.page.live import scope_of
+from postroom.page.messages import read
+from postroom.runtime.agent_handlers import shown_to
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.mail_status import MailStatus, read_status
+from postroom.runtime.task_server import TaskServer
+
+AGENTS_LISTED_MAX: Final = 1_000
+REGISTERED_LISTED_MAX: Final = 1_000
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """The agents that the caller sees. Operators of all organizations also see mailboxes and tokens."""
+    identity, policy = request.identity, server.engine.policy
+    scope = scope_of(identity)
+    found: list[AgentInfo] = []
+    if scope != "":
+        found = await read(
+            server,
+            request,
+            lambda operations: AgentOperations(operations.transaction, policy).list(scope),
+        )
+    answer: dict[str, Any] = {
+        "agents": [shown_to(identity, info) for info in found[:AGENTS_LISTED_MAX]],
+        "mail": None,
+        "registered": [],
+    }
+    if identity.is_operator:
+        answer["mail"] = await asyncio.to_thread(_mail, server.agents.data)
+        answer["registered"] = [
+            {"name": one.name, "role": one.role, "org_id": one.org}
+            for one in server.agents.list()[:REGISTERED_LISTED_MAX]
+        ]
+    return HttpReply(200, _encode(answer))
+
+
+def _mail(data: Path) -> MailStatus | None:
+    return read_status(data / "mail")

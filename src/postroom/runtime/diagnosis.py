@@ -1,0 +1,328 @@
+"""Gathers the facts about a data folder, or about a store on a server, for `postroom doctor`.
+
+Rule 1: nothing is changed. Stores are opened read-only, and no lock is taken.
+Rule 2: a fact that cannot be had is left out or becomes a fault; looking never fails for one of them.
+"""
+
+import os
+import platform
+import resource
+import socket
+import stat
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import apsw
+import msgspec
+
+from postroom.core.diagnosis import (
+    LEASE_LATE_S,
+    LEASE_LONG_S,
+    ClockFacts,
+    EnvironmentFacts,
+    Facts,
+    FileFault,
+    FolderFacts,
+    LeaseFacts,
+    PortFacts,
+    QueueFacts,
+    ServerFacts,
+    ShipperFacts,
+    StoreFacts,
+    TokenFacts,
+)
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import epoch_ns_of
+from postroom.errors import PostroomError
+from postroom.logs import eventfiles
+from postroom.message import Record, org_of
+from postroom.runtime.agents import Agents
+from postroom.runtime.data_folder import (
+    DATABASE,
+    MAIL_FOLDER,
+    is_transient,
+    upgrade_copies,
+)
+from postroom.runtime.parts import STATES_FILE, States
+from postroom.runtime.verification import DataCheck, Report
+from postroom.settings import UpSettings
+from postroom.stores.base import NEWEST, Ending, Listing, by_state, waiting
+from postroom.stores.sqlite_file import check_library
+from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+from postroom.system.clock import SystemClock
+from postroom.system.diskspace import free_bytes
+
+LEASES_READ_MAX = 1_000
+FILES_READ_MAX = 10_000  # whose permissions are looked at
+MICROS_PER_S = 1_000_000
+MOUNTS = Path("/proc/mounts")
+
+
+# ---- a data folder -----------------------------------------------------------------------------------
+
+
+def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Report | None = None) -> Facts:
+    """The facts about a data folder. With `deep`, every file is read whole."""
+    check = DataCheck(data, report)
+    faults: list[FileFault] = []
+    store = _store_in(data, faults)
+    if deep:
+        if store is not None:
+            found = tuple(fault.reason for fault in check.store_faults())
+            store = msgspec.structs.replace(store, faults=found)
+        faults += check.file_faults()
+    now_us = SystemClock().wall_us()
+    return Facts(
+        data=str(data),
+        environment=environment(),
+        clock=ClockFacts(now_us, _newest_us(data)),
+        folder=_folder(data),
+        server=_server(data, settings),
+        store=store,
+        faults=tuple(faults),
+        tokens=_tokens(data),
+        mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
+        copies=tuple(upgrade_copies(data)),
+        checked=tuple(check.checked),
+    )
+
+
+def environment() -> EnvironmentFacts:
+    """The versions of the programs."""
+    try:
+        check_library()
+        fault = ""
+    except PostroomError as error:
+        fault = str(error)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return EnvironmentFacts(
+        version("postroom"), platform.python_version(), apsw.sqlite_lib_version(), fault,
+        soft if soft != resource.RLIM_INFINITY else 2**31,
+    )  # fmt: skip
+
+
+def _folder(data: Path) -> FolderFacts:
+    disk = os.statvfs(data)
+    free = disk.f_bavail * disk.f_frsize
+    exposed, foreign = [], []
+    for path in _files(data):
+        info = path.lstat()
+        name = path.relative_to(data).as_posix()
+        if info.st_mode & 0o044 and stat.S_ISREG(info.st_mode):
+            exposed.append(name)
+        if not os.access(path, os.R_OK | os.W_OK):
+            foreign.append(name)
+    return FolderFacts(
+        path=str(data),
+        mode=stat.S_IMODE(data.stat().st_mode),
+        is_writable=os.access(data, os.W_OK | os.X_OK),
+        exposed=tuple(exposed),
+        foreign=tuple(foreign),
+        free_bytes=free,
+        total_bytes=disk.f_blocks * disk.f_frsize,
+        reserve_bytes=free - free_bytes(data),
+        filesystem=_filesystem(data),
+    )
+
+
+def _files(data: Path) -> Iterator[Path]:
+    """The first files of the folder, at most `FILES_READ_MAX`."""
+    seen = 0
+    for parent, folders, files in os.walk(data):
+        folders[:] = sorted(name for name in folders if not is_transient(name))
+        for name in sorted(files):
+            path = Path(parent, name)
+            if not path.is_symlink() and path.exists():  # a server may have removed it meanwhile
+                yield path
+                seen += 1
+                if seen >= FILES_READ_MAX:
+                    return
+
+
+def _filesystem(data: Path) -> str:
+    """The kind of the file system, from the list of mounts; empty where there is no such list."""
+    try:
+        lines = [line.split()[1:3] for line in MOUNTS.read_text("utf-8", "replace").splitlines()]
+    except OSError:
+        return ""
+    real = data.resolve()
+    holding = [
+        (len(point), kind) for point, kind in lines if real.is_relative_to(point.replace("\\040", " "))
+    ]
+    return max(holding)[1] if holding else ""
+
+
+def _server(data: Path, settings: UpSettings) -> ServerFacts:
+    states = _states(data)
+    if states is not None:
+        return ServerFacts(
+            is_running=True,
+            parts={name: part.state for name, part in states.parts.items()},
+            restarts={name: part.restarts for name, part in states.parts.items()},
+        )
+    wanted = [("http", settings.http_port)] + ([("nats", settings.nats_port)] if settings.mail else [])
+    ports = [
+        PortFacts(part, f"{settings.host}:{port}", is_taken=_is_taken(settings.host, port))
+        for part, port in wanted
+        if port
+    ]
+    return ServerFacts(is_running=False, ports=tuple(ports))
+
+
+def _states(data: Path) -> States | None:
+    """The states of the parts; None when `up` does not run, also after it was killed.
+
+    The lock of `up` is not tried: a start at the same moment would be refused.
+    """
+    try:
+        states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    try:
+        os.kill(states.pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # the process of another user
+        return states
+    return states
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Whether a program listens on the port. The port is not taken for that."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _tokens(data: Path) -> tuple[TokenFacts, ...] | None:
+    registry = Agents(data)
+    try:
+        registry.list()
+        return tuple(
+            TokenFacts(
+                token.token_id, token.role, token.agent,
+                None if token.expires is None else epoch_ns_of(token.expires) // 1000,
+            )
+            for token in registry.tokens.list()
+        )  # fmt: skip
+    except PostroomError:  # a fault of a file, which is reported as such
+        return None
+
+
+def _store_in(data: Path, faults: list[FileFault]) -> StoreFacts | None:
+    path = data / DATABASE
+    if not path.exists():
+        return None
+    try:
+        return read_at_rest_or_live(path, _store_of_snapshot)
+    except (PostroomError, apsw.Error, ValueError, OSError) as error:
+        faults.append(FileFault("store", DATABASE, str(error)))
+        return None
+
+
+def _store_of_snapshot(snapshot: SqliteSnapshot) -> StoreFacts:
+    known = StoreFacts(
+        DATABASE, snapshot.version, newest_version(), moved_to=snapshot.fact("moved_to"),
+        has_clock=snapshot.has_clock,
+    )  # fmt: skip
+    if not snapshot.is_current:
+        return known
+    return snapshot.read(lambda transaction: _with_messages(known, transaction))
+
+
+def _newest_us(data: Path) -> int:
+    path = data / DATABASE
+    try:
+        return read_at_rest_or_live(path, _newest_in) if path.exists() else 0
+    except (PostroomError, apsw.Error, ValueError, OSError):  # reported by `_store_in`
+        return 0
+
+
+def _newest_in(snapshot: SqliteSnapshot) -> int:
+    return snapshot.read(_newest_event_us) if snapshot.is_current else 0
+
+
+# ---- a store -----------------------------------------------------------------------------------------
+
+
+def facts_of_store(store: Store, url: str) -> Facts:
+    """The facts about a store on a server."""
+    known = StoreFacts(store.url, 1, 1, is_folder=False)
+    newest_us = store.read(_newest_event_us)
+    return Facts(
+        data=url,
+        environment=environment(),
+        clock=ClockFacts(SystemClock().wall_us(), newest_us),
+        store=store.read(lambda transaction: _with_messages(known, transaction)),
+        checked=(store.url,),
+    )
+
+
+def _newest_event_us(transaction: Transaction) -> int:
+    newest = transaction.events(NEWEST, 1)
+    return newest[0].ts_us if newest else 0
+
+
+def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
+    return msgspec.structs.replace(
+        known,
+        queues=tuple(_queue(transaction, name) for name in transaction.queues()),
+        leases=tuple(_leases(transaction, late=known.has_clock)),
+        shipper=_shipper(transaction),
+    )
+
+
+def _queue(transaction: Transaction, name: str) -> QueueFacts:
+    counts = transaction.depth(name)
+    states = by_state(counts)
+    oldest_ns = transaction.oldest_ns(name) if states.get("QUEUED") else None
+    return QueueFacts(
+        name=org_of(name) or name,
+        depth=waiting(counts),
+        depth_max=0 if org_of(name) else transaction.limits(name).max_depth,
+        oldest_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
+        dead_letters=states.get("DEAD_LETTER", 0),
+        quarantined=states.get("QUARANTINED", 0),
+        is_engine=bool(org_of(name)),
+    )
+
+
+def _leases(transaction: Transaction, *, late: bool) -> Iterator[LeaseFacts]:
+    """Leases that ended a while ago, and those of messages that were claimed long ago."""
+    until_ns = transaction.steady_ns - round(LEASE_LATE_S * NANOS_PER_S)
+    ended = transaction.find(Ending("lease", until_ns, LEASES_READ_MAX)) if late else []
+    for record in ended:
+        yield _lease(transaction, record, (transaction.steady_ns - record.lease_until) / NANOS_PER_S)
+    seen = {record.seq for record in ended}
+    for record in transaction.find(Listing(state="PROCESSING", limit=LEASES_READ_MAX)):
+        lease = _lease(transaction, record, 0.0)
+        if record.seq not in seen and lease.claimed_s > LEASE_LONG_S:
+            yield lease
+
+
+def _lease(transaction: Transaction, record: Record, late_s: float) -> LeaseFacts:
+    claimed_s = max(0, transaction.wall_us - record.claimed_us) / MICROS_PER_S
+    queue = org_of(record.queue) or record.queue
+    return LeaseFacts(
+        record.message_id, queue, record.worker_id, claimed_s, late_s, is_engine=bool(org_of(record.queue))
+    )
+
+
+def _shipper(transaction: Transaction) -> ShipperFacts | None:
+    outbox = transaction.outbox()
+    if outbox is None:
+        return None
+    newest = transaction.events(NEWEST, 1)
+    unshipped = transaction.events(outbox.shipped, 1)
+    age_us = transaction.wall_us - unshipped[0].ts_us if unshipped else 0
+    return ShipperFacts(
+        waiting=max(0, newest[0].seq - outbox.shipped) if newest else 0,
+        backlog_max=outbox.backlog_max,
+        oldest_s=max(0, age_us) / MICROS_PER_S,
+        refuses=outbox.when_behind == "refuse",
+    )

@@ -1,0 +1,83 @@
+"""The providers of OpenTelemetry in one process, with exporters over OTLP/HTTP."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from postroom.contracts.engine import Engine
+from postroom.runtime.engine_spans import EngineGauges, EngineSpans
+from postroom.runtime.http_spans import TracedApp
+from postroom.runtime.log_records import OtelHandler, line_emitter
+from postroom.runtime.server_log import ServerLog
+
+SCOPE = "postroom"
+FLUSH_MS = 5_000  # for the last export at the end of a process
+
+
+class Telemetry:
+    """The providers of one process."""
+
+    def __init__(self, service: str, signals: Sequence[str], environ: Mapping[str, str]) -> None:
+        attributes = environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        is_named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
+        resource = Resource.create({} if is_named else {"service.name": service})
+        self._closers: list[Callable[[], object]] = []
+        self._traces = self._trace_provider(resource) if "traces" in signals else None
+        self._metrics = self._metric_provider(resource) if "metrics" in signals else None
+        self._logs = self._log_provider(resource) if "logs" in signals else None
+
+    def _trace_provider(self, resource: Resource) -> TracerProvider:
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)  # for the spans that handlers make
+        self._closers.append(provider.shutdown)
+        return provider
+
+    def _metric_provider(self, resource: Resource) -> MeterProvider:
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        provider = MeterProvider([reader], resource, shutdown_on_exit=False)
+        metrics.set_meter_provider(provider)
+        self._closers.append(lambda: provider.shutdown(FLUSH_MS))
+        return provider
+
+    def _log_provider(self, resource: Resource) -> LoggerProvider:
+        provider = LoggerProvider(resource, shutdown_on_exit=False)
+        provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
+        handler = OtelHandler(provider.get_logger(SCOPE))
+        logger = logging.getLogger(SCOPE)
+        logger.addHandler(handler)
+        self._closers += [lambda: logger.removeHandler(handler), provider.shutdown]
+        return provider
+
+    def attach(self, engine: Engine) -> None:
+        """Trace and measure an engine."""
+        tracer = (self._traces or trace.NoOpTracerProvider()).get_tracer(SCOPE)
+        meter = (self._metrics or metrics.NoOpMeterProvider()).get_meter(SCOPE)
+        engine.core.telemetry = EngineSpans(tracer, meter)
+        EngineGauges(engine, meter)
+
+    def follow(self, server_log: ServerLog) -> None:
+        """Export the lines of a server log."""
+        if self._logs is not None:
+            server_log.listener = line_emitter(self._logs.get_logger(SCOPE))
+
+    def traced(self, app: Any) -> Any:
+        """An ASGI app with a span for each request; the app itself when spans are not exported."""
+        return app if self._traces is None else TracedApp(app, self._traces.get_tracer(SCOPE))
+
+    def close(self) -> None:
+        """Export what is left, and end."""
+        for close in self._closers:
+            close()

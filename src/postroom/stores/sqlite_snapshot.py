@@ -1,0 +1,204 @@
+"""One committed state of a store's file, read without changing the file.
+
+Rule 1: the file is opened read-only. Nothing is created, migrated or repaired, and no lock of the store is
+        taken, so a server may write meanwhile.
+Rule 2: every call sees the state of the moment at which the snapshot was opened.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+from urllib.parse import quote
+
+import apsw
+
+from postroom.errors import StoreDamaged, UnsafePath
+from postroom.message import Event, State, Stored
+from postroom.stores.base import LANE_COUNTS, Counted
+from postroom.stores.sql.queries import FACT, ask
+from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
+from postroom.stores.sqlite_transaction import Known, SqliteReading
+from postroom.stores.transaction import Transaction
+from postroom.system.clock import Clock, SystemClock
+
+T = TypeVar("T")
+
+FAULTS_SHOWN_MAX = 20  # of one file
+EVENTS_PAGE = 10_000
+
+_COUNT = "SELECT queue, state, lane, count(*) FROM records GROUP BY queue, state, lane"
+
+
+class SqliteSnapshot:
+    """The state of a store file. A context manager.
+
+    With `at_rest`, the file is read without SQLite's own lock files. The caller guarantees that no process
+    writes to it.
+    """
+
+    def __init__(self, path: Path, *, at_rest: bool = False, clock: Clock | None = None) -> None:
+        check_library()
+        self.path = path
+        self._clock = SystemClock() if clock is None else clock
+        if path.is_symlink() or not path.is_file():
+            raise UnsafePath(f"{path} is not a regular file, so it cannot be a store")
+        option = "?immutable=1" if at_rest else ""
+        flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        try:
+            self._connection = apsw.Connection(
+                f"file:{quote(os.fspath(path.absolute()))}{option}", flags=flags
+            )
+        except apsw.Error as error:
+            raise StoreDamaged(f"{path} cannot be opened: {error}") from error
+        try:
+            self._pin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _pin(self) -> None:
+        """Begin the transaction in which everything is read."""
+        self._connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
+        try:
+            self._connection.execute("BEGIN")
+            tables = {row[0] for row in ask(self._connection, "SELECT name FROM sqlite_schema")}
+            self.version = int(self._connection.pragma("user_version"))
+        except apsw.Error as error:
+            raise StoreDamaged(f"{self.path} is damaged: {error}") from error
+        if not tables.issuperset(OUR_TABLES):
+            raise StoreDamaged(f"{self.path} is not a store of tasks: it is the database of another program")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the snapshot."""
+        self._connection.close(True)  # noqa: FBT003 - the API has no name for it
+
+    # ---- what it says --------------------------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file has the format of this version. Only then `read` can be used."""
+        return self.version == newest_version()
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer postroom has written the file."""
+        return self.version > newest_version()
+
+    def identity(self) -> str:
+        """The name of the store."""
+        return self.fact("store_id")
+
+    def fact(self, name: str) -> str:
+        """A fact of the file; empty when it is unknown."""
+        found = ask(self._connection, FACT, (name,))
+        return str(found[0][0]) if found else ""
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the store's clock runs: it stands still from a reboot to the next start of a server."""
+        return self.fact("clock_boot_id") == self._clock.boot_id()
+
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        """Run `work` on the state. It must not write."""
+        offset_ns = int(self.fact("clock_offset_ns") or 0) if self.has_clock else 0
+        now_ns = offset_ns + self._clock.boot_ns()
+        known = Known(self.identity())
+        return work(SqliteReading(known, self._connection.cursor(), now_ns, self._clock.wall_us()))
+
+    def events(self, after: int, limit: int) -> list[Event]:
+        """Committed events after a position."""
+        return self.read(lambda transaction: transaction.events(after, limit))
+
+    def load(self, message_id: str) -> Stored | None:
+        """Everything about one message; None when it is unknown."""
+        return self.read(lambda transaction: transaction.load(message_id))
+
+    # ---- checks --------------------------------------------------------------------------------------
+
+    def faults(self) -> list[str]:
+        """Why the file cannot be trusted: damaged pages, wrong indexes, wrong counters, missing events."""
+        try:
+            faults = self.page_faults()
+            if not faults and self.is_current:
+                faults = [*self._wrong_counters(), *self._missing_events()]
+        except apsw.Error as error:
+            return [str(error)]
+        except (ValueError, IndexError) as error:  # a column holds an unexpected value
+            return [f"a row cannot be read: {error}"]
+        return faults[:FAULTS_SHOWN_MAX]
+
+    def page_faults(self) -> list[str]:
+        """Damaged pages and wrong indexes."""
+        found = ask(self._connection, f"PRAGMA integrity_check({FAULTS_SHOWN_MAX})")
+        return [str(row[0]) for row in found if row[0] != "ok"]
+
+    def _wrong_counters(self) -> list[str]:
+        counted = Known(self.identity())
+        counted.catch_up(self._connection, from_start=True)
+        real: dict[tuple[int, Counted], int] = {}
+        for queue, state, lane, n in ask(self._connection, _COUNT):
+            what = _counter(state, lane)
+            real[queue, what] = real.get((queue, what), 0) + n
+        said: dict[tuple[int, Counted], int] = {
+            (queue, what): n
+            for queue, counters in counted.depths.items()
+            for what, n in counters.items()
+            if n and what != "LAPSES"
+        }
+        return [
+            f"the queue {counted.name_of(queue, self._connection)} counts {said.get((queue, what), 0)} "
+            f"records as {what}, and holds {real.get((queue, what), 0)}"
+            for queue, what in sorted({*said, *real})
+            if said.get((queue, what), 0) != real.get((queue, what), 0)
+        ]
+
+    def _missing_events(self) -> list[str]:
+        """Event numbers have no gap, apart from the removed ones at the beginning."""
+        after, gaps = 0, []
+        while events := self.events(after, EVENTS_PAGE):
+            for event in events:
+                if after and event.seq != after + 1:
+                    gaps.append(f"events {after + 1} to {event.seq - 1} are missing")
+                after = event.seq
+        return gaps
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def copy_to(self, path: Path, report: Callable[[int, int], None] | None = None) -> None:
+        """Copy the state into a new database file. `report` gets the copied bytes and all bytes."""
+        copy_database(self._connection, path, report)
+
+
+def _counter(state: State, lane: int) -> Counted:
+    return LANE_COUNTS[lane] if state == "QUEUED" else state
+
+
+def newest_version() -> int:
+    """The format of store files that this version writes."""
+    return max(migrations())
+
+
+def read_at_rest_or_live(path: Path, work: Callable[[SqliteSnapshot], T]) -> T:
+    """Run `work` on a snapshot that creates no file beside the store, also when nothing runs.
+
+    Without a WAL no process has the file open. When one appears during `work`, `work` runs again.
+    """
+    wal = path.with_name(path.name + "-wal")
+    at_rest = not wal.exists()
+    if at_rest:
+        with SqliteSnapshot(path, at_rest=True) as snapshot:
+            result = work(snapshot)
+        if not wal.exists():
+            return result
+    with SqliteSnapshot(path) as snapshot:
+        return work(snapshot)

@@ -1,0 +1,99 @@
+"""Long faults of PostgreSQL under load: kills, a black hole, half-open connections, resets, a promotion."""
+
+import random
+import time
+from collections.abc import Callable
+
+from postroom.testing.postgres_server import running_postgres, running_standby
+from tests.crash.ledger import Tally
+from tests.postgresload import Report, under_load
+from tests.tcpproxy import TcpProxy
+
+KILLS = 5
+HOLE_S = 30.0
+RESETS_S = 20.0
+RESET_SHARE = 0.02  # of the chunks that clients send
+HEALED_WITHIN_S = 5.0
+
+Tick = Callable[[int], None]
+
+
+def _tally(report: Report, tick: Tick, *, heals: bool = True) -> Tally:
+    tick(1)
+    tally = Tally(acknowledged=len(report.accepted), lost=report.lost, doubled=report.duplicated)
+    tally.facts = {
+        "longest_pause_ms": round(1_000 * report.pause_s),
+        "first_after_heal_ms": round(1_000 * report.first_after_heal_s),
+        "unsure": report.unsure,
+        "unavailable": report.failed,
+    }
+    if heals and report.first_after_heal_s > HEALED_WITHIN_S:
+        tally.breaks(f"the first message came {report.first_after_heal_s:.1f} s after the heal")
+    return tally
+
+
+def run_kills(_count: int, _seed: int, tick: Tick) -> Tally:
+    """Kill the server again and again."""
+    with running_postgres() as server:
+
+        def kill(report: Report) -> None:
+            for turn in range(KILLS):
+                server.kill()
+                server.start()
+                if turn < KILLS - 1:
+                    report.work_on()
+
+        return _tally(under_load(server.new_store(), kill), tick)
+
+
+def run_hole(_count: int, _seed: int, tick: Tick) -> Tally:
+    """Swallow everything between clients and server, for longer than any call waits."""
+    with running_postgres() as server, TcpProxy(server.port) as proxy:
+
+        def hole(_report: Report) -> None:
+            proxy.is_hole = True
+            time.sleep(HOLE_S)
+            proxy.is_hole = False
+
+        return _tally(under_load(_through(proxy, server.new_store()), hole), tick)
+
+
+def run_half_open(_count: int, _seed: int, tick: Tick) -> Tally:
+    """Swallow everything on connections that exist. New ones work: clients have to give the old ones up."""
+    with running_postgres() as server, TcpProxy(server.port) as proxy:
+        report = under_load(_through(proxy, server.new_store()), lambda _report: proxy.freeze_all())
+        return _tally(report, tick, heals=False)
+
+
+def run_resets(_count: int, seed: int, tick: Tick) -> Tally:
+    """Reset connections before and after random chunks, in every phase of submit, claim and complete."""
+    chance = random.Random(seed)
+
+    def watch(_chunk: bytes) -> str:
+        return chance.choice(("reset", "reset-after")) if chance.random() < RESET_SHARE else "pass"
+
+    with running_postgres() as server, TcpProxy(server.port) as proxy:
+
+        def reset(_report: Report) -> None:
+            proxy.watch = watch
+            time.sleep(RESETS_S)
+            proxy.watch = lambda _chunk: "pass"
+
+        return _tally(under_load(_through(proxy, server.new_store()), reset), tick)
+
+
+def run_promotion(_count: int, _seed: int, tick: Tick) -> Tally:
+    """Kill the primary and promote its standby."""
+    with running_postgres() as server, running_standby(server) as (standby, url):
+
+        def promote(report: Report) -> None:
+            report.work_on(1_000)
+            server.kill()
+            standby.promote()
+
+        return _tally(under_load(url, promote), tick)
+
+
+def _through(proxy: TcpProxy, url: str) -> str:
+    head, _, path = url.rpartition("/")
+    return f"{head.rpartition(':')[0]}:{proxy.port}/{path}"

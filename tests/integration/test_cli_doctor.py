@@ -1,0 +1,215 @@
+"""`postroom doctor` and `postroom verify --data` on real folders, with and without servers."""
+
+import hashlib
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Tasks
+from postroom.logs.mail_records import Framing, Started
+from postroom.testing import ManualClock
+from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
+from tests.integration.ups import running
+from tests.postgresserver import database, postgres
+from tests.waiting import until
+
+__all__ = ["database", "postgres"]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+    monkeypatch.setenv("POSTROOM_HTTP_PORT", "0")  # the ports of this machine are not the tests' business
+    monkeypatch.setenv("POSTROOM_NATS_PORT", "0")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    made = postroom("tasks", "enqueue", "--data", folder, "--agent", "triage", "--payload", "1")
+    assert made.code == 0
+    assert postroom("token", "create", "--data", folder, "--role", "admin").code == 0
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The hash of every file with data, and the names of all others."""
+    return {
+        path.relative_to(folder).as_posix(): ""
+        if path.name.endswith("-shm")
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def levels(result: Result) -> dict[str, str]:
+    """The worst level of each check."""
+    found: dict[str, str] = {}
+    for finding in result.line["findings"]:
+        known = found.get(finding["check"], "ok")
+        found[finding["check"]] = max(known, finding["level"], key=["ok", "warning", "problem"].index)
+    return found
+
+
+def said(result: Result, check: str) -> list[dict[str, Any]]:
+    return [finding for finding in result.line["findings"] if finding["check"] == check]
+
+
+def test_a_healthy_folder_is_well_and_stays_as_it_is(data: Path) -> None:
+    before = contents(data)
+    result = postroom("doctor", "--data", data)
+    assert (result.code, result.line["status"], set(levels(result).values())) == (0, "ok", {"ok"})
+    assert said(result, "stores")[0]["what"] == "undamaged: store, tokens"
+    assert contents(data) == before
+    assert postroom("verify", "--data", data).code == 0
+    assert contents(data) == before
+
+
+def test_a_folder_of_something_else_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file").write_text("x")
+    for command in ("doctor", "verify"):
+        for name, words in (("other", "is no data folder"), ("none", "there is no")):
+            refused = postroom(command, "--data", tmp_path / name)
+            assert (refused.code, refused.raw) == (1, b"")
+            assert words in refused.error
+    assert "is a file, and not a data folder" in postroom("verify", "--data", tmp_path / "file").error
+    assert postroom("doctor").code == 2
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_damaged_page_and_wrong_counters_are_found(data: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(data / "queue.db")) as connection:
+        connection.execute("UPDATE queues SET depths = '{\"P2\":7}'")
+        connection.commit()
+    found = postroom("doctor", "--data", data)
+    assert (found.code, levels(found)["stores"]) == (4, "problem")
+    assert "the queue triage counts" in said(found, "stores")[0]["what"]
+    assert postroom("doctor", "--data", data, "--quick").code == 0
+    damaged = bytearray((data / "queue.db").read_bytes())
+    damaged[4096 * 3 : 4096 * 5] = os.urandom(8192)
+    (data / "queue.db").write_bytes(damaged)
+    result = postroom("verify", "--data", data)
+    assert result.code == 1
+    assert {line["rule"] for line in result.lines} == {"damage"}
+    assert postroom("doctor", "--data", data).code == 4
+
+
+def test_stuck_leases_dead_letters_and_old_messages_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    clock = ManualClock()
+    with Tasks.open(f"sqlite:///{folder / 'queue.db'}", clock=clock) as tasks:
+        dead, stuck, _ = (tasks.enqueue(agent="triage", payload=n, max_retries=0) for n in range(3))
+        for task in tasks.claim(agent="triage", limit=2, lease_s=5.0):
+            if task.task_id == dead:
+                tasks.fail(task.task_id, task.lease, error="no")
+    with closing(sqlite3.connect(folder / "queue.db")) as connection:  # the clock of this machine goes on
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        connection.execute("UPDATE facts SET value = ? WHERE name = 'clock_boot_id'", (boot,))
+        connection.execute("UPDATE facts SET value = ? WHERE name = 'clock_offset_ns'", (10**15,))
+        connection.commit()
+    result = postroom("doctor", "--data", folder)
+    assert result.code == 4
+    assert stuck in said(result, "leases")[0]["what"]
+    assert said(result, "leases")[0]["command"] == f"postroom up --data {folder}"
+    assert "dead letters: 1 message of triage" in said(result, "poison")[0]["what"]
+    assert levels(result)["backlog"] == "warning"
+
+
+def test_registry_mail_and_bus_damage_are_found(data: Path) -> None:
+    bus = data / "buses" / "team.yaml"
+    bus.parent.mkdir()
+    for word in ("one", "two"):
+        assert (
+            postroom("bus", "post", "--bus", bus, "--type", "note", "--project", "p", "--body", word).code
+            == 0
+        )
+    bus.write_bytes(bus.read_bytes().replace(b"one", b"onE"))
+    (data / "tokens.json").write_text('{"tokens":[{"role":7}]}')
+    secret = bytes(range(8))
+    frame = Framing(secret).frame(Started(1))
+    log = data / "mail" / f"mail-{secret.hex()}-00000001.log"
+    log.parent.mkdir()
+    log.write_bytes(
+        frame + frame[:-1] + b"\xff" + frame + frame[:-2]
+    )  # damage, and a torn end, which is none
+    result = postroom("doctor", "--data", data)
+    assert result.code == 4
+    texts = " ".join(finding["what"] for finding in said(result, "stores"))
+    assert "buses/team.yaml is damaged" in texts
+    assert "tokens.json is damaged" in texts
+    assert f"{log.relative_to(data)} is damaged: {len(frame)} bytes at {len(frame)}" in texts
+    verified = postroom("verify", "--data", data)
+    assert verified.code == 1
+    damaged = {line["sentence"].partition(":")[0] for line in verified.lines}
+    assert damaged == {"buses/team.yaml", "tokens.json", log.relative_to(data).as_posix()}
+
+
+def test_tokens_that_expire_soon_and_open_folders_are_warnings(data: Path) -> None:
+    postroom("token", "create", "--data", data, "--role", "operator", "--expires-s", 3600)
+    data.chmod(0o755)
+    result = postroom("doctor", "--data", data)
+    assert result.code == 3
+    assert levels(result)["tokens"] == levels(result)["permissions"] == "warning"
+    command = said(result, "tokens")[0]["command"]
+    assert command.startswith("postroom token rotate ")
+    assert postroom(*command.split()[1:]).code == 0
+
+
+def test_the_doctor_works_beside_running_servers(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with running(folder) as up:
+        token = up.token
+        assert token is not None
+        url = ("--url", up.http, "--token", token)
+        assert postroom("tasks", "enqueue", *url, "--agent", "triage", "--payload", "1").code == 0
+        until(lambda: (folder / "audit" / "_open").is_dir() and any((folder / "audit" / "_open").iterdir()))
+        result = postroom("doctor", "--data", folder)
+        assert (result.code, result.line["status"]) == (0, "ok"), result.out
+        assert "runs: http, mail, audit" in said(result, "server")[0]["what"]
+        assert postroom("verify", "--data", folder).code == 0
+        shown = run_on_terminal("postroom", "doctor", "--data", folder, env={**os.environ, "NO_COLOR": "1"})
+        assert "is well" in shown.out
+
+
+def test_a_newer_format_is_refused_with_one_sentence(data: Path) -> None:
+    with closing(sqlite3.connect(data / "queue.db")) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    result = postroom("doctor", "--data", data)
+    assert result.code == 4
+    assert "written by a newer postroom" in said(result, "stores")[0]["what"]
+    assert postroom("verify", "--data", data).code == 1
+
+
+def test_a_store_on_postgresql_is_looked_at_and_never_made(database: str) -> None:
+    empty = postroom("doctor", "--data", database)
+    assert (empty.code, empty.raw) == (1, b"")
+    assert "there is no store at" in empty.error
+    with Tasks.open(database) as tasks:
+        task_id = tasks.enqueue(agent="triage", payload=1, max_retries=0)
+        [task] = tasks.claim(agent="triage")
+        tasks.fail(task_id, task.lease, error="no")
+    result = postroom("doctor", "--data", database)
+    assert (result.code, levels(result)["poison"]) == (3, "warning")
+
+
+def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert postroom("token", "create", "--data", folder, "--role", "admin").code == 0
+    with Tasks.open(database) as tasks:
+        tasks.enqueue(agent="triage", payload=1)
+    monkeypatch.setenv("POSTROOM_UP_STORE", database)
+    result = postroom("doctor", "--data", folder)
+    assert said(result, "backlog")[0]["what"] == "waiting: 1 message"
+    assert said(result, "tokens")[0]["what"].startswith("1 token")
+    saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
+    assert saved.code == 0
+    assert "is not in the folder" in saved.error

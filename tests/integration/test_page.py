@@ -1,0 +1,487 @@
+"""The live page in a real Chromium, by real clicks and keys, on a real server."""
+
+import json
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from postroom.runtime.tokens import Permissions
+from tests.pageworld import HOSTILE, PageWorld, page_world
+from tests.tcpproxy import TcpProxy
+from tests.waiting import until
+
+expect.set_options(timeout=30_000)  # a hang guard
+
+VIEWS = {
+    "overview": "Waiting time of the last minute",
+    "messages": "QUEUED",
+    "dead-letters": "Dead letters, the oldest first",
+    "goals": "Goals and their states",
+    "agents": "Agents of the global queue",
+    "buses/team": "The build is green.",
+    "report": "Open it alone",
+}
+"""What each view shows once it is drawn."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageWorld]:
+    with page_world(tmp_path_factory.mktemp("page") / "run") as found:
+        found.seed()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    assert path is not None, (
+        "this test needs the browser of Debian's package chromium: apt-get install chromium"
+    )
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def signed_in(world: PageWorld, browser: Browser) -> Iterator[BrowserContext]:
+    """A browser that the admin has signed in with."""
+    with opened(browser) as (context, page):
+        sign_in(page, world.url, world.token)
+        page.close()
+        yield context
+
+
+@pytest.fixture
+def page(signed_in: BrowserContext) -> Iterator[Page]:
+    found = signed_in.new_page()
+    with no_errors(found):
+        yield found
+    found.close()
+
+
+@contextmanager
+def opened(browser: Browser, **options: Any) -> Iterator[tuple[BrowserContext, Page]]:
+    context = browser.new_context(**options)
+    try:
+        yield context, context.new_page()
+    finally:
+        context.close()
+
+
+@contextmanager
+def no_errors(page: Page) -> Iterator[None]:
+    """Nothing that the page runs raises, and its policy refuses nothing that it needs."""
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "console", lambda said: errors.append(said.text) if "Content Security Policy" in said.text else None
+    )
+    yield
+    assert errors == []
+
+
+def sign_in(page: Page, url: str, token: str) -> None:
+    page.goto(url)
+    page.get_by_label("Token").fill(token)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("heading", name="Overview", level=1)).to_be_visible()
+
+
+def call(
+    world: PageWorld, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, Any, dict[str, str]]:
+    data = None if body is None else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(world.url + path, data, named, method=method)  # noqa: S310 - our own server
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            return answer.status, answer.read(), dict(answer.headers.items())
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers.items())
+
+
+# ---- sessions --------------------------------------------------------------------------------------
+
+
+def test_a_token_is_exchanged_for_a_cookie_that_no_script_can_read(
+    world: PageWorld, browser: Browser
+) -> None:
+    with opened(browser) as (context, page):
+        page.goto(world.url)
+        page.get_by_label("Token").fill("pr_wrong")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
+        sign_in(page, world.url, world.token)
+        [cookie] = context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        assert page.evaluate("document.cookie") == ""
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+        assert context.cookies() == []
+        page.reload()
+        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def session(world: PageWorld, token: str) -> tuple[str, str]:
+    """The cookie and the CSRF token of a new session."""
+    status, body, headers = call(world, "POST", "/page/sign-in", {"token": token})
+    assert status == 200
+    return headers["set-cookie"].partition(";")[0], json.loads(body)["csrf"]
+
+
+def test_a_change_needs_the_secret_against_forged_requests(world: PageWorld) -> None:
+    cookie, csrf = session(world, world.token)
+    message_id = world.submit()
+    path = f"/page/messages/{message_id}/cancel"
+    assert call(world, "POST", path)[0] == 401
+    assert call(world, "POST", path, cookie=cookie)[0] == 403
+    assert call(world, "POST", path, cookie=cookie, x_csrf_token="0" * 64)[0] == 403
+    elsewhere = {"cookie": cookie, "x_csrf_token": csrf, "origin": "http://elsewhere.example"}
+    assert call(world, "POST", path, **elsewhere)[0] == 403
+    assert (
+        call(world, "POST", "/page/sign-in", {"token": world.token}, origin="http://elsewhere.example")[0]
+        == 403
+    )
+    assert call(world, "POST", path, cookie=cookie, x_csrf_token=csrf)[0] == 200
+
+
+def test_a_session_ends_with_its_token(world: PageWorld) -> None:
+    made = world.agents.tokens.create("operator")
+    cookie, _ = session(world, made.token)
+    assert call(world, "GET", "/page/messages", cookie=cookie)[0] == 200
+    world.agents.tokens.revoke(made.token_id)
+    until(lambda: call(world, "GET", "/page/messages", cookie=cookie)[0] == 401)
+
+
+def test_the_policy_of_the_page_allows_nothing_from_elsewhere(world: PageWorld) -> None:
+    script = re.search(r'src="([^"]+)"', call(world, "GET", "/")[1].decode())
+    assert script is not None
+    assert call(world, "GET", script[1])[0] == 200
+    for path in ("/", script[1], "/page/overview", "/page/nothing"):
+        headers = call(world, "GET", path)[2]
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+    files = Path("src/postroom/page/static")
+    for file in files.iterdir():
+        text = file.read_text()
+        assert "innerHTML" not in text
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), file
+
+
+def test_callers_of_one_organization_see_only_that_one(world: PageWorld, browser: Browser) -> None:
+    token = world.agents.tokens.create("operator", org="beta").token
+    cookie, csrf = session(world, token)
+
+    def seen(path: str) -> Any:
+        status, body, _ = call(world, "GET", path, cookie=cookie)
+        return json.loads(body) if status == 200 else status
+
+    assert {one["org_id"] for one in seen("/page/messages")["messages"]} == {"beta"}
+    assert seen("/page/messages?org_id=acme")["messages"] == []
+    assert seen(f"/page/messages/{world.parent_id}") == 404
+    assert {one["org_id"] for one in seen("/page/dead-letters")["letters"]} == {"beta"}
+    assert [one["org_id"] for one in seen("/page/overview")["organizations"]] == ["beta"]
+    assert (seen("/page/goals")["goals"], seen("/page/goals/launch")) == ([], 404)
+    assert (seen("/page/decisions")["decisions"], seen("/page/agents")["mail"]) == ([], None)
+    forged = {"message_ids": [world.parent_id], "is_preview": False}
+    assert call(world, "POST", "/page/replay", forged, cookie=cookie, x_csrf_token=csrf)[0] == 404
+    agent = world.agents.tokens.create("agent", org="acme", agent="ada").token
+    cookie, _ = session(world, agent)
+    assert {one["org_id"] for one in seen("/page/messages")["messages"]} == {"acme"}
+    assert (seen("/page/decisions"), seen("/page/report")) == (403, 403)
+    with opened(browser) as (_, page):
+        sign_in(page, world.url, agent)
+        expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(5)
+
+
+def test_the_permissions_of_a_token_hold_on_the_page(world: PageWorld) -> None:
+    only = Permissions(is_read_only=True, only_buses=("team",))
+    cookie, csrf = session(world, world.agents.tokens.create("operator", permissions=only).token)
+    status, body, _ = call(world, "GET", f"/page/messages/{world.hostile_id}", cookie=cookie)
+    assert (status, json.loads(body)["can_cancel"]) == (200, False)
+    refused = call(
+        world, "POST", f"/page/messages/{world.hostile_id}/cancel", cookie=cookie, x_csrf_token=csrf
+    )
+    assert (refused[0], "may only read" in refused[1].decode()) == (403, True)
+    assert json.loads(call(world, "GET", "/page/buses", cookie=cookie)[1]) == {"buses": ["team"]}
+    assert call(world, "GET", "/page/buses/other", cookie=cookie)[0] == 403
+    assert call(world, "GET", "/page/buses/other/stream", cookie=cookie)[0] == 403
+    assert call(world, "POST", "/page/sign-out", cookie=cookie)[0] == 403
+    assert call(world, "POST", "/page/sign-out", cookie=cookie, x_csrf_token=csrf)[0] == 204
+    assert call(world, "GET", "/page/buses", cookie=cookie)[0] == 401
+
+
+# ---- views -----------------------------------------------------------------------------------------
+
+
+def test_the_overview_shows_every_part_of_the_server(world: PageWorld, page: Page) -> None:
+    page.goto(world.url)
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="acme"))
+    expect(row).to_be_visible()
+    expect(page.get_by_role("link", name=re.compile("3 dead letters"))).to_be_visible()
+    expect(page.get_by_role("link", name=re.compile("1 decisions"))).to_be_visible()
+    for title in (
+        "Throughput",
+        "Waiting time",
+        "Workers",
+        "Agents",
+        "Breakers and pauses",
+        "What happens now",
+    ):
+        expect(page.get_by_role("heading", name=title)).to_be_visible()
+    expect(page.get_by_role("table", name="Waiting time of the last minute")).to_contain_text("500 ms")
+    expect(page.locator("#connection")).to_have_text("Live")
+
+
+def test_a_message_submitted_outside_appears_by_itself(world: PageWorld, page: Page) -> None:
+    """Nobody reloads. How soon it appears is measured by `bench/bench_up.py`."""
+    page.goto(f"{world.url}/#/messages")
+    expect(page.get_by_role("row").nth(1)).to_be_visible()
+    message_id = world.submit(payload={"from": "outside"})
+    expect(page.get_by_role("link", name=message_id)).to_be_visible()
+    page.goto(f"{world.url}/#/overview")
+    message_id = world.submit()
+    expect(page.get_by_role("list", name="The newest events")).to_contain_text(message_id)
+
+
+def test_messages_are_filtered_searched_and_paged(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/messages")
+    rows = page.locator("tbody tr")
+    page.get_by_label("State").select_option("DEAD_LETTER")
+    expect(rows).to_have_count(3)
+    page.get_by_label("Organization").fill("beta")
+    page.get_by_label("Organization").press("Enter")
+    expect(rows).to_have_count(1)
+    page.get_by_label("State").select_option("all")
+    page.get_by_label("Organization").fill("")
+    page.get_by_label("Organization").press("Enter")
+    page.get_by_label("Search").fill("COLLECT the reviews")
+    expect(rows).to_have_count(1)
+    page.get_by_label("Search").fill(world.hostile_id)
+    expect(page.get_by_role("link", name=world.hostile_id)).to_be_visible()
+    expect(rows).to_have_count(1)
+    page.get_by_label("Search").fill("")
+    many = [{"type": "agent_message", "org_id": "paged", "payload": {}}] * 120
+    world.post("/engine/messages", {"messages": many})
+    page.get_by_label("Organization").fill("paged")
+    page.get_by_label("Organization").press("Enter")
+    expect(rows).to_have_count(50)
+    page.get_by_role("button", name="Older messages").click()
+    expect(rows).to_have_count(100)
+    page.get_by_role("button", name="Older messages").click()
+    expect(rows).to_have_count(120)
+    assert len(set(page.locator("tbody a.id").all_text_contents())) == 120
+
+
+def test_one_message_has_its_life_its_tree_and_its_words(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/messages/{world.parent_id}")
+    expect(page.locator(".lead")).to_contain_text("it is done")
+    timeline = page.locator(".timeline")
+    expect(timeline).to_contain_text("dequeued")
+    expect(timeline).to_contain_text("by worker-1")
+    expect(timeline).to_contain_text("execution completed")
+    tree = page.locator(".tree li")
+    expect(tree).to_have_count(4)
+    expect(page.get_by_label("Payload as text")).to_contain_text("collect the reviews")
+    tree.nth(1).get_by_role("link").click()
+    expect(page.get_by_role("heading", level=1)).not_to_contain_text(world.parent_id)
+    expect(page.locator(".tree a.id").first).to_have_text(world.parent_id)
+
+
+def test_a_waiting_message_is_cancelled_and_retried(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/messages/{world.submit()}")
+    expect(page.locator(".lead")).to_contain_text("no worker is running")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Leave it as it is").click()
+    expect(page.locator(".lead .state")).to_have_text("QUEUED")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel this message").click()
+    expect(page.locator(".lead .state")).to_have_text("CANCELLED")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_role("dialog").get_by_role("button", name="Retry this message").click()
+    expect(page.locator(".lead .state")).to_have_text("QUEUED")
+
+
+def test_a_dead_letter_is_replayed_after_a_preview(world: PageWorld, page: Page) -> None:
+    [dead] = world.run({"org_id": "replays", "payload": {"fail": "once"}, "max_retries": 0})
+    page.goto(f"{world.url}/#/dead-letters?org_id=replays")
+    pattern = page.get_by_role("row").filter(has_text="ValidationError").first
+    expect(pattern).to_contain_text("once")
+    page.get_by_label(f"choose {dead}").check()
+    page.get_by_role("button", name="Preview a replay of the chosen").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("1 of replays: tool_call")
+    expect(dialog).to_contain_text("no worker is running")
+    assert world.wait(world.engine.get(dead)).state == "DEAD_LETTER"
+    dialog.get_by_role("button", name="Replay 1 message").click()
+    expect(page.locator("#notice")).to_contain_text("1 message is queued again")
+    assert world.wait(world.engine.get(dead)).state == "QUEUED"
+    expect(page.get_by_text("No dead letter fits.")).to_be_visible()
+
+
+def test_hostile_payloads_are_shown_as_text(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/messages/{world.hostile_id}")
+    payload = page.get_by_label("Payload as text")
+    expect(payload).to_contain_text("<script>document.title = 'owned'</script>")
+    expect(payload).to_contain_text("\\u202etxt.exe\\u202c")
+    expect(payload).to_contain_text("\\u0007")
+    assert "\u202e" not in page.content()
+    world.post(
+        "/bus/hostile/messages", {"type": "FACT", "project_id": "p", "body": "".join(HOSTILE.values())}
+    )
+    page.goto(f"{world.url}/#/buses/hostile")
+    expect(page.locator(".conversation .body")).to_contain_text("<img src=x")
+    expect(page.locator(".conversation .body")).to_contain_text("\\u202etxt.exe")
+    assert page.locator("main img, main script").count() == 0
+    assert "owned" not in page.title()
+
+
+def test_a_person_decides(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/decisions")
+    card = page.locator("section.card")
+    expect(card).to_contain_text("merge of acme")
+    expect(card).to_contain_text("the adviser is not sure")
+    card.get_by_role("button", name="branch").click()
+    expect(page.get_by_text("No decision waits for a person.")).to_be_visible()
+    [taken] = [one for one in world.wait(world.engine.decisions.list(decided=True)) if one.kind == "merge"]
+    assert (taken.by, taken.choice) == ("person", "branch")
+
+
+def test_a_goal_is_rolled_back_after_a_preview(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/goals")
+    page.get_by_role("link", name="launch").click()
+    expect(page.get_by_role("table", name="Changes that the main graph")).to_contain_text("draft")
+    expect(page.get_by_label("Context of the goal")).to_contain_text("engineers")
+    page.get_by_role("button", name="Roll back to here").first.click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("cannot be undone")
+    dialog.get_by_role("button", name="Roll back", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("send-newsletter")
+    page.get_by_role("button", name="Roll back to here").first.click()
+    dialog.get_by_label("send-newsletter").check()
+    dialog.get_by_role("button", name="Roll back", exact=True).click()
+    expect(page.locator("#notice")).to_contain_text("rolled back to launch#1")
+    assert world.wait(world.engine.graph.branch("launch").get("plan")) is None
+
+
+def test_agents_and_mailboxes_are_shown_without_private_ids(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/agents")
+    agents = page.get_by_role("table", name="Agents of the global queue")
+    expect(agents.get_by_role("row").filter(has_text="grace")).to_contain_text("acme")
+    expect(page.get_by_role("table", name="Public mailboxes")).to_contain_text("What everybody may read")
+    expect(page.get_by_text("1 of them are private")).to_be_visible()
+    body = call(world, "GET", "/page/agents", authorization=f"Bearer {world.token}")[1].decode()
+    assert world.private_id not in body + page.content() + (world.data / "mail" / "status.json").read_text()
+
+
+def test_a_bus_is_a_live_conversation_with_threads(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/buses")
+    page.get_by_role("link", name="team").click()
+    thread = page.locator(".conversation > li").first
+    expect(thread).to_contain_text("The build is green.")
+    expect(thread.locator("ul li")).to_contain_text("Shall we ship?")
+    parent = thread.get_attribute("data-id")
+    answer = {"type": "ANSWER", "project_id": "p", "body": "Yes, today.", "parents": [parent]}
+    world.post("/bus/team/messages", answer)
+    expect(thread.locator("ul li")).to_have_count(2)
+    expect(thread).to_contain_text("Yes, today.")
+
+
+def test_the_report_stands_beside_the_live_numbers(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/report")
+    frame = page.frame_locator("iframe")
+    expect(frame.get_by_role("heading", name="The report of the pipeline")).to_be_visible()
+
+
+# ---- faults, keys and screens ----------------------------------------------------------------------
+
+
+def test_a_lost_connection_comes_back_without_a_gap(world: PageWorld, browser: Browser) -> None:
+    with TcpProxy(int(urlsplit(world.url).port or 0)) as proxy, opened(browser) as (_, page), no_errors(page):
+        sign_in(page, f"http://127.0.0.1:{proxy.port}/", world.token)
+        feed = page.get_by_role("list", name="The newest events")
+        expect(page.locator("#connection")).to_have_text("Live")
+        first = world.submit(payload={"before": "the cut"})
+        expect(feed).to_contain_text(first)
+        proxy.is_hole = True
+        proxy.reset_all()
+        expect(page.locator("#connection")).to_have_text("Connecting")
+        missed = [world.submit(payload={"number": number}) for number in range(3)]
+        proxy.is_hole = False
+        proxy.reset_all()  # connections that were made while nothing was forwarded
+        for message_id in missed:
+            expect(feed).to_contain_text(message_id)
+        expect(page.locator("#connection")).to_have_text("Live")
+        shown = feed.locator("li").evaluate_all("all => all.map(one => one.dataset.id)")
+        assert [one for one in shown if one in missed] == [one for one in reversed(missed) for _ in range(2)]
+
+
+def test_the_keyboard_is_enough(world: PageWorld, browser: Browser) -> None:
+    message_id = world.submit()
+    with opened(browser) as (_, page), no_errors(page):
+        page.goto(world.url)
+        expect(page.get_by_label("Token")).to_be_focused()
+        page.keyboard.type(world.token)
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="Overview", level=1)).to_be_visible()
+        tab_to(page, "Messages")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="Messages", level=1)).to_be_focused()
+        tab_to(page, message_id)
+        page.keyboard.press("Enter")
+        expect(page.locator(".lead .state")).to_have_text("QUEUED")
+        tab_to(page, "Cancel")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("dialog")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("dialog")).to_be_hidden()
+        expect(page.get_by_role("button", name="Cancel")).to_be_focused()
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")  # the first button of the dialog has the focus
+        expect(page.locator(".lead .state")).to_have_text("CANCELLED")
+
+
+def tab_to(page: Page, text: str) -> None:
+    """Press Tab until something with this text has the focus, which has to be visible."""
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        found = page.evaluate(
+            "[document.activeElement.textContent, getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        if found[0].strip() == text:
+            assert found[1] != "none"
+            return
+    raise AssertionError(f"Tab never reached {text}")
+
+
+def test_the_page_fits_a_phone_and_has_light_and_dark_colours(world: PageWorld, browser: Browser) -> None:
+    phone = {"width": 375, "height": 700}
+    with opened(browser, viewport=phone, color_scheme="dark") as (_, page), no_errors(page):
+        sign_in(page, world.url, world.token)
+        expect(page.get_by_role("link", name="acme")).to_be_visible()
+        for view, shown in VIEWS.items():
+            page.goto(f"{world.url}/#/{view}")
+            expect(page.locator("main")).to_contain_text(shown)
+            assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"], view
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.get_by_label("Colours").select_option("light")
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert brightness(dark) < 60
+        assert brightness(light) > 200
+
+
+def brightness(colour: str) -> float:
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3

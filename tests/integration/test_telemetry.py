@@ -1,0 +1,207 @@
+"""Spans, metrics and logs of real processes, as a real OTLP receiver gets them."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from postroom.runtime.telemetry import wanted_signals
+from tests.integration.commandline import finish, isolate, postroom, start
+from tests.otlpreceiver import Receiver, attributes, receiving
+from tests.waiting import until
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+APP = """
+from opentelemetry import trace
+from postroom import Engine
+
+engine = Engine.open("sqlite:///run/queue.db")
+tracer = trace.get_tracer("app")
+
+@engine.handler("tool_call")
+def call_tool(message, ctx):
+    with tracer.start_as_current_span("inside the handler"):
+        if message.payload["tool"] == "broken":
+            raise ValueError("no such tool")
+        if message.payload["tool"] == "parent":
+            ctx.submit(type="tool_call", payload={"tool": "child"})
+    return {"ok": True}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+
+
+def submit(url: str, token: str, messages: list[dict[str, Any]], **headers: str) -> list[str]:
+    request = urllib.request.Request(  # noqa: S310 - our own server
+        f"{url}/engine/messages",
+        json.dumps({"messages": messages}).encode(),
+        {"authorization": f"Bearer {token}", "content-type": "application/json", **headers},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - the same
+        return list(json.loads(answer.read())["message_ids"])
+
+
+class Traced(NamedTuple):
+    """What was received from a server and a worker, and the ids of the messages."""
+
+    receiver: Receiver
+    parent: str
+    batch: list[str]
+
+    def spans(self, name: str) -> dict[str, Any]:
+        """The spans of one operation by message."""
+        return {attributes(span)["messaging.message.id"]: span for span in self.receiver.spans(f"{name} ")}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """A message that sends another one, and a batch of which one message fails."""
+    folder = tmp_path_factory.mktemp("traced")
+    (folder / "app.py").write_text(APP)
+    with pytest.MonkeyPatch.context() as patch, receiving() as receiver:
+        isolate(patch, folder)
+        token = postroom("token", "create", "--data", "run", "--role", "admin").line["token"]
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        patch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "50")
+        patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
+        server = start("postroom", "tasks", "serve", "--data", "run", "--port", 0)
+        workers = start("postroom", "engine", "work", "--app", "app:engine", "--min-workers", 1)
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            fine = {"type": "tool_call", "org_id": "acme", "payload": {"tool": "parent"}}
+            bad = {**fine, "payload": {"tool": "broken"}, "max_retries": 0}
+            [parent] = submit(url, token, [fine], traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01")
+            batch = submit(url, token, [{**fine, "payload": {"tool": "a"}}, bad])
+            until(lambda: len(receiver.spans("settle")) == 4)
+            until(lambda: "postroom.queue.messages" in receiver.metrics())
+        finally:
+            for process in (workers, server):
+                process.terminate()
+            ended = [finish(process) for process in (workers, server)]
+        assert [one.code for one in ended] == [0, 0], [one.errors for one in ended]
+        yield Traced(receiver, parent, batch)
+
+
+def names(span: Any) -> tuple[str, str]:
+    """Trace and parent of a span."""
+    return span.trace_id.hex(), span.parent_span_id.hex()
+
+
+def test_a_message_is_one_trace_from_its_sender_to_its_settlement(traced: Traced) -> None:
+    assert traced.receiver.services() == {"postroom-http", "postroom-worker"}
+    [request] = [span for span in traced.receiver.spans("POST") if span.trace_id.hex() == TRACE_ID]
+    assert request.parent_span_id.hex() == SPAN_ID
+    assert attributes(request)["http.response.status_code"] == 202
+    send, process, settle = (traced.spans(name)[traced.parent] for name in ("send", "process", "settle"))
+    assert names(send) == (TRACE_ID, request.span_id.hex())
+    assert names(process) == (TRACE_ID, send.span_id.hex())
+    assert names(settle) == (TRACE_ID, process.span_id.hex())
+    assert [span.kind for span in (send, process, settle)] == [4, 5, 3]  # PRODUCER, CONSUMER, CLIENT
+
+
+def test_a_handlers_own_spans_and_messages_are_below_its_process_span(traced: Traced) -> None:
+    sends, processes = traced.spans("send"), traced.spans("process")
+    inside = [span for span in traced.receiver.spans("inside") if span.trace_id.hex() == TRACE_ID]
+    assert processes[traced.parent].span_id in [span.parent_span_id for span in inside]
+    [child] = sends.keys() - {traced.parent}
+    assert sends[child].trace_id.hex() == TRACE_ID
+    assert sends[child].parent_span_id in [span.span_id for span in inside]
+    assert processes[child].parent_span_id == sends[child].span_id
+
+
+def test_a_batch_has_a_span_for_each_message_and_claims_link_to_them(traced: Traced) -> None:
+    creates = traced.spans("create")
+    assert creates.keys() == set(traced.batch)
+    [whole] = [span for span in traced.receiver.spans("send") if span.name == "send"]
+    assert attributes(whole)["messaging.batch.message_count"] == 2
+    assert {span.parent_span_id for span in creates.values()} == {whole.span_id}
+    links = {link.span_id for span in traced.receiver.spans("receive") for link in span.links}
+    assert links == {span.span_id for span in (*traced.spans("send").values(), *creates.values())}
+
+
+def test_spans_have_the_attributes_of_the_messaging_conventions(traced: Traced) -> None:
+    found = attributes(traced.spans("process")[traced.parent])
+    assert found["messaging.system"] == "postroom"
+    assert found["messaging.operation.type"] == found["messaging.operation.name"] == "process"
+    assert found["messaging.destination.name"] == "org:acme"
+    assert found["postroom.message.type"] == "tool_call"
+    failed = traced.spans("process")[traced.batch[1]]
+    assert failed.status.code == 2
+    assert attributes(failed)["error.type"] == "ValueError"
+
+
+def test_metrics_and_logs_are_exported(traced: Traced) -> None:
+    found = traced.receiver.metrics()
+    errors = [attributes(point).get("error.type") for point in found["messaging.process.duration"]]
+    assert {None, "ValueError"} <= set(errors)
+    assert max(point.as_int for point in found["messaging.client.sent.messages"]) == 3  # of the server
+    assert {
+        attributes(point)["messaging.destination.name"] for point in found["postroom.queue.messages"]
+    } == {"org:acme"}
+    texts = traced.receiver.log_texts()
+    assert "submitted" in texts
+    assert any("failed in attempt 1: ValueError: no such tool" in text for text in texts)
+
+
+def test_nothing_is_imported_and_nothing_is_attached_without_a_variable(tmp_path: Path) -> None:
+    program = """
+import sys
+import postroom.runtime.http
+from postroom import Engine
+from postroom.runtime.telemetry import exporting
+with exporting("x") as telemetry, Engine.open("memory://") as engine:
+    assert telemetry is None
+    assert engine.core.telemetry is None
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "signals"),
+    [
+        ({}, []),
+        ({"OTEL_SERVICE_NAME": "x"}, []),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}, ["traces", "metrics", "logs"]),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318", "OTEL_SDK_DISABLED": "true"}, []),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318", "OTEL_LOGS_EXPORTER": "none"},
+            ["traces", "metrics"],
+        ),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://h:4318/v1/traces"}, ["traces"]),
+        ({"OTEL_METRICS_EXPORTER": "otlp"}, ["metrics"]),
+    ],
+)
+def test_the_standard_variables_choose_the_signals(environ: dict[str, str], signals: list[str]) -> None:
+    assert wanted_signals(environ) == signals
+
+
+def test_a_wrong_variable_is_one_line_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = postroom("token", "create", "--data", "run", "--role", "admin").line["token"]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    server = start("postroom", "tasks", "serve", "--data", "run", "--port", 0)
+    try:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        message = {"type": "tool_call", "org_id": "acme", "payload": {"tool": "t"}}
+        assert submit(url, token, [message])
+    finally:
+        server.terminate()
+        done = finish(server)
+    assert done.code == 0
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL=grpc" in done.errors

@@ -1,0 +1,138 @@
+"""What a token may send, claim and read, and that its end takes effect in a running server."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.runtime.tokens import NewToken, Permissions, Tokens
+from tests.integration.commandline import finish, postroom, start
+from tests.waiting import until
+
+
+class World:
+    """A running server of tasks, and its tokens."""
+
+    def __init__(self, url: str, data: Path) -> None:
+        self.url, self.data = url, data
+        self.tokens = Tokens(data)
+        self.admin = self.tokens.create("admin").token
+
+    def agent(self, name: str, **allowed: Any) -> NewToken:
+        return self.tokens.create("agent", "acme", name, permissions=Permissions(**allowed))
+
+    def call(self, token: str, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {token}"}
+        request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 - our own server
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+                return answer.status, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def enqueue(self, agent: str) -> str:
+        return str(self.call(self.admin, "/queue/enqueue", {"agent": agent, "payload": 1})[1]["task_id"])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    data = tmp_path_factory.mktemp("permissions") / "run"
+    data.mkdir()
+    process = start("postroom", "tasks", "serve", "--data", data, "--port", 0)
+    try:
+        assert process.stdout is not None
+        yield World(json.loads(process.stdout.readline())["url"], data)
+    finally:
+        process.terminate()
+        finish(process)
+
+
+def test_a_token_claims_and_ends_the_tasks_that_it_may_claim_and_no_others(world: World) -> None:
+    task_id = world.enqueue("reviews")
+    plain, pool = world.agent("plain").token, world.agent("pool", may_claim=("reviews",)).token
+    assert world.call(plain, "/queue/next", {"agent": "reviews"})[0] == 403
+    assert world.call(pool, "/queue/next", {"agent": "other"})[0] == 403
+    status, task = world.call(pool, "/queue/next", {"agent": "reviews"})
+    assert (status, task["task_id"]) == (200, task_id)
+    done = {"task_id": task_id, "lease": task["lease"], "decision": "good"}
+    assert world.call(plain, "/queue/complete", done)[0] == 404
+    assert world.call(pool, "/queue/complete", done)[0] == 202
+
+
+def test_a_token_reads_the_tasks_that_it_may_read_and_no_others(world: World) -> None:
+    task_id = world.enqueue("books")
+    reader, plain = world.agent("reader", may_read=("books",)).token, world.agent("plain").token
+    assert world.call(reader, f"/tasks/{task_id}")[0] == 200
+    assert [line["task_id"] for line in world.call(reader, "/tasks?agent=books")[1]["tasks"]] == [task_id]
+    assert "books" in world.call(reader, "/queue/status")[1]["agents"]
+    assert world.call(plain, f"/tasks/{task_id}")[0] == 404
+    assert world.call(plain, "/tasks?agent=books")[0] == 403
+    assert world.call(reader, "/queue/next", {"agent": "books"})[0] == 403
+
+
+def test_a_read_only_token_changes_nothing(world: World) -> None:
+    made = postroom("token", "create", "--data", world.data, "--role", "operator", "--read-only").line
+    assert world.call(made["token"], "/engine/status")[0] == 200
+    status, answer = world.call(made["token"], "/queue/enqueue", {"agent": "a", "payload": 1})
+    assert (status, answer["message"]) == (403, "this token may only read")
+
+
+def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) -> None:
+    kept = world.agent("kept", only_buses=("team",), only_message=("lead",)).token
+    note = {"type": "note", "project_id": "p", "body": "hello"}
+    assert world.call(kept, "/bus/team/messages", note)[0] == 201
+    assert world.call(kept, "/bus/other/messages", note)[0] == 403
+    assert world.call(kept, "/bus/other/messages")[0] == 403
+    world.call(world.agent("lead").token, "/engine/agents/lead/beat", {})
+    world.call(world.agent("stranger").token, "/engine/agents/stranger/beat", {})
+    send = "/engine/agents/kept/messages"
+    assert world.call(kept, send, {"to": "lead", "payload": {"text": "hi"}})[0] == 202
+    assert world.call(kept, send, {"to": "stranger", "payload": {"text": "hi"}})[0] == 403
+
+
+def test_a_revoked_token_gets_no_task_for_a_claim_that_waits(world: World) -> None:
+    made = world.agent("waiter")
+    answers: list[tuple[int, Any]] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(world.call(made.token, "/queue/next", {"wait_s": 20}))
+    )
+    waiting.start()
+    until(lambda: b"postroom_waiting_requests 1" in _metrics(world))
+    world.tokens.revoke(made.token_id)
+    until(lambda: world.call(made.token, "/whoami")[0] == 401)
+    task_id = world.enqueue("waiter")
+    waiting.join(30)
+    assert answers[0][0] == 401
+    assert world.call(world.admin, f"/tasks/{task_id}")[1]["state"] == "QUEUED"
+
+
+def _metrics(world: World) -> bytes:
+    request = urllib.request.Request(  # noqa: S310 - our own server
+        f"{world.url}/metrics", headers={"authorization": f"Bearer {world.admin}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+        return bytes(answer.read())
+
+
+def test_an_expired_token_is_refused(world: World) -> None:
+    made = world.tokens.create("operator", expires_s=1.0)
+    assert world.call(made.token, "/engine/status")[0] == 200
+    expires = time.monotonic() + 1.0
+    until(lambda: world.call(made.token, "/engine/status")[0] == 401)
+    assert time.monotonic() >= expires - 0.5
+
+
+def test_the_list_of_tokens_shows_the_permissions(world: World) -> None:
+    who = ("--role", "agent", "--org", "acme", "--agent", "x")
+    allowed = ("--may-claim", "y", "--only-bus", "team", "--rate", "3")
+    made = postroom("token", "create", "--data", world.data, *who, *allowed).line
+    rows = {row["token_id"]: row for row in postroom("token", "list", "--data", world.data).lines}
+    assert rows[made["token_id"]]["permissions"] == "may-claim y, only-buses team"
+    assert rows[made["token_id"]]["rate"] == 3

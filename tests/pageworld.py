@@ -1,0 +1,171 @@
+"""A server with everything that the live page shows: for the tests in a browser, and for the screenshots."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from postroom import Engine
+from postroom.client.mail import Mail
+from postroom.contracts.goals.adviser import Adviser
+from postroom.core.advice import Advice, Question
+from postroom.errors import ValidationError
+from postroom.runtime.agents import Agents
+
+HOSTILE = {
+    "html": "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">",
+    "control": "bell \x07 escape \x1b[31m",
+    "rtl": "before \u202etxt.exe\u202c after",
+}
+PRIVATE_NOTE = "a private mailbox"
+
+
+class Unsure(Adviser):
+    """Leaves everything to a person."""
+
+    async def advise(self, question: Question) -> Advice:
+        return Advice(question.default or question.options[0], 0.1, "this adviser is never sure")
+
+
+class PageWorld:
+    """A running server, and an engine with a worker on the same store."""
+
+    def __init__(self, data: Path, facts: dict[str, Any]) -> None:
+        self.data = data
+        self.url: str = facts["http"]
+        self.nats: str = facts["nats"]
+        self.token: str = facts["token"]
+        self.agents = Agents(data)
+        self.engine = Engine.open(f"sqlite:///{data / 'queue.db'}", adviser=Unsure())
+        self.wait = self.engine.blocking.wait
+        self.private_id = ""
+        self.parent_id = ""
+        self.hostile_id = ""
+        self._register_handlers()
+
+    def _register_handlers(self) -> None:
+        @self.engine.handler("tool_call")
+        async def call(message: Any, ctx: Any) -> Any:
+            if message.payload.get("fail"):
+                raise ValidationError(message.payload["fail"])
+            if message.payload.get("effect"):
+                await ctx.effect(message.payload["effect"], lambda: "done")
+            for number in range(message.payload.get("children", 0)):
+                await ctx.submit(type="model_call", payload={"child": number})
+            return {"ok": True}
+
+        @self.engine.handler("model_call")
+        async def read(message: Any, ctx: Any) -> Any:
+            return {"read": message.payload}
+
+    # ---- traffic -------------------------------------------------------------------------------
+
+    def post(self, path: str, body: Any, token: str | None = None) -> Any:
+        headers = {"authorization": f"Bearer {token or self.token}", "content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - our own server
+            return json.loads(answer.read())
+
+    def submit(self, **fields: Any) -> str:
+        """Submit over HTTP, as a program outside does."""
+        message = {"type": "agent_message", "org_id": "acme", "payload": {}, **fields}
+        return str(self.post("/engine/messages", message)["message_id"])
+
+    def run(self, *messages: dict[str, Any]) -> list[str]:
+        """Submit messages and have a worker end them. Returns their ids."""
+        return list(self.wait(self._run(messages)))
+
+    async def _run(self, messages: tuple[dict[str, Any], ...]) -> list[str]:
+        handles = [
+            await self.engine.submit(**{"type": "tool_call", "org_id": "acme", "payload": {}, **message})
+            for message in messages
+        ]
+        worker = asyncio.create_task(self.engine.run(worker_id="worker-1"))
+        for handle in handles:
+            with suppress(Exception):  # a dead letter
+                await handle.result(timeout_s=30)
+        await self.engine.stop()
+        await worker
+        return [handle.message_id for handle in handles]
+
+    # ---- the story -----------------------------------------------------------------------------
+
+    def seed(self) -> None:
+        """Something for every view."""
+        self._seed_goals()
+        [self.parent_id, *_] = self.run(
+            {"payload": {"children": 3, "task": "collect the reviews"}, "priority": 1},
+            {"payload": {"fail": "the invoice has no address"}, "max_retries": 0},
+            {"payload": {"fail": "the invoice has no address"}, "max_retries": 0},
+            {"org_id": "beta", "payload": {"fail": "the customer is unknown"}, "max_retries": 0},
+            *(
+                {"org_id": "acme" if n % 3 else "beta", "priority": n % 4, "payload": {"n": n}}
+                for n in range(12)
+            ),
+        )
+        self.hostile_id = self.submit(payload=HOSTILE)
+        for number in range(6):
+            self.submit(
+                org_id="beta" if number % 2 else "acme", priority=number % 4, payload={"step": number}
+            )
+        self._seed_team()
+        (self.data / "report.html").write_text(
+            "<!doctype html><title>r</title><h1>The report of the pipeline</h1>"
+        )
+
+    def _seed_goals(self) -> None:
+        async def story() -> None:
+            goals, main = self.engine.goals, self.engine.graph.main()
+            await goals.start("acme", "launch", context={"audience": "engineers"})
+            await self.engine.graph.branch("launch").save("plan", {"title": "Launch", "status": "draft"})
+            await main.save("price", {"amount": 1})
+            await goals.start("acme", "pricing")
+            await self.engine.graph.branch("pricing").update("price", {"amount": 2})
+            await main.update("price", {"amount": 3})
+            await goals.complete("pricing")  # a conflict, which waits for a person
+
+        self.wait(story())
+        self.run({"goal_id": "launch", "payload": {"effect": "send-newsletter"}})
+
+    def _seed_team(self) -> None:
+        for name in ("ada", "grace"):
+            token = self.agents.tokens.create("agent", org="acme", agent=name).token
+            self.post("/engine/agents", {}, token)
+        first = self.post(
+            "/bus/team/messages", {"type": "FACT", "project_id": "p", "body": "The build is green."}
+        )
+        reply = {
+            "type": "QUESTION",
+            "project_id": "p",
+            "body": "Shall we ship?",
+            "parents": [first["msg_id"]],
+        }
+        self.post("/bus/team/messages", reply)
+        self.post("/bus/team/messages", {"type": "INFO", "project_id": "p", "body": "<b>A second thread</b>"})
+        with Mail(self.nats, token=self.token) as mail:
+            mail.create("news", public=True, desc="What everybody may read")
+            self.private_id = mail.create(desc=PRIVATE_NOTE)
+
+
+@contextmanager
+def page_world(data: Path) -> Iterator[PageWorld]:
+    """Start `postroom up` in a folder, without seeds."""
+    words = ["up", "--data", str(data), "--http-port", "0", "--nats-port", "0", "--no-audit"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "postroom.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        world = PageWorld(data, json.loads(process.stdout.readline()))
+        try:
+            yield world
+        finally:
+            world.engine.close()
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)

@@ -1,0 +1,167 @@
+"""The pure parts of the live page: batches of events, patterns and previews of dead letters, trees, lists."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import json
+
+from postroom.contracts.engine import Engine
+from postroom.contracts.engine.dlq import DeadLetter
+from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus
+from postroom.contracts.engine.operations import Operations
+from postroom.message import Event
+from postroom.page import messages
+from postroom.page.letters import patterns, preview
+from postroom.page.live import Batch
+from postroom.page.messages import lines, tree
+from postroom.page.schemas import MessagesQuery
+
+IDLE = EngineStatus({}, 0, 0, {}, 0, {}, [])
+
+
+def event(number: int, queue: str, kind: str = "created") -> Event:
+    return Event(number, 0, kind, queue, f"m{number}", "QUEUED")  # type: ignore[arg-type]
+
+
+def seen(batch: Batch, org_id: str | None) -> list[str]:
+    data = batch.encoded(org_id)
+    return [] if not data else [one["message_id"] for one in json.decode(data.split(b"data: ")[1])["events"]]
+
+
+def test_a_batch_holds_only_what_its_reader_may_see() -> None:
+    batch = Batch(
+        0, 4, [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")]
+    )
+    assert seen(batch, None) == ["m1", "m2", "m3"]
+    assert (seen(batch, "a"), seen(batch, "b"), seen(batch, "c"), seen(batch, "")) == (["m1"], ["m2"], [], [])
+    assert batch.encoded(None).startswith(b"id: 4\nevent: events\n")
+    assert b'"skipped":7' in Batch(0, 9, [event(9, "org:b")], skipped=7).encoded("a")
+
+
+def letter(
+    number: int, error_type: str, state: str = "DEAD_LETTER", *, can_replay: bool = True
+) -> DeadLetter:
+    errors = [{"attempt": 1, "error_type": error_type, "error": f"text {number}"}]
+    original = {"org_id": "a", "type": "call"}
+    return DeadLetter(f"m{number}", original, "", errors, can_replay, f"2026-01-0{number}", state)
+
+
+def test_dead_letters_of_the_same_error_are_one_pattern() -> None:
+    found = patterns([letter(1, "A"), letter(2, "B"), letter(3, "B", "QUARANTINED")])
+    assert [(one.error_type, one.count, one.quarantined, one.newest) for one in found] == [
+        ("B", 2, 1, "2026-01-03"),
+        ("A", 1, 0, "2026-01-01"),
+    ]
+    assert found[0].error == "text 3"
+
+
+def test_a_preview_says_what_stays_and_what_holds_messages_up() -> None:
+    letters = [letter(1, "A"), letter(2, "A", "QUARANTINED"), letter(3, "A", can_replay=False)]
+    status = EngineStatus({}, 0, 0, {}, 0, {"mail": BreakerStatus("open", 12.0)}, [])
+    found = preview(letters, status, [("a", "")], {"call": "mail"}, is_named=False)
+    assert (found.message_ids, found.kinds) == (["m1"], {"a: call": 1})
+    assert sum(found.left_out.values()) == 2
+    assert len(found.notes) == 3
+    assert preview(letters, IDLE, [], {}, is_named=True).message_ids == ["m1", "m2"]
+    assert preview([], IDLE, [], {}, is_named=False).notes == []
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    with Engine.open(f"sqlite:///{tmp_path / 'queue.db'}") as found:
+        yield found
+
+
+def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+def listed(engine: Engine, org_id: str | None = None, **query: Any) -> messages.Lines:
+    wanted = MessagesQuery(**query)
+    return engine.store.read(
+        lambda transaction: lines(Operations(transaction, engine.policy), wanted, org_id)
+    )
+
+
+def submitted(engine: Engine, count: int, org_id: str = "a", **fields: Any) -> list[str]:
+    message = {"type": "tool_call", "org_id": org_id, "payload": {}, **fields}
+    return [handle.message_id for handle in wait(engine.submit_many([message] * count))]
+
+
+def test_a_list_is_read_by_cursor_from_the_newest_on(engine: Engine) -> None:
+    ids = submitted(engine, 7)
+    submitted(engine, 3, "b")
+    first = listed(engine, "a", limit=3)
+    second = listed(engine, "a", limit=3, before=first.before)
+    third = listed(engine, "a", limit=3, before=second.before)
+    found = [line.message_id for page in (first, second, third) for line in page.messages]
+    assert found == ids[::-1]
+    assert third.before == 0
+    assert len(listed(engine).messages) == 10
+
+
+def test_a_search_stops_at_its_bound_and_goes_on_from_there(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "LOOKED_MAX", 4)
+    [wanted] = submitted(engine, 1, payload={"name": "Needle"})
+    submitted(engine, 9)
+    page, calls = listed(engine, text="needle"), 1
+    while not page.messages and page.before:
+        page, calls = listed(engine, text="needle", before=page.before), calls + 1
+    assert [line.message_id for line in page.messages] == [wanted]
+    assert calls == 3
+
+
+def test_few_messages_of_an_organization_are_found_among_many(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call walks back a bounded number of records, also when none of them fits."""
+    monkeypatch.setattr(messages, "NUMBERS_A_READ", 10)
+    monkeypatch.setattr(messages, "READS_MAX", 2)
+    [rare] = submitted(engine, 1, "b")
+    submitted(engine, 30)
+    page = listed(engine, "b")
+    assert page.messages == []
+    assert page.before > 0
+    while page.before and not page.messages:
+        page = listed(engine, "b", before=page.before)
+    assert [line.message_id for line in page.messages] == [rare]
+
+
+def test_the_tree_of_a_message_has_its_ancestors_and_descendants(engine: Engine) -> None:
+    handles: list[Any] = []
+
+    @engine.handler("tool_call")
+    async def call(message: Any, ctx: Any) -> None:
+        children = message.payload["children"]
+        for number in range(children):
+            payload = {"children": children - 1, "n": number}
+            handles.append(await ctx.submit(type="tool_call", payload=payload))
+
+    async def story() -> str:
+        root = await engine.submit(type="tool_call", org_id="a", payload={"children": 2})
+        worker = asyncio.create_task(engine.run())
+        await root.result(timeout_s=30)
+        for handle in handles:  # each one has added its children by then
+            await handle.result(timeout_s=30)
+        await engine.stop()
+        await worker
+        return root.message_id
+
+    root = wait(story())
+
+    def nodes(message_id: str) -> list[tuple[str, int]]:
+        def work(transaction: Any) -> list[messages.Node]:
+            operations = Operations(transaction, engine.policy)
+            return tree(operations, operations.loaded(message_id))
+
+        return [(node.message_id, node.depth) for node in engine.store.read(work)]
+
+    whole = nodes(root)
+    assert [depth for _, depth in whole] == [0, 1, 2, 1, 2]
+    leaf = whole[2][0]
+    assert nodes(leaf) == [(root, 0), (whole[1][0], 1), (leaf, 2)]
