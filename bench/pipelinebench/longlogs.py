@@ -17,10 +17,12 @@ from pathlib import Path
 from deltalake.transaction import AddAction
 
 from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import EventStream, ingest_txns
 from postroom.pipeline.jobs import nothing_new
+from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Staged, Tables
 
@@ -46,7 +48,8 @@ def write_logs(tables: Tables, stream: EventStream, days: int) -> None:
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds["date"])
     tables.commit("bronze_events", staged, txns=ingest_txns(stream.ingest_id, last))
     schema = bronze.ROWS.add("day", "date")
-    for name, table in {**SILVER, **GOLD}.items():
+    every: dict[str, SilverTable | GoldTable] = {**SILVER, **GOLD}
+    for name, table in every.items():
         txns = [Txn(source, 0) for source in table.inputs] + [Txn(FORM_ID, FORM)]
         files = adds["day"] if name == "silver_events" else []
         tables.commit(name, Staged(schema, ("day",), files), txns=txns)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +21,7 @@ from postroom.cli.pipeline_options import (
 )
 from postroom.cli.pipeline_queries import check, expect, report, sql
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, path_option
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 from postroom.cli.stopping import beside_spark, follower
 from postroom.errors import InvalidMessage
 
@@ -51,14 +50,14 @@ def pipeline() -> None:
 @pipeline.command()
 @click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages to generate.")
 @click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
-@path_option("--out", "folder", metavar="DIR", text="A new or empty folder for the segments.", required=True)
+@click.option("--out", "place", required=True, metavar="DIR", help="A new or empty folder for the segments.")
 @click.option(
     "--faults",
     is_flag=True,
     help="Break every rule at some places, and list the places in DIR/_faults.jsonl.",
 )
 @click.pass_obj
-def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool) -> None:
+def generate(shell: Shell, messages: int, seed: int, place: str, faults: bool) -> None:
     """Generate an audit stream with all kinds of events of a global queue.
 
     It has organisations of very different size, goals with trees of messages, priorities and promotions,
@@ -74,7 +73,9 @@ def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool)
     import msgspec
 
     from postroom.pipeline.generator.generate import generate as make
+    from postroom.pipeline.paths import need_local
 
+    folder = need_local(place)
     gc.disable()  # the millions of objects have no cycles, so collections would only cost time
     try:
         made = make(folder, messages, seed, faults=faults, progress=_progress(shell, messages))

@@ -21,6 +21,14 @@ def local_path(place: Path | str) -> Path | None:
     return None if is_address(text) else Path(text)
 
 
+def need_local(place: str) -> Path:
+    """The folder of this machine that a place names. Raises for an address."""
+    folder = local_path(place)
+    if folder is None:
+        raise InvalidMessage(f"{place} is not a folder of this machine")
+    return folder
+
+
 def need_stream(place: Path | str) -> None:
     """Raise unless the folder has segments, or was created by a shipper. An address is not checked here."""
     events = local_path(place)
