@@ -99,12 +99,16 @@ def claimed_ids(world: EngineUnderTest, limit: int = 1) -> list[str]:
 
 
 def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> None:
-    seen = []
-
     @world.engine.handler("tool_call")
-    async def run(message: Any, ctx: Any) -> dict[str, Any]:
-        seen.append(message)
-        return {"attempt": ctx.attempt}
+    async def run(message: Any, ctx: Any) -> dict[str, Any]:  # in its own process: the memory is limited
+        return {
+            "attempt": ctx.attempt,
+            "payload": message.payload,
+            "created_by": [message.created_by.type, message.created_by.id],
+            "generated": [bool(message.goal_id), bool(message.task_id)],
+            "created_at": message.created_at.isoformat(),
+            "memory": message.resource_limits.memory,
+        }
 
     handle = world.submit(
         payload={"tool": "search"}, agent_id="a1", user_id="u1", priority=1, context={"k": 1},
@@ -112,15 +116,14 @@ def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> No
         token_needs={"max": 10}, traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
     )  # fmt: skip
     world.run_all()
-    [message] = seen
-    assert world.wait(handle.result()) == {"attempt": 1}
-    assert message.payload == {"tool": "search"}
-    assert message.created_by.type == "agent"
-    assert message.created_by.id == "a1"
-    assert message.goal_id
-    assert message.task_id
-    assert message.created_at == NOW
-    assert message.resource_limits.memory == "1GB"
+    assert world.wait(handle.result()) == {
+        "attempt": 1,
+        "payload": {"tool": "search"},
+        "created_by": ["agent", "a1"],
+        "generated": [True, True],
+        "created_at": NOW.isoformat(),
+        "memory": "1GB",
+    }
     assert handle.message_id[14] == "7"
 
 
