@@ -27,16 +27,14 @@ def _up(data: Path) -> Iterator[tuple[dict[str, Any], float]]:
     """A running `postroom up` with all parts: its addresses, and how long it took."""
     command = [sys.executable, "-m", "postroom.cli.main", "--json", "up", "--data", str(data)]
     begun = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--http-port", "0", "--nats-port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        yield facts, time.perf_counter() - begun
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+    ports = ["--http-port", "0", "--nats-port", "0"]
+    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            facts = json.loads(process.stdout.readline())
+            yield facts, time.perf_counter() - begun
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
 def start_figures(folder: Path, starts: int) -> Iterator[Figure]:
