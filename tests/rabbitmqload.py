@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
-from postroom.message import Durability
 from postroom.stores.rabbitmq import RabbitStore
 from tests.tcpproxy import TcpProxy
 
@@ -27,9 +26,8 @@ RESET_S = 0.5  # after this time a new connection is forced, when only that can 
 class Load:
     """Submits to two organizations in every priority while something goes wrong."""
 
-    def __init__(self, engine: Engine, durability: Durability | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._durability = durability
         self.store = cast("RabbitStore", engine.store)
         self.accepted: list[str] = []
         self.refused = 0
@@ -55,7 +53,6 @@ class Load:
                     org_id=f"org{number % 2}",
                     payload={},
                     priority=number % 4,
-                    durability=self._durability,
                 )
                 self.accepted.append(handle.message_id)
             except StoreUnreachable as error:
@@ -110,12 +107,10 @@ class Load:
         return text if first is None else f"{text}, first delivery {first:.2f} s after the heal"
 
 
-async def under_load(
-    url: str, fault: Callable[[Load], Awaitable[float | None]], durability: Durability | None = None
-) -> Load:
+async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]]) -> Load:
     """Run a fault while messages are submitted and worked on."""
     engine = Engine.open(url)
-    load = Load(engine, durability)
+    load = Load(engine)
     worker = asyncio.create_task(engine.run())
     submitting = asyncio.create_task(load.submit())
     try:

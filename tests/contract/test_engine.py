@@ -127,6 +127,21 @@ def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> No
     assert handle.message_id[14] == "7"
 
 
+def test_default_durability_survives_a_kill_of_the_store(world: EngineUnderTest) -> None:
+    """A database server loses the class `os` when it is killed; the page cache of a SQLite file does not."""
+    urgent, named, other = (
+        world.engine.store.load(world.submit(**fields).message_id)
+        for fields in ({"priority": 0}, {"priority": 0, "durability": "os"}, {"priority": 1})
+    )
+    assert urgent is not None
+    assert named is not None
+    assert other is not None
+    is_server = world.engine.store.url.startswith("postgres")
+    assert urgent.record.durability == ("group" if is_server else "os")
+    assert named.record.durability == "os"
+    assert other.record.durability == "group"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "word"),
     [

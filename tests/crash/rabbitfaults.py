@@ -75,7 +75,7 @@ def run_kills(_count: int, _seed: int, tick: Tick) -> Tally:
 
 
 def run_ledger_kills(_count: int, _seed: int, tick: Tick) -> Tally:
-    """Kill the ledger again and again. P0 is of class `os` by default, which may be lost then."""
+    """Kill the ledger again and again, under messages of every priority."""
     with _servers() as (broker, ledger):
 
         async def kill(load: Load) -> float:
@@ -85,7 +85,7 @@ def run_ledger_kills(_count: int, _seed: int, tick: Tick) -> Tally:
                 await asyncio.to_thread(ledger.start)
             return time.monotonic()
 
-        load = asyncio.run(under_load(broker.url(ledger.new_store()), kill, "group"))
+        load = asyncio.run(under_load(broker.url(ledger.new_store()), kill))
         return _tally(load, tick, refuses=True)
 
 

@@ -87,6 +87,7 @@ class PostgresStore(Store):
 
     fatal_errors = (psycopg.Error, ConflictError)
     is_concurrent = True
+    survives_kills = False
 
     def __init__(
         self,

@@ -127,6 +127,7 @@ class RabbitStore(Store):
             raise InvalidSetting("RabbitMQ needs pika: install postroom[rabbitmq]") from None
         self._address = address
         self._ledger = ledger
+        self.survives_kills = ledger.survives_kills
         self.url = f"{address.shown}?ledger={ledger.url}"
         self.fatal_errors = ledger.fatal_errors
         self.is_broker_only = address.is_broker_only

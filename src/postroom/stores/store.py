@@ -25,6 +25,8 @@ class Store(ABC):
     """Why the store cannot write at present; empty when it can."""
     is_concurrent = False
     """Whether calls of `write_many` in several threads commit beside each other."""
+    survives_kills = True
+    """Whether records of the durability class `os` survive kill -9 of every process of the store."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit. Contracts use `add_commit_listener`."""
     fatal_errors: tuple[type[Exception], ...] = ()

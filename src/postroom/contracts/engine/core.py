@@ -44,7 +44,7 @@ class EngineCore:
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
-        self.registry = Registry(REQUEST_TYPES)
+        self.registry = Registry(REQUEST_TYPES, urgent="os" if store.survives_kills else "group")
         self.handlers: dict[str, Handler] = {}
         self._default_handlers = default_handlers(self)
         self.mcp_servers = McpServers()

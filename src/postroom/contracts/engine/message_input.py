@@ -119,7 +119,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 class Registry:
     """The message types of an engine, the shapes of their payloads, and the migrations of old versions."""
 
-    def __init__(self, types: tuple[str, ...]) -> None:
+    def __init__(self, types: tuple[str, ...], *, urgent: Durability = "os") -> None:
+        """`urgent` is the durability class of P0 messages that name none."""
+        self._urgent = urgent
         self.types: dict[str, Any] = dict.fromkeys(types)
         """Type -> the shape of its payload; None for any object."""
         self.migrations: dict[int, Migration] = {}
@@ -171,7 +173,7 @@ class Registry:
         priority = _priority(new.priority)
         if policy.token_rules is not None and (body.tokens or body.models):
             _check_budget(policy.token_rules, body, priority)
-        durability: Durability = new.durability or ("os" if priority == 0 else "group")
+        durability: Durability = new.durability or (self._urgent if priority == 0 else "group")
         envelope = Envelope(
             queue=ENGINE_PREFIX + org_id,
             payload=b"",
