@@ -173,7 +173,7 @@ def test_a_message_is_submitted_explained_and_cancelled() -> None:
     assert "no worker is running" in engine("explain", message_id).line["explanation"]
     status = engine("status").line
     assert status["organizations"]["acme"]["lanes"] == [0, 1, 0, 0]
-    assert engine("cancel", message_id).line == {"message_id": message_id, "said": "cancel"}
+    assert engine("cancel", message_id).line == {"message_id": message_id, "action": "cancel"}
     again = engine("cancel", message_id)
     assert (again.code, again.error.count("CANCELLED")) == (1, 1)
 
@@ -205,7 +205,7 @@ def test_options_of_a_submit_reach_the_message() -> None:
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "[]"], "JSON object"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "{"], "is not JSON"),
         (["status", "--data", "run", "--url", "http://x"], "two places"),
-        (["status", "--data", "sqlite:///run/queue.db"], "neither a data folder nor an address"),
+        (["status", "--data", "sqlite:///run/queue.db"], "it must be a data folder, or an address"),
         (["status", "--url", "http://127.0.0.1:1"], "--url needs a token"),
         (["pause", "--data", "run", "--kill", "--type", "tool_call"], "not for a type"),
         (["dlq", "replay", "--data", "run"], "choose them"),
@@ -253,7 +253,7 @@ def test_an_app_names_its_own_store() -> None:
 
 def test_a_pause_holds_messages_back() -> None:
     message_id = submit()
-    assert engine("pause", "--org", "acme").line["said"] == "pause"
+    assert engine("pause", "--org", "acme").line["action"] == "pause"
     assert "is paused" in engine("explain", message_id).line["explanation"]
     assert engine("status").line["pauses"] == [{"org_id": "acme", "type": ""}]
     assert engine("resume", "--org", "acme").line["pauses"] == []
@@ -357,7 +357,7 @@ def test_sigterm_lets_running_messages_finish_and_claims_no_more() -> None:
             said, _ = supervisor.communicate(timeout=HANG_GUARD_S)
             assert store.blocking.get(later).state == "QUEUED"
     assert supervisor.returncode == 0
-    assert json.loads(said) == {"said": "drain", "in_flight": 1, "at_most_s": 30.0}
+    assert json.loads(said) == {"action": "drain", "in_flight": 1, "at_most_s": 30.0}
     assert states() == {"COMPLETED": 1, "QUEUED": 1}
 
 

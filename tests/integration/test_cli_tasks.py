@@ -94,7 +94,7 @@ def test_the_whole_life_of_a_task(where: tuple[str, ...], agent: str) -> None:
         "parent": "p1", "lease_s": 60.0,
     }  # fmt: skip
     word = (task_id, *where, "--lease", lease)
-    assert tasks_command("heartbeat", *word) == {"task_id": task_id, "said": "heartbeat"}
+    assert tasks_command("heartbeat", *word) == {"task_id": task_id, "action": "heartbeat"}
     tasks_command("release", *word)
     again = tasks_command("next", *where, "--agent", agent)
     assert again["attempt"] == 2
@@ -263,7 +263,7 @@ def test_retry_prints_the_outcome_and_keeps_the_attempts(where: tuple[str, ...],
     tasks_command("fail", task_id, *where, "--lease", lease, "--error", "no")
     dead = tasks_command("show", task_id, *where)
     assert (dead["state"], dead["attempt"], dead["retry_count"]) == ("DEAD_LETTER", 1, 1)
-    assert tasks_command("retry", task_id, *where) == {"task_id": task_id, "said": "retry"}
+    assert tasks_command("retry", task_id, *where) == {"task_id": task_id, "action": "retry"}
     again = tasks_command("show", task_id, *where)
     assert (again["state"], again["attempt"], again["retry_count"]) == ("QUEUED", 1, 0)
     assert again["errors"] == ["no"]
