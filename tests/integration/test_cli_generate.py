@@ -147,7 +147,7 @@ def test_a_folder_that_is_not_empty_is_refused() -> None:
     done = postroom("pipeline", "generate", "--messages", 5, "--seed", 1, "--out", "out")
     assert (done.code, done.error) == (
         EXIT_USAGE,
-        "postroom: out is not empty: a history needs a folder of its own",
+        f"postroom: {Path('out').absolute()} is not empty: a history needs a folder of its own",
     )
 
 

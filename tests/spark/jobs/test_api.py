@@ -10,7 +10,6 @@ import pytest
 from pyspark.sql import SparkSession
 
 import postroom.pipeline
-from postroom.errors import InvalidMessage
 from postroom.pipeline import Pipeline, Tables
 from tests.spark.oracle import expected, oracle, stored
 
@@ -43,11 +42,10 @@ def test_the_notebook_makes_the_tables_of_the_oracle(capsys: pytest.CaptureFixtu
     assert "100 messages" in capsys.readouterr().out
 
 
-def test_a_uri_names_a_folder_and_an_object_store_is_refused(tmp_path: Path) -> None:
+def test_a_uri_names_a_folder_or_an_object_store(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     assert Tables(folder.as_uri()).folder == Tables(str(folder)).folder == Tables(folder).folder == folder
-    with pytest.raises(InvalidMessage, match="s3://bucket/t is not a folder of this machine"):
-        Tables("s3://bucket/t")
+    assert Tables("s3://bucket/t").storage.place == "s3://bucket/t"
     assert Pipeline.__module__ == "postroom.pipeline.jobs"
     with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
         _ = postroom.pipeline.Nobody
