@@ -4,6 +4,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,6 +22,7 @@ class TlsProxy:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(certificate, key)
         self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -32,26 +34,36 @@ class TlsProxy:
         for one in [self._listening, *self._sockets]:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        self._listening.close()
+        for thread in self._threads:
+            thread.join()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+                self._start(self._serve, client)
+
+    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
 
     def _serve(self, plain: socket.socket) -> None:
-        self._sockets.append(plain)
-        with suppress(OSError):
+        with suppress(OSError), plain:
             while plain.recv(len(SSL_REQUEST)) != SSL_REQUEST:
                 plain.sendall(b"N")  # a request for Kerberos
             plain.sendall(b"S")
-            client = self._context.wrap_socket(plain, server_side=True)
-            self.handshakes += 1
-            server = socket.create_connection(("127.0.0.1", self._target))
-            self._sockets += [client, server]
-            threading.Thread(target=_pump, args=(server, client), daemon=True).start()
-            _pump(client, server)
+            with (
+                self._context.wrap_socket(plain, server_side=True) as client,
+                socket.create_connection(("127.0.0.1", self._target)) as server,
+            ):
+                self.handshakes += 1
+                self._sockets += [client, server]
+                back = self._start(_pump, server, client)
+                _pump(client, server)
+                back.join()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
