@@ -5,9 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,16 @@ def _pss_mb(pid: int) -> float:
 
 
 def submit_figures(folder: Path, seconds: float) -> Iterator[Figure]:
-    """Messages of one organization, one for each request, on connections that wait for each answer."""
+    """P0 messages, which backpressure never refuses: one a request, on connections that wait for answers."""
     with _up(folder / "run") as (facts, _):
         address = urlsplit(facts["http"])
         counts = [0] * CONNECTIONS
         end = time.perf_counter() + seconds
 
         def submit(place: int) -> None:
-            body = json.dumps({"type": "tool_call", "org_id": "bench", "payload": {"n": place}})
+            body = json.dumps(
+                {"type": "tool_call", "org_id": "bench", "priority": 0, "payload": {"n": place}}
+            )
             head = (
                 f"POST /engine/messages HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {facts['token']}\r\n"
             )
@@ -93,12 +95,9 @@ def submit_figures(folder: Path, seconds: float) -> Iterator[Figure]:
                     assert answer.startswith(b"HTTP/1.1 202"), answer
                     counts[place] += 1
 
-        threads = [threading.Thread(target=submit, args=(place,)) for place in range(CONNECTIONS)]
         begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(submit, range(CONNECTIONS)))
         rate = sum(counts) / (time.perf_counter() - begun)
     yield Figure(
         f"HTTP submit of Engine, {CONNECTIONS} connections",
