@@ -34,7 +34,7 @@ def bouncer(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) 
     """The port of a PgBouncer with two connections to the server."""
     program = shutil.which("pgbouncer") or shutil.which("/usr/sbin/pgbouncer")
     if program is None:
-        pytest.skip("PgBouncer is not installed")
+        pytest.skip("PgBouncer was NOT tested: install the Debian package pgbouncer")
     port = free_port()
     config = postgres.folder / f"pgbouncer{port}.ini"
     config.write_text(CONFIG.format(server=postgres.port, port=port))

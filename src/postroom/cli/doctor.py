@@ -25,7 +25,7 @@ EXIT_PROBLEMS = 4
 @click.option("--quick", is_flag=True, help="Do not read the stores whole.")
 @click.pass_obj
 def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
-    """Look for trouble in a data folder, and say how to mend it.
+    """Check a data folder for problems, and print the command that repairs each.
 
     Checks the environment, permissions, disk, clock, ports and parts of `up`; reads every store whole; looks
     for stuck leases, messages in quarantine, a backlog, a shipper that lags, and tokens that expire soon.

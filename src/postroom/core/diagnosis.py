@@ -102,7 +102,7 @@ class QueueFacts(msgspec.Struct, frozen=True):
 
 
 class LeaseFacts(msgspec.Struct, frozen=True):
-    """A message that is leased."""
+    """A message in flight, and its lease."""
 
     message_id: str
     queue: str

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa  # type: ignore[import-untyped]
+from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs as arrow_fs
 
@@ -90,7 +91,7 @@ class Storage:
             return arrow_fs.SubTreeFileSystem(str(self.local), arrow_fs.LocalFileSystem())
         try:
             return arrow_fs.PyFileSystem(_Handler(self.uri, self.options))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, DeltaError) as error:
             raise Unavailable(f"{self.place} cannot be opened: {_first_line(error)}") from None
 
     # ---- files -----------------------------------------------------------------------------------------

@@ -389,7 +389,7 @@ class Tables(Logs):
             self.storage.delete_folder(folder)
 
     def discard(self, name: str, adds: Iterable[AddAction]) -> None:
-        """Delete staged files that are not committed."""
+        """Delete data files whose commit was refused or given up."""
         for add in adds:
             self.storage.delete(f"{name}/{add.path}")
 

@@ -207,7 +207,7 @@ class WorkerProcesses:
 
 
 def default_command(app: str, store: str = "") -> Callable[[str], Sequence[str]]:
-    """The command that starts one worker of an app, on its own store or another one."""
+    """The command line of a worker process. `store` replaces the store that the app opens."""
     where = ("--store", store) if store else ()
     return lambda worker_id: (
         sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app, *where,

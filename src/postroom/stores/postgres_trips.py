@@ -108,7 +108,7 @@ def _results(pgconn: Any) -> Generator[Any, Any, list[Any]]:
 
 
 def check(connection: Connection, result: Any) -> None:
-    """Raise the error of a result. One without a code comes from the connection."""
+    """Raise the error that a result reports. An error without an SQLSTATE is one of the connection."""
     if result.status not in _GOOD:
         error = sql_errors.error_from_result(result, connection.info.encoding)
         raise error if error.sqlstate else psycopg.OperationalError(str(error))

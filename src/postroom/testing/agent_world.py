@@ -66,12 +66,8 @@ RULES: Final[dict[str, str]] = {
 class AgentReport(SeedReport, frozen=True, kw_only=True):
     """The outcome of one seed."""
 
+    program = "postroom.testing.agent_world"
     requests: int
-
-    @property
-    def command(self) -> str:
-        """The command that replays the seed."""
-        return f"python -m postroom.testing.agent_world --seed {self.seed}"
 
 
 class _Request(msgspec.Struct):

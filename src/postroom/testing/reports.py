@@ -1,5 +1,7 @@
 """The report of a seeded world."""
 
+from typing import ClassVar
+
 import msgspec
 
 from postroom.testing.world_checker import Broken
@@ -8,6 +10,8 @@ from postroom.testing.world_checker import Broken
 class SeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one seed."""
 
+    program: ClassVar[str]
+    """The module that runs one seed."""
     seed: int
     broken: list[Broken]
     actions: dict[str, int]
@@ -22,7 +26,7 @@ class SeedReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def command(self) -> str:
         """The command that replays the seed."""
-        raise NotImplementedError
+        return f"python -m {self.program} --seed {self.seed}"
 
     def __str__(self) -> str:
         lines = [f"{one.rule}: message {one.message_id or '-'}: {one.sentence}" for one in self.broken]

@@ -101,13 +101,13 @@ _ENDS: Final[dict[str, State]] = {
 class Report(SeedReport, frozen=True, kw_only=True):
     """The outcome of one seed on one store."""
 
+    program = "postroom.testing.world"
     store: StoreName
     messages: int
 
     @property
     def command(self) -> str:
-        """The command that replays the seed."""
-        return f"python -m postroom.testing.world --seed {self.seed} --store {self.store}"
+        return f"{super().command} --store {self.store}"
 
 
 class _Lost(Unavailable):

@@ -143,7 +143,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
 @folder_option
 @click.pass_obj
 def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
-    """Give a goal up: its facts in the knowledge graph are dropped, and its open messages are cancelled.
+    """End a goal as failed: drop its branch of the graph, and cancel its open messages.
 
     \b
     Example:

@@ -87,7 +87,7 @@ HEAD: Final = Kind("graph.head", int)
 HISTORY: Final = Kind("graph.history", Old)
 """Node id, version of main from which it no longer held -> the node."""
 HISTORY_AT: Final = Kind("graph.history_at", bool)
-"""The same keys with the version first, to forget the oldest."""
+"""Version, node id: an index of `HISTORY` by version, so that a purge finds the oldest entries."""
 BRANCHES: Final = Kind("graph.branch", Branch)
 STAGED: Final = Kind("graph.staged", Staged)
 """Goal, node id -> changes."""

@@ -173,7 +173,7 @@ class Graphs:
         self._wrote = wrote
 
     def branch(self, goal_id: str) -> BranchView:
-        """The graph as a goal sees it."""
+        """The branch of a goal: its own changes over the version of main at its start."""
         return BranchView(self.place, checked_node_id(goal_id), self._wrote)
 
     def main(self, org_id: str | None = None) -> MainView:
