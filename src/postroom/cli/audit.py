@@ -22,6 +22,7 @@ from postroom.cli.shell import (
     as_path,
     path_option,
     reader_gone,
+    stop_with_stdin,
 )
 from postroom.errors import EXIT_RUNTIME
 
@@ -246,18 +247,12 @@ def _database(data: Path) -> Path:
 def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callable[[float], bool]:
     """A wait that ends at once at a signal, and prints the progress on a terminal."""
     import signal
-    import sys
 
     stop = threading.Event()
-
-    def watch_parent() -> None:
-        sys.stdin.buffer.read()
-        stop.set()
-
-    if while_stdin:
-        threading.Thread(target=watch_parent, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    if while_stdin:
+        stop_with_stdin()
     noted_at = time.monotonic()
 
     def stopped(wait_s: float) -> bool:
