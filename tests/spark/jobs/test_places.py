@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import boto3  # type: ignore[import-untyped]
 import pytest
@@ -39,18 +39,25 @@ def deliver(events: Path, number: int) -> None:
     write_segment(events, number, lines)
 
 
-@pytest.fixture
-def expected(spark: SparkSession, tmp_path: Path) -> dict[str, Rows]:
-    """The rows of three segments, in tables of this machine."""
+class Delivered(NamedTuple):
+    """Three segments, and their rows in tables of this machine."""
+
+    events: Path
+    rows: dict[str, Rows]
+
+
+@pytest.fixture(scope="module")
+def delivered(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Delivered:
+    folder = tmp_path_factory.mktemp("delivered")
     for number in (1, 2, 3):
-        deliver(tmp_path / "events", number)
-    tables = Tables(tmp_path / "expected")
-    Pipeline(spark, tables, gold=FEW).run(tmp_path / "events")
-    return all_rows(tables)
+        deliver(folder / "events", number)
+    tables = Tables(folder / "tables")
+    Pipeline(spark, tables, gold=FEW).run(folder / "events")
+    return Delivered(folder / "events", all_rows(tables))
 
 
 def test_spark_reads_and_writes_a_file_system_that_only_hadoop_knows(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows], monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, delivered: Delivered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount of `viewfs:`. Executors read the segments and write the files. Two streams share the tables."""
     hadoop = spark.sparkContext._jsc.hadoopConfiguration()
@@ -64,7 +71,7 @@ def test_spark_reads_and_writes_a_file_system_that_only_hadoop_knows(
         deliver(rest, number)
     places = ["viewfs:///lake/first", "viewfs:///lake/rest"]
     assert [job.run(places).segments for _ in range(2)] == [3, 0]
-    assert all_rows(tables) == expected
+    assert all_rows(tables) == delivered.rows
     assert tables.folder == tmp_path / "tables"
 
 
@@ -94,15 +101,13 @@ def s3() -> Iterator[Access]:
         server.terminate()
 
 
-def test_the_log_lies_in_an_object_store(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows], s3: Access
-) -> None:
+def test_the_log_lies_in_an_object_store(spark: SparkSession, delivered: Delivered, s3: Access) -> None:
     """Small tables are written by this process, so that all of a run is seen there, without a jar for S3."""
     tables = Tables("s3a://lake/tables", s3)
     job = Pipeline(spark, tables, gold=FEW)
-    events = Storage(tmp_path / "events")
+    events = Storage(delivered.events)
     assert [job.run(events.place).segments for _ in range(2)] == [3, 0]
-    assert all_rows(tables) == expected
+    assert all_rows(tables) == delivered.rows
     late, base = Tables(tables.storage), tables.version("gold_flow")
     assert late.version("gold_flow") == base
     late.mark("gold_flow", [Txn("other", 1)], base=base)
@@ -125,13 +130,13 @@ class Disturbed(Tables):
 
 
 def test_maintenance_by_other_engines_at_every_commit_changes_no_row(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows]
+    spark: SparkSession, tmp_path: Path, delivered: Delivered
 ) -> None:
     tables = Disturbed(tmp_path / "tables")
     for number in (1, 2, 3):
         deliver(tmp_path / "growing", number)
         Pipeline(spark, tables, gold=FEW).run(tmp_path / "growing")
-    assert {name: without_foreign(rows) for name, rows in all_rows(tables).items()} == expected
+    assert {name: without_foreign(rows) for name, rows in all_rows(tables).items()} == delivered.rows
 
 
 def without_foreign(rows: Rows) -> Rows:
@@ -144,11 +149,11 @@ def without_foreign(rows: Rows) -> Rows:
 
 
 def test_two_jobs_at_once_make_the_tables_of_one(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows]
+    spark: SparkSession, tmp_path: Path, delivered: Delivered
 ) -> None:
     jobs = [Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda job: job.run(tmp_path / "events"), jobs))
-    jobs[0].run(tmp_path / "events")  # a job leaves segments to another that has begun with them
+        done = list(pool.map(lambda job: job.run(delivered.events), jobs))
+    jobs[0].run(delivered.events)  # a job leaves segments to another that has begun with them
     assert sum(summary.segments for summary in done) == 3
-    assert all_rows(Tables(tmp_path / "tables")) == expected
+    assert all_rows(Tables(tmp_path / "tables")) == delivered.rows
