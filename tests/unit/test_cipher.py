@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from postroom.errors import InvalidSetting, UnsafePath
-from postroom.sinks.cipher import Cipher, UnreadablePayload, add_key, read_keys
+from postroom.sinks.cipher import Cipher, UnreadablePayload
 from postroom.sinks.reader import Segments
 from postroom.sinks.segment_writer import SegmentSink
+from postroom.system.key_file import add_key, read_keys
 from tests.segmentstories import events
 
 KEY = bytes(range(32))
@@ -128,8 +129,9 @@ def test_an_invalid_key_line_is_reported_without_the_key(tmp_path: Path, line: s
 
 def test_invalid_key_files_are_refused(tmp_path: Path) -> None:
     text = base64.urlsafe_b64encode(KEY).decode()
-    with pytest.raises(UnsafePath, match="accessible to all users"):
-        read_keys(key_file(tmp_path, f"k {text}\n", 0o604))
+    for mode in (0o604, 0o640):
+        with pytest.raises(UnsafePath, match="accessible to other users: run chmod 600"):
+            read_keys(key_file(tmp_path, f"k {text}\n", mode))
     with pytest.raises(InvalidSetting, match="twice"):
         read_keys(key_file(tmp_path, f"k {text}\nk {text}\n"))
     with pytest.raises(InvalidSetting, match="at least one key"):

@@ -24,7 +24,8 @@ from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
-from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, ask
+from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, Reading, ask
+from postroom.stores.sqlite_encrypted import EncryptedSqliteReading, EncryptedSqliteTransaction
 from postroom.stores.sqlite_file import (
     BUSY_TIMEOUT_S,
     check_kind,
@@ -39,6 +40,7 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
 from postroom.system.clock import Clock, SystemClock
+from postroom.system.encryption import Encryption, KeysInUse, key_needed
 from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
 
@@ -49,6 +51,7 @@ FORK_WAIT_S = 10.0  # wait for a commit of another thread
 FILE_LOOK_S = 0.1  # a moved or removed file is noticed after this time
 RESERVE_BYTES = 4 * 1024 * 1024
 MOVED = "moved_to"  # the fact that a store was moved
+KEYS_IN_USE = "keys"  # the fact that its values are encrypted
 
 _log = logging.getLogger("postroom.store")
 
@@ -66,9 +69,11 @@ class SqliteStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
         reserve_bytes: int = RESERVE_BYTES,
         store_id: str | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         check_library()
         self.path = Path.cwd() / path
+        self.encryption = encryption
         self.url = f"sqlite:///{self.path}"
         self._clock = SystemClock() if clock is None else clock
         self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
@@ -86,6 +91,9 @@ class SqliteStore(Store):
         """Whether `_known` matches the file, apart from commits of other processes."""
         self._moved_to = ""
         """The address of the store that replaced this one."""
+        self._keys = ""
+        """The keys in use, as the file notes them; empty without encryption."""
+        self._look_at_keys = 0.0
         self._transaction: SqliteTransaction | None = None
         self._wal_fd = -1
         self._look_at_wal = 0
@@ -148,7 +156,13 @@ class SqliteStore(Store):
         if self._moved_to:
             raise StoreMoved(self.url, self._moved_to)
         now_ns = self._offset_ns + clock.boot_ns()
-        transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        transaction: SqliteTransaction
+        if self.encryption is None:
+            transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        else:
+            transaction = EncryptedSqliteTransaction(
+                self._known, cursor, now_ns, clock.wall_us(), self.encryption
+            )
         self._transaction = transaction
         return transaction
 
@@ -175,7 +189,31 @@ class SqliteStore(Store):
             self._known.catch_up(cursor, from_start=from_start)
             moved = ask(cursor, FACT, (MOVED,))
             self._moved_to = str(moved[0][0]) if moved else ""
+            self._check_keys(cursor)
             self._settled = True
+
+    def _check_keys(self, connection: Reading) -> None:
+        """Refuse a file whose keys this handle does not have. Another process may have added a key."""
+        found = ask(connection, FACT, (KEYS_IN_USE,))
+        noted = str(found[0][0]) if found else ""
+        if noted != self._keys:
+            if self.encryption is None:
+                raise key_needed(self.url)
+            self.encryption.check(self.url, KeysInUse.decode(noted) if noted else None)
+            self._keys = noted
+
+    def _note_keys(self, connection: apsw.Connection) -> None:
+        """Note the current key when the file is opened. The first key turns encryption on."""
+        self._keys = ""
+        if self.encryption is None:
+            self._check_keys(connection)
+            return
+        found = ask(connection, FACT, (KEYS_IN_USE,))
+        noted = KeysInUse.decode(found[0][0]) if found else None
+        in_use = self.encryption.check(self.url, noted)
+        if in_use != noted:
+            connection.execute(SET_FACT, (KEYS_IN_USE, in_use.encode()))
+        self._keys = in_use.encode()
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
         transaction.flush()
@@ -340,6 +378,13 @@ class SqliteStore(Store):
             cursor, clock = self._reader.cursor(), self._clock
             now_ns = self._offset_ns + clock.boot_ns()
             with sql_transaction(self._reader, "DEFERRED"):
+                if self.encryption is not None:
+                    return work(
+                        EncryptedSqliteReading(self._known, cursor, now_ns, clock.wall_us(), self.encryption)
+                    )
+                if (now := time.monotonic()) >= self._look_at_keys:
+                    self._check_keys(cursor)
+                    self._look_at_keys = now + FILE_LOOK_S
                 return work(SqliteReading(self._known, cursor, now_ns, clock.wall_us()))
 
     def wall_us(self) -> int:
@@ -397,6 +442,7 @@ class SqliteStore(Store):
             found = ask(connection, FACT, ("store_id",))
             if not found:
                 connection.execute(SET_FACT, ("store_id", self._new_store_id))
+            self._note_keys(connection)
         self._known = Known(str(found[0][0]) if found else self._new_store_id)
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
