@@ -15,6 +15,7 @@ from postroom.sinks.heads import StreamHead, head_path
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.verify import verify as verify_stream
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
+from postroom.system.encryption import key_file_encryption
 
 Report = Callable[[str], None]
 
@@ -88,7 +89,7 @@ class DataCheck:
             return
         self._begin("mail", MAIL_FOLDER)
         try:
-            for name, damage in damaged_stretches(folder):
+            for name, damage in damaged_stretches(folder, key_file_encryption(None)):
                 reason = f"{damage.length} bytes at {damage.offset}: {damage.reason}"
                 yield FileFault("mail", f"{MAIL_FOLDER}/{name}", reason)
         except (PostroomError, OSError) as error:

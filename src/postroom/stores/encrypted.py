@@ -35,6 +35,21 @@ PLAIN_CELLS = frozenset(
 _log = logging.getLogger("postroom.store")
 
 
+def record_place(store_id: str, field: str, seq: int) -> str:
+    """What the encrypted value of a field of a record is bound to."""
+    return f"the {field} of record {seq} in {store_id}"
+
+
+def cell_place(store_id: str, kind: str, key: str) -> str:
+    """What the encrypted value of a cell is bound to."""
+    return f"the cell {kind} {key!r} in {store_id}"
+
+
+def batch_place(store_id: str, last: int) -> str:
+    """What an encrypted batch of events is bound to: the number of its last event."""
+    return f"the events up to {last} in {store_id}"
+
+
 class EncryptedTransaction(Transaction):
     """Overrides of a ledger and its lanes. A backend's transaction class comes after it in the MRO.
 
@@ -45,12 +60,8 @@ class EncryptedTransaction(Transaction):
     is_reading = False
 
     def place(self, field: str, seq: int) -> str:
-        """What the encrypted value of a field of a record is bound to."""
-        return f"the {field} of record {seq} in {self.store_id}"
-
-    def cell_place(self, kind: str, key: str) -> str:
-        """What the encrypted value of a cell is bound to."""
-        return f"the cell {kind} {key!r} in {self.store_id}"
+        """As `record_place`."""
+        return record_place(self.store_id, field, seq)
 
     # ---- cells ---------------------------------------------------------------------------------
 
@@ -58,18 +69,20 @@ class EncryptedTransaction(Transaction):
         value = super().cell(kind, key)  # type: ignore[safe-super]
         if value is None or kind in PLAIN_CELLS:
             return value
-        return self.encryption.open(value, self.cell_place(kind, key))
+        return self.encryption.open(value, cell_place(self.store_id, kind, key))
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         if value is not None and kind not in PLAIN_CELLS:
-            value = self.encryption.seal(value, self.cell_place(kind, key))
+            value = self.encryption.seal(value, cell_place(self.store_id, kind, key))
         super().put_cell(kind, key, value)  # type: ignore[safe-super]
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         rows = super().cells(kind, after, limit)  # type: ignore[safe-super]
         if kind in PLAIN_CELLS:
             return rows
-        return [(key, self.encryption.open(value, self.cell_place(kind, key))) for key, value in rows]
+        return [
+            (key, self.encryption.open(value, cell_place(self.store_id, kind, key))) for key, value in rows
+        ]
 
     # ---- lanes ---------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,9 +23,11 @@ import msgspec
 from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
+from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, Reading, ask
+from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading, EncryptedSqliteTransaction
 from postroom.stores.sqlite_file import (
     BUSY_TIMEOUT_S,
@@ -40,7 +43,7 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
 from postroom.system.clock import Clock, SystemClock
-from postroom.system.encryption import Encryption, KeysInUse, key_needed
+from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_needed
 from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
 
@@ -51,7 +54,6 @@ FORK_WAIT_S = 10.0  # wait for a commit of another thread
 FILE_LOOK_S = 0.1  # a moved or removed file is noticed after this time
 RESERVE_BYTES = 4 * 1024 * 1024
 MOVED = "moved_to"  # the fact that a store was moved
-KEYS_IN_USE = "keys"  # the fact that its values are encrypted
 
 _log = logging.getLogger("postroom.store")
 
@@ -194,7 +196,7 @@ class SqliteStore(Store):
 
     def _check_keys(self, connection: Reading) -> None:
         """Refuse a file whose keys this handle does not have. Another process may have added a key."""
-        found = ask(connection, FACT, (KEYS_IN_USE,))
+        found = ask(connection, FACT, (KEYS_FACT,))
         noted = str(found[0][0]) if found else ""
         if noted != self._keys:
             if self.encryption is None:
@@ -208,11 +210,11 @@ class SqliteStore(Store):
         if self.encryption is None:
             self._check_keys(connection)
             return
-        found = ask(connection, FACT, (KEYS_IN_USE,))
+        found = ask(connection, FACT, (KEYS_FACT,))
         noted = KeysInUse.decode(found[0][0]) if found else None
         in_use = self.encryption.check(self.url, noted)
         if in_use != noted:
-            connection.execute(SET_FACT, (KEYS_IN_USE, in_use.encode()))
+            connection.execute(SET_FACT, (KEYS_FACT, in_use.encode()))
         self._keys = in_use.encode()
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
@@ -410,6 +412,60 @@ class SqliteStore(Store):
                 if to:
                     connection.execute(SET_FACT, (MOVED, to))
             self._settled = False
+
+    # ---- encryption ----------------------------------------------------------------------------
+
+    def keys_in_use(self) -> KeysInUse | None:
+        self._open_file()
+        return KeysInUse.decode(self._keys) if self._keys else None
+
+    @contextmanager
+    def _converting(self) -> Iterator[tuple[apsw.Connection, Values]]:
+        """A transaction of the writing connection, for work on stored values."""
+        self._open_file()
+        if self.encryption is None:
+            raise self._not_encrypted()
+        with self._translated(), self._alone() as connection:
+            if connection is None:
+                raise HandleDead(self.path)
+            with sql_transaction(connection):
+                self._check_keys(connection)
+                yield connection, sqlite_values(self._known.store_id, self.encryption)
+
+    def convert(self) -> Progress:
+        with self._converting() as (connection, values):
+            assert self.encryption is not None  # noqa: S101 - for the type checker: just checked
+            connection.execute("PRAGMA secure_delete = ON")
+            found = ask(connection, FACT, (PROGRESS_FACT,))
+            before = progress_of(str(found[0][0]) if found else None, self.encryption)
+            after = values.convert(partial(ask, connection), connection.execute, before)
+            connection.execute(SET_FACT, (PROGRESS_FACT, msgspec.json.encode(after).decode()))
+        return after
+
+    def count_keys(self) -> dict[str, int]:
+        with self._converting() as (connection, values):
+            return values.count(partial(ask, connection))
+
+    def retire_key(self, fingerprint: str) -> None:
+        with self._converting() as (connection, values):
+            noted = KeysInUse.decode(self._keys)
+            counts = values.count(partial(ask, connection))
+            kept = without_key(self.url, noted, fingerprint, counts).encode()
+            connection.execute(SET_FACT, (KEYS_FACT, kept))
+        self._keys = kept
+
+    def wipe(self) -> bool:
+        """Rewrite the file and empty its WAL. Writers wait; a long reader keeps the WAL."""
+        self._open_file()
+        with self._translated(), self._alone() as connection:
+            if connection is None:
+                raise HandleDead(self.path)
+            connection.execute("VACUUM")
+            try:
+                connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            except apsw.BusyError:
+                return False
+        return True
 
     def sync(self) -> None:
         """Sync the WAL. SQLite syncs the database before it reuses the WAL.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from postroom.errors import UnreadableValue
 from postroom.message import Record
 from postroom.stores.base import Change
-from postroom.stores.encrypted import EncryptedTransaction
+from postroom.stores.encrypted import EncryptedTransaction, batch_place
 from postroom.stores.event_runs import Implied, OnesRun, implied_runs
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import ask
@@ -103,16 +103,13 @@ class EncryptedSqliteTransaction(EncryptedTransaction, SqliteTransaction):
 
     # ---- events --------------------------------------------------------------------------------
 
-    def _batch_place(self, last: int) -> str:
-        return f"the events up to {last} in {self.store_id}"
-
     def packed(self, last: int) -> str | bytes:
-        return self.encryption.seal(str(super().packed(last)).encode(), self._batch_place(last))
+        return self.encryption.seal(str(super().packed(last)).encode(), batch_place(self.store_id, last))
 
     def unpacked(self, last: int, batch: str | bytes) -> str:
         if isinstance(batch, str):
             return batch
-        return self.encryption.open(batch, self._batch_place(last)).decode()
+        return self.encryption.open(batch, batch_place(self.store_id, last)).decode()
 
     def _implied_runs(self, after: int, last: int) -> Iterator[OnesRun]:
         return implied_runs(Implied(*row) for row in ask(self._cursor, IMPLIED, (after, last)))

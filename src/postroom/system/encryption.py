@@ -9,6 +9,7 @@ Rule 3: a value that cannot be decrypted raises. It is never changed or deleted.
 """
 
 import base64
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from postroom.errors import InvalidSetting, KeyMissing, UnreadableValue
+from postroom.errors import InvalidSetting, KeyMissing, PostroomError, UnreadableValue
 from postroom.system.key_file import FINGERPRINT_BYTES, NONCE_BYTES, aes_gcm, fingerprint, read_keys
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ HEAD_BYTES = len(MARK) + FINGERPRINT_BYTES
 OVERHEAD_BYTES = HEAD_BYTES + NONCE_BYTES + TAG_BYTES
 LINE_MARK = "enc:2:"  # of an encrypted line of text: this, then the value as base64url
 KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"
+KEYS_FACT = "keys"  # the fact of a store that holds `KeysInUse`
+PLAIN = ""  # stands for the key of values that are not encrypted
+
+_log = logging.getLogger("postroom.keys")
+
+
+def key_of(head: bytes) -> str:
+    """The fingerprint of the key that encrypted a value that begins with `head`; `PLAIN` when none did."""
+    return head[len(MARK) : HEAD_BYTES].hex() if head.startswith(MARK) else PLAIN
 
 
 class KeysInUse(msgspec.Struct, frozen=True):
@@ -66,8 +76,28 @@ class Encryption:
         # One assignment: other threads see the old keys or the new ones.
         self._state: tuple[bytes, AESGCM, dict[bytes, AESGCM]] = (MARK + current, ciphers[current], ciphers)
 
+    def reload_if_changed(self) -> bool:
+        """Read the key file again when it changed. Returns whether another key encrypts from now on.
+
+        A key file that cannot be read at present changes nothing: the known keys stay in use.
+        """
+        try:
+            if self._stamp() == self._read_stamp:
+                return False
+            before = self.current
+            self.reload()
+        except (OSError, PostroomError) as error:
+            _log.warning("key file %s cannot be read again: %s", self.path, error)
+            return False
+        return self.current != before
+
+    def _stamp(self) -> tuple[int, int]:
+        info = self.path.stat()
+        return info.st_ino, info.st_mtime_ns
+
     def _keys(self) -> dict[str, bytes]:
         try:
+            self._read_stamp = self._stamp()
             return read_keys(self.path)
         except OSError as error:
             raise KeyMissing(f"key file {self.path} cannot be read: {error.strerror}") from error
@@ -158,8 +188,8 @@ class Encryption:
 def key_needed(where: str) -> KeyMissing:
     """The error for a store that is encrypted and was opened without a key file."""
     return KeyMissing(
-        f"{where} is encrypted: give its key file by --key-file, {KEY_FILE_VARIABLE} or key_file in "
-        "[encryption] of the settings"
+        f"{where} is encrypted: name its key file with `postroom --key-file`, {KEY_FILE_VARIABLE}, key_file "
+        "in [encryption] of the settings, or key_file in code"
     )
 
 
