@@ -45,9 +45,9 @@ def cell_place(store_id: str, kind: str, key: str) -> str:
     return f"the cell {kind} {key!r} in {store_id}"
 
 
-def batch_place(store_id: str, last: int) -> str:
-    """What an encrypted batch of events is bound to: the number of its last event."""
-    return f"the events up to {last} in {store_id}"
+def batch_place(store_id: str, number: int) -> str:
+    """What an encrypted batch of events is bound to: the number of its row."""
+    return f"the events of row {number} in {store_id}"
 
 
 class EncryptedTransaction(Transaction):

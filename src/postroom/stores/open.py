@@ -38,7 +38,7 @@ def open_store(
     if url.startswith(POSTGRES):
         from postroom.stores.postgres import PostgresStore
 
-        return PostgresStore(url, clock=clock)
+        return PostgresStore(url, clock=clock, encryption=key_file_encryption(key_file))
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
         raise InvalidMessage(
