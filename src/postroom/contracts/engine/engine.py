@@ -74,7 +74,7 @@ class Engine(Closing):
         place = Graph.open(graph) if isinstance(graph, str) else graph
         self._place = LedgerGraph(self._core) if place is None else place
         self.goals = Goals(self._core, self._place)
-        self.graph = Graphs(self._place, self.goals.wrote)
+        self.graph = Graphs(self._place, self.goals)
         self.decisions = Decisions(self._core)
         self.conflicts = Conflicts(self._core)
         self.recovery = Recovery(self._core, self.goals)
