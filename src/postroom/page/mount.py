@@ -168,7 +168,10 @@ class PageMount:
     async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """The page. It says who is signed in, so that the first view needs no call for that."""
         data, kind = _files().by_name["index.html"]
-        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        known = self._known_caller(server, request)
+        if known["name"]:
+            self._running_live(server).expect_page()
+        caller = escape(_encode(known).decode(), quote=True)
         page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
         return HttpReply(200, page, ((b"content-type", kind),))
 

@@ -434,6 +434,11 @@ class SqliteTransaction(Transaction):
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         return list(self._events(max(0, stored - 1)))[-1:]
 
+    def newest_event(self) -> int:
+        """Read from the indexes: the last row of events may be a run of thousands."""
+        [(newest,)] = ask(self._cursor, sql.NEWEST_EVENT)
+        return int(newest)
+
     def _events(self, after: int) -> Iterator[Event]:
         """The events of every row that can hold one behind `after`, then the implied ones."""
         for (batch,) in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
