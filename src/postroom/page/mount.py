@@ -13,13 +13,12 @@ from functools import cache
 from html import escape
 from importlib import resources
 from importlib.metadata import version
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.core.redaction import Redactor
 from postroom.page import buses, goals, letters, messages, reports, teams
 from postroom.page.live import Live, scope_of
 from postroom.page.redaction import REDACTOR
@@ -43,6 +42,9 @@ from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route
 from postroom.runtime.schemas import NoQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.tokens import digest_of
+
+if TYPE_CHECKING:
+    from postroom.core.redaction import Redactor
 
 PREFIX: Final = "/page/"
 STATIC: Final = "/page/static/"
@@ -76,7 +78,7 @@ OWN_SITES: Final = ("", "same-origin", "none")
 _encode = msgspec.json.Encoder().encode
 
 
-def mount(redactor: Callable[[], Redactor] = Redactor) -> Callable[[TasksApp], "PageMount"]:
+def mount(redactor: "Callable[[], Redactor]") -> Callable[[TasksApp], "PageMount"]:
     """The live page of a task server. `redactor` makes what hides secrets in payloads, when it is needed."""
     return lambda app: PageMount(app, redactor)
 
@@ -84,7 +86,7 @@ def mount(redactor: Callable[[], Redactor] = Redactor) -> Callable[[TasksApp], "
 class PageMount:
     """An ASGI application for `/` and everything below `/page/`."""
 
-    def __init__(self, app: TasksApp, redactor: Callable[[], Redactor]) -> None:
+    def __init__(self, app: TasksApp, redactor: "Callable[[], Redactor]") -> None:
         self._app = app
         self._redactor = cache(redactor)
         self._known_sessions: Sessions | None = None
@@ -168,7 +170,10 @@ class PageMount:
     async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """The page. It says who is signed in, so that the first view needs no call for that."""
         data, kind = _files().by_name["index.html"]
-        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        known = self._known_caller(server, request)
+        if known["name"]:
+            self._running_live(server).expect_page()
+        caller = escape(_encode(known).decode(), quote=True)
         page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
         return HttpReply(200, page, ((b"content-type", kind),))
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import (
@@ -51,6 +52,7 @@ from postroom.errors import (
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     IDENTITY,
+    JSON_HEADERS,
     JSON_TYPE,
     NO_CONTENT,
     ClientDisconnected,
@@ -58,7 +60,7 @@ from postroom.runtime.http_messages import (
     HttpRequest,
     Refusal,
 )
-from postroom.runtime.listener import CONNECTION
+from postroom.runtime.listener import CONNECTION, write_json_reply
 from postroom.runtime.openapi import Route
 from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
@@ -374,6 +376,13 @@ def _error_reply(status: int, error: str, message: str, retry_after_s: float = R
 
 async def send_reply(send: Send, reply: HttpReply) -> None:
     """Send a whole reply."""
+    cycle = getattr(send, "__self__", None)
+    if (
+        reply.headers is JSON_HEADERS
+        and isinstance(cycle, RequestResponseCycle)
+        and write_json_reply(cycle, reply.status, reply.body)
+    ):
+        return
     headers = [*reply.headers]
     if reply.status != NO_CONTENT.status:
         headers.append((b"content-length", b"%d" % len(reply.body)))

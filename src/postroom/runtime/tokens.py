@@ -181,8 +181,9 @@ class Tokens:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
         if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
             tokens = self._file.read()
-            self._version = self._file.version
-            self._by_digest = {token.token_sha256: token for token in tokens}
+            if self._version != self._file.version:
+                self._version = self._file.version
+                self._by_digest = {token.token_sha256: token for token in tokens}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
 

@@ -67,6 +67,7 @@ from postroom.stores.sql.queries import (
 from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, LimitsCache, Transaction
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
+CELLS_KEPT_MAX = 64  # cells that a transaction keeps after it has read them
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each of them: SQLite holds them all at once
 
@@ -185,6 +186,9 @@ class SqliteTransaction(Transaction):
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with the last numbers."""
         self._new_traits: tuple[Any, ...] | None = None
+        self._cells_read: dict[tuple[str, str], bytes | None] = {}
+        self._no_cells: set[str] = set()
+        """Kinds that have no cells."""
         self.counts: dict[tuple[int, Counted], int] = {}
         """What the transaction did to the counters. After a rollback the store reads them again."""
 
@@ -405,19 +409,35 @@ class SqliteTransaction(Transaction):
 
     # ---- cells and lanes -----------------------------------------------------------------------
 
+    # Cells do not depend on records, so new records stay unwritten: many of them become one statement. The
+    # calls of one commit read the same few cells, and each statement lets another thread run.
+
     def cell(self, kind: str, key: str) -> bytes | None:
-        rows = ask(self._cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
-        return bytes(rows[0][0]) if rows else None
+        read = self._cells_read
+        if (kind, key) in read:
+            return read[kind, key]
+        rows = ask(self._raw_cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
+        value = bytes(rows[0][0]) if rows else None
+        if len(read) < CELLS_KEPT_MAX and kind != CHUNKS:
+            read[kind, key] = value
+        return value
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
+        self._cells_read.pop((kind, key), None)
+        self._no_cells.discard(kind)
         if value is None:
-            self._cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
+            self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            self._cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
+            self._raw_cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return ask(self._cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
+        if kind in self._no_cells:
+            return []
+        found = ask(self._raw_cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
+        if not found and not after:
+            self._no_cells.add(kind)
+        return found
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = ask(self._cursor, sql.PULL, (_line(self._queue(queue), lane), limit))
@@ -440,6 +460,11 @@ class SqliteTransaction(Transaction):
             return list(islice((event for event in self._events(after) if event.seq > after), limit))
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         return list(self._events(max(0, stored - 1)))[-1:]
+
+    def newest_event(self) -> int:
+        """Read from the indexes: the last row of events may be a run of thousands."""
+        [(newest,)] = ask(self._cursor, sql.NEWEST_EVENT)
+        return int(newest)
 
     def _events(self, after: int) -> Iterator[Event]:
         """The events of every row that can hold one behind `after`, then the implied ones."""

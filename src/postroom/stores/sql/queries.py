@@ -151,6 +151,10 @@ IMPLIED = (
     "SELECT seq, name, priority, type, parent_message_id, created_us, length(payload) "
     "FROM records CROSS JOIN queues USING (queue) WHERE seq > ? AND seq <= ? ORDER BY seq"
 )
+NEWEST_EVENT = (
+    "SELECT coalesce((SELECT max(seq) + 1 FROM records WHERE seq > stored.last), stored.last) "
+    "FROM (SELECT coalesce(max(seq), 0) AS last FROM events) stored"
+)
 IMPLIED_COUNTS = "SELECT queue, lane, count(*), max(seq) FROM records WHERE seq > ? GROUP BY queue, lane"
 FORGET_EVENTS = "DELETE FROM events WHERE seq <= ? AND seq < (SELECT max(seq) FROM events)"
 FACT = "SELECT value FROM facts WHERE name = ?"
