@@ -210,8 +210,9 @@ class Pipeline:
         self.tables.require_tables()
         session = queries.read_only(self.spark)
         checked = queries.checked(session, query, self.tables.names())
-        for name in sorted(checked.tables):
-            self.tables.read(session, name).createOrReplaceTempView(name)
+        with self.tables.queried():
+            for name in sorted(checked.tables):
+                self.tables.read(session, name).createOrReplaceTempView(name)
         found = queries.execute(session, checked)
         rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
         for row in rows.toLocalIterator():
