@@ -26,7 +26,7 @@ from postroom.sinks.cipher import Cipher
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
 from postroom.stores.postgres_connection import SCHEMA_DEFAULT, Address, unreachable
-from postroom.stores.postgres_trips import Connection, check
+from postroom.stores.postgres_trips import Connection
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class AuditTable:
                 self._connection = self.address.connect()
                 with self._connection.watched(), self._connection.transaction():
                     self._connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 4)", [self.schema])
-                    check(self._connection, self._connection.pgconn.exec_(self.sql(_TABLES).encode()))
+                    self._connection.run(self.sql(_TABLES))
             with self._connection.watched(), self._connection.transaction():
                 return work(self._connection)
         except psycopg.errors.InsufficientPrivilege as error:

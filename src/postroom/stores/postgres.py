@@ -40,7 +40,7 @@ from postroom.stores.postgres_known import ConflictError, Known
 from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
 from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
 from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
-from postroom.stores.postgres_trips import Connection, Statement, check
+from postroom.stores.postgres_trips import Connection, Statement
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
 from postroom.system.encryption import KEYS_FACT, Encryption
@@ -206,7 +206,7 @@ class PostgresStore(PostgresKeys):
         try:
             result = attempt(connection)
         except _CONFLICTS as error:
-            check(connection, connection.pgconn.exec_(b"ROLLBACK"))
+            connection.run("ROLLBACK")
             return partial(_raise, error)
         return lambda: result
 
@@ -217,12 +217,12 @@ class PostgresStore(PostgresKeys):
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
                 transaction.spare_numbers(committed=False)
-                connection.pgconn.exec_(b"ROLLBACK")
+                connection.run_unchecked("ROLLBACK")
                 job.finish()
                 return None
         if not transaction.changes:
             transaction.spare_numbers(committed=False)
-            connection.pgconn.exec_(b"ROLLBACK")
+            connection.run_unchecked("ROLLBACK")
             return transaction
         transaction.flush()
         for job in jobs:
@@ -331,27 +331,21 @@ class PostgresStore(PostgresKeys):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
-        check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
-        for part in (
-            b"BEGIN",
-            b"SET LOCAL synchronous_commit = off",
-            self.writing["fold_counts"].encode(),
-            b"COMMIT",
-        ):
-            check(connection, connection.pgconn.exec_(part))
+        connection.run(self.writing["make_partitions"])
+        for part in ("BEGIN", "SET LOCAL synchronous_commit = off", self.writing["fold_counts"], "COMMIT"):
+            connection.run(part)
 
     # ---- reading -------------------------------------------------------------------------------
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
-            found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
-            check(connection, found)
+            found = connection.run(f"{_BEGIN_READING}; SELECT {_NOW}")
             now = self._time(int(found.get_value(0, 0) or 0))
             reading = self._reading(connection, now)
             try:
                 return work(reading)
             finally:
-                connection.pgconn.exec_(b"ROLLBACK")
+                connection.run_unchecked("ROLLBACK")
 
         return self._persist(attempt)
 

@@ -152,7 +152,8 @@ def test_commands_answer_at_an_address_as_in_a_folder_without_a_jvm(
         assert (here.stdout, "starting Spark" in here.stderr) != ("", True)
         assert commands(command, *there, *words) == here
     pages = [tmp_path / "here.html", tmp_path / "there.html"]
-    for page, place in zip(pages, (["--tables", folder], there), strict=True):
+    places: list[list[str]] = [["--tables", str(folder)], there]
+    for page, place in zip(pages, places, strict=True):
         assert commands("report", *place, "--out", page).code == 0
     assert pages[0].read_text() == pages[1].read_text()
 
