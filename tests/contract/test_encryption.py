@@ -298,7 +298,7 @@ def note(transaction: Any) -> object:
 
 def rotate_slowly(url: str, keys: Path, steps: int) -> None:
     """Convert in small steps, and end by SIGKILL."""
-    conversion.CONVERSION_ROWS = 3
+    conversion.CONVERSION_ROWS_MAX = 3
     store = open_store(url, key_file=keys)
     for _ in range(steps):
         store.convert()

@@ -82,7 +82,7 @@ class Shell:
 
     def use_key_file_of_settings(self) -> None:
         """As `use_key_file`, with the file that the settings file names. The environment goes first."""
-        if KEY_FILE_VARIABLE not in os.environ and self.config_file() is not None:
+        if not os.environ.get(KEY_FILE_VARIABLE) and self.config_file() is not None:
             found = self.settings.encryption.key_file
             if found is not None:
                 self.use_key_file(found)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.system.key_file import NONCE_BYTES, aes_gcm, check_key, read_keys
+from postroom.system.key_file import NONCE_BYTES, aes_gcm, check_key, decryption_failures, read_keys
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -73,10 +73,8 @@ class Cipher:
 
 
 def _decrypted(cipher: "AESGCM", text: str, event_id: str) -> str | None:
-    from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
-
     try:
         sealed = base64.b64decode(text, altchars=b"-_", validate=True)
         return cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], event_id.encode()).decode()
-    except (InvalidTag, ValueError):  # binascii.Error and UnicodeDecodeError are ValueErrors
+    except decryption_failures():  # binascii.Error and UnicodeDecodeError are ValueErrors, too
         return None

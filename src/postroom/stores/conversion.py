@@ -17,8 +17,8 @@ from postroom.errors import InvalidSetting, KeyMissing, UnreadableValue
 from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.system.encryption import HEAD_BYTES, LINE_MARK, PLAIN, Encryption, KeysInUse, key_of
 
-CONVERSION_ROWS = 200  # of one transaction,
-CONVERSION_BYTES = 1 << 20  # or bytes of values, whichever is reached first
+CONVERSION_ROWS_MAX = 200  # of one transaction,
+CONVERSION_BYTES_MAX = 1 << 20  # or bytes of values, whichever is reached first
 PROGRESS_FACT = "keys.progress"
 
 Ask: TypeAlias = Callable[[str, tuple[Any, ...]], Sequence[Sequence[Any]]]
@@ -109,7 +109,7 @@ class Values:
             return msgspec.structs.replace(progress, is_done=True)
         table = self._tables[progress.part]
         after: Sequence[Any] = progress.after or table.start
-        rows = ask(table.query, (*after, CONVERSION_ROWS))
+        rows = ask(table.query, (*after, CONVERSION_ROWS_MAX))
         counts = {"rows": 0, "converted": 0, "was_plain": 0, "unreadable": 0}
         nbytes = 0
         for row in rows:
@@ -118,10 +118,10 @@ class Values:
                 self._convert(value, tell, counts)
             counts["rows"] += 1
             after = row[: table.key_columns]
-            if nbytes >= CONVERSION_BYTES:
+            if nbytes >= CONVERSION_BYTES_MAX:
                 break
         totals = {name: getattr(progress, name) + n for name, n in counts.items()}
-        if counts["rows"] < CONVERSION_ROWS and counts["rows"] == len(rows):
+        if counts["rows"] < CONVERSION_ROWS_MAX and counts["rows"] == len(rows):
             return msgspec.structs.replace(progress, part=progress.part + 1, after=[], **totals)
         return msgspec.structs.replace(progress, after=[*after], **totals)
 
@@ -154,7 +154,7 @@ class Values:
         """Every value."""
         for table in self._tables:
             after: Sequence[Any] = table.start
-            while rows := ask(table.query, (*after, CONVERSION_ROWS)):
+            while rows := ask(table.query, (*after, CONVERSION_ROWS_MAX)):
                 for row in rows:
                     yield from table.values(row, self._store_id)
                 after = rows[-1][: table.key_columns]

@@ -186,6 +186,11 @@ class SqliteSnapshot:
             if said.get((queue, what), 0) != real.get((queue, what), 0)
         ]
 
+    def count_keys(self, encryption: Encryption) -> dict[str, int]:
+        """How many values need each key, by fingerprint; "" for values that are not encrypted."""
+        values = sqlite_values(self.identity(), encryption)
+        return values.count(lambda query, bound: ask(self._connection, query, bound))
+
     def _unreadable_values(self) -> list[str]:
         """Encrypted values that were changed, or belong to another record. Without encryption, none."""
         encryption = self._encryption()

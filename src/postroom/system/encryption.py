@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from postroom.errors import InvalidSetting, KeyMissing, PostroomError, UnreadableValue
-from postroom.system.key_file import FINGERPRINT_BYTES, NONCE_BYTES, aes_gcm, fingerprint, read_keys
+from postroom.system.key_file import (
+    FINGERPRINT_BYTES,
+    NONCE_BYTES,
+    aes_gcm,
+    decryption_failures,
+    fingerprint,
+    read_keys,
+)
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -61,6 +68,7 @@ class Encryption:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path.cwd() / path
+        self._failures = decryption_failures()
         self.reload()
 
     def reload(self) -> None:
@@ -120,14 +128,12 @@ class Encryption:
         return self._decrypted(bytes(value), place)
 
     def _decrypted(self, value: bytes, place: str) -> bytes:
-        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
-
         key = value[len(MARK) : HEAD_BYTES]
         cipher = self._state[2].get(key) or self._reloaded(key, place)
         nonce, sealed = value[HEAD_BYTES : HEAD_BYTES + NONCE_BYTES], value[HEAD_BYTES + NONCE_BYTES :]
         try:
             return cipher.decrypt(nonce, sealed, place.encode())
-        except (InvalidTag, ValueError):
+        except self._failures:
             raise UnreadableValue(place, self.names[key.hex()]) from None
 
     def _reloaded(self, key: bytes, place: str) -> "AESGCM":

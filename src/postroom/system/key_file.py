@@ -96,5 +96,18 @@ def aes_gcm(key: bytes) -> "AESGCM":
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - an extra
     except ImportError:
-        raise InvalidSetting('encryption needs a library: pip install "postroom[audit]"') from None
+        raise _no_library() from None
     return AESGCM(key)
+
+
+def decryption_failures() -> tuple[type[Exception], ...]:
+    """The errors of a cipher for bytes that it did not encrypt."""
+    try:
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise _no_library() from None
+    return (InvalidTag, ValueError)
+
+
+def _no_library() -> InvalidSetting:
+    return InvalidSetting('encryption needs a library: pip install "postroom[audit]"')
