@@ -84,7 +84,7 @@ def test_a_goal_on_the_command_line(folder: Any) -> None:
     assert (refused.code, "name the organization" in refused.errors) == (2, True)
     assert engine("graph", "get", "plan", "--goal", "trip").line["org_id"] == "acme"
     assert engine("graph", "get", "plan", "--goal", "trip", "--org", "bolt").code == 1
-    assert engine("graph", "save", "plan", "{}").line["version"] == 1  # the shared node
+    assert engine("graph", "save", "plan", "{}").line["version"] == 1  # of a shared node
     assert engine("graph", "get", "plan").line["org_id"] == ""
     assert engine("graph", "get", "plan", "--org", "a/b").code == 2
 

@@ -211,8 +211,8 @@ org_option = click.option("--org", "org_id", metavar="NAME", help="As this organ
 def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None, data: Path | None) -> None:
     """Show a node with its properties, its edges and its version.
 
-    Organizations may use the same node id. Without --org and --goal, the shared node is shown, else the node
-    of the only organization that has one.
+    Organizations may use the same node id. Without --org and --goal, the shared node is shown, else that of
+    the only organization that has one.
 
     \b
     Example:
