@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -36,6 +37,7 @@ from tests import children
 from tests.children import no_child_left
 from tests.mailservice import FakeLink, Harness
 from tests.postgresserver import database, postgres
+from tests.waiting import until
 
 __all__ = ["database", "no_child_left", "postgres"]  # fixtures
 
@@ -253,6 +255,8 @@ def test_swapped_ciphertexts_are_detected_and_quarantined(tmp_path: Path, keys: 
     with Tasks.open(f"sqlite:///{path}", key_file=keys) as tasks:
         with pytest.raises(UnreadableValue, match="were changed, or belong to another record"):
             tasks.get(other)
+        shown = tasks.store.read(lambda t: t.payloads([first, other]))
+        assert shown == {first: b'{"n":0}', other: b'"[cannot be decrypted]"'}
         claimed = tasks.claim(agent="a", worker="w", limit=1)
         claimed += tasks.claim(agent="a", worker="w", limit=9)
         assert [one.task_id for one in claimed] == [first, last]
@@ -296,6 +300,17 @@ def note(transaction: Any) -> object:
 # ---- rotation --------------------------------------------------------------------------------------
 
 
+def work_until_killed(url: str, keys: Path) -> None:
+    """Enqueue, claim and complete tasks of agent b."""
+    tasks = Tasks.open(url, key_file=keys)
+    while True:
+        tasks.enqueue(agent="b", payload={"text": MARKER})
+        for one in tasks.claim(agent="b", limit=2):
+            assert one.payload == {"text": MARKER}
+            tasks.complete(one.task_id, one.lease, {"text": MARKER})
+        time.sleep(0.005)  # leaves the other processes some of the machine
+
+
 def rotate_slowly(url: str, keys: Path, steps: int) -> None:
     """Convert in small steps, and end by SIGKILL."""
     conversion.CONVERSION_ROWS_MAX = 3
@@ -305,13 +320,18 @@ def rotate_slowly(url: str, keys: Path, steps: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def done_by_b(tasks: Tasks) -> int:
+    return tasks.store.count().get("b", {}).get("COMPLETED", 0)
+
+
 @pytest.mark.usefixtures("no_child_left")
 def test_a_killed_rotation_continues_while_workers_go_on(place: tuple[str, Path], keys: Path) -> None:
     url, _ = place
     tasks = Tasks.open(url, key_file=keys)
     sent = [tasks.enqueue(agent="a", payload={"n": n, "text": MARKER}) for n in range(20)]
+    worker = children.start(lambda: work_until_killed(url, keys))
+    until(lambda: done_by_b(tasks) > 2)
     second(keys)
-    rows = 0
     for steps in (1, 3):
         pid = children.start(lambda s=steps: rotate_slowly(url, keys, s))  # type: ignore[misc]
         os.waitpid(pid, 0)
@@ -320,10 +340,13 @@ def test_a_killed_rotation_continues_while_workers_go_on(place: tuple[str, Path]
         for one in tasks.claim(agent="a", worker="w", limit=3):
             tasks.complete(one.task_id, one.lease, {"text": MARKER})
     store = open_store(url, key_file=keys)
-    first_step = store.convert()
-    rows = first_step.rows
-    assert rows > 12  # continued: 4 steps of 3 rows were noted, and not started again
+    assert store.convert().rows > 12  # continued: 4 steps of 3 rows were noted, and not started again
     converted(store)
+    before = done_by_b(tasks)
+    until(lambda: done_by_b(tasks) > before)  # by the new key
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    children._running.discard(worker)
     current = Encryption(keys).current
     assert store.count_keys().keys() == {current}
     old = next(key for key, name in Encryption(keys).names.items() if name == "first")

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from postroom.errors import InvalidSetting, UnsafePath
+from postroom.errors import InvalidSetting, Unavailable, UnsafePath
 from postroom.sinks.cipher import Cipher, UnreadablePayload
 from postroom.sinks.reader import Segments
 from postroom.sinks.segment_writer import SegmentSink
-from postroom.system.key_file import add_key, read_keys
+from postroom.system.key_file import add_key, read_keys, remove_key
+from postroom.system.lock import alone
 from tests.segmentstories import events
 
 KEY = bytes(range(32))
@@ -116,6 +117,17 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 def test_a_key_file_may_have_comments(tmp_path: Path) -> None:
     text = base64.urlsafe_b64encode(KEY).decode()
     assert read_keys(key_file(tmp_path, f"# ours\n\nk {text}\n")) == {"k": KEY}
+
+
+def test_two_commands_do_not_change_a_key_file_together(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, "first")
+    with alone(tmp_path / ".keys.lock", ""):
+        with pytest.raises(Unavailable, match="another command changes key file"):
+            add_key(path, "second")
+        with pytest.raises(Unavailable, match="another command changes key file"):
+            remove_key(path, "first")
+    assert [*read_keys(path)] == ["first"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ PLAIN_CELLS = frozenset(
 )  # fmt: skip
 """Kinds of cells that hold counters, times and ids only. Claims read and write them all the time."""
 
+UNREADABLE = b'"[cannot be decrypted]"'
+"""What the audit stream shows instead of a payload that cannot be decrypted."""
+
 _log = logging.getLogger("postroom.store")
 
 
@@ -97,7 +100,23 @@ class EncryptedTransaction(Transaction):
         return self.pull(queue, lane, limit)
 
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
-        return [self._open_head(head) for head in super().heads(message_ids)]
+        opened, unreadable = self._opened(super().heads(message_ids))
+        if not self.is_reading:
+            self.quarantine([one for one in unreadable if one[0].state == "QUEUED"])
+        return opened
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        try:
+            return super().payloads(message_ids)
+        except UnreadableValue:  # the audit stream and lists go on without this one
+            return {one: payload for one in message_ids if (payload := self._payload(one)) is not None}
+
+    def _payload(self, message_id: str) -> bytes | None:
+        try:
+            stored = self.load(message_id)
+        except UnreadableValue:
+            return UNREADABLE
+        return None if stored is None else stored.envelope.payload
 
     def _opened(self, heads: Sequence[Head]) -> tuple[list[Head], list[tuple[Record, UnreadableValue]]]:
         opened: list[Head] = []

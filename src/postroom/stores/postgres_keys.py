@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
+from postroom.stores.postgres_connection import Address
 from postroom.stores.postgres_encrypted import postgres_values
 from postroom.stores.postgres_known import Known
 from postroom.stores.postgres_trips import Connection
@@ -27,6 +28,7 @@ class PostgresKeys(Store):
     """The part of a PostgreSQL store that knows its keys."""
 
     encryption: Encryption | None = None
+    address: Address
     writing: dict[str, str]
     _keys = ""
     """The keys in use, as the database notes them; empty without encryption."""
@@ -108,20 +110,26 @@ class PostgresKeys(Store):
         noted = self.keys_in_use()
         if noted is None:
             raise self._not_encrypted()
-        kept = without_key(self.url, noted, fingerprint, {})
-        self._set_keys(kept)
+        self._change_keys(lambda now: without_key(self.url, now, fingerprint, {}))
         time.sleep(2 * KEYS_LOOK_S)  # no process uses the key from now on
         try:
             without_key(self.url, noted, fingerprint, self.count_keys())
         except BaseException:
-            self._set_keys(noted)
+            name = noted.keys.get(fingerprint, "")
+            self._change_keys(lambda now: KeysInUse({**now.keys, fingerprint: name}, now.current))
             raise
 
-    def _set_keys(self, keys: KeysInUse) -> None:
-        self._on_values(
-            lambda connection, _: connection.execute(self.writing["set_fact"], [KEYS_FACT, keys.encode()])  # type: ignore[arg-type, unused-ignore]
-        )
-        self._keys = keys.encode()
+    def _change_keys(self, change: Callable[[KeysInUse], KeysInUse]) -> None:
+        """Change the keys in use. Nobody else changes them meanwhile."""
+
+        def change_fact(connection: Connection, _: Values) -> str:
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
+            [(text,)] = connection.execute(self.writing["fact"], [KEYS_FACT]).fetchall()  # type: ignore[arg-type, unused-ignore]
+            changed = change(KeysInUse.decode(text)).encode()
+            connection.execute(self.writing["set_fact"], [KEYS_FACT, changed])  # type: ignore[arg-type, unused-ignore]
+            return changed
+
+        self._keys = self._on_values(change_fact)
 
 
 def _asking(connection: Connection) -> Callable[[str, tuple[Any, ...]], list[Any]]:

@@ -443,14 +443,25 @@ class SqliteStore(Store):
         return after
 
     def count_keys(self) -> dict[str, int]:
-        with self._converting() as (connection, values):
-            return values.count(partial(ask, connection))
+        self._open_file()
+        if self.encryption is None:
+            raise self._not_encrypted()
+        values = sqlite_values(self._known.store_id, self.encryption)
+        with self._reading, self._translated():
+            if self._reader is None:
+                self._reader = connect(self.path)
+            with sql_transaction(self._reader, "DEFERRED"):
+                return values.count(partial(ask, self._reader))
 
     def retire_key(self, fingerprint: str) -> None:
-        with self._converting() as (connection, values):
-            noted = KeysInUse.decode(self._keys)
-            counts = values.count(partial(ask, connection))
-            kept = without_key(self.url, noted, fingerprint, counts).encode()
+        """As in `Store`. Values are counted beside the writers: no commit uses a key that is not current."""
+        noted = self.keys_in_use()
+        if noted is None:
+            raise self._not_encrypted()
+        without_key(self.url, noted, fingerprint, {})
+        counts = self.count_keys()
+        with self._converting() as (connection, _):
+            kept = without_key(self.url, KeysInUse.decode(self._keys), fingerprint, counts).encode()
             connection.execute(SET_FACT, (KEYS_FACT, kept))
         self._keys = kept
 

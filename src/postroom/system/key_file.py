@@ -11,11 +11,13 @@ import hmac
 import os
 import secrets
 import stat
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from postroom.errors import InvalidSetting, UnsafePath
 from postroom.system.atomic import read_file, replace_file
+from postroom.system.lock import alone
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -57,23 +59,29 @@ def add_key(path: str | os.PathLike[str], key_id: str) -> None:
     place = Path(path)
     key = secrets.token_bytes(KEY_BYTES)
     check_key(key_id, key)
-    before = b""
-    if place.exists():
-        if key_id in read_keys(place):
-            raise InvalidSetting(f"key file {place} has the key {key_id!r} already")
-        before = read_file(place)
-    replace_file(place, f"{key_id} {base64.urlsafe_b64encode(key).decode()}\n".encode() + before, "group")
+    with _changing(place):
+        before = b""
+        if place.exists():
+            if key_id in read_keys(place):
+                raise InvalidSetting(f"key file {place} has the key {key_id!r} already")
+            before = read_file(place)
+        line = f"{key_id} {base64.urlsafe_b64encode(key).decode()}\n"
+        replace_file(place, line.encode() + before, "group")
 
 
 def remove_key(path: Path, key_id: str) -> None:
     """Remove a key. Values that it encrypted can never be read again."""
-    keys = read_keys(path)
-    if key_id not in keys:
-        raise InvalidSetting(f"key file {path} has no key {key_id!r}")
-    kept = [
-        line for line in read_file(path).splitlines() if line.strip().partition(b" ")[0] != key_id.encode()
-    ]
-    replace_file(path, b"".join(line + b"\n" for line in kept), "group")
+    with _changing(path):
+        if key_id not in read_keys(path):
+            raise InvalidSetting(f"key file {path} has no key {key_id!r}")
+        lines = read_file(path).splitlines()
+        kept = [line for line in lines if line.strip().partition(b" ")[0] != key_id.encode()]
+        replace_file(path, b"".join(line + b"\n" for line in kept), "group")
+
+
+def _changing(path: Path) -> AbstractContextManager[None]:
+    """One command at a time: two that replace the file would lose the key of one of them."""
+    return alone(path.with_name(f".{path.name}.lock"), f"another command changes key file {path}: try again")
 
 
 def fingerprint(key: bytes) -> bytes:
