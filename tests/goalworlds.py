@@ -14,7 +14,7 @@ from tests.postgresserver import database, postgres, store_url
 
 __all__ = [
     "ONCE",
-
+    "Choosing",
     "Opened",
     "alerts",
     "cells_of",
@@ -25,7 +25,7 @@ __all__ = [
     "reasons",
     "url",
     "world",
-]  # fmt: skip
+]
 
 Opened = Callable[..., EngineUnderTest]
 ONCE = {"tool_call": Retry(max_retries=0), "model_call": Retry(max_retries=0)}
