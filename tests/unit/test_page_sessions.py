@@ -3,6 +3,9 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
+from postroom.page import sessions as page_sessions
 from postroom.page.sessions import (
     FILE_NAME,
     SESSION_S,
@@ -48,6 +51,18 @@ def test_sessions_are_bounded_and_the_oldest_ends_first(tmp_path: Path) -> None:
     assert len(file.read()) == SESSIONS_MAX
     found = [sessions.token_of(secret, NOW) for secret in (oldest, second, newest)]
     assert found == [None, "b", "d"]
+
+
+def test_one_token_does_not_end_the_sessions_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
+    monkeypatch.setattr(page_sessions, "SESSIONS_A_TOKEN_MAX", 3)
+    found = Sessions(tmp_path)
+    operator = found.begin("operator")
+    secrets = [found.begin("agent") for _ in range(10)]
+    assert found.token_of(operator) == "operator"
+    assert [found.token_of(secret) for secret in secrets] == [None] * 7 + ["agent"] * 3
 
 
 def test_the_secret_against_forged_requests_belongs_to_one_session() -> None:

@@ -23,6 +23,8 @@ SECRET_BYTES: Final = 32
 SESSION_S: Final = 12 * 3600
 SESSIONS_MAX: Final = 1_000
 """Of all callers together; the oldest one ends first."""
+SESSIONS_A_TOKEN_MAX: Final = 20
+"""Of one token, so that no token ends the sessions of others."""
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -46,6 +48,9 @@ class Sessions:
         begun = Session(_digest(secret), token_sha256, now + timedelta(seconds=SESSION_S))
         with self._file.changing() as sessions:
             live = [one for one in sessions if one.expires > now]
+            own = [one for one in live if one.token_sha256 == token_sha256]
+            ended = own[: max(0, len(own) - SESSIONS_A_TOKEN_MAX + 1)]
+            live = [one for one in live if one not in ended]
             sessions[:] = [*live[-(SESSIONS_MAX - 1) :], begun]
         return secret
 
