@@ -14,11 +14,8 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from postroom.runtime.tokens import Session, session_file
 
-from postroom.runtime.registry_file import RegistryFile
-
-FILE_NAME: Final = "sessions.json"
 SECRET_BYTES: Final = 32
 SESSION_S: Final = 12 * 3600
 SESSIONS_MAX: Final = 1_000
@@ -27,19 +24,11 @@ SESSIONS_A_TOKEN_MAX: Final = 20
 """Of one token, so that no token ends the sessions of others."""
 
 
-class Session(msgspec.Struct, frozen=True):
-    """One entry of the file."""
-
-    secret_sha256: str
-    token_sha256: str
-    expires: datetime
-
-
 class Sessions:
     """The sessions of a data folder. They survive a restart of the server."""
 
     def __init__(self, data: Path) -> None:
-        self._file = RegistryFile(data / FILE_NAME, "sessions", Session)
+        self._file = session_file(data)
 
     def begin(self, token_sha256: str, now: datetime | None = None) -> str:
         """Begin a session and return its secret, which is not stored."""
