@@ -17,6 +17,12 @@ PROGRESS_EVERY_S = 1.0
 MIB = 1 << 20
 
 
+STORE_ELSEWHERE = (
+    "the store of the settings is not in the archive. On PostgreSQL, use pg_dump --schema=postroom, "
+    "and compare the restored one with the audit stream: postroom verify DIR/audit --store URL"
+)
+
+
 @click.command(context_settings=HELP_OPTIONS)
 @place_option("The data folder.  [default: data in [up] of the settings]")
 @path_option("--out", metavar="FILE", text="The archive to write. It must not exist.", required=True)
@@ -53,7 +59,7 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
     )
     manifest = done.manifest
     if shell.settings.up.store is not None:
-        warn(shell.program, "warning: the store of the settings is not in the folder: back it up by itself")
+        warn(shell.program, f"warning: {STORE_ELSEWHERE}")
     facts = {
         "out": str(out), "bytes": done.bytes, "files": len(manifest.members), "formats": manifest.formats,
         "left_out": manifest.left_out, "postroom": manifest.postroom, "created": manifest.created,

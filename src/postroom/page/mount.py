@@ -149,6 +149,8 @@ class PageMount:
         identity = server.agents.identify(token)
         if identity is None:
             raise Refusal(401, "Unauthorized", "this token is unknown, expired or revoked")
+        request.identity, request.token = identity, token
+        server.rates.check(identity)
         secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token))
         server.server_log.write("signed_in", agent=identity.name)
         name, is_tls = _cookie_of(request)
@@ -231,8 +233,8 @@ class PageMount:
             _read("/page/buses", buses.find),
             _read("/page/buses/{name}", buses.read, BusQuery),
             _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
-            _read("/page/report", reports.state, operators=True),
-            _read("/page/report.html", reports.page, operators=True, answers=TEXT),
+            _read("/page/report", reports.state, operators=True, within_org=False),
+            _read("/page/report.html", reports.page, operators=True, within_org=False, answers=TEXT),
         ]
 
 
@@ -247,10 +249,11 @@ def _read(
     query: type = NoQuery,
     *,
     operators: bool = False,
+    within_org: bool = True,
     answers: Any = (dict[str, Any],),
 ) -> ServedRoute:
     route = Route("GET", path, "", {200: answers}, (), query=query)
-    return ServedRoute(route, handler, operators_only=operators, within_org=True)
+    return ServedRoute(route, handler, operators_only=operators, within_org=within_org)
 
 
 def _change(path: str, handler: Handler, body: type | None = None, *, everybody: bool = False) -> ServedRoute:

@@ -20,6 +20,7 @@ from postroom.runtime.registry_file import RegistryFile
 from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
+SESSIONS_FILE_NAME = "sessions.json"
 TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
 TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
@@ -95,6 +96,19 @@ class NewToken(NamedTuple):
 
     token: str
     token_id: str
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One entry of the file of sessions of the live page."""
+
+    secret_sha256: str
+    token_sha256: str
+    expires: datetime
+
+
+def session_file(data: Path) -> RegistryFile[Session]:
+    """The sessions of a data folder."""
+    return RegistryFile(data / SESSIONS_FILE_NAME, "sessions", Session)
 
 
 class Tokens:

@@ -58,7 +58,12 @@ class DataCheck:
 
     def _registry_faults(self) -> Iterator[FileFault]:
         registry = Agents(self._data)
-        for name, read in ((agents.FILE_NAME, registry.list), (tokens.FILE_NAME, registry.tokens.list)):
+        registries: tuple[tuple[str, Callable[[], object]], ...] = (
+            (agents.FILE_NAME, registry.list),
+            (tokens.FILE_NAME, registry.tokens.list),
+            (tokens.SESSIONS_FILE_NAME, tokens.session_file(self._data).read),
+        )
+        for name, read in registries:
             if not (self._data / name).exists():
                 continue
             self._begin(name.removesuffix(".json"), name)
