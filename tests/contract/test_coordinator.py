@@ -532,6 +532,8 @@ def test_a_message_to_nobody_bounces_at_once(url: str) -> None:
             with pytest.raises(Bounced, match="no agent of this name") as bounced:
                 await sender.send(to="reader", payload=1)
             assert bounced.value.recipient == "reader"
+            with pytest.raises(InvalidMessage, match="to must be the name of an agent"):
+                await sender.send(to=None, payload=1)  # type: ignore[arg-type]
             [event] = events_of(engine, "bounced")
             assert (event.error_type, event.detail["recipient"]) == ("Bounced", "reader")
             handle = await engine.submit(
