@@ -286,7 +286,8 @@ class PostgresStore(Store):
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
         """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
 
-        Numbers are taken when the last transaction of this thread needed some before it locked records.
+        Numbers are taken when the last transaction of this thread needed some before it locked records. Other
+        transactions may claim, so they read the first deadlines.
         """
         known, queries = self._opened(), self.writing
         early, scans = known.habits.early, [*known.scans]
@@ -295,11 +296,17 @@ class PostgresStore(Store):
         if wanted:
             begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))
         reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
-        _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
+        reads_deadlines = not early and known.wants_deadlines
+        if reads_deadlines:
+            reads.append((queries["first_deadlines"], ()))
+        _, begun, *answers = connection.trip([("BEGIN", ()), begin, *reads])
         database_us, _, *numbers = begun.rows[0]
+        now = self._time(database_us)
+        if reads_deadlines:
+            known.set_deadlines(answers.pop().rows[0], now[0])
         taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
-        read = {scan: answer.rows for scan, answer in zip(scans, cells, strict=True)}
-        return PostgresTransaction(known, connection, queries, self._time(database_us), taken, read)
+        read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
+        return PostgresTransaction(known, connection, queries, now, taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
