@@ -290,7 +290,8 @@ class PostgresStore(PostgresKeys):
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
         """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
 
-        Numbers are taken when the last transaction of this thread needed some before it locked records.
+        Numbers are taken when the last transaction of this thread needed some before it locked records. Other
+        transactions may claim, so they read the first deadlines.
         """
         known, queries = self._opened(), self.writing
         early, scans = known.habits.early, [*known.scans]
@@ -301,16 +302,21 @@ class PostgresStore(PostgresKeys):
         reads: list[Statement] = [
             (queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans
         ]
-        looks = time.monotonic() >= self._look_at_keys
-        if looks:
+        reads_deadlines = not early and known.wants_deadlines
+        if reads_deadlines:
+            reads.append((queries["first_deadlines"], ()))
+        reads_keys = time.monotonic() >= self._look_at_keys
+        if reads_keys:
             reads.append((queries["fact"], (KEYS_FACT,)))
-        _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
-        if looks:
-            self._check_keys(cells.pop().rows)
+        _, begun, *answers = connection.trip([("BEGIN", ()), begin, *reads])
+        if reads_keys:
+            self._check_keys(answers.pop().rows)
         database_us, _, *numbers = begun.rows[0]
-        taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
-        read = {scan: answer.rows for scan, answer in zip(scans, cells, strict=True)}
         now = self._time(database_us)
+        if reads_deadlines:
+            known.set_deadlines(answers.pop().rows[0], now[0])
+        taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
+        read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
         if self.encryption is None:
             return PostgresTransaction(known, connection, queries, now, taken, read)
         return EncryptedPostgresTransaction(known, connection, queries, now, self.encryption, taken, read)
