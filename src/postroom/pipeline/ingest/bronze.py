@@ -44,15 +44,21 @@ EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits bef
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
-def plain(spark: "SparkSession", paths: Sequence[str]) -> "DataFrame":
-    """`events` without `date`, of segments. A malformed line raises.
+def plain(spark: "SparkSession", paths: Sequence[str], *, with_date: bool = False) -> "DataFrame":
+    """`events` of segments, without `date` unless it is asked for. A malformed line raises.
 
     Only the name of the file stands between the reader and the writer: a column for bad lines would look up
     every field of every line once more. The caller has to check afterwards that no column of `REQUIRED` is
     NULL.
     """
     rows = spark.read.schema(_STORED).option("mode", "FAILFAST").json(list(paths))
-    return rows.select("*", F.col("_metadata.file_name").alias("segment"))
+    date = [_sealed_date().alias("date")] if with_date else []
+    return rows.select("*", F.col("_metadata.file_name").alias("segment"), *date)
+
+
+def _sealed_date() -> "Column":
+    """The date in the path of a segment."""
+    return F.regexp_extract("_metadata.file_path", SEALED, 1).cast(_SEALED.dataType)
 
 
 def is_read_failure(error: Exception) -> bool:
@@ -67,11 +73,10 @@ def arriving_events(spark: "SparkSession", folder: str, ingested: int, bytes_max
     """
     found = spark.readStream.schema(_STORED).option("mode", "FAILFAST").option("basePath", folder)
     lines = found.option("maxBytesPerTrigger", bytes_max).json(f"{folder}/date=*/hour=*/*.jsonl")
-    name, path = F.col("_metadata.file_name"), F.col("_metadata.file_path")
+    name = F.col("_metadata.file_name")
     number = F.try_to_number(F.regexp_extract(name, NAMED, 1), F.lit("9" * NUMBER_DIGITS_MAX))
-    sealed = F.regexp_extract(path, SEALED, 1).cast(_SEALED.dataType)
     return lines.where(number > ingested).select(
-        *_STORED.names, name.alias("segment"), sealed.alias("date"), F.lit(folder).alias(STREAM)
+        *_STORED.names, name.alias("segment"), _sealed_date().alias("date"), F.lit(folder).alias(STREAM)
     )
 
 

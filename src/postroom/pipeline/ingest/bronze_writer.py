@@ -4,7 +4,7 @@ Rule 1: executors read every segment first, compare it with the hash in its name
         are plain. If all segments of a batch are as sealed and plain, Spark's JSON reader reads them.
         Otherwise the batch is validated line by line, which takes longer.
 Rule 2: a segment lies in the folder of its date, so each date is written by a job of its own.
-        Events that a micro-batch carries are written by one job, whatever their dates.
+        Small segments, and events that a micro-batch carries, are written by one job, whatever their dates.
 Rule 3: values that all rows of a file share come from its path, and are not computed for each row.
 """
 
@@ -136,6 +136,10 @@ def _write_plain_lines(
 def _write_by_date(
     spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment], adds: list[AddAction]
 ) -> None:
+    if tables.is_small:  # a job takes longer than its rows
+        rows = bronze.plain(spark, [stream.path_of(segment) for segment in segments], with_date=True)
+        adds += tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS).adds
+        return
     dates: dict[str, list[str]] = defaultdict(list)
     for segment in segments:
         dates[segment.date].append(stream.path_of(segment))
