@@ -152,8 +152,7 @@ def test_commands_answer_at_an_address_as_in_a_folder_without_a_jvm(
         assert (here.stdout, "starting Spark" in here.stderr) != ("", True)
         assert commands(command, *there, *words) == here
     pages = [tmp_path / "here.html", tmp_path / "there.html"]
-    places: list[list[str]] = [["--tables", str(folder)], there]
-    for page, place in zip(pages, places, strict=True):
+    for page, place in zip(pages, (["--tables", str(folder)], there), strict=True):
         assert commands("report", *place, "--out", page).code == 0
     assert pages[0].read_text() == pages[1].read_text()
 
@@ -163,7 +162,7 @@ def test_spark_answers_at_an_address_as_duckdb_does(
 ) -> None:
     """Spark gets small tables from this process, so that it needs no jar for S3."""
     _, there = moved
-    for command, *words in (ANSWERS[1], *ANSWERS[5:]):
+    for command, *words in (ANSWERS[1], ANSWERS[5]):
         own, by_spark = (commands(command, *there, *engine, *words) for engine in (BY_DUCKDB, BY_SPARK))
         assert own.code == by_spark.code
         assert list(map(json.loads, own.stdout.splitlines())) == [
