@@ -168,7 +168,7 @@ def test_no_byte_of_a_store_shows_what_messages_say(place: tuple[str, Path], key
     kinds = store.read(
         lambda t: [kind for kind, _ in ((k, t.cells(k)) for k in t.kinds()) if MARKER in str(_)]
     )
-    assert {"engine.body", "engine.effect", "goal.context", "graph.main", "graph.staged"} <= {*kinds}
+    assert {"engine.body", "engine.effect", "goal.context", "graph.node", "graph.staged"} <= {*kinds}
     assert MARKER in str(store.read(lambda t: t.cells(CHUNKS)))
     check_consistency(store)
     assert store.count_keys().keys() == {Encryption(keys).current}
