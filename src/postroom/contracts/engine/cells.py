@@ -24,7 +24,9 @@ _LAST: Final = "\uffff"
 
 def joined(*parts: str | int) -> str:
     """A key made of parts. Numbers are padded, so that they sort as numbers."""
-    return SEPARATOR.join(f"{part:020d}" if isinstance(part, int) else part for part in parts)
+    if len(parts) == 1 and isinstance(parts[0], str):  # most keys have one part
+        return parts[0]
+    return SEPARATOR.join([f"{part:020d}" if isinstance(part, int) else part for part in parts])
 
 
 class Cells(Protocol):
