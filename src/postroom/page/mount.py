@@ -23,7 +23,6 @@ from postroom.page import buses, goals, letters, messages, reports, teams
 from postroom.page.live import Live, scope_of
 from postroom.page.redaction import REDACTOR
 from postroom.page.schemas import (
-    AnswerBody,
     BusQuery,
     LettersQuery,
     MessagesQuery,
@@ -35,6 +34,7 @@ from postroom.page.schemas import (
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified, refuse
+from postroom.runtime.engine_schemas import AnswerBody
 from postroom.runtime.http import TasksApp, routes_of
 from postroom.runtime.http_messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.runtime.listener import CONNECTION

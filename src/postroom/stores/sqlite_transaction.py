@@ -311,9 +311,7 @@ class SqliteTransaction(Transaction):
         record = self.record(message_id)
         if record is None:
             return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = ask(
-            self._cursor, sql.STORED, (record.seq,)
-        )[0]
+        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
         envelope = Envelope(
             message_id=message_id,
             queue=record.queue,
@@ -333,16 +331,25 @@ class SqliteTransaction(Transaction):
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
 
     def kept(self, record: Record) -> Kept:
-        *facts, trail = ask(self._cursor, sql.STORED, (record.seq,))[0]
+        *facts, trail = self.stored_facts(record.seq)
         return _kept_from(*facts, (trail or "").encode())
+
+    def stored_facts(self, seq: int) -> tuple[Any, ...]:
+        """What a row holds besides its record."""
+        facts: tuple[Any, ...] = ask(self._cursor, sql.STORED, (seq,))[0]
+        return facts
 
     def kinds(self) -> list[str]:
         return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
-        found = {own[seq]: payload for seq, payload in ask(self._cursor, sql.PAYLOADS, (_numbers([*own]),))}
+        found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
         return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+
+    def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Payloads by the numbers of their records."""
+        return dict(ask(self._cursor, sql.PAYLOADS, (_numbers(numbers),)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self.changes += 1
@@ -461,8 +468,8 @@ class SqliteTransaction(Transaction):
 
     def _events(self, after: int) -> Iterator[Event]:
         """The events of every row that can hold one behind `after`, then the implied ones."""
-        for (batch,) in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
-            yield from unpack(batch, self.store_id)
+        for last, batch in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
+            yield from unpack(self.unpacked(last, batch), self.store_id)
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         for run in self._implied_runs(stored, FOREVER_NS):
             yield from run.events(self.store_id)
@@ -503,8 +510,16 @@ class SqliteTransaction(Transaction):
             self.parts[:0] = self._implied_runs(known.stored, known.newest)
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
-            values = last, self.wall_us, encode(counts).decode(), pack(self.parts)
+            values = last, self.wall_us, encode(counts).decode(), self.packed(last)
             self._raw_cursor.execute(sql.NEW_EVENTS, values)
+
+    def packed(self, last: int) -> str | bytes:  # noqa: ARG002 - an encrypted batch is bound to its number
+        """The stored form of the events up to a number."""
+        return pack(self.parts)
+
+    def unpacked(self, last: int, batch: str | bytes) -> str:  # noqa: ARG002 - as in `packed`
+        """The inverse of `packed`."""
+        return str(batch)
 
     def _fold(self, last: int) -> None:
         """Write the counters, so that they can be read without the events up to the last one."""
@@ -600,6 +615,10 @@ class SqliteTransaction(Transaction):
                 facts,
             )
         )  # fmt: skip
+
+    def step_of_new(self) -> int:
+        """The distance of the numbers of new records: how many events each of them has."""
+        return 1 if self._new[0].delay_ns else EVENTS_PER_NEW
 
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""

@@ -143,7 +143,7 @@ COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(ar
 # ---- events and counters ---------------------------------------------------------------------------
 
 NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?)"
-STORED_EVENTS = "SELECT batch FROM events WHERE seq > ? ORDER BY seq"
+STORED_EVENTS = "SELECT seq, batch FROM events WHERE seq > ? ORDER BY seq"
 LAST_STORED = "SELECT coalesce(max(seq), 0) FROM events"
 COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 # Records behind the last row of events imply their own two events.
