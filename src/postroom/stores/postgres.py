@@ -295,7 +295,9 @@ class PostgresStore(Store):
         begin: Statement = (queries["begin"], (writer,))
         if wanted:
             begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))
-        reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
+        reads: list[Statement] = [
+            (queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans
+        ]
         reads_deadlines = not early and known.wants_deadlines
         if reads_deadlines:
             reads.append((queries["first_deadlines"], ()))

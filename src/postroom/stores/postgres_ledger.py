@@ -38,9 +38,8 @@ from postroom.stores.postgres_rows import (
     to_sql,
 )
 from postroom.stores.postgres_trips import Answer, Connection, Statement
-from postroom.stores.transaction import (
-    Transaction,
-)
+from postroom.stores.stored_message import stored_message
+from postroom.stores.transaction import Transaction
 
 NUMBERS_AT_ONCE = 16  # taken with the first number of a transaction
 EVENT_ROWS_A_READ = 256
@@ -53,7 +52,6 @@ ALL = ""  # the key of the depth of all organizations together
 NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
 
 _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED"})
-_decode_event = msgspec.json.Decoder(Event).decode
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
 _kept_from: Callable[..., Kept] = Kept
@@ -249,26 +247,7 @@ class PostgresLedger(Transaction):
 
     def load(self, message_id: str) -> Stored | None:
         record = self.record(message_id)
-        if record is None:
-            return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self._ask("stored", (record.seq,))[0]
-        envelope = Envelope(
-            message_id=message_id,
-            queue=record.queue,
-            payload=payload,
-            type=from_sql(kind),
-            parent_message_id=from_sql(parent),
-            key=from_sql(key),
-            priority=record.priority,
-            max_retries=record.max_retries,
-            delay_ns=delay_ns,
-            ttl_ns=ttl_ns,
-            durability=record.durability,
-            sender=record.sender,
-        )
-        first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
-        later = [_decode_event(line) for line in (trail or b"").split(b"\n") if line]
-        return Stored(record, envelope, result, lifecycle.history(record, first, later))
+        return None if record is None else stored_message(record, self.kept(record))
 
     def kept(self, record: Record) -> Kept:
         kind, parent, key, *facts, trail = self._ask("stored", (record.seq,))[0]
