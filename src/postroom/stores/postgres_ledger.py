@@ -2,8 +2,8 @@
 
 Rule 1: a writing transaction locks every record that it decides about.
 Rule 2: writes are kept until the commit or until a query needs them. A cell that was read and then written is
-        compared with what was read: when another transaction changed it meanwhile, all of this one's work is
-        done again.
+        compared with the value that was read: when another transaction changed it meanwhile, the whole
+        transaction is retried.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,11 +128,11 @@ class PostgresLedger(Transaction):
     # ---- queries --------------------------------------------------------------------------------------
 
     def _ask(self, name: str, values: Any = ()) -> list[Any]:
-        """All rows of a query about something else than records."""
+        """The rows of a query that reads no records."""
         return self._connection.trip([(self._queries[name], values)])[0].rows
 
     def _ask_records(self, name: str, values: Any) -> list[Any]:
-        """All rows of a query about records, changes of this transaction included."""
+        """The rows of a query that reads records, with the changes of this transaction."""
         self._has_fresh_numbers = False  # the query may lock records that have changed meanwhile
         self._has_locked = True
         return self._trip(self._unsent(), [(name, values)])[0].rows
@@ -290,7 +290,7 @@ class PostgresLedger(Transaction):
         self.event_count += count
 
     def _queue_records(self) -> None:
-        """Put changed records into the line of statements."""
+        """Append the statements of changed records to the pending ones."""
         if self._new:
             self._write_new()
         if self._saved:
