@@ -438,7 +438,7 @@ def _flame_file_groups() -> FileGroups:
 
 
 FORM_ID: Final = "form"  # the application id under which a gold table remembers its form
-FORM: Final = 5
+FORM: Final = 6
 """The version of the columns, partitions and meaning of the tables. A table of another form is rebuilt."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
