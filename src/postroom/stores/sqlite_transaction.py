@@ -305,30 +305,7 @@ class SqliteTransaction(Transaction):
 
     def load(self, message_id: str) -> Stored | None:
         record = self.record(message_id)
-<<<<<<< HEAD
-        if record is None:
-            return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
-        envelope = Envelope(
-            message_id=message_id,
-            queue=record.queue,
-            payload=payload,
-            type=kind,
-            parent_message_id=parent,
-            key=key,
-            priority=record.priority,
-            max_retries=record.max_retries,
-            delay_ns=delay_ns,
-            ttl_ns=ttl_ns,
-            durability=record.durability,
-            sender=record.sender,
-        )
-        first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
-        later = [_decode_event(line) for line in (trail or "").split("\n") if line]
-        return Stored(record, envelope, result, lifecycle.history(record, first, later))
-=======
         return None if record is None else stored_message(record, self.kept(record))
->>>>>>> brokers
 
     def kept(self, record: Record) -> Kept:
         *facts, trail = self.stored_facts(record.seq)

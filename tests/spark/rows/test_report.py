@@ -605,11 +605,10 @@ def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
 def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, ReportFacts], tmp_path: Path) -> None:
     _, out, _, facts = drawn
     picture = tmp_path / "report.png"
-    browse(tmp_path, out, f"--screenshot={picture}")
+    dom = browse(tmp_path, out, f"--screenshot={picture}", "--dump-dom").decode()
     width, height, lines = colours(picture.read_bytes())
     assert (width, height) == (1280, 2400)
     assert lines > 500
-    dom = browse(tmp_path, out, "--dump-dom").decode()
     assert dom.count("<svg") == out.read_text().count("<svg")
     assert esc(facts.goals[0].goal_id) in dom
 
