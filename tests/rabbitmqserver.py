@@ -51,7 +51,8 @@ class RabbitServer:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
             "RABBITMQ_PID_FILE": str(folder / "pid"),
-            ERLANG_ARGUMENTS: "+S 1:1",
+            # One scheduler that sleeps at once when it has nothing to do, because other tests need the cores.
+            ERLANG_ARGUMENTS: "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none",
         }
         self._process: subprocess.Popen[bytes] | None = None
 

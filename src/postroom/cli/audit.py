@@ -304,7 +304,7 @@ def key(shell: Shell, file: Path, name: str) -> None:
     Example:
       postroom audit key audit.keys 2026-11
     """
-    from postroom.sinks.cipher import add_key
+    from postroom.system.key_file import add_key
 
     add_key(file, name)
     shell.output.facts({"key": name}, f"{file} has the key {name}")

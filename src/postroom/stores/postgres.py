@@ -34,14 +34,16 @@ from postroom.stores.postgres_connection import (
     queries,
     unreachable,
 )
+from postroom.stores.postgres_encrypted import EncryptedPostgresReading, EncryptedPostgresTransaction
+from postroom.stores.postgres_keys import PostgresKeys
 from postroom.stores.postgres_known import ConflictError, Known
 from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
 from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
 from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
 from postroom.stores.postgres_trips import Connection, Statement
-from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
+from postroom.system.encryption import KEYS_FACT, Encryption
 from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
@@ -82,7 +84,7 @@ class _Silence(NamedTuple):
     error: str
 
 
-class PostgresStore(Store):
+class PostgresStore(PostgresKeys):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
     fatal_errors = (psycopg.Error, ConflictError)
@@ -96,8 +98,10 @@ class PostgresStore(Store):
         clock: Clock | None = None,
         store_id: str | None = None,
         reconnect_s: float = RECONNECT_S,
+        encryption: Encryption | None = None,
     ) -> None:
         self.address = Address(url)
+        self.encryption = encryption
         self.url = self.address.url
         self._clock = clock
         self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
@@ -301,14 +305,21 @@ class PostgresStore(Store):
         reads_deadlines = not early and known.wants_deadlines
         if reads_deadlines:
             reads.append((queries["first_deadlines"], ()))
+        reads_keys = time.monotonic() >= self._look_at_keys
+        if reads_keys:
+            reads.append((queries["fact"], (KEYS_FACT,)))
         _, begun, *answers = connection.trip([("BEGIN", ()), begin, *reads])
+        if reads_keys:
+            self._check_keys(answers.pop().rows)
         database_us, _, *numbers = begun.rows[0]
         now = self._time(database_us)
         if reads_deadlines:
             known.set_deadlines(answers.pop().rows[0], now[0])
         taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
         read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
-        return PostgresTransaction(known, connection, queries, now, taken, read)
+        if self.encryption is None:
+            return PostgresTransaction(known, connection, queries, now, taken, read)
+        return EncryptedPostgresTransaction(known, connection, queries, now, self.encryption, taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
@@ -336,13 +347,21 @@ class PostgresStore(Store):
         def attempt(connection: Connection) -> T:
             found = connection.run(f"{_BEGIN_READING}; SELECT {_NOW}")
             now = self._time(int(found.get_value(0, 0) or 0))
-            reading = PostgresReading(self._opened(), connection, self._read_only, now)
+            reading = self._reading(connection, now)
             try:
                 return work(reading)
             finally:
                 connection.run_unchecked("ROLLBACK")
 
         return self._persist(attempt)
+
+    def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresReading:
+        known, queries = self._opened(), self._read_only
+        if self.encryption is not None:
+            return EncryptedPostgresReading(known, connection, queries, now, self.encryption)
+        if time.monotonic() >= self._look_at_keys:
+            self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
+        return PostgresReading(known, connection, queries, now)
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         self._place_events()
@@ -407,6 +426,7 @@ class PostgresStore(Store):
                 self._offset_ns = int(self._fact(connection, OFFSET, "0"))
             else:
                 self._set_clock(connection, self._clock)
+            self._note_keys(connection)
         return Known(store_id)
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
