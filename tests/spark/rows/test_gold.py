@@ -67,7 +67,7 @@ ORACLE = {
                     SELECT (SELECT min(le) FROM bounds WHERE le >= inner_.queue_us) AS le, count(*) AS k
                     FROM waits AS inner_
                     WHERE inner_.day = waits.day AND inner_.hour_us = waits.hour_us
-                      AND inner_.org_id = waits.org_id AND inner_.type = waits.type
+                      AND inner_.org_id IS NOT DISTINCT FROM waits.org_id AND inner_.type = waits.type
                       AND inner_.priority = waits.priority
                     GROUP BY ALL))
         FROM waits GROUP BY ALL""",
@@ -88,10 +88,10 @@ ORACLE = {
                count(*) FILTER (kind = 'rejected'), count(*) FILTER (kind = 'duplicate'),
                count(*) FILTER (kind = 'replayed'),
                CAST(coalesce(sum(body_bytes) FILTER (kind = 'created'), 0) AS BIGINT)
-        FROM events WHERE message_id IS NOT NULL GROUP BY ALL""",
+        FROM named_events WHERE message_id IS NOT NULL GROUP BY ALL""",
     "gold_errors": """
         SELECT day, hour_of(ts_us), org_id, type, kind, error_type, count(*), min(ts_us), max(ts_us)
-        FROM events
+        FROM named_events
         WHERE kind IN ('execution_failed', 'lease_lapsed', 'dead_letter', 'rejected', 'quarantined',
                        'conflict_resolution_failed')
         GROUP BY ALL""",
@@ -106,9 +106,11 @@ ORACLE = {
         depths AS (
             SELECT marks.*, coalesce(arrived, 0) AS arrived, coalesce("left", 0) AS "left",
                    CAST(coalesce((SELECT sum(earlier.arrived - earlier."left") FROM moves AS earlier
-                         WHERE earlier.org_id = marks.org_id AND earlier.queue = marks.queue
+                         WHERE earlier.org_id IS NOT DISTINCT FROM marks.org_id
+                           AND earlier.queue = marks.queue
                            AND earlier.minute_us <= marks.minute_us), 0) AS BIGINT) AS depth
-            FROM marks LEFT JOIN moves USING (day, minute_us, org_id, queue)
+            FROM marks LEFT JOIN moves ON moves.minute_us = marks.minute_us AND moves.queue = marks.queue
+                                      AND moves.org_id IS NOT DISTINCT FROM marks.org_id
         )
         SELECT * FROM depths WHERE arrived + "left" > 0 OR depth <> 0""",
     "gold_tokens": """
@@ -124,13 +126,13 @@ ORACLE = {
                count(*) FILTER (kind = 'lease_lapsed'), count(*) FILTER (kind = 'quarantined'),
                (min(ts_us), min(org_id), min(type), min(agent_id), min(goal_id), min(queue)), max(ts_us),
                coalesce(list_sort(list(DISTINCT worker_id) FILTER (kind = 'lease_lapsed')), [])
-        FROM events WHERE kind IN ('lease_lapsed', 'quarantined') GROUP BY ALL""",
+        FROM named_events WHERE kind IN ('lease_lapsed', 'quarantined') GROUP BY ALL""",
     "gold_poison_suspects": """
         SELECT message_id, min(org_id), min(type), min(agent_id), min(goal_id), min(queue),
                count(*) FILTER (kind = 'lease_lapsed') AS lapses,
                count(DISTINCT worker_id) FILTER (kind = 'lease_lapsed'), bool_or(kind = 'quarantined'),
                min(ts_us), max(ts_us)
-        FROM events WHERE kind IN ('lease_lapsed', 'quarantined') GROUP BY message_id
+        FROM named_events WHERE kind IN ('lease_lapsed', 'quarantined') GROUP BY message_id
         HAVING count(*) FILTER (kind = 'lease_lapsed') >= 2 OR bool_or(kind = 'quarantined')""",
     "gold_traffic": """
         SELECT day, org_id, coalesce(sender, contract), coalesce(recipient, service, agent_id, queue), type,
