@@ -49,8 +49,11 @@ class Commands:
 
 
 @contextlib.contextmanager
-def begun(seen: str, *words: object) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process group of its own, which has just said something on stderr."""
+def begun(seen: str, *words: object, before: list[str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process group of its own, which has just said something on stderr.
+
+    What it said `before` is added to that list.
+    """
     with subprocess.Popen(
         [POSTROOM, "pipeline", *map(str, words)],
         stdout=subprocess.DEVNULL,
@@ -59,7 +62,13 @@ def begun(seen: str, *words: object) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     ) as process:
         assert process.stderr is not None
-        assert any(seen in line for line in process.stderr)
+        for line in process.stderr:
+            if before is not None:
+                before.append(line)
+            if seen in line:
+                break
+        else:
+            raise AssertionError(f"it never said {seen!r}")
         yield process
 
 

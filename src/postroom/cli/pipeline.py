@@ -19,7 +19,7 @@ from postroom.cli.pipeline_options import (
     tables_option,
     with_lineage,
 )
-from postroom.cli.pipeline_queries import check, expect, report, sql
+from postroom.cli.pipeline_queries import check, expect, register, report, sql
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 from postroom.cli.stopping import beside_spark, follower
@@ -272,18 +272,18 @@ def stream(
 ) -> None:
     """Follow the audit stream: ingest new segments in batches, and update the tables after each batch.
 
-    As with `run`, later segments wait for a missing one. Does not work with --remote: a Spark Connect server
-    would run the batches in a process of its own.
+    Spark's Structured Streaming carries the events; the number of a micro-batch stands in their commit. As
+    with `run`, later segments wait for a missing one. With --remote, a loop looks for new segments instead: a
+    Spark Connect server would call the code of a micro-batch in a process of its own.
 
     \b
     Example:
       postroom pipeline stream --events history --tables tables
       postroom pipeline stream --events /data/audit --tables /data/tables --every 10
     """
-    if where["remote"] is not None:
-        raise click.UsageError("a stream has no --remote: repeat `run`, or use --master")
     _need_places(events, tables)
-    with pipeline_on_spark(shell, tables, where, redaction, is_small=False) as job:
+    is_endless = every_s is not None
+    with pipeline_on_spark(shell, tables, where, redaction, is_small=False, is_endless=is_endless) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
 
@@ -351,6 +351,6 @@ def list_tables(shell: Shell, tables: TablesPlace, compact: bool, vacuum: bool) 
     shell.output.rows(("table", "column", "type"), columns_of(opened), f"there are no tables in {tables}")
 
 
-for command in (sql, report, check, expect, retain, replay):
+for command in (sql, report, check, expect, register, retain, replay):
     pipeline.add_command(command)
 add_json_option(pipeline)

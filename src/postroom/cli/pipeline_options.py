@@ -126,8 +126,17 @@ _conf_option = click.option(
 _MASTERS = "local[N], spark://…, k8s://… or yarn."
 LOCAL_MASTER = "local[*]"
 
+_monitor_option = click.option(
+    "--monitor/--no-monitor",
+    default=True,
+    show_default=True,
+    help="Spark's UI on a free port of loopback, with a local master, and an event log beside local tables.",
+)
 spark_options = together(
-    _master_option(LOCAL_MASTER, f"Where Spark runs: {_MASTERS}"), _remote_option, _conf_option
+    _master_option(LOCAL_MASTER, f"Where Spark runs: {_MASTERS}"),
+    _remote_option,
+    _conf_option,
+    _monitor_option,
 )
 optional_spark_options = together(
     _master_option(None, f"Ask Spark, which runs at {_MASTERS}  [default: no Spark]"),
@@ -171,13 +180,13 @@ def skip_option(command: Command) -> Command:
 
 @contextmanager
 def spark_of(
-    master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False
+    master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False, monitor: bool = False
 ) -> "Iterator[SparkSession]":
     """The Spark session of a command."""
     from postroom.pipeline.session import spark_session
 
     with starting:
-        spark = spark_session(master, remote, conf, is_small=is_small)
+        spark = spark_session(master, remote, conf, is_small=is_small, with_ui=monitor)
     try:
         yield spark
     finally:
@@ -214,16 +223,38 @@ def pipeline_on_spark(
     redaction: Any = "medium",
     *,
     is_small: bool | None = None,
+    is_endless: bool = False,
 ) -> "Iterator[Pipeline]":
-    """The tables on Spark. If it is not said whether data are small, the size of the tables decides."""
+    """The tables on Spark. If it is not said whether data are small, the size of the tables decides.
+
+    An endless job has no event log, which would fill the disk.
+    """
     say = progress_on_stderr(shell)
     tables = place.open()
     if is_small is None:
         is_small = tables.is_small_with(0)
+    if where.get("monitor") and not is_endless:
+        where = {**where, "conf": {**_event_log(tables, where["remote"], say), **where["conf"]}}
     say("starting Spark")
     with spark_of(**where, is_small=is_small) as spark:
         from postroom.pipeline.jobs import Pipeline
-        from postroom.pipeline.session import spark_errors
+        from postroom.pipeline.session import is_classic, spark_errors
 
+        if is_classic(spark) and (url := spark.sparkContext.uiWebUrl):
+            say(f"Spark's UI: {url}")
         with spark_errors():
             yield Pipeline(spark, tables, level=redaction, progress=say)
+
+
+def _event_log(tables: "Tables", remote: str | None, say: Callable[[str], None]) -> dict[str, str]:
+    """The settings for an event log beside tables of this machine. A Spark Connect server has its own."""
+    from postroom.pipeline.event_logs import event_log_settings
+
+    local = tables.storage.local
+    if remote is not None or local is None:
+        return {}
+    try:
+        return event_log_settings(local)
+    except OSError as error:  # the tables may be read-only for this user
+        say(f"Spark writes no event log: {error.strerror or error}")
+        return {}

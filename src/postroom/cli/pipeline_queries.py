@@ -1,4 +1,4 @@
-"""The commands of `postroom pipeline` that read the tables: queries, reports, checks, expectations."""
+"""The commands of `postroom pipeline` that read the tables: queries, reports, checks, expectations, names."""
 
 import re
 import time
@@ -15,6 +15,7 @@ from postroom.cli.pipeline_options import (
     optional_spark_options,
     pipeline_on_spark,
     progress_on_stderr,
+    spark_options,
     tables_option,
 )
 from postroom.cli.render import warn
@@ -214,6 +215,42 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: st
     for one in broken:
         warn(shell.program, f"breached: {one.sentence}")
     return EXIT_RUNTIME if broken else EXIT_OK
+
+
+@click.command()
+@tables_option
+@click.option("--database", required=True, metavar="NAME", help="The database, which is created if needed.")
+@click.option("--catalog", metavar="NAME", help="The catalog of Spark.  [default: that of the session]")
+@spark_options
+@click.pass_obj
+@beside_spark
+def register(shell: Shell, /, tables: TablesPlace, database: str, catalog: str | None, **where: Any) -> None:
+    """Register the tables in a catalog of Spark, such as Hive, Glue or Unity.
+
+    Every table gets its name in the database, and every silver and gold table a view with a plain name, such
+    as `messages`. The catalog only has names and places, so this is needed once. A table whose name is there
+    already is left as it is. The jar of Delta's connector has to be in the session, and stays necessary for
+    readers.
+
+    \b
+    Example:
+      postroom pipeline register --tables s3a://lake/postroom --database postroom \\
+          --conf spark.jars.packages=io.delta:delta-spark_4.3_2.13:VERSION \\
+          --conf spark.sql.catalogImplementation=hive
+    """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    tables.open()
+    from postroom.pipeline.session import CONNECTOR
+
+    where["conf"] = {CONNECTOR: "true", **where["conf"]}
+    with pipeline_on_spark(shell, tables, {**where, "monitor": False}) as job:
+        from postroom.pipeline.catalog import register as register_in
+
+        found = register_in(job.spark, job.tables, database, catalog)
+    rows = [each._asdict() for each in found]
+    shell.output.rows(("name", "kind", "of", "is_new"), rows, "nothing is registered")
 
 
 def _targets(texts: tuple[str, ...]) -> dict[int, int]:

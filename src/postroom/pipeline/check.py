@@ -67,9 +67,10 @@ class CheckResult(NamedTuple):
 
 def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> CheckResult:
     """Check the history in a folder of tables."""
-    bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
-    # Read last: `retain` records numbers before it deletes events.
-    deleted = tables.read(spark, DELETED_NUMBERS) if tables.exists(DELETED_NUMBERS) else None
+    with tables.queried():
+        bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
+        # Read last: `retain` records numbers before it deletes events.
+        deleted = tables.read(spark, DELETED_NUMBERS) if tables.exists(DELETED_NUMBERS) else None
     return check(bronze, silver, deleted, horizon_s=horizon_s)
 
 

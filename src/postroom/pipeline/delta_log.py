@@ -38,6 +38,8 @@ RENAMED: Final = "renamed"
 """Of `silver_messages`: the last version in which a known message got another type or organization."""
 
 Mode = Literal["append", "overwrite"]
+Operation = Literal["WRITE", "MERGE", "DELETE", "PROGRESS"]
+"""What a commit did, in its `userMetadata`: delta-rs names every commit of given files WRITE."""
 
 
 class Txn(NamedTuple):
@@ -347,8 +349,11 @@ class Logs:
         """Commit actions on top of version `base`, or of the last version if it is None."""
         columns = delta_schema(schema)
         removed = {action.path for action in actions if isinstance(action, RemoveAction)}
+        txns = list(txns)
         properties = CommitProperties(
-            app_transactions=[Transaction(*txn) for txn in txns], max_commit_retries=0
+            custom_metadata={"userMetadata": _operation_of(actions, txns, mode)},
+            app_transactions=[Transaction(*txn) for txn in txns],
+            max_commit_retries=0,
         )
         delta = self._delta(name)
         for _ in range(COMMIT_TRIES_MAX):
@@ -416,6 +421,16 @@ class Logs:
             commit = self.read_commit(name, version)
             if commit is None or not commit.is_harmless or commit.removed & removed:
                 raise TableChanged(name)
+
+
+def _operation_of(actions: Sequence[AddAction | RemoveAction], txns: Iterable[Txn], mode: Mode) -> Operation:
+    """The name that people know from other engines. `retain` writes the rows that stay to other files."""
+    kinds = {type(action) for action in actions}
+    if RemoveAction in kinds and (kinds == {RemoveAction} or MAINTENANCE in {txn.app_id for txn in txns}):
+        return "DELETE"
+    if mode == "append" and RemoveAction in kinds:
+        return "MERGE"
+    return "WRITE" if kinds or mode == "overwrite" else "PROGRESS"
 
 
 def path_below(name: str, url: str) -> str:

@@ -7,16 +7,13 @@ Rule 2: rows are computed from one version of each table. If another writer chan
 Rule 3: a run keeps nothing in memory from one table to the next, so a run can resume at any table.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import reduce
-from math import ceil
 from pathlib import Path
-from threading import Lock
 from typing import Final
 
 import msgspec
-from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -29,7 +26,7 @@ from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
-from postroom.pipeline.ingest.bronze_writer import write_segments
+from postroom.pipeline.ingest.bronze_writer import texts_of, write_carried, write_segments
 from postroom.pipeline.ingest.segments import (
     BATCH_BYTES_PER_CORE,
     TABLE,
@@ -41,6 +38,7 @@ from postroom.pipeline.ingest.segments import (
     ingest_txns,
     is_last_ingested,
 )
+from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
 from postroom.pipeline.schedule import Dependencies, run_in_order
 from postroom.pipeline.session import AWAITED, in_pool, is_classic
 from postroom.pipeline.silver.declaration import SilverTable
@@ -156,62 +154,51 @@ class Pipeline:
         every_s: float | None = None,
         skip_missing: bool = False,
     ) -> None:
-        """Let Spark's file source watch for segments: once, or every `every_s` seconds.
+        """Follow streams: ingest the present segments, and with `every_s` go on for ever.
 
-        The source only triggers a run. Which segments are ingested depends on the table, so `run` and
-        `stream` can alternate. The source reports a file once, so segments that were incomplete at that time
-        are looked for between the batches.
+        Structured Streaming delivers the events of new segments in micro-batches; see `micro_batches`. Behind
+        Spark Connect it would call this code in the server's process, so there a loop looks for segments.
         """
         streams = self.streams(events)
-        failures: list[Exception] = []
-        one_at_a_time = Lock()
-        is_behind = True  # an earlier process may have been killed half way
 
-        def run_once() -> None:
-            nonlocal is_behind
+        def catch_up() -> None:
+            self._run(streams, skip_missing=skip_missing)
+
+        if not is_classic(self.spark):
+            self._repeat(catch_up, every_s)
+            return
+        MicroBatches(
+            self.spark,
+            [(stream, stream.last_ingested(self.tables)) for stream in streams],
+            self._checkpoint(streams),
+            bytes_max=BATCH_BYTES_PER_CORE * self._cores(),
+            ingest=lambda batch: self._ingest_carried(streams, batch, skip_missing=skip_missing),
+            catch_up=catch_up,
+            is_behind=lambda: any(stream.pending(self.tables).ready for stream in streams),
+            progress=self._progress,
+        ).follow(every_s)
+
+    def _repeat(self, step: Callable[[], None], every_s: float | None) -> None:
+        """Do a step, and with `every_s` again and again, also after a failure that may pass."""
+        while True:
             try:
-                with one_at_a_time:
-                    is_behind = True
-                    self._run(streams, skip_missing=skip_missing)
-                    is_behind = False
+                step()
             except Unavailable as error:
                 if every_s is None:
                     raise
                 self._progress(f"{error}; the next batch tries again")
-
-        def arrived(_: DataFrame, __: int) -> None:
-            # The arrived files are ignored: some may have to wait, and older ones may have waited for them.
-            try:
-                run_once()
-            except Exception as error:
-                failures.append(error)
-                raise
-
-        watched = reduce(DataFrame.union, [bronze.arrivals(self.spark, str(stream)) for stream in streams])
-        query = watched.writeStream.foreachBatch(arrived)
-        query = query.option("checkpointLocation", self._checkpoint(streams))
-        if every_s is None:
-            query = query.trigger(availableNow=True)
-        else:
-            query = query.trigger(processingTime=f"{every_s} seconds")
-        try:
-            started = query.start()
-            while every_s is not None and not started.awaitTermination(ceil(every_s)):
-                if is_behind or any(stream.pending(self.tables).ready for stream in streams):
-                    run_once()
-            started.awaitTermination()
-        except StreamingQueryException as wrapped:
-            # Spark wraps our exception, and has its trace as text.
-            raise (failures or [wrapped])[0] from None
-        run_once()
+            if every_s is None:
+                return
+            time.sleep(every_s)
 
     def answers(self, query: str) -> Iterator[str]:
         """The rows of an SQL query over the tables, each as JSON. `queries` says what a query may contain."""
         self.tables.require_tables()
         session = queries.read_only(self.spark)
         checked = queries.checked(session, query, self.tables.names())
-        for name in sorted(checked.tables):
-            self.tables.read(session, name).createOrReplaceTempView(name)
+        with self.tables.queried():
+            for name in sorted(checked.tables):
+                self.tables.read(session, name).createOrReplaceTempView(name)
         found = queries.execute(session, checked)
         rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
         for row in rows.toLocalIterator():
@@ -219,7 +206,7 @@ class Pipeline:
 
     def _checkpoint(self, streams: Sequence[EventStream]) -> str:
         name = "+".join(stream.storage.place.strip("/").replace("/", "-") for stream in streams)
-        return self.tables.storage.spark_path(f"{CHECKPOINTS}/{name.replace(':', '')}")
+        return self.tables.storage.spark_path(f"{CHECKPOINTS}/lines-{name.replace(':', '')}")
 
     def _run(self, streams: Sequence[EventStream], *, skip_missing: bool) -> int:
         self._find_new_segments(streams, skip_missing=skip_missing)
@@ -274,12 +261,36 @@ class Pipeline:
             last = batch[-1].number
             yield batch
 
+    def _ingest_carried(
+        self, streams: Sequence[EventStream], batch: MicroBatch, *, skip_missing: bool
+    ) -> None:
+        """Commit the events of a micro-batch, unless an earlier process has, and refresh all tables."""
+        self._find_new_segments(streams, skip_missing=skip_missing)
+        with self.tables.profile(self._new_bytes()):
+            for stream in streams:
+                ready, txn = self._pending[str(stream)].ready, batch.txn(stream)
+                if ready and self.tables.last_txn(TABLE, txn.app_id) < txn.version:
+                    self._progress(f"bronze: micro-batch {txn.version} of {stream}")
+                    last = self.tables.last_txn(TABLE, stream.ingest_id)
+                    self._ingest_batch(stream, ready, last, batch.events(stream), [txn])
+            self._refresh_tables(self._inputs())
+
     def _cores(self) -> int:
         """The tasks that run at once. A Spark Connect client does not know how many, and assumes few."""
         return int(self.spark.sparkContext.defaultParallelism) if is_classic(self.spark) else REMOTE_CORES
 
-    def _ingest_batch(self, stream: EventStream, batch: list[Segment], last: int) -> bool:
+    def _ingest_batch(
+        self,
+        stream: EventStream,
+        batch: list[Segment],
+        last: int,
+        carried: DataFrame | None = None,
+        txns: Iterable[Txn] = (),
+    ) -> bool:
         """Commit a batch that follows number `last`; false if another writer has ingested segments.
+
+        With the events that a micro-batch has `carried`, only its segments are committed. `txns` are
+        recorded by the same commit.
 
         The rejects are committed first: an interrupted job reads the segments again, and skips known rejects.
         """
@@ -287,10 +298,17 @@ class Pipeline:
         base = tables.version(TABLE)
         if tables.last_txn(TABLE, app_id) != last:
             return self._left_to_another(stream)
-        written = write_segments(self.spark, tables, stream, batch)
+        if carried is None:
+            written = write_segments(self.spark, tables, stream, batch)
+        else:
+            written = write_carried(self.spark, tables, stream, batch, carried)
+        batch = written.segments
+        if not batch:
+            return False
         try:
             self._write_rejects(tables, stream, batch, written.bad_segments)
-            tables.commit(TABLE, written.staged, txns=ingest_txns(app_id, batch[-1]), base=base)
+            progress = [*ingest_txns(app_id, batch[-1]), *txns]
+            tables.commit(TABLE, written.staged, txns=progress, base=base)
         except TableChanged:
             tables.discard(TABLE, written.staged.adds)
             if self.tables.last_txn(TABLE, app_id) == last:
@@ -313,8 +331,7 @@ class Pipeline:
         bad = [segment for segment in batch if bronze.may_have_rejects(segment.file_name, bad_segments)]
         new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
-            texts = bronze.texts(self.spark, str(stream), [stream.path_of(segment) for segment in new])
-            rows, txns = bronze.rejects(texts), ingest_txns(app_id, new[-1])
+            rows, txns = bronze.rejects(texts_of(self.spark, stream, new)), ingest_txns(app_id, new[-1])
             tables.swap(REJECTS, rows, (), partition_by=bronze.PARTITIONS, txns=txns, base=base)
         elif base < 0:
             with suppress(TableChanged):  # another job has created it

@@ -1,7 +1,7 @@
 """The Spark session of a command, with the settings that the benchmarks use.
 
 Rule 1: missing software is reported in one sentence, before a JVM is started.
-Rule 2: a local master listens on loopback only. A cluster decides on its own addresses.
+Rule 2: a local master and its UI listen on loopback only. A cluster decides on its own addresses.
 """
 
 import logging
@@ -98,6 +98,12 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     # Opening a local file takes a millisecond, so one task reads many small ones.
     "spark.sql.files.openCostInBytes": "1m",
 }
+UI_SETTINGS: Final[dict[str, str]] = {
+    "spark.ui.enabled": "true",
+    "spark.ui.port": "0",  # a free one
+    "spark.ui.killEnabled": "false",  # the UI has no access control
+}
+"""For a local session that is monitored. The UI binds to SPARK_LOCAL_IP, which is loopback then."""
 QUICK_COMPILER: Final = " -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 SMALL_SETTINGS: Final[dict[str, str]] = {
     # Every plan runs once on a few rows, so generating and compiling code would take longer than running it.
@@ -132,10 +138,12 @@ def spark_session(
     conf: Mapping[str, str] | None = None,
     *,
     is_small: bool = False,
+    with_ui: bool = False,
 ) -> "SparkSession":
     """The session of this process: on a master, or at the Spark Connect server `remote`.
 
-    With `is_small`, a local session skips optimizations that only pay off for many rows.
+    With `is_small`, a local session skips optimizations that only pay off for many rows. With `with_ui`, a
+    local session has Spark's UI on a free port of loopback.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with _quiet():
@@ -147,7 +155,7 @@ def spark_session(
             _need_java()
             spark = (
                 builder.master(master)
-                .config(map={**settings(master, conf or {}, is_small=is_small)})
+                .config(map={**settings(master, conf or {}, is_small=is_small, with_ui=with_ui)})
                 .getOrCreate()
             )
             _configure(spark, is_local=master.startswith("local"))
@@ -181,7 +189,9 @@ def in_pool(spark: "SparkSession", pool: str | None) -> None:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
 
 
-def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) -> dict[str, str]:
+def settings(
+    master: str, conf: Mapping[str, str], *, is_small: bool = False, with_ui: bool = False
+) -> dict[str, str]:
     """The settings of a session on a master, overridden by `conf`."""
     if conf.get(CONNECTOR) == "true":
         conf = {**CONNECTOR_SETTINGS, **conf}
@@ -190,6 +200,8 @@ def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) ->
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
     options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
     own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
+    if with_ui:
+        own |= UI_SETTINGS
     if is_small:
         own |= {**SMALL_SETTINGS, DRIVER_OPTIONS: options + QUICK_COMPILER}
     return {**SETTINGS, **LOCAL_SETTINGS, **own, **conf}

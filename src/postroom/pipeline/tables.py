@@ -177,6 +177,13 @@ class Tables(Logs):
         finally:
             self._rows = None
 
+    def queried(self) -> AbstractContextManager[None]:
+        """`profile` for queries, if the tables are at an address: small tables there need no jar of Hadoop.
+
+        Spark reads tables of this machine. It opens only the columns of a query, and their files are near.
+        """
+        return nullcontext() if self.storage.local is not None else self.profile(0)
+
     @property
     def is_small(self) -> bool:
         return self._rows is not None

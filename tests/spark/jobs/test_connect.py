@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from postroom.pipeline.jobs import CHECKPOINTS
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables
 from tests.spark.cluster import do_at
@@ -38,12 +39,15 @@ def test_a_server_makes_the_same_tables(tables_of: TablesOf, connect: str, tmp_p
     assert rows == {name: rows_of(here, name) for name in rows}
 
 
-def test_the_command_goes_on_at_a_server(tables_of: TablesOf, connect: str, tmp_path: Path) -> None:
+def test_a_stream_goes_on_at_a_server_without_structured_streaming(
+    tables_of: TablesOf, connect: str, tmp_path: Path
+) -> None:
     events, here = tables_of()
     shutil.copytree(here.folder, tmp_path / "tables")
     shutil.rmtree(tmp_path / "tables" / "gold_sla")
-    done = call("run", "--events", events, "--tables", tmp_path / "tables", "--remote", connect)
+    done = call("stream", "--events", events, "--tables", tmp_path / "tables", "--remote", connect)
     assert done.code == 0, done.stderr
+    assert not (tmp_path / "tables" / CHECKPOINTS).exists()
     assert all_rows(Tables(tmp_path / "tables")) == all_rows(here)
 
 
@@ -65,9 +69,3 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence(
     write_segment(tmp_path / "events", 1, [])
     done = call("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables", "--remote", url)
     assert (done.code, done.stderr.splitlines()[-1]) == (code, f"postroom: {sentence}")
-
-
-def test_a_stream_is_refused(tmp_path: Path) -> None:
-    done = call("stream", "--events", tmp_path, "--tables", tmp_path, "--remote", "sc://127.0.0.1:1")
-    assert done.code == 2
-    assert "a stream has no --remote" in done.stderr

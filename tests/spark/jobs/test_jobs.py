@@ -69,15 +69,18 @@ def test_a_gold_table_of_another_form_is_rebuilt(spark: SparkSession, tmp_path: 
         tables.append(
             name, rows, partition_by=partitions, txns=[Txn("silver_events", 7), Txn("gold_flow", 7)]
         )
+    before = {name: tables.table_id(name) for name in gold}
     Pipeline(spark, tables, gold=gold).run(tmp_path / "events")
     assert all_rows(tables) == expected
+    # Another column is a new version of the table. Other partitions are another table.
+    assert [tables.table_id(name) == before[name] for name in gold] == [True, False]
 
 
 def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
     """Whoever gives a gold table another column or partition raises `FORM`, and writes both here."""
     _, tables = tables_of()
     forms = [(name, tables.schema(name).simpleString(), GOLD[name].partition_by) for name in sorted(GOLD)]
-    assert (FORM, crc32(repr(forms).encode())) == (5, 3295091698)
+    assert (FORM, crc32(repr(forms).encode())) == (6, 3437660071)
 
 
 STEPS = ("bronze", "silver_events", "silver_messages", "silver_spans")

@@ -22,6 +22,9 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.storage import Access, Storage
 from postroom.pipeline.tables import Tables
+from tests.crash.attack_pipeline import BY_DUCKDB, BY_SPARK
+from tests.spark.commands import Commands
+from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, all_rows
 from tests.spark.stories import HOUR_US, NOW_US, happened, write_segment
 from tests.waiting import until
@@ -39,13 +42,20 @@ def deliver(events: Path, number: int) -> None:
     write_segment(events, number, lines)
 
 
-@pytest.fixture
-def expected(spark: SparkSession, tmp_path: Path) -> dict[str, Rows]:
-    """The rows of three segments, in tables of this machine."""
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stream of three segments."""
+    folder = tmp_path_factory.mktemp("stream") / "events"
     for number in (1, 2, 3):
-        deliver(tmp_path / "events", number)
-    tables = Tables(tmp_path / "expected")
-    Pipeline(spark, tables, gold=FEW).run(tmp_path / "events")
+        deliver(folder, number)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(spark: SparkSession, events: Path) -> dict[str, Rows]:
+    """The rows of that stream, in tables of this machine."""
+    tables = Tables(events.parent / "expected")
+    Pipeline(spark, tables, gold=FEW).run(events)
     return all_rows(tables)
 
 
@@ -95,13 +105,12 @@ def s3() -> Iterator[Access]:
 
 
 def test_the_log_lies_in_an_object_store(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows], s3: Access
+    spark: SparkSession, events: Path, expected: dict[str, Rows], s3: Access
 ) -> None:
     """Small tables are written by this process, so that all of a run is seen there, without a jar for S3."""
     tables = Tables("s3a://lake/tables", s3)
     job = Pipeline(spark, tables, gold=FEW)
-    events = Storage(tmp_path / "events")
-    assert [job.run(events.place).segments for _ in range(2)] == [3, 0]
+    assert [job.run(events).segments for _ in range(2)] == [3, 0]
     assert all_rows(tables) == expected
     late, base = Tables(tables.storage), tables.version("gold_flow")
     assert late.version("gold_flow") == base
@@ -109,6 +118,56 @@ def test_the_log_lies_in_an_object_store(
     with pytest.raises(TableChanged):
         tables.mark("gold_flow", [Txn("other", 2)], base=base)
     assert Tables(tables.storage).last_txn("gold_flow", "other") == 1
+
+
+ANSWERS = (
+    ("status",),
+    ("check",),
+    ("expect",),
+    ("sql", "SHOW TABLES"),
+    ("sql", "SELECT day, org_id, sum(cost_usd) AS usd FROM gold_cost GROUP BY ALL ORDER BY ALL"),
+    ("sql", "SELECT * FROM silver_messages WHERE outcome <> 'completed' ORDER BY message_id LIMIT 40"),
+    ("sql", "SELECT date, count(*) AS n FROM bronze_rejects GROUP BY date ORDER BY date"),
+)
+"""Commands whose answers do not depend on the place of the tables."""
+
+
+@pytest.fixture(scope="module")
+def moved(tables_of: TablesOf, s3: Access) -> tuple[Path, list[str]]:
+    """Tables of this machine, and the options with which commands reach a copy of them in an object store."""
+    _, tables = tables_of(faults=True)
+    there = Storage("s3a://lake/moved", s3)
+    for file in tables.storage.files():
+        there.write(file.path, tables.storage.read(file.path))
+    options = [word for pair in s3.options.items() for word in ("--storage", "=".join(pair))]
+    return tables.folder, ["--tables", there.place, *options]
+
+
+def test_commands_answer_at_an_address_as_in_a_folder_without_a_jvm(
+    moved: tuple[Path, list[str]], commands: Commands, tmp_path: Path
+) -> None:
+    folder, there = moved
+    for command, *words in ANSWERS:
+        here = commands(command, "--tables", folder, *words)
+        assert (here.stdout, "starting Spark" in here.stderr) != ("", True)
+        assert commands(command, *there, *words) == here
+    pages = [tmp_path / "here.html", tmp_path / "there.html"]
+    for page, place in zip(pages, (["--tables", str(folder)], there), strict=True):
+        assert commands("report", *place, "--out", page).code == 0
+    assert pages[0].read_text() == pages[1].read_text()
+
+
+def test_spark_answers_at_an_address_as_duckdb_does(
+    moved: tuple[Path, list[str]], commands: Commands
+) -> None:
+    """Spark gets small tables from this process, so that it needs no jar for S3."""
+    _, there = moved
+    for command, *words in (ANSWERS[1], ANSWERS[5]):
+        own, by_spark = (commands(command, *there, *engine, *words) for engine in (BY_DUCKDB, BY_SPARK))
+        assert own.code == by_spark.code
+        assert list(map(json.loads, own.stdout.splitlines())) == [
+            json.loads(line) for line in by_spark.stdout.splitlines()
+        ]
 
 
 class Killed(Exception):
@@ -168,11 +227,11 @@ def without_foreign(rows: Rows) -> Rows:
 
 
 def test_two_jobs_at_once_make_the_tables_of_one(
-    spark: SparkSession, tmp_path: Path, expected: dict[str, Rows]
+    spark: SparkSession, tmp_path: Path, events: Path, expected: dict[str, Rows]
 ) -> None:
     jobs = [Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda job: job.run(tmp_path / "events"), jobs))
-    jobs[0].run(tmp_path / "events")  # a job leaves segments to another that has begun with them
+        done = list(pool.map(lambda job: job.run(events), jobs))
+    jobs[0].run(events)  # a job leaves segments to another that has begun with them
     assert sum(summary.segments for summary in done) == 3
     assert all_rows(Tables(tmp_path / "tables")) == expected

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.ingest import bronze, bronze_writer
 from postroom.pipeline.ingest.segments import EventStream
@@ -67,8 +68,15 @@ def break_seal(events: Path) -> None:
 def taken(spark: SparkSession, folder: Path, how: str) -> tuple[object, ...]:
     tables = Tables(folder / how)
     stream = EventStream(folder / "events")
-    write = bronze_writer.write_segments if how == "quick" else bronze_writer.write_validated_lines
-    found = write(spark, tables, stream, stream.segments())
+    segments = stream.segments()
+    if how == "carried":
+        paths = [stream.path_of(segment) for segment in segments]
+        date = F.lit(segments[0].date).cast("date")
+        carried = bronze.plain(spark, paths).withColumn("date", date)
+        found = bronze_writer.write_carried(spark, tables, stream, segments, carried)
+    else:
+        write = bronze_writer.write_segments if how == "quick" else bronze_writer.write_validated_lines
+        found = write(spark, tables, stream, segments)
     tables.commit("bronze_events", found.staged)
     files = {
         path.relative_to(tables.folder / "bronze_events").as_posix()
@@ -84,7 +92,9 @@ def test_whatever_a_line_says_the_quick_way_and_the_careful_one_agree(
 ) -> None:
     write_segment(tmp_path / "events", 1, GOOD)
     write_segment(tmp_path / "events", 2, [GOOD[0], odd, GOOD[1]])
-    assert taken(spark, tmp_path, "quick") == taken(spark, tmp_path, "careful")
+    want = taken(spark, tmp_path, "careful")
+    assert taken(spark, tmp_path, "quick") == want
+    assert taken(spark, tmp_path, "carried") == want
 
 
 def test_what_is_not_as_it_was_sealed_is_read_to_the_end_of_every_line(

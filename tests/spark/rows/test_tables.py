@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import datafusion
 import deltalake
 import duckdb
 import polars as pl
@@ -8,9 +9,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline.delta_log import LOG, Txn, path_below
+from postroom.pipeline.delta_log import LOG, MAINTENANCE, Txn, path_below
 from postroom.pipeline.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
-from postroom.pipeline.tables import Split, Tables
+from postroom.pipeline.tables import Split, Staged, Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import records
 from tests.spark.stories import Story
@@ -90,7 +91,14 @@ def by_duckdb(tables: Tables, name: str) -> tuple[set[str], int]:
     return columns, len(found.fetchall())
 
 
-def test_duckdb_and_polars_read_every_table(tables_of: TablesOf, story: Story) -> None:
+def by_datafusion(tables: Tables, name: str) -> tuple[set[str], int]:
+    context = datafusion.SessionContext()
+    context.register_table("t", deltalake.DeltaTable(tables.folder / name))
+    found = context.sql("SELECT * FROM t")
+    return set(found.schema().names), found.count()
+
+
+def test_duckdb_polars_and_datafusion_read_every_table(tables_of: TablesOf, story: Story) -> None:
     """With what is in none of the small ones: decimals, lists of structs, lines that were no UTF-8."""
     for tables in (tables_of(faults=True)[1], story.tables):
         for name in tables.names():
@@ -102,6 +110,7 @@ def test_duckdb_and_polars_read_every_table(tables_of: TablesOf, story: Story) -
             found, rows = by_duckdb(tables, name)
             assert rows == len(stored), name
             assert found in (set(), set(columns))
+            assert by_datafusion(tables, name) == (set(columns), len(stored))
     money = pl.read_delta(str(tables_of(faults=True)[1].folder / "gold_cost"))["cost_usd"].sum()
     assert money == sum(row["cost_usd"] for row in records(tables_of(faults=True)[1], "gold_cost")) > 0
 
@@ -118,6 +127,20 @@ def test_a_swap_is_one_commit_with_its_transactions(spark: SparkSession, tables:
     tables.mark("t", [Txn("job", 8)])
     assert (tables.version("t"), tables.last_txn("t", "job")) == (2, 8)
     assert tables.changed("t", 1) == ([], [])
+
+
+def test_the_log_names_what_a_commit_did(spark: SparkSession, tables: Tables) -> None:
+    for start in (0, 3):
+        tables.append("t", numbers(spark, start, start + 3).coalesce(1), partition_by=("day",))
+    tables.swap("t", numbers(spark, 6, 9), tables.files("t")[:1], partition_by=("day",))
+    tables.mark("t", [Txn("job", 1)])
+    assert tables.compact("t") > 0
+    nothing = Staged(tables.schema("t"), ("day",), [])
+    tables.commit("t", nothing, tables.files("t")[:1], txns=[Txn(MAINTENANCE, 1)])
+    log = reversed(deltalake.DeltaTable(tables.folder / "t").history())
+    named = [(commit["operation"], commit.get("userMetadata")) for commit in log]
+    ours = [("WRITE", name) for name in ("WRITE", "WRITE", "MERGE", "PROGRESS")]
+    assert named == [("CREATE TABLE", "WRITE"), *ours[1:], ("OPTIMIZE", None), ("WRITE", "DELETE")]
 
 
 def test_replace_leaves_nothing_of_before(spark: SparkSession, tables: Tables) -> None:

@@ -29,28 +29,36 @@ ROWS: Final = StructType(
     [*EVENTS.fields, *(StructField(name, StringType()) for name in (RESCUED, "segment")), _SEALED]
 )
 """The columns of `bronze_events`."""
+_STORED: Final = StructType([field for field in ROWS.fields if field.name not in ("segment", *PARTITIONS)])
+"""Those that a line can have."""
 REJECTS: Final = StructType(
     [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
 )
-NAMED: Final = r"^[0-9]{8,}-"
+NAMED: Final = r"^([0-9]{8,})-"  # a segment, and its number
+SEALED: Final = r"/date=([0-9-]+)/"  # the date in the path of a segment
+NUMBER_DIGITS_MAX: Final = 18  # of a number that is compared as a long
+STREAM: Final = "stream"  # of an event that arrives: the folder of its stream
 BLANK: Final = r"^\s*$"
-FILES: Final = "path STRING, modificationTime TIMESTAMP, length BIGINT, content BINARY"
-"""The schema of Spark's binary file source. A stream needs it explicitly."""
 SEGMENT_BITS: Final = 63  # of a non-negative long
 EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits before the point
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
-def plain(spark: "SparkSession", paths: Sequence[str]) -> "DataFrame":
-    """`events` without `date`, of segments. A malformed line raises.
+def plain(spark: "SparkSession", paths: Sequence[str], *, with_date: bool = False) -> "DataFrame":
+    """`events` of segments, without `date` unless it is asked for. A malformed line raises.
 
     Only the name of the file stands between the reader and the writer: a column for bad lines would look up
     every field of every line once more. The caller has to check afterwards that no column of `REQUIRED` is
     NULL.
     """
-    stored = StructType([field for field in ROWS.fields if field.name not in ("segment", *PARTITIONS)])
-    rows = spark.read.schema(stored).option("mode", "FAILFAST").json(list(paths))
-    return rows.select("*", F.col("_metadata.file_name").alias("segment"))
+    rows = spark.read.schema(_STORED).option("mode", "FAILFAST").json(list(paths))
+    date = [_sealed_date().alias("date")] if with_date else []
+    return rows.select("*", F.col("_metadata.file_name").alias("segment"), *date)
+
+
+def _sealed_date() -> "Column":
+    """The date in the path of a segment."""
+    return F.regexp_extract("_metadata.file_path", SEALED, 1).cast(_SEALED.dataType)
 
 
 def is_read_failure(error: Exception) -> bool:
@@ -58,13 +66,18 @@ def is_read_failure(error: Exception) -> bool:
     return "FAILED_READ_FILE" in str(error)
 
 
-def arrivals(spark: "SparkSession", folder: str) -> "DataFrame":
-    """The `segment` of every file as it arrives, for a stream. The file is not opened."""
-    found = spark.readStream.format("binaryFile").schema(FILES).option("basePath", folder)
-    named = found.load(f"{folder}/date=*/hour=*/*.jsonl").select(
-        F.col("_metadata.file_name").alias("segment")
+def arriving_events(spark: "SparkSession", folder: str, ingested: int, bytes_max: int) -> "DataFrame":
+    """`plain` with `date` and `stream`, of segments after number `ingested`, as they arrive, for a stream.
+
+    The condition on the number uses names of files only, so earlier files are not opened.
+    """
+    found = spark.readStream.schema(_STORED).option("mode", "FAILFAST").option("basePath", folder)
+    lines = found.option("maxBytesPerTrigger", bytes_max).json(f"{folder}/date=*/hour=*/*.jsonl")
+    name = F.col("_metadata.file_name")
+    number = F.try_to_number(F.regexp_extract(name, NAMED, 1), F.lit("9" * NUMBER_DIGITS_MAX))
+    return lines.where(number > ingested).select(
+        *_STORED.names, name.alias("segment"), _sealed_date().alias("date"), F.lit(folder).alias(STREAM)
     )
-    return named.where(F.col("segment").rlike(NAMED))
 
 
 def is_bad() -> "Column":

@@ -4,6 +4,7 @@ Rule 1: executors read every segment first, compare it with the hash in its name
         are plain. If all segments of a batch are as sealed and plain, Spark's JSON reader reads them.
         Otherwise the batch is validated line by line, which takes longer.
 Rule 2: a segment lies in the folder of its date, so each date is written by a job of its own.
+        Small segments, and events that a micro-batch carries, are written by one job, whatever their dates.
 Rule 3: values that all rows of a file share come from its path, and are not computed for each row.
 """
 
@@ -16,7 +17,7 @@ from deltalake.transaction import AddAction
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, Observation, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.ingest import bronze, lines
@@ -36,6 +37,7 @@ cloudpickle.register_pickle_by_value(lines)  # type: ignore[no-untyped-call]  # 
 class WrittenSegments(NamedTuple):
     """The files of some segments, staged for a commit, and the number of lines."""
 
+    segments: list[Segment]
     staged: Staged
     lines: int
     bad_segments: int | None
@@ -53,7 +55,45 @@ def write_segments(
         return write_validated_lines(spark, tables, stream, segments)
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds)
     require_rows(TABLE, staged, found.lines)
-    return WrittenSegments(staged, staged.rows, None)
+    return WrittenSegments(segments, staged, staged.rows, None)
+
+
+def write_carried(
+    spark: SparkSession, tables: Tables, stream: EventStream, ready: list[Segment], rows: DataFrame
+) -> WrittenSegments:
+    """Write the events of a stream that a micro-batch carries, of segments that are ready.
+
+    Earlier segments that it does not carry are read from their files. So are all of them if one line of the
+    micro-batch is not plain: Spark then fails to read it, whichever stream the line is of.
+    """
+    seen, names = Observation(), {segment.file_name: segment for segment in ready}
+    chosen = rows.where(F.col("segment").isin(list(names)))
+    chosen = chosen.observe(seen, F.collect_set("segment").alias("segments"))
+    try:
+        staged = tables.stage(TABLE, chosen, partition_by=bronze.PARTITIONS)
+    except (PySparkException, Py4JJavaError) as error:
+        if not bronze.is_read_failure(error):
+            raise
+        return write_segments(spark, tables, stream, ready)
+    carried = [names[name] for name in seen.get["segments"] or ()]
+    last = max((segment.number for segment in carried), default=-1)
+    segments = [segment for segment in ready if segment.number <= last]
+    found = _inspected(spark, tables, stream, carried)
+    if not found.is_trusted or not all(map(_is_whole, staged.adds)):
+        tables.discard(TABLE, staged.adds)
+        return write_segments(spark, tables, stream, segments)
+    require_rows(TABLE, staged, found.lines)
+    others = [segment for segment in segments if segment not in carried]
+    if not others:
+        return WrittenSegments(segments, staged, staged.rows, None)
+    rest = write_segments(spark, tables, stream, others)
+    both = staged._replace(adds=[*staged.adds, *rest.staged.adds])
+    return WrittenSegments(segments, both, staged.rows + rest.lines, rest.bad_segments)
+
+
+def texts_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> DataFrame:
+    """The lines of segments: `value`, `segment`, `date`."""
+    return bronze.texts(spark, str(stream), [stream.path_of(segment) for segment in segments])
 
 
 def _inspected(
@@ -96,6 +136,10 @@ def _write_plain_lines(
 def _write_by_date(
     spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment], adds: list[AddAction]
 ) -> None:
+    if tables.is_small:  # a job takes longer than its rows
+        rows = bronze.plain(spark, [stream.path_of(segment) for segment in segments], with_date=True)
+        adds += tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS).adds
+        return
     dates: dict[str, list[str]] = defaultdict(list)
     for segment in segments:
         dates[segment.date].append(stream.path_of(segment))
@@ -114,16 +158,15 @@ def _is_whole(add: AddAction) -> bool:
 
 
 def write_validated_lines(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: Iterable[Segment]
+    spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment]
 ) -> WrittenSegments:
     """Validate every line. A line that is no event is left out, and the bit of its segment is set."""
     seen = Observation()
-    paths = [stream.path_of(segment) for segment in segments]
-    texts = bronze.validated(bronze.texts(spark, str(stream), paths))
+    texts = bronze.validated(texts_of(spark, stream, segments))
     bad = bronze.segment_bits(F.col("reason").isNotNull()).alias("bad_segments")
     texts = texts.observe(seen, bad, F.count("*").alias("lines"))
     with tables.copies(TABLE) as copies:
         bronze.write_valid_lines(texts, copies)
         rows = bronze.read_valid_lines(spark, copies)
         staged = tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS)
-    return WrittenSegments(staged, seen.get["lines"], seen.get["bad_segments"])
+    return WrittenSegments(segments, staged, seen.get["lines"], seen.get["bad_segments"])

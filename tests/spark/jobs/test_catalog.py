@@ -1,0 +1,77 @@
+"""Tables in Spark's own catalog. A stand-in has the place of Delta's connector, which no pip package has."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceReader
+from pyspark.sql.types import StructType
+
+from tests.spark.commands import Commands
+
+DATABASE = "lake_of_postroom"
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # workers lack it
+
+
+class StandIn(DataSource):
+    """Reads the Delta table at `path`, as the connector does."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "delta"
+
+    def _table(self) -> DeltaTable:
+        return DeltaTable(self.options["path"].removeprefix("file:"))
+
+    def schema(self) -> StructType:
+        return StructType.fromJson(json.loads(self._table().schema().to_json()))
+
+    def reader(self, schema: StructType) -> "StandInReader":  # noqa: ARG002 - Spark calls it so
+        return StandInReader(self.options["path"].removeprefix("file:"))
+
+
+class StandInReader(DataSourceReader):
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def read(self, partition: Any) -> Iterator[Any]:  # noqa: ARG002 - Spark calls it so
+        yield from DeltaTable(self._path).to_pyarrow_table().to_batches()
+
+
+@pytest.fixture
+def database(spark: SparkSession) -> Iterator[str]:
+    yield DATABASE
+    spark.sql(f"DROP DATABASE IF EXISTS {DATABASE} CASCADE")
+
+
+def test_tables_and_plain_views_stand_in_the_catalog(
+    spark: SparkSession, tmp_path: Path, database: str
+) -> None:
+    for name in ("bronze_rejects", "silver_messages"):
+        write_deltalake(str(tmp_path / name), pa.table({"message_id": ["a", "b"]}))
+    spark = spark.newSession()  # so that other tests do not find the stand-in
+    commands = Commands(spark)
+    words = ("register", "--tables", tmp_path, "--database", database)
+    refused = commands(*words)
+    assert refused.code == 1
+    assert "Failed to find the data source: delta" in refused.stderr.splitlines()[-1]
+    spark.dataSource.register(StandIn)
+    done = commands(*words)
+    assert done.code == 0, done.stderr
+    assert [tuple(json.loads(line).values()) for line in done.stdout.splitlines()] == [
+        (f"{database}.bronze_rejects", "table", str(tmp_path / "bronze_rejects"), True),
+        (f"{database}.silver_messages", "table", str(tmp_path / "silver_messages"), True),
+        (f"{database}.messages", "view", f"{database}.silver_messages", True),
+    ]
+    shown = {row["tableName"] for row in spark.sql(f"SHOW TABLES IN {database}").collect()}
+    assert shown == {"bronze_rejects", "silver_messages", "messages"}
+    write_deltalake(str(tmp_path / "silver_messages"), pa.table({"message_id": ["c"]}), mode="append")
+    assert spark.table(f"{database}.messages").count() == 3  # the log has the rows, and not the catalog
+    assert not any(json.loads(line)["is_new"] for line in commands(*words).stdout.splitlines())
