@@ -8,7 +8,8 @@ from pathlib import Path
 from brokersbench import postgres
 from figures import REPEATS, Report, machine, run
 
-PARTS = ("postgres", "rabbit")
+POSTGRES, RABBIT = "postgres", "rabbit"
+PARTS = (POSTGRES, *(f"{POSTGRES}-{name}" for name in postgres.PARTS), RABBIT)
 
 
 def main() -> None:
@@ -18,10 +19,11 @@ def main() -> None:
     options = parser.parse_args()
     report = Report(f"Brokers: {machine()}; medians of {REPEATS}")
     report.begin()
-    if options.only in (None, "postgres"):
-        for figure in postgres.figures(postgres.QUICK if options.quick else postgres.Sizes()):
+    if options.only != RABBIT:
+        part = (options.only or POSTGRES).removeprefix(POSTGRES).removeprefix("-")
+        for figure in postgres.figures(postgres.QUICK if options.quick else postgres.Sizes(), part):
             report.add(figure)
-    if options.only in (None, "rabbit"):
+    if options.only in (None, RABBIT):
         rabbit = importlib.import_module("brokersbench.rabbit")  # needs pika and a broker
         with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
             for figure in rabbit.figures(Path(folder), rabbit.QUICK if options.quick else rabbit.Sizes()):

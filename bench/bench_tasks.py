@@ -55,6 +55,7 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.writer import StoreWriter
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.transaction import Claim
+from postroom.system.key_file import add_key
 
 T = TypeVar("T")
 
@@ -906,8 +907,40 @@ def _expect_a_task(connection: socket.socket) -> None:
         body += connection.recv(65_536)
 
 
+# ---- encryption ------------------------------------------------------------------------------------
+
+
+def encryption(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """The processor time of a task from enqueue to completion, with a key file and without one."""
+    add_key(folder / "keys", "bench")
+    for batch in (1, 100):
+        cost = compare(
+            lambda batch=batch: task_cpu_us(fresh(folder), folder / "keys", batch, sizes.consumed),  # type: ignore[misc]
+            lambda batch=batch: task_cpu_us(fresh(folder), None, batch, sizes.consumed),  # type: ignore[misc]
+            turns=1,
+        )
+        yield Figure(
+            f"encrypted task, batches of {batch}, processor time",
+            cost.ours,
+            "us",
+            f"without a key file: {readable(cost.theirs)} us",
+            cost.ratio,
+            [Goal("ratio", "<=", 2.0)],
+        )
+
+
+def task_cpu_us(folder: Path, keys: Path | None, batch: int, count: int) -> float:
+    with Tasks.open(f"sqlite:///{folder}/queue.db", key_file=keys) as tasks:
+        begun = time.process_time()
+        for _ in range(0, count, batch):
+            tasks.enqueue_many([{"agent": AGENT, "payload": PAYLOAD}] * batch)
+            claimed = tasks.claim(agent=AGENT, limit=batch)
+            tasks.complete_many([(one.task_id, one.lease, PAYLOAD) for one in claimed])
+        return (time.process_time() - begun) / count * 1e6
+
+
 BENCHES: tuple[Bench, ...] = (
-    produce, consume, cycles, lanes, listing, sweeping, wake_up, callers, restart, http, depth
+    produce, consume, cycles, lanes, listing, sweeping, wake_up, callers, restart, http, depth, encryption,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from enginebench.engines import ADMIT_ALL
@@ -19,8 +22,29 @@ from figures import REPEATS, Figure, Goal, percentile
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from postroom import Engine
+from postroom.core import lifecycle
+from postroom.stores.base import Listing
+from postroom.stores.transaction import Transaction
 
 FIRST_VIEW_MS = 300.0
+VIEW_CPU_MS = 100.0
+CALLS_A_VIEW = 5
+VIEWS = (
+    "/page/overview",
+    "/page/messages",
+    "/page/messages?org_id=org-3",
+    "/page/messages?state=DEAD_LETTER",
+    "/page/messages?state=COMPLETED",
+    "/page/messages?text=nowhere",
+    "/page/messages?type=tool_call",
+    "/page/messages/{id}",
+    "/page/dead-letters",
+    "/page/dead-letters?type=nothing",
+    "/page/agents",
+    "/page/decisions",
+    "/page/goals",
+)
+DEAD_SHARE = 100  # one of so many messages is a dead letter
 KEPT_SHARE = 0.9
 EVENT_P50_MS = 200.0
 PAGES = 50
@@ -63,8 +87,8 @@ new MutationObserver(note).observe(document, { childList: true, subtree: true })
 class Server:
     """`postroom up` without the audit shipper."""
 
-    def __init__(self, facts: dict[str, str]) -> None:
-        self.url, self.token = facts["http"], facts["token"]
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.url, self.token, self.pid = facts["http"], facts["token"], int(facts["pid"])
         address = urlsplit(self.url)
         self.host, self.port = address.hostname or "", address.port or 0
         self._headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
@@ -74,6 +98,22 @@ class Server:
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=60)
+
+    def get(self, connection: http.client.HTTPConnection, path: str) -> Any:
+        connection.request("GET", path, headers=self._headers)
+        answer = connection.getresponse()
+        assert answer.status == HTTPStatus.OK, answer.read()
+        return json.loads(answer.read())
+
+    def cpu_ms(self) -> float:
+        """The time that the process of HTTP has used."""
+        [child] = [
+            child
+            for thread in Path(f"/proc/{self.pid}/task").iterdir()
+            for child in (thread / "children").read_text().split()
+        ]
+        threads = Path(f"/proc/{child}/task").iterdir()
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e6
 
     def submit(self, connection: http.client.HTTPConnection) -> str:
         connection.request("POST", "/engine/messages", self._body, self._headers)
@@ -125,6 +165,15 @@ async def _store(data: Path, count: int) -> None:
                 }
                 for number in range(first, min(count, first + BATCH))
             )
+        newest = engine.store.newest_event() + 1
+        for page in range(max(1, count // DEAD_SHARE // BATCH)):
+            engine.store.write(partial(_bury, newest, min(BATCH, 1 + count // DEAD_SHARE), page))
+
+
+def _bury(newest: int, count: int, page: int, transaction: Transaction) -> None:
+    """Make dead letters of some of the newest messages."""
+    listing = Listing(None, "QUEUED", 0, count, newest - page * count)
+    transaction.apply(listing, lambda record, moment: lifecycle.quarantine(record, moment, "a poison"))
 
 
 def _load_ms(page: Page, url: str, drawn: str) -> float:
@@ -144,6 +193,7 @@ def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, eve
         with browsing() as browser:
             page = signed_in(browser, server)
             yield from first_view_figures(page, server, messages, loads)
+            yield view_figure(server, messages)
             yield from event_figures(page, server, events)
         yield from open_pages_figures(server, seconds)
 
@@ -162,6 +212,28 @@ def first_view_figures(page: Page, server: Server, messages: int, loads: int) ->
             f"slowest of {loads}: {max(times):.0f} ms",
             goals=[Goal("value", "<", FIRST_VIEW_MS)],
         )
+
+
+def view_figure(server: Server, messages: int) -> Figure:
+    """The CPU time of the server for each view and search; the slowest one is compared with the goal."""
+    connection = server.connect()
+    found = server.get(connection, "/page/messages")["messages"][0]["message_id"]
+    times = {}
+    for view in VIEWS:
+        path = view.format(id=found)
+        server.get(connection, path)  # the first call imports and compiles
+        begun = server.cpu_ms()
+        for _ in range(CALLS_A_VIEW):
+            server.get(connection, path)
+        times[view.removeprefix("/page/")] = (server.cpu_ms() - begun) / CALLS_A_VIEW
+    connection.close()
+    return Figure(
+        f"CPU of the slowest view or search, {messages:,} messages stored",
+        max(times.values()),
+        "ms",
+        ", ".join(f"{view} {spent:.1f}" for view, spent in times.items()),
+        goals=[Goal("value", "<", VIEW_CPU_MS)],
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 LOOK_S = 0.05
+ERLANG_ARGUMENTS = "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")  # the wrappers on the PATH require another user
 
 
@@ -50,7 +51,8 @@ class RabbitServer:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
             "RABBITMQ_PID_FILE": str(folder / "pid"),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1",
+            # One scheduler that sleeps at once when it has nothing to do, because other tests need the cores.
+            ERLANG_ARGUMENTS: "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none",
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,6 +74,12 @@ class RabbitServer:
         ]
         self._config.write_text(self._config.read_text() + "\n".join(lines) + "\n")
         return port
+
+    def time_out_consumers(self, after_ms: int) -> None:
+        """Close the channel of a consumer that holds a delivery for so long, from the next start on."""
+        self._config.write_text(self._config.read_text() + f"consumer_timeout = {after_ms}\n")
+        words = f"{self._environment[ERLANG_ARGUMENTS]} -rabbit channel_tick_interval {after_ms // 4}"
+        self._environment |= {ERLANG_ARGUMENTS: words}
 
     def join(self, nodes: Sequence[str]) -> None:
         """Form a cluster with these nodes at the first start."""

@@ -26,7 +26,16 @@ from postroom.message import Event, EventKind, State
 from postroom.runtime.endpoint import STATUS_OF
 from postroom.runtime.openapi import Route
 from postroom.runtime.routes import ROUTES, openapi
-from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, UpSettings, described
+from postroom.settings import (
+    AuditSettings,
+    BusSettings,
+    EncryptionSettings,
+    QueueSettings,
+    Setting,
+    Table,
+    UpSettings,
+    described,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -368,6 +377,7 @@ def settings_page() -> str:
         table("queue", QueueSettings),
         table("audit", AuditSettings),
         table("up", UpSettings),
+        table("encryption", EncryptionSettings),
     ]
     return "\n".join([SETTINGS_HEAD, *tables])
 

@@ -37,6 +37,7 @@ COUNTED = (
     *("created", "delivered", "dequeued", "execution_completed", "execution_failed", "retry_scheduled"),
     *("dead_letter", "expired", "cancelled", "quarantined", "rejected", "duplicate", "replayed"),
 )
+BUDGETS = ("tokens_reserved", "tokens_borrowed", "tokens_returned", "tokens_refused")
 
 
 def paths(files: Sequence[Path]) -> list[str]:
@@ -194,9 +195,12 @@ SUMS = {
                sum(arrived - "left") OVER (PARTITION BY org_id, queue ORDER BY minute_us) AS depth
         FROM gold_flow""",
     "gold_tokens": f"""
-        SELECT day, {HOUR} AS hour_us, org_id, goal_id, agent_id, model, count(*) AS calls,
-               sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out
-        FROM events WHERE tokens_in IS NOT NULL OR tokens_out IS NOT NULL GROUP BY ALL""",
+        SELECT day, {HOUR} AS hour_us, org_id, goal_id, agent_id, model,
+               count(coalesce(tokens_in, tokens_out)) AS calls,
+               sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out,
+               {", ".join(f"sum(n) FILTER (kind = '{kind}') AS {kind}" for kind in BUDGETS)}
+        FROM (SELECT *, CASE WHEN kind IN {BUDGETS} THEN (detail->>'$.tokens')::BIGINT END AS n FROM events)
+        WHERE tokens_in IS NOT NULL OR tokens_out IS NOT NULL OR n IS NOT NULL GROUP BY ALL""",
     "gold_cost": f"""
         SELECT day, {HOUR} AS hour_us, org_id, goal_id, agent_id, model, count(*) AS calls,
                sum(cost_usd) AS cost_usd

@@ -50,6 +50,8 @@
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── StoreUnreachable      the database of a store does not answer
     │   ├── StoreRefused          the database refuses the role, the password, the name or the certificate
+    │   ├── KeyMissing            values are encrypted, and their key was not given
+    │   ├── UnreadableValue       a stored value cannot be decrypted: it was changed, or belongs elsewhere
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
@@ -215,6 +217,21 @@ class StoreRefused(Unavailable):
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
         super().__init__(f"{url} refuses the connection: {reason}; nothing was stored")
+
+
+class KeyMissing(Unavailable):
+    """Stored values are encrypted, and their key was not given. Nothing was read or written."""
+
+
+class UnreadableValue(Unavailable):
+    """A stored value cannot be decrypted. It stays as it is."""
+
+    def __init__(self, place: str, key: str) -> None:
+        self.place = place
+        super().__init__(
+            f"{place} cannot be decrypted with the key {key!r}: the stored bytes were changed, or belong to "
+            "another record"
+        )
 
 
 class TopicError(QueueError, Rejected, ValueError):

@@ -332,6 +332,19 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class EncryptionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[encryption]` table."""
+
+    key_file: Annotated[
+        Path | None,
+        Meta(
+            description="The key file of `postroom keys create`. What Tasks, Engine and Mail store is then "
+            "encrypted.",
+            extra={"env": ("POSTROOM_KEY_FILE",), "wants": _A_PATH},
+        ),
+    ] = None
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings."""
 
@@ -339,9 +352,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueSettings
     audit: AuditSettings
     up: UpSettings
+    encryption: EncryptionSettings
 
 
-Table: TypeAlias = type[BusSettings] | type[QueueSettings] | type[AuditSettings] | type[UpSettings]
+Table: TypeAlias = (
+    type[BusSettings]
+    | type[QueueSettings]
+    | type[AuditSettings]
+    | type[UpSettings]
+    | type[EncryptionSettings]
+)
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -377,9 +397,10 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
     audit = {**tables.get("audit", {}), **_from_environment(AuditSettings, environ)}
     up = {**tables.get("up", {}), **_from_environment(UpSettings, environ)}
+    encryption = {**tables.get("encryption", {}), **_from_environment(EncryptionSettings, environ)}
     return Settings(
         bus=BusSettings(**bus), queue=_queue(queue, environ), audit=AuditSettings(**audit),
-        up=UpSettings(**up),
+        up=UpSettings(**up), encryption=EncryptionSettings(**encryption),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from postroom import (
     StreamRestarted,
 )
 from postroom.contracts.engine.agent import PARTS_WAITING_MAX
+from postroom.contracts.engine.agent_sweeps import bounce
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import PARTS, REQUESTS
 from postroom.contracts.engine.part_writer import PARTS_A_COMMIT_MAX
@@ -28,6 +29,7 @@ from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
 from postroom.stores.base import Listing
+from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import soon
 
@@ -530,6 +532,8 @@ def test_a_message_to_nobody_bounces_at_once(url: str) -> None:
             with pytest.raises(Bounced, match="no agent of this name") as bounced:
                 await sender.send(to="reader", payload=1)
             assert bounced.value.recipient == "reader"
+            with pytest.raises(InvalidMessage, match="to must be the name of an agent"):
+                await sender.send(to=None, payload=1)  # type: ignore[arg-type]
             [event] = events_of(engine, "bounced")
             assert (event.error_type, event.detail["recipient"]) == ("Bounced", "reader")
             handle = await engine.submit(
@@ -598,3 +602,93 @@ def test_the_bytes_of_a_stream_are_limited(url: str, monkeypatch: pytest.MonkeyP
                 )
 
     soon(scenario())
+
+
+def test_a_damaged_answer_ends_with_an_error_and_holds_up_no_other_agent(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            first = await coordinator.register("a", "acme")
+            other = await coordinator.register("b", "acme")
+            opened = gate("damage")
+            stream = first.stream(
+                type="model_call", payload={"words": ["x"], "fails": 1, "gate": "damage"}, max_retries=0
+            )
+            parts = [await anext(stream) for _ in range(3)]
+            assert parts[-1].type == "stream_chunk"
+            *_, (key, _) = engine.store.read(PARTS.all)
+            engine.store.write(lambda transaction: transaction.put_cell(PARTS.name, key, b"[{"))
+            again = await coordinator.register("a", "acme")
+            async with asyncio.timeout(WAIT_S):
+                damaged = [part async for part in again.resume()][-1]
+            assert damaged.error is not None
+            assert damaged.error["type"] == "AnswerDamaged"
+            assert await other.request(type="tool_call", payload={"n": 1}, timeout_s=WAIT_S) == {"got": 1}
+            opened.set()
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_answer_bounces_like_others(url: str) -> None:
+    async def scenario() -> None:
+        async with working(url) as engine:
+            handle = await engine.submit(
+                type="model_call", org_id="acme", agent_id="gone", payload={"words": ["x"]},
+                created_by={"type": "user", "id": "ada"},
+            )  # fmt: skip
+            await handle.result(WAIT_S)
+            *_, (key, _) = engine.store.read(PARTS.all)
+
+            def damage(transaction: Transaction) -> None:
+                transaction.put_cell(PARTS.name, key, b"[{")
+                bounce(AgentOperations(transaction, engine.policy), "acme", "gone", handle.message_id, "late")
+
+            engine.store.write(damage)
+            [bounced] = await engine.bounces.list()
+            assert bounced.answer["error"]["type"] == "AnswerDamaged"
+
+    asyncio.run(scenario())
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("chunk", [float("nan"), {"a": float("inf")}, nested(300), "\ud800", {1, object()}])
+def test_a_chunk_that_json_cannot_hold_fails_its_message(chunk: Any) -> None:
+    async def scenario() -> None:
+        async with Engine.open("memory://", Policy(retries={"tool_call": Retry(max_retries=0)})) as engine:
+
+            @engine.handler("tool_call")
+            async def send(_message: Any, ctx: Any) -> None:
+                await ctx.stream(chunk)
+
+            worker = asyncio.create_task(engine.run())
+            async with Coordinator(engine) as coordinator:
+                agent = await coordinator.register("a", "acme")
+                with pytest.raises(MessageFailed, match="a chunk cannot be written as JSON"):
+                    await agent.request(type="tool_call", payload={}, timeout_s=WAIT_S)
+            await engine.stop()
+            await worker
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("report", [(float("nan"),), ("half",), (0.5, 7), (0.5, "\ud800")])
+def test_a_progress_report_that_does_not_fit_fails_its_message(report: Any) -> None:
+    async def scenario() -> None:
+        async with Engine.open("memory://", Policy(retries={"tool_call": Retry(max_retries=0)})) as engine:
+
+            @engine.handler("tool_call")
+            async def send(_message: Any, ctx: Any) -> None:
+                await ctx.progress(*report)
+
+            worker = asyncio.create_task(engine.run())
+            with pytest.raises(MessageFailed, match="progress"):
+                await engine.request(type="tool_call", org_id="acme", payload={}, timeout_s=WAIT_S)
+            await engine.stop()
+            await worker
+
+    asyncio.run(scenario())

@@ -14,6 +14,7 @@ import pytest
 
 from postroom import Engine, Policy
 from postroom.errors import InvalidMessage, InvalidSetting, PostroomError, Rejected, Unavailable, UnknownGoal
+from postroom.message import org_of
 from postroom.stores.sqlite import RESERVE_BYTES, SqliteStore
 from postroom.testing import check_consistency
 from tests import children
@@ -113,6 +114,49 @@ def test_a_rollback_does_not_stop_another_organization_with_the_same_goal_id(wor
     with pytest.raises(Rejected):
         world.submit(goal_id="g")
     world.submit(org_id="bolt", goal_id="g")
+
+
+def test_keys_of_a_sender_keep_no_compensation_from_running(world: EngineUnderTest) -> None:
+    """A sender guesses the keys of the compensations, and uses them first with delayed messages."""
+    engine, undone = world.engine, list[int]()
+
+    @engine.handler("tool_call")
+    async def run(message: Any, ctx: Any) -> None:
+        for number in range(2):
+            undo = {"type": "model_call", "payload": {"number": number}}
+            await ctx.effect(f"e{number}", lambda: 1, reversal=undo, reversal_class="REVERSIBLE")
+
+    @engine.handler("model_call")
+    async def reverse(message: Any, ctx: Any) -> None:
+        undone.append(message.payload["number"])
+
+    world.wait(engine.goals.start("acme", "g"))
+    for number in range(4):
+        world.submit(idempotency_key=f"undo 1 {number} g", delay_s=1_000.0)
+    world.submit(ordering_key="undo 1 g", delay_s=1_000.0)
+    world.submit(goal_id="g")
+    world.run_all()
+    world.wait(engine.goals.rollback("g#1"))
+    world.run_all()
+    assert undone == [1, 0]
+    assert world.wait(engine.goals.status("g")).state == "ACTIVE"
+
+
+def test_an_operation_waits_for_no_operation_of_another_organization(world: EngineUnderTest) -> None:
+    """Same target, same exclusive resource: no wait, no event, and nothing of it in `explain`."""
+    engine = world.engine
+    operation = {"target": "db", "resources": ["gpu"], "constraints": {"not_with": ["db"], "at_most": 1}}
+    handles = [world.submit(org_id=org_id, operation=operation) for org_id in ("acme", "bolt", "bolt")]
+    claimed = world.claim(3)
+    assert sorted(org_of(one.record.queue) for one in claimed) == ["acme", "bolt"]
+    assert {one.org_id for one in world.wait(engine.conflicts.active("bolt"))} == {"bolt"}
+    [waiting] = world.wait(engine.conflicts.waiting("bolt"))
+    assert waiting.message_id in {handle.message_id for handle in handles[1:]}
+    assert handles[0].message_id not in world.wait(engine.explain(waiting.message_id))
+    assert world.wait(engine.conflicts.waiting("acme")) == []
+    seen = [event for event in engine.store.events(limit=1_000) if event.kind == "conflict_detected"]
+    assert [event.queue for event in seen] == ["org:bolt"]
+    world.complete(claimed)
 
 
 # ---- many processes ----------------------------------------------------------------------------------

@@ -12,35 +12,9 @@ from postroom.contracts.goals.falkordb import _FalkorCells
 from postroom.errors import GraphUnavailable, InvalidMessage, InvalidSetting, UnknownGoal, UnknownNode
 from tests.engines import soon
 from tests.falkordbservers import FalkorServer
-from tests.postgresserver import database, postgres, store_url
+from tests.graphplaces import database, engine, falkordb, place, postgres, run
 
-
-@pytest.fixture(scope="module")
-def falkordb(tmp_path_factory: Any) -> Any:
-    with FalkorServer(tmp_path_factory.mktemp("falkordb")) as server:
-        yield server
-
-
-__all__ = ["database", "postgres"]  # fixtures
-
-
-@pytest.fixture(params=["memory", "sqlite", "postgres", "falkordb"])
-def place(request: Any, tmp_path: Any) -> Any:
-    """How an engine is opened: its store, and its graph."""
-    if request.param == "falkordb":
-        address = request.getfixturevalue("falkordb").url
-        return {"url": "memory://", "graph": f"{address}/g{uuid.uuid4().hex}"}
-    return {"url": store_url(request, tmp_path)}
-
-
-@pytest.fixture
-def engine(place: Any) -> Any:
-    with Engine.open(**place) as opened:
-        yield opened
-
-
-def run(engine: Any, coroutine: Any) -> Any:
-    return engine.blocking.wait(coroutine)
+__all__ = ["database", "engine", "falkordb", "place", "postgres"]  # fixtures
 
 
 def test_a_node_has_properties_edges_and_a_version(engine: Any) -> None:
@@ -185,25 +159,6 @@ def test_a_merge_that_a_person_decides_goes_on_after_the_answer(place: Any) -> N
 
     with Engine.open(**place, adviser=Deciding("main", confidence=0.1)) as engine:
         run(engine, story(engine))
-
-
-def test_an_organization_sees_its_own_nodes_and_shared_ones(engine: Any) -> None:
-    async def story() -> None:
-        await engine.graph.main("acme").save("secret", {"x": 1})
-        await engine.graph.main().save("shared", {"x": 1})
-        bolt = engine.graph.main("bolt")
-        assert await bolt.get("secret") is None
-        assert (await bolt.get("shared")).properties == {"x": 1}
-        await engine.goals.start("bolt", "g")
-        branch = engine.graph.branch("g")
-        assert await branch.get("secret") is None
-        assert (await branch.get("shared")).properties == {"x": 1}
-        with pytest.raises(InvalidMessage, match="taken by another organization"):
-            await bolt.save("secret", {"x": 2})
-        with pytest.raises(UnknownNode):
-            await bolt.update("secret", {"x": 2})
-
-    run(engine, story())
 
 
 def test_what_does_not_fit_is_refused_in_one_sentence(engine: Any) -> None:

@@ -18,7 +18,7 @@ import pytest
 from postroom.core import lifecycle
 from postroom.errors import InvalidMessage, StoreRefused, StoreUnreachable, Unavailable
 from postroom.message import Envelope, Record
-from postroom.stores import postgres_connection
+from postroom.stores import postgres_connection, postgres_watchdog
 from postroom.stores.base import ByIds, Listing
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
@@ -119,9 +119,16 @@ def test_resets_in_every_phase_of_submit_claim_and_complete(proxy: TcpProxy, dat
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres_connection, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(postgres_watchdog, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(postgres_connection, "CONNECT_TIMEOUT_S", 2)  # the smallest that libpq takes
-    monkeypatch.setattr(postgres_connection, "WATCH_S", 0.1)
+    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
+
+
+@pytest.fixture
+def early_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are looked up on the server early, and are given up as late as ever."""
+    monkeypatch.setattr(postgres_watchdog, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -303,11 +310,54 @@ def test_tls_checks_the_certificate_of_the_server(
             insert(PostgresStore(f"{wrong_name}&hostaddr=127.0.0.1", reconnect_s=3_600))
 
 
-def test_half_open_connections_are_given_up(
-    proxy: TcpProxy, database: str, short_waits: None, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("early_probes")
+def test_half_open_connections_are_found_by_asking_the_server(
+    proxy: TcpProxy, database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = under_load(through(proxy, database), lambda _report: proxy.freeze_all())
     check(report, "half-open connections", capsys)
+
+
+@pytest.mark.usefixtures("early_probes")
+def test_half_open_transaction_holds_no_locks_on_the_server(proxy: TcpProxy, database: str) -> None:
+    """Neither the caller nor another worker waits for the session that the server still keeps."""
+    store, other = PostgresStore(through(proxy, database)), PostgresStore(database)
+    message_id = insert(store)
+    freezes = [proxy.freeze_all]
+
+    def work(transaction: Transaction) -> None:
+        transaction.find(ByIds((message_id,)))
+        if freezes:
+            freezes.pop()()
+        transaction.apply(
+            ByIds((message_id,)), lambda record, moment: lifecycle.defer(record, moment, 1, "x")
+        )
+
+    began = time.monotonic()
+    store.write(work)
+    assert time.monotonic() - began < HEALED_WITHIN_S
+    assert [record.state for record in other.find(Listing())] == ["SCHEDULED"]
+    store.close()
+    other.close()
+
+
+@pytest.mark.usefixtures("early_probes")
+def test_server_that_works_is_not_interrupted_by_a_probe(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PostgresStore(database)
+    insert(store)
+    asked = []
+
+    def work(transaction: Transaction) -> None:
+        asked.append(transaction._connection.trip([("SELECT pg_sleep(1.5)", ())]))  # type: ignore[attr-defined]
+        time.sleep(0.5)  # the client works, and the server is idle in the transaction
+        transaction.insert([Envelope(queue="q", payload=b"")])
+
+    store.write(work)
+    assert len(asked) == 1, "the transaction was done again"
+    assert "half open" not in caplog.text
+    store.close()
 
 
 def test_deadlocks_are_resolved_inside(database: str) -> None:

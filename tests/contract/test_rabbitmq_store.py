@@ -168,4 +168,7 @@ def test_deliveries_keep_their_order_when_they_are_put_back() -> None:
     assert deliveries.homes(0) == ["org:acme"]
     assert [each.tag for each in deliveries.take_old(1.0, lane=0)] == [2, 4]
     assert [each.tag for each in deliveries.take_old(1.0)] == [3]
+    deliveries.add(Delivery("org:acme", Note("m5", 2, is_delayed=True), 5, 1, 0.0))
+    assert not deliveries.take_old(1.0)
+    assert [each.tag for each in deliveries.take_held(1.0)] == [5]
     assert deliveries.is_silent  # nothing waits, and the last one arrived long ago

@@ -1088,3 +1088,22 @@ def test_records_between_those_of_a_range_are_left_alone(path: Path) -> None:
     others = store.find(ByIds(tuple(f"{store.identity()}-{number}" for number in (2, 4, 6))))
     assert [record.state for record in others] == ["QUEUED"] * 3
     store.close()
+
+
+# ---- cells within one transaction ----------------------------------------------------------------------
+
+
+def test_a_transaction_sees_its_own_cells_and_writes_new_records_together(store: SqliteStore) -> None:
+    def work(transaction: Transaction) -> list[Any]:
+        seen: list[Any] = [transaction.cell("kind", "a"), transaction.cells("kind")]
+        for payload in (b"1", b"2"):
+            transaction.insert([Envelope(queue="q", payload=payload)])
+            transaction.put_cell("kind", "a", payload)
+            seen += [transaction.cell("kind", "a"), transaction.cells("kind")]
+        transaction.put_cell("kind", "a", None)
+        return [*seen, transaction.cell("kind", "a"), transaction.cells("kind")]
+
+    found = store.write(work)
+    assert found == [None, [], b"1", [("a", b"1")], b"2", [("a", b"2")], None, []]
+    assert [event.seq for event in store.events()] == [1, 2, 3, 4]
+    assert store.newest_event() == 4

@@ -1,9 +1,11 @@
 """The audit stream in a PostgreSQL table, and its export to segments."""
 
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from postroom import Audit, Tasks
@@ -11,7 +13,7 @@ from postroom.contracts.feeds import StoreFeed
 from postroom.core.events import to_line
 from postroom.errors import ShippedElsewhere, StoreUnreachable
 from postroom.runtime import audit_table
-from postroom.runtime.audit_table import AuditTable, TableSink, export_table, opened_table
+from postroom.runtime.audit_table import AuditTable, TableSink, export_table, opened_table, retain_table
 from postroom.runtime.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.sinks.reader import Segments
@@ -92,6 +94,32 @@ def test_second_shipper_is_refused_and_writes_nothing(database: str, postgres: P
             late.write(events)
         late.close()
         assert ask(table, "SELECT count(*) FROM {schema}.events") == [(len(events),)]
+
+
+def test_retention_drops_months_that_ended_long_enough_ago(
+    database: str, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(monkeypatch, tmp_path)
+    some_tasks(database, 1)
+    table = postgres.new_store()
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
+        [feed] = shipping.shipper._feeds()
+        events = [
+            msgspec.structs.replace(
+                event, ts_us=int(datetime(*month, 28, tzinfo=UTC).timestamp()) * 1_000_000
+            )
+            for event, month in zip(feed.read(0, 3), ((2024, 12), (2025, 1), (2025, 2)), strict=True)
+        ]
+    with closing(TableSink(AuditTable(table))) as sink:
+        sink.write(events)
+    assert retain_table(table, datetime(2025, 1, 31, 23, tzinfo=UTC)) == ["2024-12"]
+    assert ask(table, "SELECT count(*) FROM {schema}.events") == [(2,)]
+    removed = postroom("audit", "retain", table, "--keep-days", "90")
+    assert removed.line == {"removed": ["2025-01", "2025-02"]}, removed.errors
+    assert postroom("audit", "retain", table, "--keep-days", "90").line == {"removed": []}
+    with closing(TableSink(AuditTable(table))) as sink:
+        sink.write([msgspec.structs.replace(events[2], seq=4)])  # the month is made again
+    assert ask(table, "SELECT seq FROM {schema}.events") == [(4,)]
 
 
 @pytest.mark.parametrize("wish", ["reset", "reset-after"])

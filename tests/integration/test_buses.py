@@ -141,6 +141,18 @@ def test_posts_stop_before_the_disk_is_full(small_disk: Path) -> None:
         assert post(server).status == 201
 
 
+def test_a_refusal_says_that_the_disk_is_full(small_disk: Path) -> None:
+    with serving(small_disk / "data") as server:
+        server.enqueue()
+        with filled(small_disk, 100_000):
+            refused = server.post("boss", "/queue/enqueue", agent="triage", payload="x" * 500_000)
+            assert (refused.status, refused.json["error"]) == (503, "WriteFailed")
+            said = refused.json["message"]
+            assert said.startswith("the disk of the server is full: nothing was stored")
+            assert str(small_disk) not in said
+        server.enqueue(payload="x" * 500_000)
+
+
 def test_a_locked_bus_delays_only_its_own_posts(server: Server) -> None:
     assert post(server).status == 201
     with (server.data / "buses" / "news.yaml").open("rb") as file:

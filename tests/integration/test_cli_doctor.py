@@ -132,6 +132,7 @@ def test_registry_mail_and_bus_damage_are_found(data: Path) -> None:
         )
     bus.write_bytes(bus.read_bytes().replace(b"one", b"onE"))
     (data / "tokens.json").write_text('{"tokens":[{"role":7}]}')
+    (data / "sessions.json").write_text("[")
     secret = bytes(range(8))
     frame = Framing(secret).frame(Started(1))
     log = data / "mail" / f"mail-{secret.hex()}-00000001.log"
@@ -144,11 +145,13 @@ def test_registry_mail_and_bus_damage_are_found(data: Path) -> None:
     texts = " ".join(finding["what"] for finding in said(result, "stores"))
     assert "buses/team.yaml is damaged" in texts
     assert "tokens.json is damaged" in texts
+    assert "sessions.json is damaged" in texts
     assert f"{log.relative_to(data)} is damaged: {len(frame)} bytes at {len(frame)}" in texts
     verified = postroom("verify", "--data", data)
     assert verified.code == 1
     damaged = {line["sentence"].partition(":")[0] for line in verified.lines}
-    assert damaged == {"buses/team.yaml", "tokens.json", log.relative_to(data).as_posix()}
+    mailed = log.relative_to(data).as_posix()
+    assert damaged == {"buses/team.yaml", "tokens.json", "sessions.json", mailed}
 
 
 def test_tokens_that_expire_soon_and_open_folders_are_warnings(data: Path) -> None:
@@ -212,4 +215,4 @@ def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
     assert said(result, "tokens")[0]["what"].startswith("1 token")
     saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
     assert saved.code == 0
-    assert "is not in the folder" in saved.error
+    assert "is not in the archive" in saved.error

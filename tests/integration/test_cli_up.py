@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from postroom.client import EngineClient
 from postroom.contracts.audit import Audit
 from postroom.runtime.tokens import Tokens
-from tests.integration.commandline import finish, isolate, postroom, start
+from tests.integration.commandline import finish, isolate, postroom, run, start
 from tests.integration.ups import Running, answer_to_login, running
 from tests.postgresserver import database, postgres
 from tests.waiting import until
@@ -148,7 +149,7 @@ def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:
 def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
     made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
     data = tmp_path / "run"
-    with running(data, "--no-audit", "--tls-cert", made["cert"], "--tls-key", made["key"]) as up:
+    with running(data, "--no-audit", "--demo", "--tls-cert", made["cert"], "--tls-key", made["key"]) as up:
         assert up.token is not None
         assert up.nats
         trusting = ssl.create_default_context(cafile=made["cert"])
@@ -165,6 +166,25 @@ def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
             return data
 
         assert asyncio.run(echo_over_tls()) == b"hello"
+        until(lambda: up.get("/engine/status", up.token, trusting)[1]["organizations"])  # of the demo
+        look = ("top", "--once", "--url", up.http, "--token", up.token)
+        refused = run("postroom", *look)
+        assert (refused.code, "SSL_CERT_FILE" in refused.error) == (1, True)
+        trusted = {**os.environ, "SSL_CERT_FILE": made["cert"]}
+        assert run("postroom", *look, env=trusted).line["organizations"]
+        hello = {
+            "protocolVersion": "2025-03-26",
+            "capabilities": {},
+            "clientInfo": {"name": "t", "version": "1"},
+        }
+        asked = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+        tools = start(
+            "postroom", "mcp", "--url", up.http, "--token", up.token, env=trusted, stdin=subprocess.PIPE
+        )
+        assert (
+            json.loads(finish(tools, json.dumps(asked).encode() + b"\n").out)["result"]["serverInfo"]["name"]
+            == "postroom"
+        )
 
 
 def test_init_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX
 from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
 from postroom.stores.rabbitmq import RabbitStore
-from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Deliveries, Note, Outgoing, is_shard, shard_of
+from postroom.stores.rabbitmq_lanes import (
+    OWN_LANES_MAX,
+    Deliveries,
+    Note,
+    Outgoing,
+    Topology,
+    is_shard,
+    shard_of,
+)
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqserver import RabbitServer
@@ -29,6 +37,7 @@ __all__ = ["database", "postgres"]
 
 PATIENCE_S = 20.0
 TYPE = "tool_call"
+DELIVERY_LIMIT = 2
 SECRET = "s3cret-pw"  # noqa: S105 - of a broker that the test starts
 
 
@@ -371,6 +380,33 @@ async def test_the_sweep_publishes_what_the_broker_lost(any_url: str, rabbit: Ra
         assert store.reconcile() == 25
         async with working(engine):
             await results(handles)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_messages_that_a_quorum_queue_drops_at_its_delivery_limit_are_published_again(
+    rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = Topology._arguments
+    monkeypatch.setattr(
+        Topology, "_arguments", lambda *args: {**arguments(*args), "x-delivery-limit": DELIVERY_LIMIT}
+    )
+    with Engine.open(rabbit.url(f"sqlite:///{tmp_path}/queue.db", "queues=quorum")) as engine:
+        seen = echo(engine)
+        handles = await submit(engine, 5, priority=0)
+        store = store_of(engine)
+        await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 5})
+        channel, lane = channel_of(rabbit), store._topology().lane("org:acme", 0)
+        for _ in range(DELIVERY_LIMIT + 1):
+            while channel.basic_get(lane)[0] is not None:
+                pass
+            channel.basic_nack(0, multiple=True, requeue=True)  # all of them
+        channel.connection.close()
+        await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 0})
+        assert store.reconcile() == 5
+        async with working(engine):
+            assert await results(handles) == [*range(5)]
+        assert len(seen) == 5
 
 
 @in_loop

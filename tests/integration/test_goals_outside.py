@@ -76,6 +76,17 @@ def test_a_goal_on_the_command_line(folder: Any) -> None:
     assert saved.line == {"node_id": "rome", "version": 1}
     assert engine("graph", "get", "rome").line["edges"] == [["in", "italy"]]
     assert engine("graph", "save", "rome", "{").code == 2
+    for org_id in ("acme", "bolt"):
+        assert engine("graph", "save", "plan", f'{{"of": "{org_id}"}}', "--org", org_id).code == 0
+        found = engine("graph", "get", "plan", "--org", org_id).line
+        assert (found["org_id"], found["properties"], found["version"]) == (org_id, {"of": org_id}, 1)
+    refused = engine("graph", "get", "plan")
+    assert (refused.code, "name the organization" in refused.errors) == (2, True)
+    assert engine("graph", "get", "plan", "--goal", "trip").line["org_id"] == "acme"
+    assert engine("graph", "get", "plan", "--goal", "trip", "--org", "bolt").code == 1
+    assert engine("graph", "save", "plan", "{}").line["version"] == 1  # of a shared node
+    assert engine("graph", "get", "plan").line["org_id"] == ""
+    assert engine("graph", "get", "plan", "--org", "a/b").code == 2
 
 
 def test_decisions_and_conflicts_on_the_command_line(folder: Any) -> None:

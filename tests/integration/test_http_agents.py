@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Engine
+from postroom import Coordinator, Engine
 from postroom.client import AgentReplaced, Bounced, EngineClient, MessageFailed, NotAllowed, RemoteAgent
 from postroom.contracts.engine.agent_sweeps import bounce
 from postroom.contracts.engine.agents import WAITS_SHOWN_MAX, AgentOperations
@@ -306,3 +306,17 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
                 thread.join(WAIT_S)
             assert sorted(answer["said"] for answer in answers) == [0, 1, 2, 3]
             assert [*agent.resume()] == []
+
+
+def test_a_call_without_a_session_uses_the_newest_registration_also_of_another_server(
+    server: Server, worker: Engine
+) -> None:
+    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S}
+    assert server.post("planner", "/engine/request", **body).status == 200  # this server knows a session now
+
+    async def register_elsewhere() -> None:
+        async with Coordinator(worker) as coordinator:
+            await coordinator.register("planner", "acme")
+
+    worker.blocking.wait(register_elsewhere())
+    assert server.post("planner", "/engine/request", **body).status == 200

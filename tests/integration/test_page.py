@@ -15,6 +15,8 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from postroom.runtime.tokens import Permissions
+from tests.integration.commandline import postroom
+from tests.integration.ups import running
 from tests.pageworld import HOSTILE, PageWorld, page_world
 from tests.tcpproxy import TcpProxy
 from tests.waiting import until
@@ -485,3 +487,20 @@ def test_the_page_fits_a_phone_and_has_light_and_dark_colours(world: PageWorld, 
 
 def brightness(colour: str) -> float:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_the_cookie_of_a_session_is_secure_over_tls(tmp_path: Path, browser: Browser) -> None:
+    made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
+    tls = ("--tls-cert", made["cert"], "--tls-key", made["key"])
+    with running(tmp_path / "run", "--no-audit", "--no-mail", *tls) as up:
+        assert up.token is not None
+        context = browser.new_context(ignore_https_errors=True)  # no authority has signed the certificate
+        page = context.new_page()
+        sign_in(page, up.http, up.token)
+        expect(page.locator("#connection")).to_have_text("Live")
+        [cookie] = context.cookies()
+        assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
+        assert cookie["name"].startswith("__Host-")
+        page.reload()  # the browser sends the cookie
+        expect(page.get_by_role("heading", name="Overview", level=1)).to_be_visible()
+        context.close()

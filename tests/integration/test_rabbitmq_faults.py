@@ -6,23 +6,26 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import pika  # type: ignore[import-untyped]
 import pytest
 
 from postroom import Engine
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.stores import rabbitmq_link
+from postroom.stores import rabbitmq, rabbitmq_lanes, rabbitmq_link
 from postroom.stores.rabbitmq import RabbitStore
 from postroom.system.tls import make_self_signed
 from tests.postgresserver import database, postgres
 from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
 from tests.tcpproxy import TcpProxy
+from tests.waiting import until
 
 __all__ = ["database", "postgres"]  # fixtures
 
 PATIENCE_S = 40.0
+CONSUMER_TIMEOUT_MS = 2_000
 
 
 def check(load: Load, name: str) -> None:
@@ -50,6 +53,7 @@ def own_rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRabbit]:
         server = TlsRabbit(folder, port)
         server.certificate, key = make_self_signed(folder / "tls", (), 1)
         server.tls_port = server.serve_tls(server.certificate, key)
+        server.time_out_consumers(CONSUMER_TIMEOUT_MS)
         server.start()
         yield server
         server.stop()
@@ -71,6 +75,52 @@ def test_amqps_checks_the_certificate_of_the_broker(own_rabbit: TlsRabbit, tmp_p
         assert "not reachable" in cast("RabbitStore", engine.store).broker_trouble
     with Engine.open(url("cafile=/nowhere")) as engine, pytest.raises(InvalidSetting, match="cannot be read"):
         engine.blocking.submit(type=TYPE, org_id="acme", payload={})
+
+
+def wait_for_consumer_timeout(server: RabbitServer) -> None:
+    """Hold a delivery until the broker closes the channel because of it."""
+    connection = pika.BlockingConnection(pika.URLParameters(f"amqp://guest:guest@127.0.0.1:{server.port}/"))
+    channel = connection.channel()
+    name = channel.queue_declare("", exclusive=True).method.queue
+    channel.basic_publish("", name, b"held")
+    channel.basic_consume(name, lambda *_: None)
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="delivery acknowledgement"):
+        channel.start_consuming()
+    connection.close()
+
+
+def test_no_delivery_is_held_until_the_consumer_timeout(
+    own_rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy worker gives back the deliveries that it cannot claim yet, before the broker acts."""
+    monkeypatch.setattr(rabbitmq_lanes, "HELD_S", 0.5)
+    monkeypatch.setattr(rabbitmq, "HELD_LOOK_S", 0.2)
+
+    async def run() -> None:
+        with Engine.open(own_rabbit.url(f"sqlite:///{tmp_path}/queue.db")) as engine:
+            held, done = asyncio.Event(), 0
+
+            @engine.handler(TYPE)
+            async def handle(_message: Any, _context: Any) -> None:
+                nonlocal done
+                await held.wait()
+                done += 1
+
+            store = cast("RabbitStore", engine.store)
+            handles = await engine.submit_many([{"type": TYPE, "org_id": "acme", "payload": {}}] * 10)
+            worker = asyncio.create_task(engine.run(concurrency=1))
+            await asyncio.to_thread(until, lambda: store.deliveries.count("org:acme", 2) > 0)
+            for _ in range(2):  # the channel of the worker may be looked at after the first one
+                await asyncio.to_thread(wait_for_consumer_timeout, own_rabbit)
+            assert store._started()._epoch == 1, "the broker closed the channel of the worker"
+            held.set()
+            for each in handles:
+                await each.result(timeout_s=PATIENCE_S)
+            await engine.stop()
+            await worker
+            assert done == len(handles)
+
+    asyncio.run(run())
 
 
 def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, tmp_path: Path) -> None:

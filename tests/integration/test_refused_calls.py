@@ -102,6 +102,13 @@ def test_a_token_above_its_rate_gets_429_and_when_to_try_again(world: World) -> 
     assert all(world.up.get("/queue/status", world.agent.token)[0] == 200 for _ in range(8))
 
 
+def test_sign_ins_count_in_the_rate_of_their_token(world: World) -> None:
+    slow = Tokens(world.data).create("agent", "acme", "signs", rate=RATE)
+    answers = [world.post("/page/sign-in", "", {"token": slow.token})[0] for _ in range(5)]
+    assert answers[0] == 200
+    assert answers[-1] == 429
+
+
 def test_a_refused_tool_over_mcp_is_an_event(world: World) -> None:
     async def call(token: str, tool: str, times: int = 1) -> list[Any]:
         async with (

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import bench_engine
@@ -10,8 +11,10 @@ import pytest
 from enginebench import finish, latency, noise
 from enginebench.engines import open_engine, url_in
 from enginebench.sizes import QUICK
+from peersbench import brokers
 
 from postroom.stores.base import ByIds
+from tests.rabbitmqserver import HOST, RabbitServer
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +23,18 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "REPEATS", 1)
 
 
+@pytest.fixture
+def shared_broker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench uses the RabbitMQ of all tests. `test_bench_peers` starts one as a bench does."""
+
+    def broker(_: Path) -> nullcontext[str]:
+        rabbit: RabbitServer = request.getfixturevalue("rabbit")
+        return nullcontext(f"amqp://guest:guest@{HOST}:{rabbit.port}//")
+
+    monkeypatch.setattr(brokers, "rabbitmq", broker)
+
+
+@pytest.mark.usefixtures("shared_broker")
 @pytest.mark.parametrize("part", bench_engine.BENCHES)
 def test_part_yields_figures_with_a_value_and_a_verdict(part: str, tmp_path: Path) -> None:
     found = [json.loads(figure.as_json()) for figure in bench_engine.BENCHES[part](tmp_path, QUICK)]

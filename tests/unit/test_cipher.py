@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from postroom.errors import InvalidSetting, UnsafePath
-from postroom.sinks.cipher import Cipher, UnreadablePayload, add_key, read_keys
+from postroom.errors import InvalidSetting, Unavailable, UnsafePath
+from postroom.sinks.cipher import Cipher, UnreadablePayload
 from postroom.sinks.reader import Segments
 from postroom.sinks.segment_writer import SegmentSink
+from postroom.system.key_file import add_key, read_keys, remove_key
+from postroom.system.lock import alone
 from tests.segmentstories import events
 
 KEY = bytes(range(32))
@@ -117,6 +119,17 @@ def test_a_key_file_may_have_comments(tmp_path: Path) -> None:
     assert read_keys(key_file(tmp_path, f"# ours\n\nk {text}\n")) == {"k": KEY}
 
 
+def test_two_commands_do_not_change_a_key_file_together(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, "first")
+    with alone(tmp_path / ".keys.lock", ""):
+        with pytest.raises(Unavailable, match="another command changes key file"):
+            add_key(path, "second")
+        with pytest.raises(Unavailable, match="another command changes key file"):
+            remove_key(path, "first")
+    assert [*read_keys(path)] == ["first"]
+
+
 @pytest.mark.parametrize(
     "line", ["k", "k AAAA", "k !", f"ü {'A' * 43}=", f"a:b {'A' * 43}=", f"{'k' * 65} {'A' * 43}="]
 )
@@ -128,8 +141,9 @@ def test_an_invalid_key_line_is_reported_without_the_key(tmp_path: Path, line: s
 
 def test_invalid_key_files_are_refused(tmp_path: Path) -> None:
     text = base64.urlsafe_b64encode(KEY).decode()
-    with pytest.raises(UnsafePath, match="accessible to all users"):
-        read_keys(key_file(tmp_path, f"k {text}\n", 0o604))
+    for mode in (0o604, 0o640):
+        with pytest.raises(UnsafePath, match="accessible to other users: run chmod 600"):
+            read_keys(key_file(tmp_path, f"k {text}\n", mode))
     with pytest.raises(InvalidSetting, match="twice"):
         read_keys(key_file(tmp_path, f"k {text}\nk {text}\n"))
     with pytest.raises(InvalidSetting, match="at least one key"):

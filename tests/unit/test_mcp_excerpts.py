@@ -1,8 +1,12 @@
-"""How messages of others are cut to a budget and labelled."""
+"""How messages of others are cut to a budget and labelled, and how ids stand in paths."""
 
 from typing import Any
 
+import pytest
+
+from postroom.errors import InvalidMessage
 from postroom.mcp.excerpts import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Entry, page
+from postroom.mcp.tools import quoted
 
 
 def entry(number: int, body: Any = "hello", sender: str = "bob") -> Entry:
@@ -36,3 +40,11 @@ def test_every_message_is_labelled_whatever_its_body_says() -> None:
 def test_a_digest_names_only_so_many_senders() -> None:
     found = page([entry(number, sender=f"agent-{number}") for number in range(100)], 50)
     assert len(found["rest"]["from"]) == SENDERS_SHOWN_MAX
+
+
+@pytest.mark.parametrize("name", ["a/b", "../queue/status", "/"])
+def test_an_id_cannot_leave_its_place_in_the_path(name: str) -> None:
+    """A server decodes %2F, so a quoted slash would name another route."""
+    with pytest.raises(InvalidMessage, match="has no slash"):
+        quoted(name)
+    assert quoted("a?b#c%") == "a%3Fb%23c%25"

@@ -3,11 +3,12 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
+from postroom.page import sessions as page_sessions
 from postroom.page.sessions import (
-    FILE_NAME,
     SESSION_S,
     SESSIONS_MAX,
-    Session,
     Sessions,
     cookie,
     cookie_name,
@@ -15,7 +16,7 @@ from postroom.page.sessions import (
     is_csrf_of,
     secret_in,
 )
-from postroom.runtime.registry_file import RegistryFile
+from postroom.runtime.tokens import SESSIONS_FILE_NAME, Session, session_file
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -27,7 +28,7 @@ def test_a_session_knows_its_token_until_its_end(tmp_path: Path) -> None:
     assert Sessions(tmp_path).token_of(secret, NOW) == "digest"  # after a restart
     assert sessions.token_of(secret, NOW + timedelta(seconds=SESSION_S)) is None
     assert sessions.token_of("other", NOW) is None
-    assert secret not in (tmp_path / FILE_NAME).read_text()
+    assert secret not in (tmp_path / SESSIONS_FILE_NAME).read_text()
 
 
 def test_a_session_ends_at_sign_out(tmp_path: Path) -> None:
@@ -41,13 +42,25 @@ def test_a_session_ends_at_sign_out(tmp_path: Path) -> None:
 def test_sessions_are_bounded_and_the_oldest_ends_first(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path)
     oldest, second = sessions.begin("a", NOW), sessions.begin("b", NOW)
-    file = RegistryFile(tmp_path / FILE_NAME, "sessions", Session)
+    file = session_file(tmp_path)
     with file.changing() as entries:
         entries += [Session(str(n), "c", NOW + timedelta(hours=1)) for n in range(SESSIONS_MAX - 2)]
     newest = sessions.begin("d", NOW)
     assert len(file.read()) == SESSIONS_MAX
     found = [sessions.token_of(secret, NOW) for secret in (oldest, second, newest)]
     assert found == [None, "b", "d"]
+
+
+def test_one_token_does_not_end_the_sessions_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
+    monkeypatch.setattr(page_sessions, "SESSIONS_A_TOKEN_MAX", 3)
+    found = Sessions(tmp_path)
+    operator = found.begin("operator")
+    secrets = [found.begin("agent") for _ in range(10)]
+    assert found.token_of(operator) == "operator"
+    assert [found.token_of(secret) for secret in secrets] == [None] * 7 + ["agent"] * 3
 
 
 def test_the_secret_against_forged_requests_belongs_to_one_session() -> None:

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from msgspec import json
 
-from postroom.contracts.engine import Engine
-from postroom.contracts.engine.dlq import DeadLetter
+from postroom.contracts.engine import Engine, dlq
+from postroom.contracts.engine.dlq import DeadLetter, Found
 from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus
 from postroom.contracts.engine.operations import Operations
+from postroom.core import lifecycle
 from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch
 from postroom.page.messages import lines, tree
 from postroom.page.schemas import MessagesQuery
+from postroom.stores.base import ByIds
 
 IDLE = EngineStatus({}, 0, 0, {}, 0, {}, [])
 
@@ -130,6 +132,35 @@ def test_few_messages_of_an_organization_are_found_among_many(
     while page.before and not page.messages:
         page = listed(engine, "b", before=page.before)
     assert [line.message_id for line in page.messages] == [rare]
+
+
+def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "NUMBERS_A_READ", 10)
+    monkeypatch.setattr(messages, "READS_MAX", 2)
+    submitted(engine, 30)
+    assert listed(engine, state="QUEUED").messages
+    assert listed(engine, state="COMPLETED") == messages.Lines([], 0)  # a walk would stop with a cursor
+    assert listed(engine, "nobody") == messages.Lines([], 0)
+
+
+def test_a_search_of_dead_letters_stops_at_its_bound_and_goes_on_from_there(engine: Engine) -> None:
+    ids = submitted(engine, 6)
+    engine.store.write(
+        lambda transaction: transaction.apply(
+            ByIds(tuple(ids)), lambda record, moment: lifecycle.quarantine(record, moment, "it is bad")
+        )
+    )
+
+    def search(looked_max: int, **filters: Any) -> Found:
+        wanted = dlq.checked_filters(filters)
+        return engine.store.read(lambda t: dlq.search(Operations(t, engine.policy), wanted, looked_max))
+
+    assert search(4, type="none") == Found([], ids[3])  # a million that do not fit cost four
+    assert search(4, type="none", after=ids[3]) == Found([], "")
+    found = search(100, limit=2)
+    assert ([letter.message_id for letter in found.letters], found.last) == (ids[:2], ids[1])
 
 
 def test_the_tree_of_a_message_has_its_ancestors_and_descendants(engine: Engine) -> None:

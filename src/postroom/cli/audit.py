@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.audit_rows import SPAN_COLUMNS, as_plain, print_events, span_rows
 from postroom.cli.server_options import store_option
 from postroom.cli.shell import (
     COUNT,
@@ -28,8 +29,6 @@ from postroom.errors import EXIT_RUNTIME
 
 if TYPE_CHECKING:
     from postroom.contracts.audit import Audit
-    from postroom.core.events import AuditEvent
-    from postroom.core.tracing import Span
     from postroom.settings import AuditSettings
     from postroom.sinks.heads import StreamHead
 
@@ -38,23 +37,8 @@ TAIL_DEFAULT = 20
 FOLLOW_EVERY_S = 0.5
 PROGRESS_EVERY_S = 2.0
 KEEP_DAYS_MAX = 365_000.0  # a thousand years
-STEPS_MAX = 10  # deepest indent of a message in a trace; a deeper message shows its depth as a number
 PATH = click.Path(path_type=Path)
-COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
 CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
-SPAN_COLUMNS = (
-    "at_ms",
-    "message",
-    "type",
-    "queue",
-    "waited_ms",
-    "took_ms",
-    "attempts",
-    "outcome",
-    "next_try",
-    "error",
-)
-
 folder_argument = click.argument(
     "folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]"
 )
@@ -266,25 +250,30 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
 
 
 @audit.command()
-@folder_argument
+@click.argument("folder", type=click.Path(), callback=_as_stream, required=False, metavar="[FOLDER]")
 @click.option(
     "--keep-days",
     type=click.FloatRange(0, KEEP_DAYS_MAX),
     callback=lambda _c, _p, days: _number(days),
     required=True,
     metavar="N",
-    help="How many days segments are kept.",
+    help="How many days events are kept.",
 )
 @click.pass_obj
 def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
     """Remove segments that were sealed more than N days ago, the oldest first. `verify` stays clean.
 
-    When no segment is removed, the output says why.
+    When no segment is removed, the output says why. Of a stream in a table, whole months that ended more than
+    N days ago are removed: export them first if you still need them.
 
     \b
     Example:
       postroom audit retain audit --keep-days 90
+      postroom audit retain postgres://audit@db/postroom --keep-days 90
     """
+    if isinstance(folder, StoreAddress):
+        _retain_table(shell, folder.url, keep_days)
+        return
     audit = _audit(shell, folder)
     removed = audit.retain(datetime.now(UTC) - timedelta(days=keep_days))
     if removed:
@@ -292,6 +281,14 @@ def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
     else:
         why = audit.why_kept()
         shell.output.facts({"removed": [], "why": why}, f"no segment removed: {why}")
+
+
+def _retain_table(shell: Shell, url: str, keep_days: float) -> None:
+    from postroom.runtime.audit_table import retain_table
+
+    shell.show_warnings()
+    removed = retain_table(url, datetime.now(UTC) - timedelta(days=keep_days))
+    shell.output.facts({"removed": removed}, f"{len(removed)} months removed")
 
 
 @audit.command()
@@ -307,7 +304,7 @@ def key(shell: Shell, file: Path, name: str) -> None:
     Example:
       postroom audit key audit.keys 2026-11
     """
-    from postroom.sinks.cipher import add_key
+    from postroom.system.key_file import add_key
 
     add_key(file, name)
     shell.output.facts({"key": name}, f"{file} has the key {name}")
@@ -340,11 +337,11 @@ def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: 
     """
     followed = _audit(shell, folder, key_file).follow(count)
     if not follow:
-        _print(shell, next(followed))
+        print_events(shell, next(followed))
         return
     try:
         while not reader_gone():
-            _print(shell, next(followed))
+            print_events(shell, next(followed))
             time.sleep(FOLLOW_EVERY_S)
     except Stopped:
         return  # the normal end of a follower
@@ -409,7 +406,7 @@ def query(
 
     filters = {name: value for name, value in {**equal, "type": type_}.items() if value is not None}
     found = _audit(shell, folder, key_file).query(since=since, until=until, **filters)
-    _print(shell, islice(found, limit))
+    print_events(shell, islice(found, limit))
 
 
 @audit.command()
@@ -430,10 +427,10 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
     folder, message = _folder_and_message(shell, first, second)
     spans = _audit(shell, folder, key_file).trace(message)
     if shell.output.readable:
-        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(_span_rows, spans)), "")
+        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(span_rows, spans)), "")
         return
     for span in spans:
-        shell.output.json_line(_plain(span))
+        shell.output.json_line(as_plain(span))
 
 
 @audit.command()
@@ -547,71 +544,6 @@ def _moment(text: str | None) -> datetime | None:
     from postroom.core.times import parse_utc
 
     return None if text is None else parse_utc(text)
-
-
-def _print(shell: Shell, events: Any) -> None:
-    if shell.output.readable:
-        shell.output.rows(COLUMNS, map(_row, events), "no events")
-        return
-    for event in events:
-        shell.output.json_line(_plain(event))
-    shell.output.flush()
-
-
-def _plain(struct: Any) -> Any:
-    import msgspec
-
-    return msgspec.json.decode(msgspec.json.encode(struct))
-
-
-def _time_text(ts_us: int) -> str:
-    """A time as text; the number itself when no date can represent it."""
-    from postroom.core.times import utc_text
-
-    try:
-        return utc_text(ts_us * 1000)
-    except OverflowError:
-        return str(ts_us)
-
-
-def _row(event: "AuditEvent") -> dict[str, Any]:
-    return {
-        "time": _time_text(event.ts_us),
-        "kind": event.kind,
-        "queue": event.queue,
-        "message_id": event.message_id,
-        "worker_id": event.worker_id,
-        "error": event.error,
-    }
-
-
-def _indented(span: "Span") -> str:
-    if span.depth <= STEPS_MAX:
-        return "  " * span.depth + span.message_id
-    return "  " * STEPS_MAX + f"[{span.depth}] {span.message_id}"
-
-
-def _span_rows(span: "Span") -> Iterator[dict[str, Any]]:
-    """A row for the message, and one for each attempt that failed."""
-    yield {
-        "at_ms": f"{span.offset_us / 1000:.1f}",
-        "message": _indented(span),
-        "type": span.type,
-        "queue": span.queue,
-        "waited_ms": None if span.wait_us is None else f"{span.wait_us / 1000:.1f}",
-        "took_ms": f"{span.total_us / 1000:.1f}",
-        "attempts": span.attempts,
-        "outcome": span.outcome,
-        "next_try": None if span.due_us is None else _time_text(span.due_us),
-    }
-    for failure in span.failures:
-        yield {
-            "at_ms": f"{failure.offset_us / 1000:.1f}",
-            "message": _indented(span),
-            "attempts": failure.attempt,
-            "outcome": "failed",
-            "error": ": ".join(filter(None, (failure.error_type, failure.error))),
-        }
 
 
 add_json_option(audit)

@@ -17,6 +17,12 @@ PROGRESS_EVERY_S = 1.0
 MIB = 1 << 20
 
 
+STORE_ELSEWHERE = (
+    "the store of the settings is not in the archive. On PostgreSQL, use pg_dump --schema=postroom, "
+    "and compare the restored one with the audit stream: postroom verify DIR/audit --store URL"
+)
+
+
 @click.command(context_settings=HELP_OPTIONS)
 @place_option("The data folder.  [default: data in [up] of the settings]")
 @path_option("--out", metavar="FILE", text="The archive to write. It must not exist.", required=True)
@@ -53,13 +59,15 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
     )
     manifest = done.manifest
     if shell.settings.up.store is not None:
-        warn(shell.program, "warning: the store of the settings is not in the folder: back it up by itself")
+        warn(shell.program, f"warning: {STORE_ELSEWHERE}")
     facts = {
         "out": str(out), "bytes": done.bytes, "files": len(manifest.members), "formats": manifest.formats,
         "left_out": manifest.left_out, "postroom": manifest.postroom, "created": manifest.created,
-        "verified": True,
+        "verified": True, "encrypted": done.is_encrypted,
     }  # fmt: skip
     left = f"; left out: {', '.join(manifest.left_out)}" if manifest.left_out else ""
+    if done.is_encrypted:
+        left += "; it is encrypted as the folder is, and useless without the key file, which is not in it"
     said = f"{len(manifest.members)} files of {place} are in {out} ({done.bytes:,} bytes), and were compared"
     shell.output.facts(facts, said + left)
 
@@ -99,7 +107,7 @@ def restore(shell: Shell, archive: Path, data: Path) -> None:
 def key_files(settings: "Settings") -> list[Path]:
     """The files that the settings name as keys."""
     found = []
-    for table in (settings.audit, settings.up):
+    for table in (settings.audit, settings.up, settings.encryption):
         for name in table.__struct_fields__:
             value = getattr(table, name)
             if (name.endswith("key_file") or name == "tls_key") and value is not None:

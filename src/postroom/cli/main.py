@@ -1,11 +1,12 @@
 """The command `postroom`."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import click
 
-from postroom.cli.shell import HELP_OPTIONS, Shell, leave, path_option, run
+from postroom.cli.shell import HELP_FLAGS, HELP_OPTIONS, Shell, leave, path_option, run
 
 PROGRAM = "postroom"
 COMMANDS = {  # name: module and function
@@ -16,6 +17,7 @@ COMMANDS = {  # name: module and function
     "doctor": "doctor:doctor",
     "engine": "engine:engine",
     "init": "up:init",
+    "keys": "keys:keys",
     "mail": "mail:mail",
     "mcp": "mcp:mcp",
     "move": "move:move",
@@ -29,6 +31,11 @@ COMMANDS = {  # name: module and function
     "up": "up:up",
     "verify": "verify:verify_command",
 }
+OPENS_STORES = {
+    "audit", "backup", "doctor", "engine", "keys", "mail", "mcp", "move", "pipeline", "restore", "tasks",
+    "top", "up", "verify",
+}  # fmt: skip
+"""Commands that may open an encrypted store. The others do not look for a key file."""
 
 
 class _Commands(click.Group):
@@ -52,9 +59,15 @@ class _Commands(click.Group):
     metavar="FILE",
     text="The settings file.  [default: $POSTROOM_CONFIG, else ./postroom.toml if there is one]",
 )
+@path_option(
+    "--key-file",
+    metavar="FILE",
+    text="The keys of encrypted stores.  [default: $POSTROOM_KEY_FILE, else key_file in [encryption] of the "
+    "settings]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, also on a terminal.")
 @click.pass_context
-def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
+def cli(context: click.Context, config: Path | None, key_file: Path | None, as_json: bool) -> None:
     """Mailboxes, logs and task queues for AI agents.
 
     Results are JSON lines in a pipe or a file, and readable text on a terminal. The exit code is 0 after
@@ -67,7 +80,11 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
       postroom queue send --topic ask --to builder --body "is it green?"
       postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
     """
-    context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
+    shell = context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
+    if key_file is not None:
+        shell.use_key_file(key_file)
+    elif context.invoked_subcommand in OPENS_STORES and not HELP_FLAGS.intersection(sys.argv):
+        shell.use_key_file_of_settings()
 
 
 def main() -> None:

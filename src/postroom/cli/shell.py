@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "postroom.toml"
 CONFIG_VARIABLE = "POSTROOM_CONFIG"
+KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"  # as in `system.encryption`, which a command may not need
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
 COUNT_MAX = 1_000_000_000  # of messages in one result
 COUNT = click.IntRange(0, COUNT_MAX)
@@ -50,6 +51,7 @@ _PLAIN_WORDS = (
     (re.compile(r"is not in the range x>=(\S+?)(\.?)$"), r"is not a number of \1 or more\2"),
 )
 ANY_PATH = click.Path()
+HELP_FLAGS = {"-h", "--help"}
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -73,6 +75,17 @@ class Shell:
         from postroom.settings import load
 
         return load(self.config_file(), os.environ)
+
+    def use_key_file(self, path: Path) -> None:
+        """Let every store of this process and of its children use a key file."""
+        os.environ[KEY_FILE_VARIABLE] = str(path.absolute())
+
+    def use_key_file_of_settings(self) -> None:
+        """As `use_key_file`, with the file that the settings file names. The environment goes first."""
+        if not os.environ.get(KEY_FILE_VARIABLE) and self.config_file() is not None:
+            found = self.settings.encryption.key_file
+            if found is not None:
+                self.use_key_file(found)
 
     def config_file(self) -> Path | None:
         """The settings file; None without one."""

@@ -39,10 +39,11 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
 @path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate, on HTTP and NATS.")
 @path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@path_option("--key-file", metavar="FILE", text="Encrypt what Tasks, Engine and Mail store with these keys.")
 @click.option("--demo", is_flag=True, help=f"Add traffic of a few agents. Without --data: in {DEMO_FOLDER}.")
 @click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
 @click.pass_obj
-def up(shell: Shell, /, demo: bool, insecure: bool, **given: Any) -> None:
+def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **given: Any) -> None:
     """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
@@ -54,6 +55,7 @@ def up(shell: Shell, /, demo: bool, insecure: bool, **given: Any) -> None:
       postroom up --data run
       postroom up --data run --http-port 0 --nats-port 0 --no-audit
       postroom up --data run --app myagents:engine
+      postroom up --data run --key-file postroom.keys
       postroom up --demo
     """
     from postroom.runtime.parts import LOCK_FILE
@@ -66,8 +68,11 @@ def up(shell: Shell, /, demo: bool, insecure: bool, **given: Any) -> None:
     data = settings.data
     if data is None:
         raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    if key_file is not None:
+        shell.use_key_file(key_file)
     _check_address(settings, insecure=insecure)
     _check_store(settings.store)
+    _check_key_file(data)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
         _run(shell, data, settings, demo=demo)
@@ -118,6 +123,18 @@ def _check_store(store: str | None) -> None:
         raise click.UsageError("the parts are processes of their own, and memory:// belongs to one process")
     if store is not None:
         open_store(store).close()  # opens no connection, and refuses an address that is none
+
+
+def _check_key_file(data: Path) -> None:
+    """Refuse a key file that cannot be used, before the parts start."""
+    from postroom.system.encryption import key_file_encryption
+
+    encryption = key_file_encryption(None)
+    if encryption is not None and encryption.path.resolve().is_relative_to(data.resolve()):
+        raise click.UsageError(
+            f"key file {encryption.path} is inside the data folder, and would be stored and copied with what "
+            "it protects: keep it elsewhere"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -223,9 +223,12 @@ def _verify_data(shell: Shell, data: Path, *, unordered: bool) -> int:
     check = DataCheck(checked_data_folder(data), shell.note)
     faults = list(check.faults())
     rows: list[dict[str, Any]] = [
-        {"rule": "damage", "message_id": "", "event_ids": [], "sentence": f"{fault.file}: {fault.reason}"}
+        {
+            "rule": "key" if fault.is_locked else "damage", "message_id": "", "event_ids": [],
+            "sentence": f"{fault.file}: {fault.reason}",
+        }
         for fault in faults
-    ]
+    ]  # fmt: skip
     # The history needs a store and a stream that can be read.
     if not {"store", "audit"} & {fault.part for fault in faults}:
         verdict = _history_of(shell, data, ordered=not unordered)

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import socket
+import ssl
 import time
 import urllib.parse
 from collections import deque
@@ -225,6 +226,8 @@ def _address(url: str) -> tuple[urllib.parse.SplitResult, str, int | None]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message}. SSL_CERT_FILE names the certificates to trust"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

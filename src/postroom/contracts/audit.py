@@ -19,10 +19,11 @@ from postroom.core.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.sinks import retention, verify
-from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, UnreadablePayload
+from postroom.sinks.cipher import PREFIX, Cipher, UnreadablePayload
 from postroom.sinks.heads import StreamHead, head_path, noted_head
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.reader import Segments, StreamPosition
+from postroom.system.key_file import KEY_ID_CHARS_MAX
 
 TRACE_IDS_MAX = 100_000  # message and trace ids of one request
 REPORTED_KEYS_MAX = 20  # missing keys that are reported; a payload may name any key

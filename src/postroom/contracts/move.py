@@ -15,6 +15,7 @@ from postroom.stores.open import POSTGRES, SQLITE, open_store
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.postgres_import import differences, import_store, is_empty
 from postroom.stores.store import Store
+from postroom.system.encryption import key_file_encryption
 
 _log = logging.getLogger("postroom.store")
 
@@ -26,7 +27,8 @@ def move_store(source_url: str, target_url: str) -> dict[str, int]:
     """
     if not source_url.startswith(SQLITE) or not target_url.startswith(POSTGRES):
         raise InvalidMessage("a store is moved from sqlite:///path to postgres://user@host/db")
-    source, target = open_store(source_url), PostgresStore(target_url)
+    source = open_store(source_url)
+    target = PostgresStore(target_url, encryption=key_file_encryption(None))
     try:
         source.write(lambda _: None)  # `StoreMoved` here: a failure below must not undo an earlier move
         if not is_empty(target):  # before the source stops
@@ -69,7 +71,7 @@ def end_move(source_url: str, target_url: str | None) -> None:
     The target has to be empty. None skips that check.
     """
     if target_url is not None:
-        target = PostgresStore(target_url)
+        target = PostgresStore(target_url, encryption=key_file_encryption(None))
         try:
             if not is_empty(target):
                 raise InvalidMessage(

@@ -5,6 +5,7 @@ it. A task whose lease runs out goes to another worker: delivery is at least onc
 """
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -119,11 +120,16 @@ class Tasks(Closing):
         retry: RetryPolicy | None = None,
         retention: Retention | None = None,
         durability: Durability = "os",
+        key_file: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """Open the store `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`."""
+        """Open the store `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
+
+        `key_file` encrypts what is stored: payloads, results and events.
+        """
         if not isinstance(url, str):
             raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {url!r}")
-        return cls(open_store(url, clock=clock), retry=retry, retention=retention, durability=durability)
+        store = open_store(url, clock=clock, key_file=key_file)
+        return cls(store, retry=retry, retention=retention, durability=durability)
 
     # ---- senders -------------------------------------------------------------------------------
 

@@ -17,18 +17,20 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain, groupby, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import yaml
 
 from postroom.core.ids import SEQUENCE_DIGITS, SEQUENCE_MODULUS, bus_id, second_stems
 from postroom.core.names import plain
 from postroom.core.times import NANOS_PER_S, parse_utc
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage, Damage
+
+if TYPE_CHECKING:
+    import yaml
 
 HEADER_BYTES_MAX = 64 * 1024
 FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # the rest holds the id, the time, the length and the checksum
@@ -96,26 +98,24 @@ _PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
 _PLAIN_LIST = rb"((?:    - (?:K: V\n(?:      K: V\n)*|V\n))+)"
 
 
+@cache  # compiled with the first record of another writer: it takes 10 ms
 def _plain_pattern(layout: bytes) -> re.Pattern[bytes]:
     return re.compile(
         layout.replace(b"LIST", _PLAIN_LIST).replace(b"K", _PLAIN_KEY).replace(b"V", _PLAIN_VALUE)
     )
 
 
-_PLAIN_LAYOUT = _plain_pattern(
+_PLAIN_LAYOUT = (
     rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
     rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
     rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
 )
-_PLAIN_LINE = _plain_pattern(rb"    (- |  )?(?:(K): )?(V)\n")  # one line of a list or of a mapping
+_PLAIN_LINE = rb"    (- |  )?(?:(K): )?(V)\n"  # one line of a list or of a mapping
 _LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
 _LEGACY_TIME_CHARS_MAX = 64
 _KNOWN_KEYS = frozenset(
     {"msg_id", "ts", "type", "project_id", "task_id", "run_id", "parents", "attachment_path"}
 )
-
-
-_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C extension
 
 
 # ---- writing ---------------------------------------------------------------------------------
@@ -630,8 +630,8 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
     Returns the start of the first record with another layout, or of the last record in the data.
     """
     messages, starts = out.messages, out.starts
-    before = len(messages)
-    while match := _PLAIN_LAYOUT.match(data, start, start + HEADER_BYTES_MAX):
+    before, layout = len(messages), _plain_pattern(_PLAIN_LAYOUT)
+    while match := layout.match(data, start, start + HEADER_BYTES_MAX):
         body_start = match.end()
         if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
             break  # the pattern could not examine the start of the body
@@ -666,7 +666,8 @@ def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
     if links is not None:
         extra["links"] = _plain_items(links)
     if meta is not None:
-        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in _PLAIN_LINE.findall(meta)}
+        lines = _plain_pattern(_PLAIN_LINE).findall(meta)
+        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in lines}
     return BusMessage(
         msg_id.decode(),
         moment,
@@ -693,7 +694,7 @@ def _plain_text(raw: bytes) -> str:
 def _plain_items(lines: bytes) -> list[Any]:
     """The items of a YAML list: strings, and mappings that span several lines."""
     items: list[Any] = []
-    for mark, key, value in _PLAIN_LINE.findall(lines):
+    for mark, key, value in _plain_pattern(_PLAIN_LINE).findall(lines):
         if not key:
             items.append(_plain_text(value))
         elif mark == b"- ":
@@ -823,10 +824,13 @@ def _parents(value: Any) -> tuple[list[str], bool]:
 
 def _yaml_header(header: bytes) -> dict[str, Any]:
     """A YAML mapping in which every scalar is text: no implicit types, aliases or deep nesting."""
+    import yaml  # noqa: PLC0415 - takes 30 ms, and only records of other writers need it
+
     if len(header) > HEADER_BYTES_MAX:
         raise _Damaged(f"the header is longer than {HEADER_BYTES_MAX} bytes")
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C extension
     try:
-        fields = _document(yaml.parse(header, Loader=_Loader))
+        fields = _document(yaml.parse(header, Loader=loader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _Damaged("the header is not YAML") from error
     if not isinstance(fields, dict):
@@ -834,8 +838,10 @@ def _yaml_header(header: bytes) -> dict[str, Any]:
     return fields
 
 
-def _document(events: Iterable[yaml.Event]) -> Any:
+def _document(events: "Iterable[yaml.Event]") -> Any:
     """The only document of a YAML stream, built iteratively to limit its depth, with every scalar as text."""
+    import yaml  # noqa: PLC0415 - see `_yaml_header`
+
     documents: list[Any] = []
     stack: list[tuple[list[Any], bool]] = [(documents, False)]
     for event in events:

@@ -142,11 +142,23 @@ class StoreFacts(msgspec.Struct, frozen=True):
 
 
 class FileFault(msgspec.Struct, frozen=True):
-    """A file of the folder that is damaged."""
+    """A file of the folder that is damaged, or that cannot be checked without its key."""
 
     part: str
     file: str
     reason: str
+    is_locked: bool = False
+    """Whether only its key is missing."""
+
+
+class EncryptionFacts(msgspec.Struct, frozen=True):
+    """Values that are encrypted at rest, by the newest key of the key file and otherwise."""
+
+    key: str
+    """The name of the newest key."""
+    plain: int = 0
+    outdated: int = 0
+    """Values that an earlier key encrypted."""
 
 
 class TokenFacts(msgspec.Struct, frozen=True):
@@ -172,6 +184,8 @@ class Facts(msgspec.Struct, frozen=True):
     tokens: tuple[TokenFacts, ...] | None = None
     """None when the folder has no registry that can be read."""
     mail_files_waiting: int = 0
+    encryption: EncryptionFacts | None = None
+    """None without encryption, and when nothing was read whole."""
     copies: tuple[str, ...] = ()
     """Copies of stores that an upgrade has left."""
     checked: tuple[str, ...] = ()
@@ -315,7 +329,8 @@ def _stores(facts: Facts) -> Iterator[Finding]:
         for fault in store.faults:
             yield _damage(facts, store.name, fault)
     for found in facts.faults:
-        yield _damage(facts, found.file, found.reason)
+        if not found.is_locked:
+            yield _damage(facts, found.file, found.reason)
     if facts.copies and (store is None or not store.faults):
         yield Finding(
             "stores", "ok", f"{_names(facts.copies)} holds the store as it was before an upgrade",
@@ -345,6 +360,29 @@ def _damage(facts: Facts, file: str, reason: str) -> Finding:
         "messages or events in it may be lost; damaged bytes are kept in place",
         f"postroom verify --data {facts.data}, then postroom restore --from BACKUP --data NEW_DIR",
     )  # fmt: skip
+
+
+def _encryption(facts: Facts) -> Iterator[Finding]:
+    for fault in facts.faults:
+        if fault.is_locked:
+            yield Finding(
+                "encryption", "problem", fault.reason, f"{fault.file} cannot be opened or checked without it",
+                f"postroom --key-file FILE doctor --data {facts.data}",
+            )  # fmt: skip
+    found = facts.encryption
+    if found is not None and found.plain:
+        yield Finding(
+            "encryption", "warning", f"{found.plain} values are not encrypted yet",
+            "they were stored before encryption was turned on", f"postroom keys encrypt --data {facts.data}",
+        )  # fmt: skip
+
+
+def _fine_encryption(facts: Facts) -> str:
+    found = facts.encryption
+    if found is None:
+        return ""
+    more = f"; {found.outdated} values use an earlier key" if found.outdated else ""
+    return f"values are encrypted with the key {found.key}{more}"
 
 
 def _leases(facts: Facts) -> Iterator[Finding]:
@@ -516,6 +554,7 @@ _CHECKS = (
     ("clock", _clock, lambda _: "no event is in the future"),
     ("server", _parts, _fine_server),
     ("stores", _stores, _fine_stores),
+    ("encryption", _encryption, _fine_encryption),
     ("leases", _leases, lambda facts: "no lease is stuck" if facts.store else ""),
     ("poison", _failures, lambda facts: "no dead letters, and nothing in quarantine" if facts.store else ""),
     ("backlog", _backlog, _fine_backlog),

@@ -32,6 +32,7 @@ from postroom.message import Damage
 from postroom.system import lock
 from postroom.system.atomic import make_folder, open_safely, read_file, replace_file, sync_folder, write_all
 from postroom.system.callbacks import attempt, report
+from postroom.system.encryption import Encryption, key_of
 
 SEGMENT_BYTES_MAX = 32 << 20  # a segment that has reached it is followed by a new one
 BACKLOG_BYTES_MAX = 64 << 20  # written and not synced; above it the server stops reading
@@ -43,6 +44,7 @@ COMPACT_STEP_RECORDS = 1_500  # records copied in one tick,
 COMPACT_STEP_BYTES = 4 << 20  # or bytes, whichever is reached first
 TASKS_A_TURN_S = 0.005  # for callbacks after an fsync, in one turn of the loop,
 TASKS_SHARE = 8  # or longer, until 1/8 of them has run: acknowledgements must keep up with sends
+KEYS_LOOK_S = 1.0  # between two looks at the key file
 LOCK_WAIT_S = 2.0  # for a server that is shutting down
 
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
@@ -80,7 +82,7 @@ def log_segments(folder: Path) -> list[Path]:
     )
 
 
-def damaged_stretches(folder: Path) -> Iterator[tuple[str, Damage]]:
+def damaged_stretches(folder: Path, encryption: Encryption | None = None) -> Iterator[tuple[str, Damage]]:
     """The segments of a folder and their stretches that cannot be read. A server may write meanwhile.
 
     A torn end is no damage: a server is writing it, or died before it acknowledged the record.
@@ -90,16 +92,36 @@ def damaged_stretches(folder: Path) -> Iterator[tuple[str, Damage]]:
         assert found is not None  # noqa: S101 - the names were found by this pattern
         with suppress(FileNotFoundError):  # compacted meanwhile
             data = read_file(path)
-            for item in Framing(bytes.fromhex(found[1])).scan(data):
+            for item in Framing(bytes.fromhex(found[1]), encryption).scan(data):
                 if isinstance(item, Damage) and item.offset + item.length < len(data):
                     yield path.name, item
+
+
+def count_keys(folder: Path) -> dict[str, int]:
+    """How many records of a log need each key, by fingerprint; "" for records that are not encrypted."""
+    counts: dict[str, int] = {}
+    for path in log_segments(folder):
+        found = _NAME.fullmatch(path.name)
+        assert found is not None  # noqa: S101 - the names were found by this pattern
+        with suppress(FileNotFoundError):  # compacted meanwhile
+            for head in Framing(bytes.fromhex(found[1])).heads(read_file(path)):
+                key = key_of(head)
+                counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 class SegmentLog:
     """The log of one folder, open from its creation. `run_soon` runs a call on the loop, from any thread."""
 
-    def __init__(self, folder: Path, run_soon: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_soon: Callable[[Callable[[], None]], object],
+        encryption: Encryption | None = None,
+    ) -> None:
         make_folder(folder, "group")
+        self._encryption = encryption
+        self._look_at_keys_s = 0.0
         self._folder = folder
         self._lock_fd = open_safely(folder / "mail.lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -114,7 +136,7 @@ class SegmentLog:
         """Why nothing is acknowledged at present; empty when the log works."""
         secret, self._sequence = self._last_name()
         self._secret = secret
-        self._framing = Framing(bytes.fromhex(secret))
+        self._framing = Framing(bytes.fromhex(secret), encryption)
         self._path = folder
         self._fd = -1
         self._size = self._old_bytes = 0
@@ -128,6 +150,7 @@ class SegmentLog:
         self._is_scheduled = False  # whether these continue in the next turn
         self._backlog_bytes = 0  # written but not synced,
         self._unrequested_bytes = 0  # and those of them for which no fsync was requested
+        self._started = Started(0)
         self._head: bytes = b""
         self._copying: Iterator[Record] | None = None
         self._copy_requested = False
@@ -158,7 +181,7 @@ class SegmentLog:
         """Every record of earlier starts. Adds unreadable stretches to `damage`."""
         for path in self._old:
             found = _NAME.fullmatch(path.name)
-            framing = Framing(bytes.fromhex(found[1])) if found else self._framing
+            framing = Framing(bytes.fromhex(found[1]), self._encryption) if found else self._framing
             data = read_file(path)
             self._old_bytes += len(data)
             for item in framing.scan(data):
@@ -166,9 +189,11 @@ class SegmentLog:
                     self.damage.append((path.name, item))
                 else:
                     yield item
+            self._has_garbage = self._has_garbage or framing.is_outdated
 
     def begin(self, head: Started) -> None:
         """Open and sync the first segment of this start. Each segment begins with `head`."""
+        self._started = head
         self._head = self._framing.frame(head)
         self._open_next()
         sync_folder(self._folder)
@@ -193,6 +218,7 @@ class SegmentLog:
 
     def claim(self, head: Started) -> None:
         """Change the head of all following segments, and append it."""
+        self._started = head
         self._head = self._framing.frame(head)
         self.append(head)
         self.after_sync(_nothing)
@@ -419,8 +445,18 @@ class SegmentLog:
         if not self.trouble:
             self.trouble = f"the mail log cannot be written: {error.strerror or error}"
 
+    def _look_at_keys(self, encryption: Encryption) -> None:
+        """Use a new key within a second. The next compaction then encrypts older records with it."""
+        if perf_counter() >= self._look_at_keys_s:
+            self._look_at_keys_s = perf_counter() + KEYS_LOOK_S
+            if encryption.reload_if_changed():
+                self._head = self._framing.frame(self._started)
+                self._has_garbage = True
+
     def tick(self) -> None:
         """Reopen after a failure, or continue a compaction."""
+        if self._encryption is not None:
+            self._look_at_keys(self._encryption)
         if self.trouble:
             if self._jobs_pending == 0:
                 self._reopen()

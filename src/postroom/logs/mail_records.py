@@ -1,12 +1,13 @@
 """The record format of the mail log: records in frames.
 
     frame   mark (4 bytes) | length of the body (u32, little endian) | crc32 (u32) | body
-    body    one record as a MessagePack array that begins with its kind
+    body    one record as a MessagePack array that begins with its kind; with a key file, encrypted
 
 Rule 1: records can be read in any order and more than once. The number of a letter and the serial of a
         mailbox are never reused, and a removed letter does not come back.
 Rule 2: mark and checksum start from a secret of the folder. So no payload can pass for a frame when the
         reader looks for the next frame after a damaged stretch.
+Rule 3: an encrypted body is bound to its folder, not to its place in the log: Rule 1 allows any place.
 """
 
 import struct
@@ -19,7 +20,9 @@ from msgspec import Meta
 
 from postroom.core.mailbox import RANK_COUNT, Priority
 from postroom.core.times import SECONDS_MAX
+from postroom.errors import UnreadableValue
 from postroom.message import Damage
+from postroom.system.encryption import HEAD_BYTES, MARK, Encryption, key_needed
 
 RECORD_BYTES_MAX = 65 << 20
 ROW_BYTES_MAX = 1 << 20  # cost of the letters in one record
@@ -146,12 +149,22 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 class Framing:
     """Frames with the secret of one folder."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, encryption: Encryption | None = None) -> None:
         self._mark = secret[:4]
         self._seed = int.from_bytes(secret[4:], "little")
+        self._encryption = encryption
+        self._place = f"a record of the mail log {secret.hex()}"
+        self._unreadable = -1
+        """The offset of the last whole frame that could not be decrypted."""
+        self.is_encrypted = False
+        """Whether an encrypted record was read."""
+        self.is_outdated = False
+        """Whether a record was read that the current key did not encrypt."""
 
     def frame(self, record: Record) -> bytes:
         body = _encode(record)
+        if self._encryption is not None:
+            body = self._encryption.seal(body, self._place)
         return _HEAD.pack(self._mark, len(body), zlib.crc32(body, self._seed)) + body
 
     def scan(self, data: bytes) -> Iterator[Record | Damage]:
@@ -163,14 +176,23 @@ class Framing:
                 following = self._resume(data, offset + 1)
                 torn = following == len(data)
                 reason = "the end is torn" if torn else "not a record, or its checksum does not fit"
+                if self._unreadable == offset:
+                    reason = "a record that cannot be decrypted: it was changed"
                 yield Damage(offset, following - offset, reason)
                 offset = following
             else:
                 record, offset = found
                 yield record
 
-    def _at(self, data: bytes, offset: int) -> tuple[Record, int] | None:
-        """The record of the frame at `offset`, and the end of the frame; None without a whole frame."""
+    def heads(self, data: bytes) -> Iterator[bytes]:
+        """How the bodies of the whole frames up to the first damage begin: enough to see their keys."""
+        offset = 0
+        while (body := self._body_at(data, offset)) is not None:
+            yield body[:HEAD_BYTES]
+            offset += _HEAD.size + len(body)
+
+    def _body_at(self, data: bytes, offset: int) -> bytes | None:
+        """The body of the frame at `offset`; None without a whole frame."""
         start = offset + _HEAD.size
         if start > len(data):
             return None
@@ -179,12 +201,30 @@ class Framing:
         if mark != self._mark or length > RECORD_BYTES_MAX or end > len(data):
             return None
         body = data[start:end]
-        if zlib.crc32(body, self._seed) != checksum:
+        return body if zlib.crc32(body, self._seed) == checksum else None
+
+    def _at(self, data: bytes, offset: int) -> tuple[Record, int] | None:
+        """The record of the frame at `offset`, and the end of the frame; None without a whole frame."""
+        body = self._body_at(data, offset)
+        if body is None:
             return None
+        end = offset + _HEAD.size + len(body)
         try:
+            if self._encryption is not None or body[: len(MARK)] == MARK:
+                body = self._opened(body)
             return _decode(body), end
+        except UnreadableValue:
+            self._unreadable = offset
+            return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
+
+    def _opened(self, body: bytes) -> bytes:
+        if self._encryption is None:
+            raise key_needed("the mail log")
+        self.is_encrypted = self.is_encrypted or body[: len(MARK)] == MARK
+        self.is_outdated = self.is_outdated or not body.startswith(self._encryption.head)
+        return self._encryption.open(body, self._place)
 
     def _resume(self, data: bytes, offset: int) -> int:
         """The offset of the next whole frame; the end of the data when there is none."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom.core.fieldfaults import field_fault
-from postroom.errors import InvalidMessage, UnknownTask
+from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import WARNING, Entry, page
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
@@ -88,7 +88,7 @@ async def _send(backend: Backend, to: str, payload: dict[str, Any], priority: in
 
 
 def _own(backend: Backend, rest: str) -> str:
-    return f"/engine/agents/{_quoted(backend.agent)}/{rest}"
+    return f"/engine/agents/{quoted(backend.agent)}/{rest}"
 
 
 class InboxArguments(Arguments, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ class ReplyArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def reply(backend: Backend, given: ReplyArguments) -> dict[str, Any]:
-    path = f"/engine/messages/{_quoted(given.message_id)}"
+    path = f"/engine/messages/{quoted(given.message_id)}"
     message = (await backend.call("GET", path, as_agent=True))["message"]
     is_mine = message.get("type") == "agent_message" and message["payload"].get("to") == backend.agent
     if not is_mine:
@@ -224,7 +224,7 @@ async def wait_for(backend: Backend, given: WaitForArguments) -> dict[str, Any]:
 
 async def _is_question(backend: Backend, message_id: str) -> bool:
     try:
-        info = await backend.call("GET", f"/engine/messages/{_quoted(message_id)}", as_agent=True)
+        info = await backend.call("GET", f"/engine/messages/{quoted(message_id)}", as_agent=True)
     except UnknownTask:
         return False
     message = info["message"]
@@ -335,7 +335,7 @@ async def post(backend: Backend, given: PostArguments) -> dict[str, Any]:
         "body": given.body,
         "parents": [given.reply_to] if given.reply_to else [],
     }
-    answer = await backend.call("POST", f"/bus/{_quoted(given.bus)}/messages", body)
+    answer = await backend.call("POST", f"/bus/{quoted(given.bus)}/messages", body)
     return {"bus": given.bus, "cursor": answer["msg_id"]}
 
 
@@ -351,7 +351,7 @@ class ReadBusArguments(Arguments, frozen=True, kw_only=True):
 
 async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
     query = urlencode({"since": given.cursor, "limit": BUS_PAGE})
-    answer = await backend.call("GET", f"/bus/{_quoted(given.bus)}/messages?{query}")
+    answer = await backend.call("GET", f"/bus/{quoted(given.bus)}/messages?{query}")
     entries = [_bus_entry(given.bus, message) for message in answer["messages"]]
     found = page(entries, given.budget_tokens)
     if not entries:
@@ -363,7 +363,7 @@ def _bus_entry(bus: str, message: dict[str, Any]) -> Entry:
     facts = {"type": message["type"], "ts": message["ts"]}
     if message.get("parents"):
         facts["parents"] = message["parents"]
-    uri = f"postroom://buses/{_quoted(bus)}"
+    uri = f"postroom://buses/{quoted(bus)}"
     return Entry(message["msg_id"], message.get("run_id", ""), message["body"], facts, uri)
 
 
@@ -415,7 +415,7 @@ async def result(backend: Backend, given: ResultArguments) -> dict[str, Any]:
 
 async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dict[str, Any]:
     """A message of the global queue, or a task."""
-    query = f"{_quoted(message_id)}?wait_s={wait_s:.3f}"
+    query = f"{quoted(message_id)}?wait_s={wait_s:.3f}"
     try:
         found: dict[str, Any] = await backend.call("GET", f"/engine/messages/{query}", wait_s=wait_s)
     except UnknownTask:
@@ -430,7 +430,7 @@ class ExplainArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
-    answer = await backend.call("GET", f"/engine/messages/{_quoted(given.id)}/explain")
+    answer = await backend.call("GET", f"/engine/messages/{quoted(given.id)}/explain")
     return {"id": given.id, "explanation": answer["explanation"]}
 
 
@@ -560,5 +560,8 @@ def _filled(given: Arguments) -> dict[str, Any]:
     }
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """An id or a name as one part of a path."""
+    if "/" in text:  # a server decodes it, and would take the rest as another part of the path
+        raise InvalidMessage(f"an id or a name has no slash, and this one has: {shown(text)}")
     return quote(text, safe="")

@@ -13,12 +13,13 @@ from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint
 from postroom.contracts.goals.goals import GoalStatus, status_of
 from postroom.contracts.goals.progress import CHECKPOINTS_MAX
 from postroom.contracts.goals.rollback import checkpoint_of, goal_of, is_undone, later_effects
-from postroom.errors import UnknownCheckpoint, UnknownDecision, UnknownGoal
+from postroom.errors import UnknownCheckpoint, UnknownGoal
 from postroom.page.live import scope_of
 from postroom.page.messages import read
 from postroom.page.redaction import shown_json
-from postroom.page.schemas import AnswerBody, RollbackBody
+from postroom.page.schemas import RollbackBody
 from postroom.runtime.agents import Identity
+from postroom.runtime.goal_handlers import answered
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.transaction import Transaction
@@ -56,14 +57,7 @@ def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
 
 
 async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: AnswerBody = request.body
-    decision_id = request.path_param("id")
-    asked = await server.engine.decisions.show(decision_id)
-    if not _is_seen(request.identity, asked.org_id):
-        raise UnknownDecision(decision_id)
-    taken = await server.engine.decisions.answer(decision_id, body.choice)
-    server.server_log.write("decided", decision=decision_id, choice=body.choice, agent=request.identity.name)
-    return HttpReply(200, _encode(_shown(request, taken)))
+    return HttpReply(200, _encode(_shown(request, await answered(server, request, request.body))))
 
 
 # ---- goals -----------------------------------------------------------------------------------------
@@ -107,10 +101,8 @@ async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The goals, and the operations that hold each other up."""
     scope = scope_of(request.identity)
     found = await read(server, request, lambda operations: goal_lines(operations.transaction, scope))
-    active = [one for one in await server.engine.conflicts.active() if scope in (None, one.org_id)]
-    known = {one.message_id for one in active}
-    waiting = [one for one in await server.engine.conflicts.waiting() if scope is None or one.other in known]
-    conflicts = {"active": active, "waiting": waiting}
+    active = await server.engine.conflicts.active(scope)
+    conflicts = {"active": active, "waiting": await server.engine.conflicts.waiting(scope)}
     return HttpReply(200, _encode({"goals": found, "conflicts": conflicts}))
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from postroom.contracts.engine import dlq
 from postroom.contracts.engine.cells import PAUSES, SEPARATOR
-from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
+from postroom.contracts.engine.dlq import DeadLetter, Found
 from postroom.contracts.engine.inspection import EngineStatus, status_of
 from postroom.contracts.engine.operations import Operations
 from postroom.page.live import scope_of
@@ -20,6 +20,9 @@ from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 
 PATTERNS_SHOWN_MAX: Final = 50
+SAMPLED_MAX: Final = 500  # dead letters that patterns are computed from
+LOOKED_MAX: Final = 1_000  # dead letters that one list or preview looks at
+PART_NOTE: Final = f"only the first {LOOKED_MAX:,} dead letters were looked at: preview again for the rest"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -68,26 +71,25 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: LettersQuery = request.query
     filters = _own_filters(request, query.filters)
     if filters is None:
-        return HttpReply(200, _encode({"letters": [], "patterns": [], "is_complete": True}))
+        return HttpReply(200, _encode({"letters": [], "after": "", "patterns": [], "sampled": 0}))
     wanted = dlq.checked_filters(filters)
     of_patterns = {name: filters[name] for name in ("org_id",) if name in filters}
-    sampled = dlq.checked_filters({**of_patterns, "limit": LETTERS_MAX})
+    sampled = dlq.checked_filters({**of_patterns, "limit": SAMPLED_MAX})
 
-    def work(operations: Operations) -> tuple[list[DeadLetter], list[DeadLetter]]:
+    def work(operations: Operations) -> tuple[Found, list[DeadLetter]]:
         if wanted.after is not None:
             visible(operations, wanted.after, request.identity)
-        is_first = wanted.after is None
-        return dlq.letters(operations, wanted), dlq.letters(operations, sampled) if is_first else []
+        sample = dlq.letters(operations, sampled) if wanted.after is None else []
+        return dlq.search(operations, wanted, LOOKED_MAX), sample
 
-    found, all_letters = await read(server, request, work)
+    found, sample = await read(server, request, work)
     answer = {
-        "letters": [_line(request, letter) for letter in found],
+        "letters": [_line(request, letter) for letter in found.letters],
+        "after": found.last,
         "patterns": [
-            msgspec.structs.replace(one, error=shown_text(request, one.error))
-            for one in patterns(all_letters)
+            msgspec.structs.replace(one, error=shown_text(request, one.error)) for one in patterns(sample)
         ],
-        "is_complete": len(found) < wanted.limit,
-        "is_sampled": len(all_letters) == LETTERS_MAX,
+        "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
     }
     return HttpReply(200, _encode(answer))
 
@@ -146,10 +148,11 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     core = server.engine.core
 
     def look(operations: Operations) -> Preview:
-        chosen = _chosen(operations, request, body)
+        chosen, is_part = _chosen(operations, request, body)
         pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(operations.transaction)]
         status = status_of(operations, core.policy)
-        return preview(chosen, status, pauses, core.services, is_named=body.message_ids is not None)
+        seen = preview(chosen, status, pauses, core.services, is_named=body.message_ids is not None)
+        return msgspec.structs.replace(seen, notes=[*seen.notes, PART_NOTE]) if is_part else seen
 
     seen = await read(server, request, look)
     if not body.is_preview:
@@ -160,17 +163,20 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode(seen))
 
 
-def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> list[DeadLetter]:
+def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> tuple[list[DeadLetter], bool]:
+    """The dead letters of a replay, and whether more of them may fit its filters."""
     identity = request.identity
     if body.message_ids is None:
         filters = dict(body.filters)
         org_id = operated_org(identity, body.org_id or "")
         if org_id:
             filters["org_id"] = org_id
-        return dlq.letters(operations, dlq.checked_filters(filters))
+        found = dlq.search(operations, dlq.checked_filters(filters), LOOKED_MAX)
+        return found.letters, bool(found.last)
     for message_id in body.message_ids:
         visible(operations, message_id, identity)
-    return [dlq.letter_by_id(operations, message_id) for message_id in dict.fromkeys(body.message_ids)]
+    named = dict.fromkeys(body.message_ids)
+    return [dlq.letter_by_id(operations, message_id) for message_id in named], False
 
 
 def preview(
@@ -183,10 +189,11 @@ def preview(
 ) -> Preview:
     """What a replay of these dead letters would do. A quarantined one is replayed only by its id."""
     chosen = [one for one in letters if one.can_replay and (is_named or one.state == "DEAD_LETTER")]
+    ids = {letter.message_id for letter in chosen}
     left_out = Counter(
         "quarantined: replay them one by one" if letter.can_replay else "their bytes cannot be decoded"
         for letter in letters
-        if letter not in chosen
+        if letter.message_id not in ids
     )
     kinds = Counter(_pattern_of(letter)[:2] for letter in chosen)
     return Preview(

@@ -148,14 +148,19 @@ class Live:
         await self._start()
         return self._snapshot_for(org_id)
 
-    async def _start(self) -> None:
-        """Start the reader unless it runs, and wait for its first snapshot."""
+    def expect_page(self) -> "asyncio.Task[None]":
+        """Start the reader unless it runs: a browser that loads the page asks for the snapshot soon."""
         self._wanted_until = self._loop.time() + LINGER_S
         if self._task is None or self._task.done():
             self._shown = None
             self._task = asyncio.create_task(self._run())
+        return self._task
+
+    async def _start(self) -> None:
+        """Start the reader unless it runs, and wait for its first snapshot."""
+        running = self.expect_page()
         while self._shown is None:
-            changed, running = self._changed, self._task
+            changed = self._changed
             await asyncio.wait((changed, running), return_when=asyncio.FIRST_COMPLETED)
             if running.done() and not changed.done():
                 running.result()  # raises what ended it

@@ -22,7 +22,7 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
-from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
+from postroom.message import ENGINE_PREFIX, Record, State, Stored, org_of
 from postroom.page.live import scope_of
 from postroom.page.redaction import shown_json, shown_text
 from postroom.page.schemas import MessagesQuery
@@ -30,7 +30,8 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import operated_org, visible
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
-from postroom.stores.base import Listing
+from postroom.stores.base import Listing, by_state
+from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
@@ -125,17 +126,26 @@ def newest_first(
     before = query.before or transaction.newest_event() + 1
     queue = None if org_id is None else ENGINE_PREFIX + org_id
     state = None if query.state is UNSET else query.state
+    if not _counted(transaction, queue, state):
+        return
+    page = LOOKED_MAX if query.text or query.type else query.limit
     for _ in range(READS_MAX):
         lowest = max(0, before - NUMBERS_A_READ)
-        while found := transaction.find(Listing(queue, state, lowest - 1, LOOKED_MAX, before)):
+        while found := transaction.find(Listing(queue, state, lowest - 1, page, before)):
             yield from (record for record in found if org_of(record.queue))
             before = found[-1].seq
-            if len(found) < LOOKED_MAX:
+            if len(found) < page:
                 break
         if not lowest:
             return
         before = lowest
     yield before
+
+
+def _counted(transaction: Transaction, queue: str | None, state: State | None) -> int:
+    """How many messages of a state there are, by the counters: without any, no record is looked at."""
+    counts = by_state(transaction.total() if queue is None else transaction.depth(queue))
+    return sum(n for what, n in counts.items() if what != "LAPSES" and state in (None, what))
 
 
 def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None:

@@ -13,18 +13,16 @@ from functools import cache
 from html import escape
 from importlib import resources
 from importlib.metadata import version
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.core.redaction import Redactor
 from postroom.page import buses, goals, letters, messages, reports, teams
 from postroom.page.live import Live, scope_of
 from postroom.page.redaction import REDACTOR
 from postroom.page.schemas import (
-    AnswerBody,
     BusQuery,
     LettersQuery,
     MessagesQuery,
@@ -36,6 +34,7 @@ from postroom.page.schemas import (
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified, refuse
+from postroom.runtime.engine_schemas import AnswerBody
 from postroom.runtime.http import TasksApp, routes_of
 from postroom.runtime.http_messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.runtime.listener import CONNECTION
@@ -43,6 +42,9 @@ from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route
 from postroom.runtime.schemas import NoQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.tokens import digest_of
+
+if TYPE_CHECKING:
+    from postroom.core.redaction import Redactor
 
 PREFIX: Final = "/page/"
 STATIC: Final = "/page/static/"
@@ -76,7 +78,7 @@ OWN_SITES: Final = ("", "same-origin", "none")
 _encode = msgspec.json.Encoder().encode
 
 
-def mount(redactor: Callable[[], Redactor] = Redactor) -> Callable[[TasksApp], "PageMount"]:
+def mount(redactor: "Callable[[], Redactor]") -> Callable[[TasksApp], "PageMount"]:
     """The live page of a task server. `redactor` makes what hides secrets in payloads, when it is needed."""
     return lambda app: PageMount(app, redactor)
 
@@ -84,7 +86,7 @@ def mount(redactor: Callable[[], Redactor] = Redactor) -> Callable[[TasksApp], "
 class PageMount:
     """An ASGI application for `/` and everything below `/page/`."""
 
-    def __init__(self, app: TasksApp, redactor: Callable[[], Redactor]) -> None:
+    def __init__(self, app: TasksApp, redactor: "Callable[[], Redactor]") -> None:
         self._app = app
         self._redactor = cache(redactor)
         self._known_sessions: Sessions | None = None
@@ -147,6 +149,8 @@ class PageMount:
         identity = server.agents.identify(token)
         if identity is None:
             raise Refusal(401, "Unauthorized", "this token is unknown, expired or revoked")
+        request.identity, request.token = identity, token
+        server.rates.check(identity)
         secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token))
         server.server_log.write("signed_in", agent=identity.name)
         name, is_tls = _cookie_of(request)
@@ -168,7 +172,10 @@ class PageMount:
     async def _index(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """The page. It says who is signed in, so that the first view needs no call for that."""
         data, kind = _files().by_name["index.html"]
-        caller = escape(_encode(self._known_caller(server, request)).decode(), quote=True)
+        known = self._known_caller(server, request)
+        if known["name"]:
+            self._running_live(server).expect_page()
+        caller = escape(_encode(known).decode(), quote=True)
         page = data.replace(NO_SESSION, NO_SESSION.replace(b'""', f'"{caller}"'.encode()))
         return HttpReply(200, page, ((b"content-type", kind),))
 
@@ -226,8 +233,8 @@ class PageMount:
             _read("/page/buses", buses.find),
             _read("/page/buses/{name}", buses.read, BusQuery),
             _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
-            _read("/page/report", reports.state, operators=True),
-            _read("/page/report.html", reports.page, operators=True, answers=TEXT),
+            _read("/page/report", reports.state, operators=True, within_org=False),
+            _read("/page/report.html", reports.page, operators=True, within_org=False, answers=TEXT),
         ]
 
 
@@ -242,10 +249,11 @@ def _read(
     query: type = NoQuery,
     *,
     operators: bool = False,
+    within_org: bool = True,
     answers: Any = (dict[str, Any],),
 ) -> ServedRoute:
     route = Route("GET", path, "", {200: answers}, (), query=query)
-    return ServedRoute(route, handler, operators_only=operators, within_org=True)
+    return ServedRoute(route, handler, operators_only=operators, within_org=within_org)
 
 
 def _change(path: str, handler: Handler, body: type | None = None, *, everybody: bool = False) -> ServedRoute:

@@ -1,12 +1,14 @@
 """What a page shows of payloads: redacted as the settings say, and cut to a length."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from postroom.core.redaction import Redactor
 from postroom.runtime.http_messages import HttpRequest
+
+if TYPE_CHECKING:
+    from postroom.core.redaction import Redactor
 
 REDACTOR: Final = "postroom.redactor"
 """The key of the function that gives the redactor, in the scope of a request."""

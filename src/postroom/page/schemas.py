@@ -72,12 +72,6 @@ class ReplayBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {**chosen, "limit": LETTERS_MAX}
 
 
-class AnswerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /page/decisions/{id}`."""
-
-    choice: Text
-
-
 class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /page/goals/{id}/rollback`. A preview changes nothing."""
 

@@ -14,30 +14,21 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from postroom.runtime.tokens import Session, session_file
 
-from postroom.runtime.registry_file import RegistryFile
-
-FILE_NAME: Final = "sessions.json"
 SECRET_BYTES: Final = 32
 SESSION_S: Final = 12 * 3600
 SESSIONS_MAX: Final = 1_000
 """Of all callers together; the oldest one ends first."""
-
-
-class Session(msgspec.Struct, frozen=True):
-    """One entry of the file."""
-
-    secret_sha256: str
-    token_sha256: str
-    expires: datetime
+SESSIONS_A_TOKEN_MAX: Final = 20
+"""Of one token, so that no token ends the sessions of others."""
 
 
 class Sessions:
     """The sessions of a data folder. They survive a restart of the server."""
 
     def __init__(self, data: Path) -> None:
-        self._file = RegistryFile(data / FILE_NAME, "sessions", Session)
+        self._file = session_file(data)
 
     def begin(self, token_sha256: str, now: datetime | None = None) -> str:
         """Begin a session and return its secret, which is not stored."""
@@ -46,6 +37,9 @@ class Sessions:
         begun = Session(_digest(secret), token_sha256, now + timedelta(seconds=SESSION_S))
         with self._file.changing() as sessions:
             live = [one for one in sessions if one.expires > now]
+            own = [one for one in live if one.token_sha256 == token_sha256]
+            ended = own[: max(0, len(own) - SESSIONS_A_TOKEN_MAX + 1)]
+            live = [one for one in live if one not in ended]
             sessions[:] = [*live[-(SESSIONS_MAX - 1) :], begun]
         return secret
 

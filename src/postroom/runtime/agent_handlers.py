@@ -105,12 +105,20 @@ async def _agent(server: TaskServer, org_id: str, agent_id: str, session: int | 
         return entry.session
 
     known = coordinator.served(org_id, agent_id)
-    if known is not None and session in (None, known.session) and not server.is_beat_due(known):
+    is_known = known is not None and session in (None, known.session) and not server.is_beat_due(known)
+    # Without a session the newest registration counts, which may have been made at another server.
+    if known is not None and is_known and (session is not None or await _is_newest(known)):
         return known
     found = await coordinator.write(adopt)
     agent = await coordinator.attach(agent_id, org_id, found)
     server.note_beat(agent)
     return agent
+
+
+async def _is_newest(agent: Agent) -> bool:
+    return await agent.coordinator.read(
+        lambda agents: agents.is_held(agent.org_id, agent.agent_id, agent.session)
+    )
 
 
 async def register(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -21,7 +21,9 @@ from postroom.runtime.registry_file import RegistryFile
 from postroom.runtime.tokens import (
     NO_PERMISSIONS,
     TOKEN_CHARS,
+    TOKENS_MAX,
     Permissions,
+    RegisteredToken,
     Role,
     Tokens,
     digest_of,
@@ -107,9 +109,8 @@ class _Index(NamedTuple):
     version: tuple[int, int, int]
     by_digest: dict[str, tuple[str, Identity]]
     by_name: dict[str, RegisteredAgent]
-
-
-_NO_AGENTS = _Index((0, 0, 0), {}, {})
+    by_token: dict[str, tuple[RegisteredToken, Identity]]
+    """The owners of further tokens. An entry counts only while its token is the one in the file."""
 
 
 class Agents:
@@ -120,7 +121,7 @@ class Agents:
         self.tokens = Tokens(data)
         """Further tokens, which can expire and be rotated."""
         self._file = RegistryFile(data / FILE_NAME, "agents", RegisteredAgent)
-        self._known = _NO_AGENTS
+        self._known = _Index((0, 0, 0), {}, {}, {})
 
     def add(
         self,
@@ -199,22 +200,25 @@ class Agents:
 
     def identify_digest(self, digest: str) -> Identity | None:
         """The owner of the token with this checksum, as `identify`."""
-        found = self._recent().by_digest.get(digest) or self._index().by_digest.get(digest)
-        if found is not None:
-            return found[1] if hmac.compare_digest(found[0], digest) else None
-        return self._by_further_token(digest)
+        recent = self._recent()
+        found = recent.by_digest.get(digest)
+        if found is None:
+            further = self._by_further_token(digest, recent)
+            if further is not None:
+                return further
+            found = self._index().by_digest.get(digest)  # the agent may be new
+        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
 
-    def _by_further_token(self, digest: str) -> Identity | None:
+    def _by_further_token(self, digest: str, agents: _Index) -> Identity | None:
         token = self.tokens.find(digest)
         if token is None:
             return None
-        agent = self._recent().by_name.get(token.agent)
-        url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
-        name = token.agent or token.token_id
-        targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
-        return Identity(
-            name, token.role, url, targets, token.org, token.token_id, token.rate, token.permissions
-        )  # fmt: skip
+        known = agents.by_token.get(digest)
+        if known is None or known[0] is not token:
+            if len(agents.by_token) >= TOKENS_MAX:
+                agents.by_token.clear()
+            known = agents.by_token[digest] = token, _identity_of(token, agents.by_name.get(token.agent))
+        return known[1]
 
     def knows(self, name: str) -> bool:
         """Whether an agent or operator of this name is registered, or has a token."""
@@ -233,8 +237,18 @@ class Agents:
         agents = self._file.read()
         if self._known.version != self._file.version:
             by_digest = {agent.token_sha256: (agent.token_sha256, agent.identity) for agent in agents}
-            self._known = _Index(self._file.version, by_digest, {agent.name: agent for agent in agents})
+            by_name = {agent.name: agent for agent in agents}
+            self._known = _Index(self._file.version, by_digest, by_name, {})
         return self._known
+
+
+def _identity_of(token: RegisteredToken, agent: RegisteredAgent | None) -> Identity:
+    url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
+    name = token.agent or token.token_id
+    targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
+    return Identity(
+        name, token.role, url, targets, token.org, token.token_id, token.rate, token.permissions
+    )  # fmt: skip
 
 
 def _targets(names: Iterable[str]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from postroom.sinks.cipher import Cipher
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
 from postroom.stores.postgres_connection import SCHEMA_DEFAULT, Address, unreachable
-from postroom.stores.postgres_trips import Connection, check
+from postroom.stores.postgres_trips import Connection
 
 T = TypeVar("T")
 
@@ -52,6 +52,11 @@ CREATE INDEX IF NOT EXISTS events_by_message ON {schema}.events (message_id);
 CREATE INDEX IF NOT EXISTS events_by_time ON {schema}.events USING brin (at);
 """
 
+_MONTHS = """
+SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+WHERE i.inhparent = %s::regclass AND c.relname ~ '^events_[0-9]{6}$' ORDER BY 1
+"""
+
 
 class AuditTable:
     """The tables of one stream. `schema=` in the address names their schema."""
@@ -71,7 +76,7 @@ class AuditTable:
                 self._connection = self.address.connect()
                 with self._connection.watched(), self._connection.transaction():
                     self._connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 4)", [self.schema])
-                    check(self._connection, self._connection.pgconn.exec_(self.sql(_TABLES).encode()))
+                    self._connection.run(self.sql(_TABLES))
             with self._connection.watched(), self._connection.transaction():
                 return work(self._connection)
         except psycopg.errors.InsufficientPrivilege as error:
@@ -120,6 +125,20 @@ class AuditTable:
                 )
             )
         self._months |= months
+
+    def drop_months(self, before: datetime) -> list[str]:
+        """Drop the partitions of months that ended before a time. Returns the months, as `2026-01`."""
+
+        def drop(connection: Connection) -> list[str]:
+            rows = connection.execute(self.sql(_MONTHS), [f"{self.schema}.events"]).fetchall()
+            past = [name for (name,) in rows if _end_of_month(name) <= before]
+            for name in past:
+                connection.execute(self.sql(f"DROP TABLE {{schema}}.{name}"))
+            return [f"{name[-6:-2]}-{name[-2:]}" for name in past]
+
+        dropped = self.run(drop)
+        self._months.clear()
+        return dropped
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -262,3 +281,18 @@ def export_table(url: str, folder: Path, settings: AuditSettings) -> int:
     finally:
         sink.close()
         table.close()
+
+
+def retain_table(url: str, before: datetime) -> list[str]:
+    """Drop the months of a table that ended before a time. Returns them, as `2026-01`."""
+    table = AuditTable(url)
+    try:
+        return table.drop_months(before)
+    finally:
+        table.close()
+
+
+def _end_of_month(name: str) -> datetime:
+    """When the month of a partition ended."""
+    year, month = int(name[-6:-2]), int(name[-2:])
+    return datetime(year + month // 12, month % 12 + 1, 1, tzinfo=UTC)

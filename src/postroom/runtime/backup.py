@@ -64,6 +64,8 @@ class BackupResult(NamedTuple):
     manifest: Manifest
     bytes: int
     """The size of the archive."""
+    is_encrypted: bool
+    """Whether the values of the store or of Mail are encrypted."""
 
 
 def known_formats() -> dict[str, int]:
@@ -85,14 +87,17 @@ def back_up(
     target = absolute_path("the archive", out)
     _check_target(folder, target)
     keys = set() if with_keys else {path.resolve() for path in key_files}
+    is_encrypted = False
     with _temporary(target) as (temporary, database_copy):
         settings = None if settings_file is None else settings_file.read_bytes()
 
         def write_once() -> None:
+            nonlocal is_encrypted
             selection = _Selection(folder, keys, with_keys=with_keys)
             with temporary.open("wb") as file, selection:
                 writer = ArchiveWriter(file, report)
                 selection.write(writer, database_copy, report)
+                is_encrypted = selection.is_encrypted
                 if settings is not None:
                     writer.add_bytes(SETTINGS, settings)
                 writer.finish(selection.formats, selection.left_out)
@@ -102,7 +107,7 @@ def back_up(
             manifest = archive.check(known_formats(), report)
         temporary.rename(target)
         sync_folder(target.parent)
-    return BackupResult(manifest, target.stat().st_size)
+    return BackupResult(manifest, target.stat().st_size, is_encrypted)
 
 
 def _repeated(write_once: Callable[[], None], folder: Path, target: Path) -> None:
@@ -163,6 +168,7 @@ class _Selection:
         """Files that never change, with their size if it is known."""
         self._snapshot: SqliteSnapshot | None = None
         self.formats: dict[str, int] = {}
+        self.is_encrypted = False
         self.left_out: list[str] = []
 
     def __enter__(self) -> Self:
@@ -218,6 +224,7 @@ class _Selection:
         if self._snapshot.is_newer:
             raise StoreDamaged(f"{path} was written by a newer postroom: back it up with that version")
         self.formats["store"] = self._snapshot.version
+        self.is_encrypted = self._snapshot.is_encrypted
 
     def _note_mail(self, stack: ExitStack) -> None:
         """Note the segments of Mail's log. All of them are opened before a compaction can remove one."""

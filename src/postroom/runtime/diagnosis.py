@@ -20,6 +20,7 @@ from postroom.core.diagnosis import (
     LEASE_LATE_S,
     LEASE_LONG_S,
     ClockFacts,
+    EncryptionFacts,
     EnvironmentFacts,
     Facts,
     FileFault,
@@ -34,7 +35,7 @@ from postroom.core.diagnosis import (
 )
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import epoch_ns_of
-from postroom.errors import PostroomError
+from postroom.errors import KeyMissing, PostroomError
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.runtime.agents import Agents
@@ -54,6 +55,7 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import SystemClock
 from postroom.system.diskspace import free_bytes
+from postroom.system.encryption import PLAIN, key_file_encryption
 
 LEASES_READ_MAX = 1_000
 FILES_READ_MAX = 10_000  # whose permissions are looked at
@@ -85,6 +87,7 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         faults=tuple(faults),
         tokens=_tokens(data),
         mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
+        encryption=_encryption_in(data) if deep and store is not None else None,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
     )
@@ -221,8 +224,19 @@ def _store_in(data: Path, faults: list[FileFault]) -> StoreFacts | None:
     try:
         return read_at_rest_or_live(path, _store_of_snapshot)
     except (PostroomError, apsw.Error, ValueError, OSError) as error:
-        faults.append(FileFault("store", DATABASE, str(error)))
+        is_locked = isinstance(error, KeyMissing)
+        faults.append(FileFault("store", DATABASE, str(error), is_locked))
         return None
+
+
+def _encryption_in(data: Path) -> EncryptionFacts | None:
+    """How many values each key encrypted; None without encryption, or without its key."""
+    path, encryption = data / DATABASE, key_file_encryption(None)
+    if encryption is None or not path.exists():
+        return None
+    counts = read_at_rest_or_live(path, lambda snapshot: snapshot.count_keys(encryption))
+    outdated = sum(n for key, n in counts.items() if key not in (PLAIN, encryption.current))
+    return EncryptionFacts(encryption.names[encryption.current], counts.get(PLAIN, 0), outdated)
 
 
 def _store_of_snapshot(snapshot: SqliteSnapshot) -> StoreFacts:

@@ -5,6 +5,7 @@ Rule 2: a body over its limit is refused before it is kept.
 """
 
 import asyncio
+import errno
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -15,18 +16,22 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import (
     AgentReplaced,
+    AuditBehind,
     Bounced,
     BusFull,
     ContextChanged,
     GoalEnded,
     GuardTripped,
+    HandleDead,
     InvalidMessage,
     InvalidPriority,
     KeyReused,
+    LockTimeout,
     Overloaded,
     PostroomError,
     QueueFull,
@@ -36,6 +41,7 @@ from postroom.errors import (
     RollbackRefused,
     SinceIdNotFound,
     StaleLease,
+    StoreUnreachable,
     TooMany,
     Unavailable,
     UnknownAgent,
@@ -45,12 +51,14 @@ from postroom.errors import (
     UnknownNode,
     UnknownTask,
     UnsafePath,
+    WriteFailed,
     WrongState,
     reason,
 )
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     IDENTITY,
+    JSON_HEADERS,
     JSON_TYPE,
     NO_CONTENT,
     ClientDisconnected,
@@ -58,7 +66,7 @@ from postroom.runtime.http_messages import (
     HttpRequest,
     Refusal,
 )
-from postroom.runtime.listener import CONNECTION
+from postroom.runtime.listener import CONNECTION, write_json_reply
 from postroom.runtime.openapi import Route
 from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
@@ -66,6 +74,7 @@ from postroom.runtime.server_log import error_location
 from postroom.runtime.task_server import TaskServer
 
 RETRY_AFTER_S = 1
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 ACTING_AS = b"postroom-agent"  # the header that names the agent an operator acts for: ORGANIZATION/AGENT
 
 STATUS_OF: dict[type[BaseException], int] = {
@@ -101,6 +110,14 @@ _EXTRA_HEADERS: dict[int, tuple[tuple[bytes, bytes], ...]] = {
     401: ((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
     413: ((b"connection", b"close"),),
 }
+
+_WHY: dict[type[BaseException], str] = {
+    WriteFailed: "the disk of the server fails",
+    HandleDead: "the disk of the server fails",
+    StoreUnreachable: "the database of the server does not answer",
+    LockTimeout: "another process uses the store",
+}
+"""What a caller is told about errors whose own sentence has a path or an address."""
 
 _encode = msgspec.json.Encoder().encode
 _PRIORITY = re.compile(r"(\S+\.)?priority\b")  # the field that a fault begins with
@@ -351,15 +368,19 @@ def _public_message(error: BaseException) -> str:
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
             return "the attachment has to be in the folder of the bus"
+        case WriteFailed() if error.errno in NO_SPACE:
+            rest = "nothing was stored" if error.rolled_back else "the data may or may not be stored"
+            return f"the disk of the server is full: {rest}. Try again when an operator has made room"
         case Unavailable() if type(error) not in (
             Unavailable,
+            AuditBehind,
             QueueFull,
             TooMany,
             RateExceeded,
             Overloaded,
             BusFull,
         ):
-            return "the store cannot be used now: try again soon"
+            return f"{_WHY.get(type(error), 'the store cannot be used now')}: try again soon"
         case _:
             return str(error)
 
@@ -374,6 +395,13 @@ def _error_reply(status: int, error: str, message: str, retry_after_s: float = R
 
 async def send_reply(send: Send, reply: HttpReply) -> None:
     """Send a whole reply."""
+    cycle = getattr(send, "__self__", None)
+    if (
+        reply.headers is JSON_HEADERS
+        and isinstance(cycle, RequestResponseCycle)
+        and write_json_reply(cycle, reply.status, reply.body)
+    ):
+        return
     headers = [*reply.headers]
     if reply.status != NO_CONTENT.status:
         headers.append((b"content-length", b"%d" % len(reply.body)))

@@ -1,7 +1,16 @@
-"""The handlers of the routes of goals, decisions and conflicts. All of them are for operators."""
+"""The handlers of the routes of goals, decisions and conflicts. All of them are for operators.
+
+Rule 1: an operator of one organization sees and decides only what belongs to it. Everything else is unknown.
+"""
+
+from typing import Protocol
 
 import msgspec
 
+from postroom.contracts.goals.cells import Decision
+from postroom.contracts.goals.goals import GoalStatus
+from postroom.errors import UnknownDecision, UnknownGoal
+from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import AnswerBody
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
@@ -9,36 +18,76 @@ from postroom.runtime.task_server import TaskServer
 _encode = msgspec.json.Encoder().encode
 
 
-async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - as every handler
-    return HttpReply(200, _encode({"decisions": await server.engine.decisions.list()}))
+class _Owned(Protocol):
+    @property
+    def org_id(self) -> str: ...
+
+
+def _is_seen(identity: Identity, owned: _Owned) -> bool:
+    return identity.operates(owned.org_id)
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
+    found = await server.engine.decisions.list()
+    return HttpReply(200, _encode({"decisions": [one for one in found if _is_seen(request.identity, one)]}))
 
 
 async def decision(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(await server.engine.decisions.show(request.path_param("id"))))
+    return HttpReply(200, _encode(await _decision(server, request)))
 
 
 async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: AnswerBody = request.body
+    return HttpReply(202, _encode(await answered(server, request, request.body)))
+
+
+async def answered(server: TaskServer, request: HttpRequest, body: AnswerBody) -> Decision:
+    """Take the decision of a route, as a person."""
+    asked = await _decision(server, request)
+    taken = await server.engine.decisions.answer(asked.decision_id, body.choice)
+    server.server_log.write(
+        "decided", decision=asked.decision_id, choice=body.choice, agent=request.identity.name
+    )
+    return taken
+
+
+async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
     decision_id = request.path_param("id")
-    taken = await server.engine.decisions.answer(decision_id, body.choice)
-    server.server_log.write("decided", decision=decision_id, choice=body.choice, agent=request.identity.name)
-    return HttpReply(202, _encode(taken))
+    found = await server.engine.decisions.show(decision_id)
+    if not _is_seen(request.identity, found):
+        raise UnknownDecision(decision_id)
+    return found
 
 
-async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - as every handler
-    return HttpReply(200, _encode({"goals": await server.engine.goals.list()}))
+# ---- goals and conflicts ---------------------------------------------------------------------------
+
+
+async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
+    found = await server.engine.goals.list(request.identity.org or None)
+    return HttpReply(200, _encode({"goals": found}))
 
 
 async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(await server.engine.goals.status(request.path_param("id"))))
+    return HttpReply(200, _encode(await _goal(server, request)))
 
 
 async def checkpoints(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.engine.goals.checkpoints(request.path_param("id"))
+    found = await server.engine.goals.checkpoints((await _goal(server, request)).goal_id)
     return HttpReply(200, _encode({"checkpoints": found}))
 
 
-async def conflicts(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - as every handler
-    active = await server.engine.conflicts.active()
-    waiting = await server.engine.conflicts.waiting()
+async def _goal(server: TaskServer, request: HttpRequest) -> GoalStatus:
+    goal_id = request.path_param("id")
+    found = await server.engine.goals.status(goal_id)
+    if not _is_seen(request.identity, found):
+        raise UnknownGoal(goal_id)
+    return found
+
+
+async def conflicts(server: TaskServer, request: HttpRequest) -> HttpReply:
+    org_id = request.identity.org or None
+    active = await server.engine.conflicts.active(org_id)
+    waiting = await server.engine.conflicts.waiting(org_id)
     return HttpReply(200, _encode({"active": active, "waiting": waiting}))

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,7 +108,6 @@ class TasksApp(Starlette):
             exception_handlers={HTTPException: _not_served},
         )
         self.router.redirect_slashes = False  # a path with an extra slash is unknown
-        self.openapi_json = msgspec.json.encode(openapi())
 
     def running_server(self) -> TaskServer:
         """The server. Raises `Unavailable` before the start."""
@@ -182,6 +182,11 @@ async def _not_served(request: Request, error: Exception) -> Response:
     return Response(body, status, dict(headers or {}), "application/json")
 
 
+@cache
+def _openapi_json() -> bytes:
+    return msgspec.json.encode(openapi())
+
+
 def create_app(
     data: Path,
     tasks: Tasks,
@@ -220,7 +225,7 @@ def create_app(
     async def lifespan(app: TasksApp) -> AsyncIterator[None]:
         buses = Buses(data, bus_durability, bus_max_bytes)
         server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine, token_rate)
-        server.openapi_json = app.openapi_json
+        server.openapi_json = _openapi_json
         server.lease_s_max = lease_s_max
         harness.start()
         try:

@@ -8,6 +8,7 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.openapi import JSON
 
 JSON_TYPE = (b"content-type", JSON.encode())
+JSON_HEADERS = (JSON_TYPE,)
 IDENTITY = "postroom.identity"
 """The key of the caller in the scope of a request that a part of this process makes: it has no token."""
 TOKEN = "postroom.token"  # noqa: S105 - a key, and no token
@@ -34,7 +35,7 @@ class HttpReply(NamedTuple):
 
     status: int
     body: bytes
-    headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
+    headers: tuple[tuple[bytes, bytes], ...] = JSON_HEADERS
 
 
 NO_CONTENT = HttpReply(204, b"", ())

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
@@ -336,6 +336,31 @@ class _UntilComplete:
 
     def close(self) -> None:
         self._protocol.end()
+
+
+def write_json_reply(cycle: RequestResponseCycle, status: int, body: bytes) -> bool:
+    """Write a whole reply as one piece, which is one packet and one system call.
+
+    Returns whether it was written. As `RequestResponseCycle.send` for a head and a body, without the checks
+    of headers.
+    """
+    if cycle.response_started or cycle.flow.write_paused or cycle.disconnected:
+        return False
+    if cycle.scope["method"] == "HEAD":
+        return False
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
+    head = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+    close = b"" if cycle.keep_alive else b"connection: close\r\n"
+    cycle.transport.write(
+        b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (STATUS_LINE[status], head, close, len(body), body)
+    )
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+    return True
 
 
 def _refusal_bytes(status: int, error: str, message: str) -> bytes:

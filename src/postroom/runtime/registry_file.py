@@ -67,6 +67,7 @@ class RegistryFile(Generic[E]):
             yield entries
             data = msgspec.json.format(msgspec.json.encode({self._field: entries}), indent=1)
             replace_file(self._path, data + b"\n", "fsync")
+            self._checked = -CHECK_EVERY_S
         finally:
             os.close(fd)
 

@@ -482,11 +482,13 @@ ROUTES: Sequence[ServedRoute] = (
         Route("GET", "/engine/goals", "Goals and their states", {200: (GoalsAnswer,)}, _READ),
         goal_handlers.goals,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/goals/{id}", "How a goal stands", {200: (GoalStatus,)}, _READ),
         goal_handlers.goal,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -498,6 +500,7 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         goal_handlers.checkpoints,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -505,11 +508,13 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         goal_handlers.decisions,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/decisions/{id}", "A decision and its question", {200: (Decision,)}, _READ),
         goal_handlers.decision,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route(
@@ -522,11 +527,13 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         goal_handlers.answer,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/engine/conflicts", "Operations that are under way", {200: (ConflictsAnswer,)}, _READ),
         goal_handlers.conflicts,
         operators_only=True,
+        within_org=True,
     ),
     ServedRoute(
         Route("GET", "/events", "Events as they happen", {200: EVENT_STREAM}, _READ, query=EventsQuery),

@@ -67,7 +67,7 @@ class TaskServer:
         self.harness = harness
         self.buses = buses
         self.server_log = server_log
-        self.openapi_json = b"{}"
+        self.openapi_json: Callable[[], bytes] = lambda: b"{}"
         self.lease_s_max = LEASE_S_MAX
         """Longer leases are shortened to this; the reply says how long the lease is."""
         self.requests: Counter[tuple[str, int]] = Counter()

@@ -20,6 +20,7 @@ from postroom.runtime.registry_file import RegistryFile
 from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
+SESSIONS_FILE_NAME = "sessions.json"
 TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
 TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
@@ -95,6 +96,19 @@ class NewToken(NamedTuple):
 
     token: str
     token_id: str
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One entry of the file of sessions of the live page."""
+
+    secret_sha256: str
+    token_sha256: str
+    expires: datetime
+
+
+def session_file(data: Path) -> RegistryFile[Session]:
+    """The sessions of a data folder."""
+    return RegistryFile(data / SESSIONS_FILE_NAME, "sessions", Session)
 
 
 class Tokens:
@@ -181,8 +195,9 @@ class Tokens:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
         if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
             tokens = self._file.read()
-            self._version = self._file.version
-            self._by_digest = {token.token_sha256: token for token in tokens}
+            if self._version != self._file.version:
+                self._version = self._file.version
+                self._by_digest = {token.token_sha256: token for token in tokens}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from postroom.contracts.bus import Bus
 from postroom.core.diagnosis import FileFault
-from postroom.errors import PostroomError
+from postroom.errors import KeyMissing, PostroomError
 from postroom.logs import busfile
 from postroom.logs.mail_log import damaged_stretches
 from postroom.runtime import agents, buses, tokens
@@ -15,6 +15,7 @@ from postroom.sinks.heads import StreamHead, head_path
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.verify import verify as verify_stream
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
+from postroom.system.encryption import key_file_encryption
 
 Report = Callable[[str], None]
 
@@ -42,7 +43,7 @@ class DataCheck:
             for text in read_at_rest_or_live(path, _faults_of_store):
                 yield FileFault("store", DATABASE, text)
         except PostroomError as error:
-            yield FileFault("store", DATABASE, str(error))
+            yield FileFault("store", DATABASE, str(error), isinstance(error, KeyMissing))
 
     def file_faults(self) -> Iterator[FileFault]:
         """The faults of all other parts."""
@@ -57,7 +58,12 @@ class DataCheck:
 
     def _registry_faults(self) -> Iterator[FileFault]:
         registry = Agents(self._data)
-        for name, read in ((agents.FILE_NAME, registry.list), (tokens.FILE_NAME, registry.tokens.list)):
+        registries: tuple[tuple[str, Callable[[], object]], ...] = (
+            (agents.FILE_NAME, registry.list),
+            (tokens.FILE_NAME, registry.tokens.list),
+            (tokens.SESSIONS_FILE_NAME, tokens.session_file(self._data).read),
+        )
+        for name, read in registries:
             if not (self._data / name).exists():
                 continue
             self._begin(name.removesuffix(".json"), name)
@@ -88,11 +94,11 @@ class DataCheck:
             return
         self._begin("mail", MAIL_FOLDER)
         try:
-            for name, damage in damaged_stretches(folder):
+            for name, damage in damaged_stretches(folder, key_file_encryption(None)):
                 reason = f"{damage.length} bytes at {damage.offset}: {damage.reason}"
                 yield FileFault("mail", f"{MAIL_FOLDER}/{name}", reason)
         except (PostroomError, OSError) as error:
-            yield FileFault("mail", MAIL_FOLDER, str(error))
+            yield FileFault("mail", MAIL_FOLDER, str(error), isinstance(error, KeyMissing))
 
     def _stream_faults(self) -> Iterator[FileFault]:
         folder = self._data / AUDIT_FOLDER

@@ -1,10 +1,12 @@
 """`open_store`: a store by its address."""
 
+import os
 import re
 
 from postroom.errors import InvalidMessage
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
+from postroom.system.encryption import key_file_encryption
 
 SQLITE = "sqlite:///"
 MEMORY = "memory://"
@@ -16,8 +18,14 @@ SERVERS = (*POSTGRES, *AMQP)
 _PASSWORD = re.compile(r"(://[^:/?@]*):[^/?]*@")
 
 
-def open_store(url: str, *, clock: Clock | None = None) -> Store:
-    """The store at `url`: `sqlite:///path`, `postgres://user@host/db`, `amqp://host/?ledger=URL`, `memory://`."""
+def open_store(
+    url: str, *, clock: Clock | None = None, key_file: str | os.PathLike[str] | None = None
+) -> Store:
+    """The store at `url`: `sqlite:///path`, `postgres://user@host/db`, `amqp://host/?ledger=URL`, `memory://`.
+
+    `key_file` encrypts what is stored; None means the file that the environment names. A store in memory is
+    never encrypted.
+    """
     if url == MEMORY:
         from postroom.stores.memory import MemoryStore
 
@@ -26,11 +34,11 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
         from postroom.stores.rabbitmq import RabbitStore, parse_address
 
         address = parse_address(url)
-        return RabbitStore(address, open_store(address.ledger, clock=clock))
+        return RabbitStore(address, open_store(address.ledger, clock=clock, key_file=key_file))
     if url.startswith(POSTGRES):
         from postroom.stores.postgres import PostgresStore
 
-        return PostgresStore(url, clock=clock)
+        return PostgresStore(url, clock=clock, encryption=key_file_encryption(key_file))
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
         raise InvalidMessage(
@@ -39,7 +47,7 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
         )
     from postroom.stores.sqlite import SqliteStore
 
-    return SqliteStore(path, clock=clock)
+    return SqliteStore(path, clock=clock, encryption=key_file_encryption(key_file))
 
 
 def shown_address(url: str) -> str:

@@ -34,14 +34,16 @@ from postroom.stores.postgres_connection import (
     queries,
     unreachable,
 )
+from postroom.stores.postgres_encrypted import EncryptedPostgresReading, EncryptedPostgresTransaction
+from postroom.stores.postgres_keys import PostgresKeys
 from postroom.stores.postgres_known import ConflictError, Known
 from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
 from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
 from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
-from postroom.stores.postgres_trips import Connection, Statement, check
-from postroom.stores.store import Store
+from postroom.stores.postgres_trips import Connection, Statement
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock
+from postroom.system.encryption import KEYS_FACT, Encryption
 from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
@@ -82,7 +84,7 @@ class _Silence(NamedTuple):
     error: str
 
 
-class PostgresStore(Store):
+class PostgresStore(PostgresKeys):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
     fatal_errors = (psycopg.Error, ConflictError)
@@ -96,8 +98,10 @@ class PostgresStore(Store):
         clock: Clock | None = None,
         store_id: str | None = None,
         reconnect_s: float = RECONNECT_S,
+        encryption: Encryption | None = None,
     ) -> None:
         self.address = Address(url)
+        self.encryption = encryption
         self.url = self.address.url
         self._clock = clock
         self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
@@ -202,7 +206,7 @@ class PostgresStore(Store):
         try:
             result = attempt(connection)
         except _CONFLICTS as error:
-            check(connection, connection.pgconn.exec_(b"ROLLBACK"))
+            connection.run("ROLLBACK")
             return partial(_raise, error)
         return lambda: result
 
@@ -213,12 +217,12 @@ class PostgresStore(Store):
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
                 transaction.spare_numbers(committed=False)
-                connection.pgconn.exec_(b"ROLLBACK")
+                connection.run_unchecked("ROLLBACK")
                 job.finish()
                 return None
         if not transaction.changes:
             transaction.spare_numbers(committed=False)
-            connection.pgconn.exec_(b"ROLLBACK")
+            connection.run_unchecked("ROLLBACK")
             return transaction
         transaction.flush()
         for job in jobs:
@@ -286,7 +290,8 @@ class PostgresStore(Store):
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
         """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
 
-        Numbers are taken when the last transaction of this thread needed some before it locked records.
+        Numbers are taken when the last transaction of this thread needed some before it locked records. Other
+        transactions may claim, so they read the first deadlines.
         """
         known, queries = self._opened(), self.writing
         early, scans = known.habits.early, [*known.scans]
@@ -294,12 +299,27 @@ class PostgresStore(Store):
         begin: Statement = (queries["begin"], (writer,))
         if wanted:
             begin = (queries["begin_with_numbers"], (writer, wanted, *known.take_spare()))
-        reads = [(queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans]
-        _, begun, *cells = connection.trip([("BEGIN", ()), begin, *reads])
+        reads: list[Statement] = [
+            (queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans
+        ]
+        reads_deadlines = not early and known.wants_deadlines
+        if reads_deadlines:
+            reads.append((queries["first_deadlines"], ()))
+        reads_keys = time.monotonic() >= self._look_at_keys
+        if reads_keys:
+            reads.append((queries["fact"], (KEYS_FACT,)))
+        _, begun, *answers = connection.trip([("BEGIN", ()), begin, *reads])
+        if reads_keys:
+            self._check_keys(answers.pop().rows)
         database_us, _, *numbers = begun.rows[0]
+        now = self._time(database_us)
+        if reads_deadlines:
+            known.set_deadlines(answers.pop().rows[0], now[0])
         taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
-        read = {scan: answer.rows for scan, answer in zip(scans, cells, strict=True)}
-        return PostgresTransaction(known, connection, queries, self._time(database_us), taken, read)
+        read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
+        if self.encryption is None:
+            return PostgresTransaction(known, connection, queries, now, taken, read)
+        return EncryptedPostgresTransaction(known, connection, queries, now, self.encryption, taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
@@ -317,29 +337,31 @@ class PostgresStore(Store):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
-        check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
-        for part in (
-            b"BEGIN",
-            b"SET LOCAL synchronous_commit = off",
-            self.writing["fold_counts"].encode(),
-            b"COMMIT",
-        ):
-            check(connection, connection.pgconn.exec_(part))
+        connection.run(self.writing["make_partitions"])
+        for part in ("BEGIN", "SET LOCAL synchronous_commit = off", self.writing["fold_counts"], "COMMIT"):
+            connection.run(part)
 
     # ---- reading -------------------------------------------------------------------------------
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
-            found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
-            check(connection, found)
+            found = connection.run(f"{_BEGIN_READING}; SELECT {_NOW}")
             now = self._time(int(found.get_value(0, 0) or 0))
-            reading = PostgresReading(self._opened(), connection, self._read_only, now)
+            reading = self._reading(connection, now)
             try:
                 return work(reading)
             finally:
-                connection.pgconn.exec_(b"ROLLBACK")
+                connection.run_unchecked("ROLLBACK")
 
         return self._persist(attempt)
+
+    def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresReading:
+        known, queries = self._opened(), self._read_only
+        if self.encryption is not None:
+            return EncryptedPostgresReading(known, connection, queries, now, self.encryption)
+        if time.monotonic() >= self._look_at_keys:
+            self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
+        return PostgresReading(known, connection, queries, now)
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         self._place_events()
@@ -404,6 +426,7 @@ class PostgresStore(Store):
                 self._offset_ns = int(self._fact(connection, OFFSET, "0"))
             else:
                 self._set_clock(connection, self._clock)
+            self._note_keys(connection)
         return Known(store_id)
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:

@@ -2,19 +2,14 @@
 
 Rule 1: the password of an address stays in this module. Errors and `url` never contain it.
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
-Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, and a watchdog shuts
-        the socket of a connection that has not answered after `ANSWER_TIMEOUT_S`.
+Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, the system gives up
+        bytes that are not acknowledged after `SENT_TIMEOUT_S`, and a watchdog ends all other waits.
 Rule 4: a server that refuses the role, the password, the database or the certificate is not asked again:
         `StoreRefused` says so at once.
 """
 
-import os
 import re
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -28,7 +23,8 @@ try:
     import psycopg
     from psycopg.conninfo import conninfo_attempts, conninfo_to_dict
 
-    from postroom.stores.postgres_trips import Connection, check
+    from postroom.stores.postgres_trips import Connection
+    from postroom.stores.postgres_watchdog import MARK, Watchdog
 except ImportError as missing:  # a store is opened lazily, so this is the first place that needs it
     raise InvalidMessage(
         "a store on PostgreSQL needs the extra postgres: pip install 'postroom[postgres]'"
@@ -39,9 +35,7 @@ SCHEMA_DEFAULT = "postroom"
 IDLE_CONNECTIONS_MAX = 8
 CONNECT_TIMEOUT_S = 3
 STATEMENT_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 12.0
-WATCH_S = 0.5
-IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for so many looks
+SENT_TIMEOUT_S = 4.0  # for the acknowledgement of sent bytes by the server's host, not for an answer
 OLDEST_SERVER = 140_000  # version 14
 KEEPALIVE_IDLE_S = 10  # an idle connection is probed after this time ...
 KEEPALIVE_INTERVAL_S = 3  # ... that often ...
@@ -53,7 +47,7 @@ _TCP = {
     "keepalives_idle": KEEPALIVE_IDLE_S,
     "keepalives_interval": KEEPALIVE_INTERVAL_S,
     "keepalives_count": KEEPALIVES,
-    "tcp_user_timeout": round(ANSWER_TIMEOUT_S * 1000),
+    "tcp_user_timeout": round(SENT_TIMEOUT_S * 1000),
 }
 _WHERE = re.compile(r"^connection failed: |connection to server at .*? failed: ")
 
@@ -64,7 +58,8 @@ _SESSION = (
     # Every query has its index. Plans are made while a store is empty and are kept, so the planner must not
     # be led to read whole tables.
     "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
-    "SET enable_mergejoin = off"
+    "SET enable_mergejoin = off; "
+    f"SELECT {MARK} FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 )
 
 
@@ -85,7 +80,7 @@ class Address:
         rest = [(name, value) for name, value in options if name not in _OWN_OPTIONS]
         given = {name for name, _ in rest}
         self._tcp: dict[str, Any] = {name: value for name, value in _TCP.items() if name not in given}
-        self.watchdog = Watchdog()
+        self.watchdog = Watchdog(self.connect)
         self._secrets = [value for name, value in rest if name in _SECRETS and value]
         user, at, hosts = parts.netloc.rpartition("@")
         name, colon, password = user.partition(":")
@@ -120,7 +115,7 @@ class Address:
             connection = self._connect_once_more(error)
         try:
             with self.watchdog.watching(connection):
-                check(connection, connection.pgconn.exec_(_SESSION.encode()))
+                connection.mark = _mark(connection, connection.run(_SESSION))
         except BaseException:
             self.watchdog.drop(connection)
             raise
@@ -157,69 +152,13 @@ class Address:
         self.watchdog.fresh()
 
 
-class Watchdog:
-    """Ends waits for servers that do not answer: it shuts the socket of a connection whose time is over."""
+def _mark(connection: Connection, session: Any) -> str:
+    """The mark of a session; empty when it is unknown.
 
-    def __init__(self) -> None:
-        self.fresh()
-
-    def fresh(self) -> None:
-        """Begin in a new process."""
-        self._watched: dict[int, tuple[float, int]] = {}
-        self._mutex = threading.Lock()
-        self._runs = False
-
-    @contextmanager
-    def watching(self, connection: Connection) -> Iterator[None]:
-        """Watch a connection during a block."""
-        key, entry = id(connection), (time.monotonic() + ANSWER_TIMEOUT_S, connection.fileno())
-        with self._mutex:
-            self._watched[key] = entry
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="postroom-watchdog", daemon=True).start()
-        try:
-            yield
-        finally:
-            self._forget(connection)
-
-    def drop(self, connection: Connection) -> None:
-        """Close a connection. One that may not answer is shut first, so that closing waits for nothing.
-
-        It is not watched any more: its file descriptor may soon be that of another connection.
-        """
-        self._forget(connection)
-        with suppress(psycopg.Error):
-            if connection.pgconn.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-                _shut(connection.fileno())
-        with suppress(psycopg.Error):
-            connection.close()
-
-    def _forget(self, connection: Connection) -> None:
-        with self._mutex:
-            self._watched.pop(id(connection), None)
-
-    def _run(self) -> None:
-        idle = 0
-        while idle < IDLE_WATCHES_MAX:
-            time.sleep(WATCH_S)
-            now = time.monotonic()
-            with self._mutex:
-                idle = 0 if self._watched else idle + 1
-                for key, (deadline, fd) in list(self._watched.items()):
-                    if now > deadline:
-                        del self._watched[key]
-                        _shut(fd)
-                if idle >= IDLE_WATCHES_MAX:
-                    self._runs = False
-
-
-def _shut(fd: int) -> None:
-    """Shut a socket that another thread waits on, without closing its descriptor."""
-    with suppress(OSError):
-        copy = socket.socket(fileno=os.dup(fd))
-        with copy:
-            copy.shutdown(socket.SHUT_RDWR)
+    Behind a pooler each transaction may have another process of the server, and libpq knows none of them.
+    """
+    mark = (session.get_value(0, 0) or b"").decode() if session.ntuples else ""
+    return mark if mark.startswith(f"{connection.pgconn.backend_pid}-") else ""
 
 
 class Pool:
@@ -345,11 +284,8 @@ def _apply(connection: Connection, schema: str, number: int, script: str) -> Non
         f"CREATE TABLE IF NOT EXISTS {schema}.migrations "
         "(version int PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
     )
-    done = connection.pgconn.exec_(
-        f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})".encode()
-    )
     try:
-        check(connection, done)
+        connection.run(f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})")
     except (psycopg.errors.InsufficientPrivilege, psycopg.OperationalError):
         raise
     except psycopg.Error as error:

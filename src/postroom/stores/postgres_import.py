@@ -6,18 +6,21 @@ Rule 2: ids, numbers, tokens and positions stay as they are, and the steady cloc
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from postroom.core.ids import new_id
 from postroom.errors import InvalidMessage
 from postroom.message import Event, Record
 from postroom.stores.base import Counted, Kept, Listing
+from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.stores.event_runs import pack
 from postroom.stores.postgres import NANOS_PER_US, OFFSET, PostgresStore
-from postroom.stores.postgres_rows import to_sql
+from postroom.stores.postgres_rows import from_sql, to_sql
 from postroom.stores.postgres_trips import Connection
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
+from postroom.system.encryption import Encryption
 
 PAGE = 1_000
 _NOW_US = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
@@ -27,21 +30,51 @@ def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
     """Copy `source`, which nobody may write meanwhile. Returns what was copied."""
     identity = source.identity()
     target.identity()  # creates the schema
-    queries = target.writing
+    queries, sealed = target.writing, _Sealed(identity, target.encryption)
     with target.connected() as connection, connection.transaction():
         connection.execute("SET LOCAL statement_timeout = 0")
         connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [target.address.schema])
         if connection.execute(queries["is_used"]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
             raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
         copied = {
-            "records": _copy(connection, queries["copy_records"], _record_rows(source, identity)),
-            "cells": _copy(connection, queries["copy_cells"], _cell_rows(source)),
-            "events": _copy_events(connection, queries["copy_events"], source),
+            "records": _copy(connection, queries["copy_records"], sealed.records(source)),
+            "cells": _copy(connection, queries["copy_cells"], sealed.cells(source)),
+            "events": _copy_events(connection, queries["copy_events"], source, sealed),
         }
         _copy(connection, queries["copy_counts"], _count_rows(source))
         _continue(connection, queries, source, identity)
     target.reopen()
     return copied
+
+
+class _Sealed:
+    """Rows of the source as the target stores them: encrypted when the target is."""
+
+    def __init__(self, identity: str, encryption: Encryption | None) -> None:
+        self._identity = identity
+        self._encryption = encryption
+
+    def value(self, value: bytes, place: str) -> bytes:
+        return value if self._encryption is None else self._encryption.seal(value, place)
+
+    def batch(self, number: int, batch: bytes) -> bytes:
+        return self.value(batch, batch_place(self._identity, number))
+
+    def records(self, source: Store) -> Iterator[tuple[Any, ...]]:
+        for *facts, payload, result, trail in _record_rows(source, self._identity):
+            place = partial(record_place, self._identity, seq=facts[0])
+            if result is not None:
+                result = self.value(result, place("result"))  # noqa: PLW2901 - the row is rebuilt
+            if trail is not None and self._encryption is not None:
+                line = self._encryption.seal_line(trail.decode(), place("trail"))
+                trail = f"{line}\n".encode()  # noqa: PLW2901 - as above
+            yield (*facts, self.value(payload, place("payload")), result, trail)
+
+    def cells(self, source: Store) -> Iterator[tuple[str, str, bytes]]:
+        for kind, key, value in _cell_rows(source):
+            name = from_sql(kind)
+            place = cell_place(self._identity, name, from_sql(key))
+            yield kind, key, value if name in PLAIN_CELLS else self.value(value, place)
 
 
 def is_empty(target: PostgresStore) -> bool:
@@ -96,13 +129,14 @@ def _cell_rows(source: Store) -> Iterator[tuple[str, str, bytes]]:
             after = page[-1][0]
 
 
-def _copy_events(connection: Connection, query: str, source: Store) -> int:
+def _copy_events(connection: Connection, query: str, source: Store, sealed: _Sealed) -> int:
     count, after = 0, 0
     with connection.cursor().copy(query) as copy:  # type: ignore[arg-type, unused-ignore]
         while page := source.events(after, PAGE):
             events: list[Event] = list(page)
             after = events[-1].seq
-            copy.write_row((events[0].seq, 0, len(events), after, pack([*events]).encode()))
+            number, batch = events[0].seq, pack([*events]).encode()
+            copy.write_row((number, 0, len(events), after, sealed.batch(number, batch)))
             count += len(events)
     return count
 

@@ -1,11 +1,17 @@
 """What a handle on PostgreSQL knows between two transactions, and text as PostgreSQL can hold it."""
 
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.stores.base import FOREVER_NS
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import LimitsCache
+
+DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 
 
 class ConflictError(Exception):
@@ -32,12 +38,24 @@ class Known(OwnIds):
         self.habits = _Habits()
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
+        self._deadlines_due_s = 0.0
+        """When a transaction should read the deadlines as it begins, by the clock of this process."""
         self.depths: dict[str, tuple[int, int]] = {}
         """How many records waited in a queue, and when that was read."""
         self.scans: dict[tuple[str, str, int], None] = {}
         """Cells that transactions read together: they are read when the next one begins."""
         self.keeps_up = True
         """Whether the last claim found less than it asked for."""
+
+    def set_deadlines(self, ends: Sequence[int | None], now_ns: int) -> None:
+        """Keep the first of the deadlines that were read at `now_ns`."""
+        self.deadlines = min((end for end in ends if end is not None), default=FOREVER_NS), now_ns
+        self._deadlines_due_s = time.monotonic() + DEADLINES_KNOWN_NS / 2 / NANOS_PER_S
+
+    @property
+    def wants_deadlines(self) -> bool:
+        """Whether the deadlines are soon too old, so that a trip that is made anyway should read them."""
+        return time.monotonic() >= self._deadlines_due_s
 
     @property
     def has_spare(self) -> bool:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from postroom.message import Record
-from postroom.stores.base import (
-    FOREVER_NS,
-    Head,
-)
+from postroom.stores.base import Head
+from postroom.stores.postgres_known import DEADLINES_KNOWN_NS
 from postroom.stores.postgres_ledger import (
     NUMBERS_AT_ONCE,
     ActiveLanes,
@@ -23,7 +21,6 @@ from postroom.stores.postgres_rows import (
 )
 
 ACTIVE_MAX = 100  # lanes of organizations that are read together, as in `all_active`
-DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 HEADS_PEEKED_MAX = 8  # first records of a queue and lane that are read with the lanes, as in `all_heads`
 
 
@@ -171,7 +168,6 @@ class PostgresLanes(PostgresLedger):
         first_ns, read_ns = self._known.deadlines
         now = self.steady_ns
         if first_ns <= now or not read_ns <= now < read_ns + DEADLINES_KNOWN_NS:
-            ends = self._ask_records("first_deadlines", ())[0]
-            first_ns = min((end for end in ends if end is not None), default=FOREVER_NS)
-            self._known.deadlines = first_ns, now
+            self._known.set_deadlines(self._ask_records("first_deadlines", ())[0], now)
+            first_ns, _ = self._known.deadlines
         return first_ns <= now

@@ -251,7 +251,7 @@ class PostgresLedger(Transaction):
         record = self.record(message_id)
         if record is None:
             return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self._ask("stored", (record.seq,))[0]
+        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
         envelope = Envelope(
             message_id=message_id,
             queue=record.queue,
@@ -271,16 +271,25 @@ class PostgresLedger(Transaction):
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
 
     def kept(self, record: Record) -> Kept:
-        kind, parent, key, *facts, trail = self._ask("stored", (record.seq,))[0]
+        kind, parent, key, *facts, trail = self.stored_facts(record.seq)
         return _kept_from(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
+
+    def stored_facts(self, seq: int) -> tuple[Any, ...]:
+        """What a row holds besides its record."""
+        facts: tuple[Any, ...] = self._ask("stored", (seq,))[0]
+        return facts
 
     def kinds(self) -> list[str]:
         return [from_sql(kind) for (kind,) in self._ask("kinds")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
-        found = {own[seq]: payload for seq, payload in self._ask_records("payloads", ([*own],))}
+        found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
         return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+
+    def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Payloads by the numbers of their records."""
+        return dict(self._ask_records("payloads", ([*numbers],)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self.changes += 1
@@ -298,11 +307,14 @@ class PostgresLedger(Transaction):
             trail = [] if change.before is None else lifecycle.trail(change.before, step)
             if deadline_ns := r.lease_until or r.due:
                 self._ends_at(deadline_ns)
-            lines = b"".join(_encode(event) + b"\n" for event in trail) or None
-            self._updates.append(changed_row(r, step.result, lines))
+            self._updates.append(changed_row(r, step.result, self.trail_lines(r.seq, trail)))
         for (queue, what), n in count_changes(changes, events).items():
             self._count(queue, what, n)
         self._append(events, len(events))
+
+    def trail_lines(self, seq: int, events: Sequence[Event]) -> bytes | None:  # noqa: ARG002 - of its place
+        """The stored form of events of a record; None without any."""
+        return b"".join(_encode(event) + b"\n" for event in events) or None
 
     def _append(self, parts: Sequence[Part], count: int) -> None:
         if self._new:
@@ -335,6 +347,7 @@ class PostgresLedger(Transaction):
 
     def _write_new(self) -> None:
         """Send new records, and keep their events."""
+        payloads = self.new_payloads(self._new_first)
         run, first, self._new = self._new, self._new_first, []
         e, now = run[0], self.steady_ns
         values = {
@@ -344,25 +357,22 @@ class PostgresLedger(Transaction):
             "now": now, "expires": now + e.ttl_ns if e.ttl_ns else 0, "durability": e.durability,
             "wall_us": self.wall_us, "sender": to_sql(e.sender), "type": to_sql(e.type),
             "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
-            "payloads": [each.payload for each in run],
+            "payloads": payloads,
         }  # fmt: skip
         self._pending.append((self._queries["insert_alike"], values))
         sizes = [len(each.payload) for each in run]
         facts = [each.facts for each in run] if any(each.facts for each in run) else ()
         self.parts.append(
             NewRun(
-                first,
-                self.wall_us,
-                e.queue,
-                e.priority,
-                e.type,
-                e.parent_message_id,
-                e.delay_ns,
-                sizes,
+                first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, e.delay_ns, sizes,
                 facts,
             )
-        )
+        )  # fmt: skip
         self.event_count += len(run) * (1 if e.delay_ns else EVENTS_PER_NEW)
+
+    def new_payloads(self, first: int) -> list[bytes]:  # noqa: ARG002 - an encrypted payload needs its place
+        """The stored payloads of new records, the first of which has the number `first`."""
+        return [each.payload for each in self._new]
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self.changes += 1
@@ -540,11 +550,20 @@ class PostgresLedger(Transaction):
             found += [event for row in rows for event in self._unpacked(row) if event.seq > after]
         return found[:limit]
 
-    def _unpacked(self, row: tuple[int, int, bytes]) -> Iterator[Event]:
+    def _unpacked(self, row: tuple[int, int, int, bytes]) -> Iterator[Event]:
         """The events of a commit, with their positions as numbers."""
-        position, count, batch = row
-        for seq, event in enumerate(unpack(bytes(batch).decode(), self.store_id), position - count + 1):
+        position, count, number, batch = row
+        text = self.unpacked(number, batch)
+        for seq, event in enumerate(unpack(text, self.store_id), position - count + 1):
             yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
+
+    def packed(self) -> bytes:
+        """The stored form of the events."""
+        return pack(self.parts).encode()
+
+    def unpacked(self, number: int, batch: bytes) -> str:  # noqa: ARG002 - an encrypted batch needs its place
+        """The inverse of `packed`, for the row of a number."""
+        return bytes(batch).decode()
 
     # ---- the commit -----------------------------------------------------------------------------------
 
@@ -563,8 +582,8 @@ class PostgresLedger(Transaction):
     def commit(self, writer: int) -> None:
         """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
-        batch = pack(self.parts).encode()
         statements = self._unsent()
+        batch = self.packed()
         if changes:
             statements.append((self._queries["count"], tuple(map(list, zip(*changes, strict=True)))))
         values = self.last_number, writer, self.event_count, batch

@@ -11,6 +11,7 @@ psycopg's own pipelines wait for the socket after every statement, which costs t
 import itertools
 import re
 import struct
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -55,12 +56,37 @@ class Connection(psycopg.Connection[Any]):
         """The names of prepared statements."""
         self._numbers = itertools.count()
         self.watchdog: Any = None
-        """Ends the waits of this connection: see `postgres_connection`."""
+        """Ends the waits of this connection: see `postgres_watchdog`."""
+        self.waits_since = 0.0
+        """Since when this connection waits for an answer; 0 while it does not."""
+        self.mark = ""
+        """Names its session on the server; empty when that is not known."""
 
     def watched(self) -> AbstractContextManager[None]:
         """During the block, a server that does not answer in time is given up."""
         watching: AbstractContextManager[None] = self.watchdog.watching(self)
         return watching
+
+    def wait(self, *args: Any, **options: Any) -> Any:
+        self.waits_since = time.monotonic()
+        try:
+            return super().wait(*args, **options)
+        finally:
+            self.waits_since = 0.0
+
+    def run(self, text: str) -> Any:
+        """Run SQL without parameters, one statement or several; the result of the last one."""
+        result = self.run_unchecked(text)
+        check(self, result)
+        return result
+
+    def run_unchecked(self, text: str) -> Any:
+        """As `run`. An error is in the result, and is not raised."""
+        self.waits_since = time.monotonic()
+        try:
+            return self.pgconn.exec_(text.encode())
+        finally:
+            self.waits_since = 0.0
 
     def trip(self, statements: Sequence[Statement]) -> list[Answer]:
         """Run statements in one trip, and return their outcomes."""

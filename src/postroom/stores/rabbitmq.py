@@ -22,6 +22,7 @@ import msgspec
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidSetting
 from postroom.message import Event, Record, org_of
+from postroom.stores import rabbitmq_lanes
 from postroom.stores.base import Counted, Listing, ready
 from postroom.stores.rabbitmq_lanes import (
     OWN_LANES_MAX,
@@ -50,6 +51,7 @@ T = TypeVar("T")
 PREFETCH_DEFAULT = 20
 PREFETCH_MAX = 1_000
 RECONCILE_S = 30.0
+HELD_LOOK_S = 10.0  # how often deliveries that are held too long are looked for
 REPUBLISHED_A_SWEEP_MAX = 10_000  # records of one home; the next sweep continues
 START_S = 5.0  # how long the first call waits for the broker
 HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
@@ -278,19 +280,22 @@ class RabbitStore(Store):
     # ---- repairing -----------------------------------------------------------------------------
 
     def _keep_reconciling(self, repairs: "SimpleQueue[str]") -> None:
-        due = time.monotonic() + RECONCILE_S
+        look_at = time.monotonic() + HELD_LOOK_S
+        sweep_at = time.monotonic() + RECONCILE_S
         while True:
             try:
-                what = repairs.get(timeout=max(0.0, due - time.monotonic()))
+                what = repairs.get(timeout=max(0.0, look_at - time.monotonic()))
             except Empty:
-                what, due = "", time.monotonic() + RECONCILE_S
+                what, look_at = "", time.monotonic() + HELD_LOOK_S
             if what == STOP:
                 return
             try:
                 if what == LOOK:
                     self._started().receive(self._ledger.read(self._known_homes))
-                else:
-                    self._return_old(time.monotonic() - RECONCILE_S)
+                    continue
+                self._give_back_held(time.monotonic() - rabbitmq_lanes.HELD_S)
+                if time.monotonic() >= sweep_at:
+                    sweep_at = time.monotonic() + RECONCILE_S
                     if self._ledger.write(self._take_sweep, makes_room=True):
                         self.reconcile()
             except Exception as error:  # noqa: BLE001 - whatever it is, the next sweep must come
@@ -312,7 +317,8 @@ class RabbitStore(Store):
         published twice is claimed once.
         """
         broker = self._started()
-        broker.receive(self._ledger.read(self._known_homes) if self._wakes else ())
+        if self._wakes:
+            broker.receive(self._ledger.read(self._known_homes))
         waiting: dict[str, int] = {}
         queues: dict[str, list[str]] = {}
         for queue, counts in self._ledger.depths().items():
@@ -342,21 +348,30 @@ class RabbitStore(Store):
         self._started().publish(outgoing, [home])
         return len(records)
 
-    def _return_old(self, before: float) -> None:
-        """Publish deliveries that wait too long here again, so that another process can have them.
+    def _give_back_held(self, before: float) -> None:
+        """Publish deliveries that are held too long again, so that another process can have them.
 
-        The broker ends a connection that keeps a delivery for half an hour.
+        So no delivery is held for longer than `HELD_S` and `HELD_LOOK_S` together, which is less than the
+        shortest consumer timeout that RabbitMQ supports, a minute. They are published and not rejected,
+        because a quorum queue drops a message that was returned too often.
         """
-        old = self.deliveries.take_old(before)
-        known = self._ledger.read(
-            lambda transaction: {
-                head.record.message_id: head.record
-                for head in transaction.heads([each.note.message_id for each in old])
-            }
+        held = self.deliveries.take_held(before)
+        if not held:
+            return
+        try:
+            known = self._ledger.read(
+                lambda transaction: {
+                    head.record.message_id: head.record
+                    for head in transaction.heads([each.note.message_id for each in held])
+                }
+            )
+        except BaseException:
+            self.deliveries.put_back(held)  # the next look tries again
+            raise
+        self._started().publish(
+            [Outgoing(each.home, each.note) for each in held if self._still_waits(each, known)]
         )
-        outgoing = [Outgoing(each.home, each.note) for each in old if self._still_waits(each, known)]
-        self._started().publish(outgoing)
-        self._started().acknowledge(old)
+        self._started().acknowledge(held)
 
     def _still_waits(self, delivery: Delivery, known: dict[str, Record]) -> bool:
         record = known.get(delivery.note.message_id)

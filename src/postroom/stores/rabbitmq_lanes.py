@@ -34,6 +34,7 @@ DELAY_EXPIRY_MS_MIN = 60_000
 CLAIMED_KNOWN_MAX = 10_000  # messages claimed from the ledger whose deliveries are refused at once
 STALE_S = 0.1  # a delivery of a lane that is empty in the ledger is dropped after this time
 WAKE_S = 0.002  # a worker that has deliveries is woken by further ones after this time
+HELD_S = 30.0  # a delivery that no worker of this process claims is given back after this time
 SILENCE_S = 1.0  # without deliveries for this time, a worker claims from the ledger itself
 
 
@@ -208,8 +209,16 @@ class Deliveries:
                 del self._waiting[home, lane]
             return taken
 
+    def take_held(self, before: float) -> list[Delivery]:
+        """Take out every delivery that arrived before a time."""
+        held = self.take_old(before)
+        with self._mutex:
+            held += [each for each in self._pending if each.arrived < before]
+            self._pending = deque(each for each in self._pending if each.arrived >= before)
+        return held
+
     def take_old(self, before: float, lane: int | None = None) -> list[Delivery]:
-        """Take out every delivery, of one lane or of all, that arrived before a time."""
+        """Take out deliveries, of one lane or of all, that can be claimed and arrived before a time."""
         with self._mutex:
             old: list[Delivery] = []
             for key, waiting in list(self._waiting.items()):

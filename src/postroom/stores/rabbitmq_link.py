@@ -31,6 +31,7 @@ RECONNECT_S_MAX = 2.0
 ANSWER_S = 10.0  # how long the broker may take to answer a question
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_LOOK_S = 0.01
+HOST_EXPIRY_MS = 60_000  # after a crash of the broker, another host may use the lanes after this time
 HOST_REFUSED = 406  # PRECONDITION_FAILED
 NO_TAG = 2**64
 
@@ -369,14 +370,19 @@ class Broker:
             self._host_accepted(channel)
             return
         # The queue lives as long as one process consumes it, and no process of another host can declare it.
-        arguments = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": self._host}
-        name = f"{self._topology.prefix}.host"
+        # It is durable, because RabbitMQ 4.3 refuses other queues that several connections share.
+        arguments = {
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": self._host,
+            "x-expires": HOST_EXPIRY_MS,
+        }
+        name = f"{self._topology.prefix}.one-host"
 
         def declared(_frame: Any) -> None:
             channel.basic_consume(name, lambda *_: None, auto_ack=True)
             self._host_accepted(channel)
 
-        channel.queue_declare(name, auto_delete=True, arguments=arguments, callback=declared)
+        channel.queue_declare(name, durable=True, auto_delete=True, arguments=arguments, callback=declared)
 
     def _host_accepted(self, channel: Any) -> None:
         self._asking = channel

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,9 +23,12 @@ import msgspec
 from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
+from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
-from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, ask
+from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, Reading, ask
+from postroom.stores.sqlite_conversion import sqlite_values
+from postroom.stores.sqlite_encrypted import EncryptedSqliteReading, EncryptedSqliteTransaction
 from postroom.stores.sqlite_file import (
     BUSY_TIMEOUT_S,
     check_kind,
@@ -39,6 +43,7 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
 from postroom.system.clock import Clock, SystemClock
+from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_needed
 from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
 
@@ -66,9 +71,11 @@ class SqliteStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
         reserve_bytes: int = RESERVE_BYTES,
         store_id: str | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         check_library()
         self.path = Path.cwd() / path
+        self.encryption = encryption
         self.url = f"sqlite:///{self.path}"
         self._clock = SystemClock() if clock is None else clock
         self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
@@ -86,6 +93,9 @@ class SqliteStore(Store):
         """Whether `_known` matches the file, apart from commits of other processes."""
         self._moved_to = ""
         """The address of the store that replaced this one."""
+        self._keys = ""
+        """The keys in use, as the file notes them; empty without encryption."""
+        self._look_at_keys = 0.0
         self._transaction: SqliteTransaction | None = None
         self._wal_fd = -1
         self._look_at_wal = 0
@@ -148,7 +158,13 @@ class SqliteStore(Store):
         if self._moved_to:
             raise StoreMoved(self.url, self._moved_to)
         now_ns = self._offset_ns + clock.boot_ns()
-        transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        transaction: SqliteTransaction
+        if self.encryption is None:
+            transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        else:
+            transaction = EncryptedSqliteTransaction(
+                self._known, cursor, now_ns, clock.wall_us(), self.encryption
+            )
         self._transaction = transaction
         return transaction
 
@@ -175,7 +191,31 @@ class SqliteStore(Store):
             self._known.catch_up(cursor, from_start=from_start)
             moved = ask(cursor, FACT, (MOVED,))
             self._moved_to = str(moved[0][0]) if moved else ""
+            self._check_keys(cursor)
             self._settled = True
+
+    def _check_keys(self, connection: Reading) -> None:
+        """Refuse a file whose keys this handle does not have. Another process may have added a key."""
+        found = ask(connection, FACT, (KEYS_FACT,))
+        noted = str(found[0][0]) if found else ""
+        if noted != self._keys:
+            if self.encryption is None:
+                raise key_needed(self.url)
+            self.encryption.check(self.url, KeysInUse.decode(noted) if noted else None)
+            self._keys = noted
+
+    def _note_keys(self, connection: apsw.Connection) -> None:
+        """Note the current key when the file is opened. The first key turns encryption on."""
+        self._keys = ""
+        if self.encryption is None:
+            self._check_keys(connection)
+            return
+        found = ask(connection, FACT, (KEYS_FACT,))
+        noted = KeysInUse.decode(found[0][0]) if found else None
+        in_use = self.encryption.check(self.url, noted)
+        if in_use != noted:
+            connection.execute(SET_FACT, (KEYS_FACT, in_use.encode()))
+        self._keys = in_use.encode()
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
         transaction.flush()
@@ -340,6 +380,13 @@ class SqliteStore(Store):
             cursor, clock = self._reader.cursor(), self._clock
             now_ns = self._offset_ns + clock.boot_ns()
             with sql_transaction(self._reader, "DEFERRED"):
+                if self.encryption is not None:
+                    return work(
+                        EncryptedSqliteReading(self._known, cursor, now_ns, clock.wall_us(), self.encryption)
+                    )
+                if (now := time.monotonic()) >= self._look_at_keys:
+                    self._check_keys(cursor)
+                    self._look_at_keys = now + FILE_LOOK_S
                 return work(SqliteReading(self._known, cursor, now_ns, clock.wall_us()))
 
     def wall_us(self) -> int:
@@ -365,6 +412,71 @@ class SqliteStore(Store):
                 if to:
                     connection.execute(SET_FACT, (MOVED, to))
             self._settled = False
+
+    # ---- encryption ----------------------------------------------------------------------------
+
+    def keys_in_use(self) -> KeysInUse | None:
+        self._open_file()
+        return KeysInUse.decode(self._keys) if self._keys else None
+
+    @contextmanager
+    def _converting(self) -> Iterator[tuple[apsw.Connection, Values]]:
+        """A transaction of the writing connection, for work on stored values."""
+        self._open_file()
+        if self.encryption is None:
+            raise self._not_encrypted()
+        with self._translated(), self._alone() as connection:
+            if connection is None:
+                raise HandleDead(self.path)
+            with sql_transaction(connection):
+                self._check_keys(connection)
+                yield connection, sqlite_values(self._known.store_id, self.encryption)
+
+    def convert(self) -> Progress:
+        with self._converting() as (connection, values):
+            assert self.encryption is not None  # noqa: S101 - for the type checker: just checked
+            connection.execute("PRAGMA secure_delete = ON")
+            found = ask(connection, FACT, (PROGRESS_FACT,))
+            before = progress_of(str(found[0][0]) if found else None, self.encryption)
+            after = values.convert(partial(ask, connection), connection.execute, before)
+            connection.execute(SET_FACT, (PROGRESS_FACT, msgspec.json.encode(after).decode()))
+        return after
+
+    def count_keys(self) -> dict[str, int]:
+        self._open_file()
+        if self.encryption is None:
+            raise self._not_encrypted()
+        values = sqlite_values(self._known.store_id, self.encryption)
+        with self._reading, self._translated():
+            if self._reader is None:
+                self._reader = connect(self.path)
+            with sql_transaction(self._reader, "DEFERRED"):
+                return values.count(partial(ask, self._reader))
+
+    def retire_key(self, fingerprint: str) -> None:
+        """As in `Store`. Values are counted beside the writers: no commit uses a key that is not current."""
+        noted = self.keys_in_use()
+        if noted is None:
+            raise self._not_encrypted()
+        without_key(self.url, noted, fingerprint, {})
+        counts = self.count_keys()
+        with self._converting() as (connection, _):
+            kept = without_key(self.url, KeysInUse.decode(self._keys), fingerprint, counts).encode()
+            connection.execute(SET_FACT, (KEYS_FACT, kept))
+        self._keys = kept
+
+    def wipe(self) -> bool:
+        """Rewrite the file and empty its WAL. Writers wait; a long reader keeps the WAL."""
+        self._open_file()
+        with self._translated(), self._alone() as connection:
+            if connection is None:
+                raise HandleDead(self.path)
+            connection.execute("VACUUM")
+            try:
+                connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            except apsw.BusyError:
+                return False
+        return True
 
     def sync(self) -> None:
         """Sync the WAL. SQLite syncs the database before it reuses the WAL.
@@ -397,6 +509,7 @@ class SqliteStore(Store):
             found = ask(connection, FACT, ("store_id",))
             if not found:
                 connection.execute(SET_FACT, ("store_id", self._new_store_id))
+            self._note_keys(connection)
         self._known = Known(str(found[0][0]) if found else self._new_store_id)
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0

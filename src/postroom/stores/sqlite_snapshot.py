@@ -7,6 +7,7 @@ Rule 2: every call sees the state of the moment at which the snapshot was opened
 
 import os
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -18,10 +19,13 @@ from postroom.errors import StoreDamaged, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.sql.queries import FACT, ask
+from postroom.stores.sqlite_conversion import sqlite_values
+from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
 from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
 from postroom.stores.sqlite_transaction import Known, SqliteReading
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
+from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_file_encryption, key_needed
 
 T = TypeVar("T")
 
@@ -104,6 +108,11 @@ class SqliteSnapshot:
         return str(found[0][0]) if found else ""
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether reading values needs a key file."""
+        return bool(self.fact(KEYS_FACT))
+
+    @property
     def has_clock(self) -> bool:
         """Whether the store's clock runs: it stands still from a reboot to the next start of a server."""
         return self.fact("clock_boot_id") == self._clock.boot_id()
@@ -112,8 +121,22 @@ class SqliteSnapshot:
         """Run `work` on the state. It must not write."""
         offset_ns = int(self.fact("clock_offset_ns") or 0) if self.has_clock else 0
         now_ns = offset_ns + self._clock.boot_ns()
-        known = Known(self.identity())
-        return work(SqliteReading(known, self._connection.cursor(), now_ns, self._clock.wall_us()))
+        known, cursor = Known(self.identity()), self._connection.cursor()
+        encryption = self._encryption()
+        if encryption is None:
+            return work(SqliteReading(known, cursor, now_ns, self._clock.wall_us()))
+        return work(EncryptedSqliteReading(known, cursor, now_ns, self._clock.wall_us(), encryption))
+
+    def _encryption(self) -> Encryption | None:
+        """The encryption by the key file of the environment, when the file needs one."""
+        noted = self.fact(KEYS_FACT)
+        if not noted:
+            return None
+        encryption = key_file_encryption(None)
+        if encryption is None:
+            raise key_needed(str(self.path))
+        encryption.check(str(self.path), KeysInUse.decode(noted))
+        return encryption
 
     def events(self, after: int, limit: int) -> list[Event]:
         """Committed events after a position."""
@@ -130,7 +153,8 @@ class SqliteSnapshot:
         try:
             faults = self.page_faults()
             if not faults and self.is_current:
-                faults = [*self._wrong_counters(), *self._missing_events()]
+                faults = [*self._wrong_counters(), *self._unreadable_values()]
+                faults = faults or self._missing_events()
         except apsw.Error as error:
             return [str(error)]
         except (ValueError, IndexError) as error:  # a column holds an unexpected value
@@ -161,6 +185,20 @@ class SqliteSnapshot:
             for queue, what in sorted({*said, *real})
             if said.get((queue, what), 0) != real.get((queue, what), 0)
         ]
+
+    def count_keys(self, encryption: Encryption) -> dict[str, int]:
+        """How many values need each key, by fingerprint; "" for values that are not encrypted."""
+        values = sqlite_values(self.identity(), encryption)
+        return values.count(lambda query, bound: ask(self._connection, query, bound))
+
+    def _unreadable_values(self) -> list[str]:
+        """Encrypted values that were changed, or belong to another record. Without encryption, none."""
+        encryption = self._encryption()
+        if encryption is None:
+            return []
+        values = sqlite_values(self.identity(), encryption)
+        found = values.unreadable(lambda query, bound: ask(self._connection, query, bound))
+        return [str(error) for error in islice(found, FAULTS_SHOWN_MAX)]
 
     def _missing_events(self) -> list[str]:
         """Event numbers have no gap, apart from the removed ones at the beginning."""

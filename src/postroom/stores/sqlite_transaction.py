@@ -67,6 +67,7 @@ from postroom.stores.sql.queries import (
 from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, LimitsCache, Transaction
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
+CELLS_KEPT_MAX = 64  # cells that a transaction keeps after it has read them
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each of them: SQLite holds them all at once
 
@@ -185,6 +186,9 @@ class SqliteTransaction(Transaction):
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with the last numbers."""
         self._new_traits: tuple[Any, ...] | None = None
+        self._cells_read: dict[tuple[str, str], bytes | None] = {}
+        self._no_cells: set[str] = set()
+        """Kinds that have no cells."""
         self.counts: dict[tuple[int, Counted], int] = {}
         """What the transaction did to the counters. After a rollback the store reads them again."""
 
@@ -307,9 +311,7 @@ class SqliteTransaction(Transaction):
         record = self.record(message_id)
         if record is None:
             return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = ask(
-            self._cursor, sql.STORED, (record.seq,)
-        )[0]
+        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
         envelope = Envelope(
             message_id=message_id,
             queue=record.queue,
@@ -329,16 +331,25 @@ class SqliteTransaction(Transaction):
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
 
     def kept(self, record: Record) -> Kept:
-        *facts, trail = ask(self._cursor, sql.STORED, (record.seq,))[0]
+        *facts, trail = self.stored_facts(record.seq)
         return _kept_from(*facts, (trail or "").encode())
+
+    def stored_facts(self, seq: int) -> tuple[Any, ...]:
+        """What a row holds besides its record."""
+        facts: tuple[Any, ...] = ask(self._cursor, sql.STORED, (seq,))[0]
+        return facts
 
     def kinds(self) -> list[str]:
         return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
-        found = {own[seq]: payload for seq, payload in ask(self._cursor, sql.PAYLOADS, (_numbers([*own]),))}
+        found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
         return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+
+    def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Payloads by the numbers of their records."""
+        return dict(ask(self._cursor, sql.PAYLOADS, (_numbers(numbers),)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self.changes += 1
@@ -398,19 +409,35 @@ class SqliteTransaction(Transaction):
 
     # ---- cells and lanes -----------------------------------------------------------------------
 
+    # Cells do not depend on records, so new records stay unwritten: many of them become one statement. The
+    # calls of one commit read the same few cells, and each statement lets another thread run.
+
     def cell(self, kind: str, key: str) -> bytes | None:
-        rows = ask(self._cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
-        return bytes(rows[0][0]) if rows else None
+        read = self._cells_read
+        if (kind, key) in read:
+            return read[kind, key]
+        rows = ask(self._raw_cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
+        value = bytes(rows[0][0]) if rows else None
+        if len(read) < CELLS_KEPT_MAX and kind != CHUNKS:
+            read[kind, key] = value
+        return value
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
+        self._cells_read.pop((kind, key), None)
+        self._no_cells.discard(kind)
         if value is None:
-            self._cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
+            self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            self._cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
+            self._raw_cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return ask(self._cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
+        if kind in self._no_cells:
+            return []
+        found = ask(self._raw_cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
+        if not found and not after:
+            self._no_cells.add(kind)
+        return found
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = ask(self._cursor, sql.PULL, (_line(self._queue(queue), lane), limit))
@@ -434,10 +461,15 @@ class SqliteTransaction(Transaction):
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         return list(self._events(max(0, stored - 1)))[-1:]
 
+    def newest_event(self) -> int:
+        """Read from the indexes: the last row of events may be a run of thousands."""
+        [(newest,)] = ask(self._cursor, sql.NEWEST_EVENT)
+        return int(newest)
+
     def _events(self, after: int) -> Iterator[Event]:
         """The events of every row that can hold one behind `after`, then the implied ones."""
-        for (batch,) in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
-            yield from unpack(batch, self.store_id)
+        for last, batch in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
+            yield from unpack(self.unpacked(last, batch), self.store_id)
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         for run in self._implied_runs(stored, FOREVER_NS):
             yield from run.events(self.store_id)
@@ -478,8 +510,16 @@ class SqliteTransaction(Transaction):
             self.parts[:0] = self._implied_runs(known.stored, known.newest)
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
-            values = last, self.wall_us, encode(counts).decode(), pack(self.parts)
+            values = last, self.wall_us, encode(counts).decode(), self.packed(last)
             self._raw_cursor.execute(sql.NEW_EVENTS, values)
+
+    def packed(self, last: int) -> str | bytes:  # noqa: ARG002 - an encrypted batch is bound to its number
+        """The stored form of the events up to a number."""
+        return pack(self.parts)
+
+    def unpacked(self, last: int, batch: str | bytes) -> str:  # noqa: ARG002 - as in `packed`
+        """The inverse of `packed`."""
+        return str(batch)
 
     def _fold(self, last: int) -> None:
         """Write the counters, so that they can be read without the events up to the last one."""
@@ -575,6 +615,10 @@ class SqliteTransaction(Transaction):
                 facts,
             )
         )  # fmt: skip
+
+    def step_of_new(self) -> int:
+        """The distance of the numbers of new records: how many events each of them has."""
+        return 1 if self._new[0].delay_ns else EVENTS_PER_NEW
 
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""

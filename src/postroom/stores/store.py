@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event, Record, Stored
 from postroom.stores.base import Counted, Pick, by_state
+from postroom.stores.conversion import Progress
 from postroom.stores.transaction import Transaction
+from postroom.system.encryption import KeysInUse
 
 T = TypeVar("T")
 
@@ -117,6 +119,29 @@ class Store(ABC):
     def set_moved(self, to: str) -> None:  # noqa: ARG002
         """Refuse every write of every process from now on with `StoreMoved`; an empty `to` ends that."""
         raise InvalidMessage(f"{self.url} cannot be moved: only stores in SQLite files can")
+
+    def keys_in_use(self) -> KeysInUse | None:
+        """The keys that encrypted values of the store may need; None without encryption."""
+        return None
+
+    def convert(self) -> Progress:
+        """Encrypt some more values with the current key, in one short transaction."""
+        raise self._not_encrypted()
+
+    def count_keys(self) -> dict[str, int]:
+        """How many values need each key, by fingerprint; "" for values that are not encrypted."""
+        raise self._not_encrypted()
+
+    def retire_key(self, fingerprint: str) -> None:  # noqa: ARG002 - for a store with encryption
+        """Note that the store needs a key no longer. Raises while a value needs it."""
+        raise self._not_encrypted()
+
+    def wipe(self) -> bool:
+        """Overwrite what deleted and replaced values left in the store's own files, if that is possible."""
+        return False
+
+    def _not_encrypted(self) -> InvalidSetting:
+        return InvalidSetting(f"{self.url} is not encrypted: name a key file")
 
     def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
         """How wake-ups reach other machines: what connects to the database, and the name of a channel."""

@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from postroom import Tasks
 from postroom.cli.pipeline import pipeline
+from postroom.runtime.audit_table import export_table, opened_table
+from postroom.runtime.shipping import Sources
+from postroom.settings import AuditSettings
+from postroom.testing.postgres_server import PostgresServer
+from tests.postgresserver import database, postgres
 from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import MESSAGES, TablesOf
 from tests.spark.stories import write_segment
+
+__all__ = ["database", "postgres"]  # fixtures
 
 
 @pytest.fixture
@@ -52,6 +60,27 @@ def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], comm
     assert summary["rows"]["gold_sla"] > 0
     assert "gold_sla" in done.stderr
     assert "gold_latency" not in done.stderr  # it is as its sources are
+
+
+def test_exported_audit_table_runs_through_the_pipeline(
+    database: str, postgres: PostgresServer, commands: Commands, tmp_path: Path
+) -> None:
+    table, settings = postgres.new_store(), AuditSettings(redaction="none")
+    with Tasks.open(database) as tasks:
+        for number in range(3):
+            tasks.enqueue(agent="a", payload={"n": number, "nul": "\0"})
+        held = tasks.claim(agent="a", limit=2)
+        tasks.complete_many([(task.task_id, task.lease, None) for task in held])
+    with opened_table(table, Sources((database,)), settings) as shipping:
+        shipping.once()
+    assert export_table(table, tmp_path / "events", settings) == 10
+    done = commands("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables", "--json")
+    assert done.code == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert (rows["bronze_events"], rows["silver_messages"]) == (10, 3)
+    query = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n"
+    done = commands("sql", "--tables", tmp_path / "tables", query)
+    assert [json.loads(line)["n"] for line in done.stdout.splitlines()] == [1, 2]
 
 
 def test_status_sql_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:

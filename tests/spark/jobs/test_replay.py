@@ -21,7 +21,7 @@ from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
 from postroom.pipeline.tables import Tables
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
-from postroom.sinks.cipher import add_key
+from postroom.system.key_file import add_key
 from tests.spark.commands import Commands
 from tests.spark.stories import events_in
 

@@ -32,7 +32,12 @@ POLICY = Policy(
     retries={"tool_call": Retry(max_retries=1)},
     breakers={"slack": Breaker(failures=3, cooldown_s=60)},
     organizations={"slow": Organization(rate_per_s=1)},
-    tokens={"providers": {"p": {"models": {"small": {"tokens_per_minute": 10**6}}}}},
+    tokens={
+        "providers": {
+            "p": {"models": {"small": {"tokens_per_minute": 10**6}, "tiny": {"tokens_per_minute": 100}}}
+        },
+        "tiers": [0.1, 0.1, 0.4, 0.4],
+    },
 )
 
 
@@ -71,7 +76,7 @@ class World:
             for priority in range(4):
                 self.engine.submit(
                     type="model_call", org_id=org_id, priority=priority, goal_id=f"g{priority % 2}",
-                    agent_id="a1", user_id="u1", tokens=1_000,
+                    agent_id="a1", user_id="u1", tokens=1_000, models=["small"],
                 )  # fmt: skip
         self.engine.clock.advance(0.2)
         self.engine.run_all()
@@ -81,6 +86,7 @@ class World:
         self._ends()
         self._crashes()
         self._deferral_by_the_holder()
+        self._shortage()
 
     def _promotion(self) -> None:
         self.engine.submit(type="model_call", priority=3, goal_id="g3")
@@ -149,6 +155,16 @@ class World:
         self.engine.clock.advance(6)
         self.engine.run_all()
 
+    def _shortage(self) -> None:
+        """One message borrows from P3, because another one waits for it; the next one has to wait."""
+        facts = {"type": "model_call", "org_id": "zen", "agent_id": "a2", "goal_id": "g9"}
+        first = self.engine.submit(**facts, priority=2, tokens=60, models=["tiny"])
+        self.engine.submit_many(4, **facts, parent_message_id=first.message_id)
+        self.engine.submit(**facts, priority=2, tokens=20, models=["tiny"])
+        self.engine.run_all()
+        self.engine.clock.advance(61)
+        self.engine.run_all()
+
     def count(self) -> dict[str, dict[str, int]]:
         """How many messages of each organization have which end. None is left open."""
         organizations = self.engine.wait(self.engine.engine.status()).organizations
@@ -190,7 +206,7 @@ def test_stream_of_an_engine_breaks_no_rule_of_a_history(stream: Path, world: Wo
     assert {event.kind for event in events} >= {
         "promoted", "deferred", "retry_scheduled", "dead_letter", "replayed", "quarantined", "cancelled",
         "expired", "duplicate", "rejected", "breaker_opened", "breaker_closed", "lease_lapsed", "alert",
-        "tokens_reserved", "tokens_returned",
+        "tokens_reserved", "tokens_borrowed", "tokens_returned", "tokens_refused",
     }  # fmt: skip
     assert {bool(event.lease) for event in events if event.kind == "deferred"} == {True, False}
 
@@ -214,8 +230,14 @@ def test_tables_of_an_engine_have_its_organizations_goals_tokens_cost_and_waits(
     spent = {(org_id, goal): n for org_id, goal, n in rows("gold_tokens", "org_id goal_id", "sum(calls)")}
     assert spent == dict(world.spent)
     calls = world.spent.total()
-    tokens = ("small", calls * TOKENS_IN, calls * TOKENS_OUT)
-    assert rows("gold_tokens", "model", "sum(tokens_in)", "sum(tokens_out)") == [tokens]
+    used = rows("gold_tokens", "model", "sum(calls)", "sum(tokens_in)", "sum(tokens_out)")
+    assert set(used) == {("small", calls, calls * TOKENS_IN, calls * TOKENS_OUT), ("tiny", 0, 0, 0)}
+    kinds = [f"sum(tokens_{kind})" for kind in ("reserved", "borrowed", "returned", "refused")]
+    budgets = rows("gold_tokens", "model org_id goal_id agent_id", *kinds)
+    assert {row for row in budgets if any(row[4:])} == {
+        *(("small", org, goal, "a1", 2_000, 0, 1_760, 0) for org in ("acme", "zen") for goal in ("g0", "g1")),
+        ("tiny", "zen", "g9", "a2", 80, 20, 0, 20),
+    }
     assert rows("gold_cost", "model", "sum(calls)", "sum(cost_usd)") == [("small", calls, calls * COST)]
     assert {priority for priority, n in rows("gold_latency", "priority", "sum(n)") if n} == {0, 1, 2, 3}
     assert dict(rows("gold_depth", "org_id", "max_by(depth, minute_us)")) == dict.fromkeys(outcomes, 0)

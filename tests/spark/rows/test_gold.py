@@ -103,9 +103,21 @@ ORACLE = {
                        AND earlier.minute_us <= moves.minute_us) AS BIGINT)
         FROM moves""",
     "gold_tokens": """
-        SELECT day, hour_of(ts_us), org_id, goal_id, agent_id, model, count(*),
-               CAST(sum(tokens_in) AS BIGINT), CAST(sum(tokens_out) AS BIGINT)
-        FROM events WHERE coalesce(tokens_in, tokens_out) IS NOT NULL GROUP BY ALL""",
+        WITH booked AS (
+            SELECT * EXCLUDE detail, CAST(detail->>'$.tokens' AS BIGINT) AS n
+            FROM events
+            WHERE kind IN ('tokens_reserved', 'tokens_borrowed', 'tokens_returned', 'tokens_refused')
+            UNION ALL
+            SELECT * EXCLUDE detail, NULL
+            FROM events WHERE coalesce(tokens_in, tokens_out) IS NOT NULL AND kind NOT LIKE 'tokens%'
+        )
+        SELECT day, hour_of(ts_us), org_id, goal_id, agent_id, model, count(coalesce(tokens_in, tokens_out)),
+               CAST(coalesce(sum(tokens_in), 0) AS BIGINT), CAST(coalesce(sum(tokens_out), 0) AS BIGINT),
+               CAST(coalesce(sum(n) FILTER (kind = 'tokens_reserved'), 0) AS BIGINT),
+               CAST(coalesce(sum(n) FILTER (kind = 'tokens_borrowed'), 0) AS BIGINT),
+               CAST(coalesce(sum(n) FILTER (kind = 'tokens_returned'), 0) AS BIGINT),
+               CAST(coalesce(sum(n) FILTER (kind = 'tokens_refused'), 0) AS BIGINT)
+        FROM booked GROUP BY ALL HAVING count(coalesce(tokens_in, tokens_out)) > 0 OR sum(n) > 0""",
     "gold_cost": """
         SELECT day, hour_of(ts_us), org_id, goal_id, agent_id, model, count(*),
                CAST(sum(cost_usd) AS DECIMAL(28,9))

@@ -199,28 +199,35 @@ def graph() -> None:
 
 
 goal_option = click.option("--goal", "goal_id", metavar="GOAL_ID", help="As this goal sees it.")
+org_option = click.option("--org", "org_id", metavar="NAME", help="As this organization sees it.")
 
 
 @graph.command(name="get")
 @click.argument("node_id", metavar="NODE_ID")
 @goal_option
+@org_option
 @folder_option
 @click.pass_obj
-def get_node(shell: Shell, node_id: str, goal_id: str | None, data: Path | None) -> None:
+def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None, data: Path | None) -> None:
     """Show a node with its properties, its edges and its version.
+
+    Organizations may use the same node id. Without --org and --goal, the shared node is shown, else that of
+    the only organization that has one.
 
     \b
     Example:
       postroom engine graph get paris --data run
+      postroom engine graph get paris --org acme --data run
       postroom engine graph get paris --goal trip-7 --data run
     """
     with open_engine(shell, _required(data), None, create=False) as engine:
-        view = engine.graph.main() if goal_id is None else engine.graph.branch(goal_id)
+        view = engine.graph.main(org_id) if goal_id is None else engine.graph.branch(goal_id, org_id)
         node = engine.blocking.wait(view.get(node_id))
     if node is None:
         raise click.ClickException(f"there is no node {node_id!r}")
     facts = {
-        "node_id": node.node_id, "properties": node.properties, "edges": node.edges, "version": node.version,
+        "node_id": node.node_id, "org_id": node.org_id, "properties": node.properties, "edges": node.edges,
+        "version": node.version,
     }  # fmt: skip
     shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
 
@@ -253,7 +260,7 @@ def save_node(
     except ValueError as error:
         raise click.UsageError(f"the properties are no JSON: {error}") from None
     with open_engine(shell, _required(data), None, create=True) as engine:
-        node = engine.blocking.wait(engine.graph.main(org_id).save(node_id, decoded, edges))
+        node = engine.blocking.wait(engine.graph.main(org_id or "").save(node_id, decoded, edges))
     shell.output.facts({"node_id": node_id, "version": node.version}, f"{node_id} has version {node.version}")
 
 

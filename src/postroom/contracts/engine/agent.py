@@ -27,6 +27,7 @@ from postroom.errors import (
     Overloaded,
     PostroomError,
     StreamRestarted,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ class Agent:
     async def send(self, *, to: str, payload: Any, **fields: Any) -> SentMessage:
         """Send a message to another agent of the organization. Raises `Bounced` when it cannot get it."""
         core = self.coordinator.core
+        if not isinstance(to, str):
+            raise InvalidMessage(f"to must be the name of an agent, not {shown(to)}")
         message = {
             **fields,
             "type": "agent_message",
@@ -291,7 +294,8 @@ class AnswerStream:
                 return await self._part()
         except TimeoutError:
             self.close()
-            waited = f"the answer to {self.message_id} did not come within {self._timeout_s:g} s"
+            what = self.message_id or "the request"
+            waited = f"the answer to {what} did not come within {self._timeout_s:g} s"
             raise TimeoutError(f"{waited}: agent.resume() gives it when it comes") from None
         except BaseException:
             self.close()

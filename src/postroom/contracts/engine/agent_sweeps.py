@@ -26,7 +26,7 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.messages import CreatedBy, decode_body
 from postroom.contracts.engine.operations import PARTS_MAX, Operations
-from postroom.contracts.engine.parts import last_part
+from postroom.contracts.engine.parts import UNDECODABLE, damaged_answer, last_part
 from postroom.core import lifecycle
 from postroom.core.agents import is_over, joined_chunks
 from postroom.core.lifecycle import NANOS_PER_S
@@ -157,6 +157,13 @@ def _creator(stored: Stored) -> CreatedBy | None:
 
 def _whole_answer(agents: AgentOperations, stored: Stored) -> Part:
     """The last part of an answer. Its chunks are joined in `chunk`, up to `BOUNCE_BYTES_MAX`."""
+    try:
+        return _joined_answer(agents, stored)
+    except UNDECODABLE as error:
+        return damaged_answer(stored.record, error)
+
+
+def _joined_answer(agents: AgentOperations, stored: Stored) -> Part:
     record = stored.record
     cells = PARTS.under(agents.transaction, record.message_id, record.attempt, limit=PARTS_MAX)
     chunks = [part.chunk for _, parts in cells for part in parts if part.chunk_index is not None]

@@ -1,18 +1,21 @@
 """One thread that commits for all coroutines of a process: what waits together is one commit."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from postroom.errors import HandleDead, Unavailable
+from postroom.errors import HandleDead
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
+
+_log = logging.getLogger("postroom.engine")
 
 COMMIT_MAX = 256  # works in one commit
 CLOSE_TIMEOUT_S = 10.0
@@ -99,9 +102,15 @@ class Commits:
         except Exception as error:  # noqa: BLE001 - the callers get it
             outcomes = [error] * len(works)
         if any(isinstance(outcome, HandleDead) for outcome in outcomes):
-            with suppress(Unavailable):
-                self._store.reopen()
+            self._reopen()
         return outcomes
+
+    def _reopen(self) -> None:
+        """Use the store again after a disk error. An error must not end this thread: every write needs it."""
+        try:
+            self._store.reopen()
+        except Exception as error:  # noqa: BLE001 - the next write gets its own error
+            _log.warning("the store cannot be opened again: %s", error)
 
 
 def _answer(works: list[_Waiting], outcomes: list[Any]) -> None:

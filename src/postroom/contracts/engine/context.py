@@ -1,6 +1,7 @@
 """What a handler gets besides its message: progress, streams, effects, children, cancellation."""
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -57,7 +58,10 @@ class Context:
 
     async def progress(self, share: float, text: str = "") -> None:
         """Tell who waits how far the work is: a number from 0 to 1, and perhaps a word."""
-        await self._parts.add("progress", progress=float(share), message=text)
+        if type(share) not in (int, float) or not math.isfinite(share):
+            raise InvalidMessage(f"progress must be a number from 0 to 1, not {shown(share)}")
+        message = checked_text("the text of a progress report", text, limit=None)
+        await self._parts.add("progress", progress=float(share), message=message)
 
     async def stream(self, chunk: Any) -> None:
         """Send a part of the answer. It is stored before the message completes."""

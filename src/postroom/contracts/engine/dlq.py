@@ -5,7 +5,7 @@ import base64
 from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -148,27 +148,46 @@ def checked_filters(filters: dict[str, Any]) -> Filters:
     return wanted
 
 
+class Found(NamedTuple):
+    """Dead letters that fit, and where the search stopped."""
+
+    letters: list[DeadLetter]
+    last: str
+    """The id of the last dead letter that was looked at; empty when it was the last one of all."""
+
+
 def letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
     """Dead letters by acceptance."""
+    return search(operations, wanted).letters
+
+
+def search(operations: Operations, wanted: Filters, looked_max: int | None = None) -> Found:
+    """Dead letters by acceptance. The search stops after `looked_max` of them."""
     found: list[DeadLetter] = []
+    looked = 0
     since_us, until_us = _us(wanted.since), _us(wanted.until)
     after = 0 if wanted.after is None else operations.loaded(wanted.after).record.seq
-    while len(found) < wanted.limit:
-        records = operations.dead_letters(wanted.org_id, after, LOOKED_A_READ)
+    while records := operations.dead_letters(wanted.org_id, after, LOOKED_A_READ):
         for record in records:
-            after = record.seq
-            if (since_us and record.ended_us < since_us) or (until_us and record.ended_us > until_us):
-                continue
-            stored = operations.loaded(record.message_id)
-            if wanted.type is not None and stored.envelope.type != wanted.type:
-                continue
-            letter = _letter(operations, stored)
-            types = {entry["error_type"] for entry in letter.error_history[-1:]}
-            if wanted.error_type is None or wanted.error_type in types:
+            is_early, is_late = record.ended_us < since_us, 0 < until_us < record.ended_us
+            letter = None if is_early or is_late else _fitting(operations, wanted, record)
+            if letter is not None:
                 found.append(letter)
-        if len(records) < LOOKED_A_READ:
-            break
-    return found[: wanted.limit]
+            looked += 1
+            if len(found) == wanted.limit or looked == looked_max:
+                return Found(found, record.message_id)
+        after = records[-1].seq
+    return Found(found, "")
+
+
+def _fitting(operations: Operations, wanted: Filters, record: Record) -> DeadLetter | None:
+    """The dead letter of a record, if its type and its error fit."""
+    stored = operations.loaded(record.message_id)
+    if wanted.type is not None and stored.envelope.type != wanted.type:
+        return None
+    letter = _letter(operations, stored)
+    types = {entry["error_type"] for entry in letter.error_history[-1:]}
+    return letter if wanted.error_type is None or wanted.error_type in types else None
 
 
 def _us(moment: Any) -> int:

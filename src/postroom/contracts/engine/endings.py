@@ -1,6 +1,7 @@
 """Coroutines that wait for the end of messages."""
 
 import asyncio
+from contextlib import suppress
 
 
 class Endings:
@@ -26,7 +27,8 @@ class Endings:
         """Wake the coroutines that wait for these messages. May be called from any thread."""
         for message_id in message_ids:
             for future in list(self._waiting.get(message_id, ())):
-                future.get_loop().call_soon_threadsafe(_done, future)
+                with suppress(RuntimeError):  # its loop is closed: nobody waits any more
+                    future.get_loop().call_soon_threadsafe(_done, future)
 
 
 def _done(future: "asyncio.Future[None]") -> None:

@@ -4,6 +4,7 @@ Who remembers what was done: the store. A message is leased to one worker at a t
 of a handler happens once (`ctx.effect`).
 """
 
+import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -73,7 +74,7 @@ class Engine(Closing):
         place = Graph.open(graph) if isinstance(graph, str) else graph
         self._place = LedgerGraph(self._core) if place is None else place
         self.goals = Goals(self._core, self._place)
-        self.graph = Graphs(self._place, self.goals.wrote)
+        self.graph = Graphs(self._place, self.goals)
         self.decisions = Decisions(self._core)
         self.conflicts = Conflicts(self._core)
         self.recovery = Recovery(self._core, self.goals)
@@ -127,15 +128,16 @@ class Engine(Closing):
         clock: Clock | None = None,
         adviser: Adviser | None = None,
         graph: Graph | str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> Self:
         """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
 
         `adviser` answers questions instead of the rules. `graph` is the knowledge graph, such as
-        `falkordb://host:port/name`, when it is not in the store.
+        `falkordb://host:port/name`, when it is not in the store. `key_file` encrypts what is stored.
         """
         if not isinstance(url, str):
             raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
-        return cls(open_store(url, clock=clock), policy, adviser=adviser, graph=graph)
+        return cls(open_store(url, clock=clock, key_file=key_file), policy, adviser=adviser, graph=graph)
 
     # ---- types and handlers --------------------------------------------------------------------
 

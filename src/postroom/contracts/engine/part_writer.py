@@ -8,10 +8,9 @@ Rule 3: a handler that is faster than the store waits once `PARTS_A_COMMIT_MAX` 
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.operations import PARTS_MAX, STREAM_BYTES_MAX
+from postroom.contracts.task_input import encoded
 from postroom.core.times import utc_text
 from postroom.errors import InvalidMessage
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
 PARTS_A_COMMIT_MAX: Final = 64
-
-_encode = msgspec.json.Encoder().encode
 
 
 class PartWriter:
@@ -57,10 +54,7 @@ class PartWriter:
             await self.flush()
 
     def _count_bytes(self, part: Part) -> None:
-        try:
-            size = len(_encode(part.chunk)) if part.chunk is not None else len(part.message)
-        except (TypeError, ValueError, RecursionError, UnicodeEncodeError) as error:
-            raise InvalidMessage(f"a chunk must be a JSON value: {error}") from None
+        size = len(encoded("a chunk", part.chunk)) if part.chunk is not None else len(part.message)
         if self._bytes + size > STREAM_BYTES_MAX:
             raise InvalidMessage(f"the chunks of one attempt may have at most {STREAM_BYTES_MAX} bytes")
         self._bytes += size

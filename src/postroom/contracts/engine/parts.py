@@ -22,6 +22,7 @@ from postroom.message import Record, Stored, org_of
 
 PART_CELLS_A_READ_MAX: Final = 50  # of up to `PARTS_A_COMMIT_MAX` parts each
 END: Final = ".end"
+UNDECODABLE: Final = (msgspec.DecodeError, RecursionError)
 _POSITION: Final = re.compile(r"\d{1,9}(?:\.\d{1,9}){3}", re.ASCII)
 
 
@@ -68,6 +69,16 @@ def read_on(
         raise UnknownTask(message_id, f"there is no message {message_id!r}")
     if position.is_end:
         return [], True
+    try:
+        return _read_on(operations, record, position)
+    except UNDECODABLE as error:
+        return [(replace(position, is_end=True), damaged_answer(record, error))], True
+
+
+def _read_on(
+    operations: Operations, record: Record, position: Position
+) -> tuple[list[tuple[Position, Part]], bool]:
+    message_id = record.message_id
     parts: list[tuple[Position, Part]] = []
     if record.attempt > position.acknowledged:
         position = replace(position, acknowledged=record.attempt)
@@ -119,6 +130,14 @@ def _missing(record: Record, position: Position) -> Part:
     error = {"type": "ChunksMissing", "message": text}
     timestamp = utc_text(record.ended_us * 1000)
     return Part(record.message_id, "error", timestamp, attempt=record.attempt, error=error)
+
+
+def damaged_answer(record: Record, error: Exception) -> Part:
+    """The last part of an answer that cannot be decoded. A damaged answer must not hold up the others."""
+    text = f"the stored answer of message {record.message_id} cannot be decoded: {error}"
+    timestamp = utc_text((record.ended_us or record.claimed_us) * 1000)
+    said = {"type": "AnswerDamaged", "message": text}
+    return Part(record.message_id, "error", timestamp, attempt=record.attempt, error=said)
 
 
 def last_part(stored: Stored, chunks: int) -> Part:

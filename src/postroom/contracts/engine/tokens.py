@@ -234,7 +234,10 @@ class TokenBooks:
         org_id = org_of(record.queue)
         use = self._use(rule, org_id)
         self._uses[*name, org_id] = replace(use, refused=use.refused + body.tokens)
-        detail = {"tokens": body.tokens, "tier": record.priority, "models": list(body.models)}
+        detail = {
+            "tokens": body.tokens, "tier": record.priority, "provider": rule.provider, "model": rule.name,
+            "models": list(body.models),
+        }  # fmt: skip
         message_id, attempt, lane = record.message_id, record.attempt, record.lane
         self._events.append(
             Noted("tokens_refused", record.queue, message_id, record.state, attempt, lane, 0, detail)

@@ -3,12 +3,12 @@
 Rule 1: a branch sees its own changes over main as main was when the goal began. Nobody else sees them.
 Rule 2: a change of a branch is logged with what was before it, so a rollback takes changes back one by one.
 Rule 3: the old version of a node of main is kept while a branch may still read it.
-Rule 4: a node belongs to the organization that saved it first, and no other organization sees it. A node that
-        was saved without an organization is shared.
+Rule 4: node ids are names within an organization. Organizations neither see nor block each other's nodes.
+        A node that was saved without an organization is shared: all organizations see it and may change it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -19,11 +19,14 @@ from postroom.errors import InvalidMessage, UnknownGoal, UnknownNode
 
 Scope: TypeAlias = Literal["GOAL_LOCAL", "STAGED", "IMMEDIATE"]
 SCOPES: Final[tuple[Scope, ...]] = ("GOAL_LOCAL", "STAGED", "IMMEDIATE")
+Base: TypeAlias = Literal["own", "shared", "nothing"]
 NODE_BYTES_MAX: Final = 64 * 1024
 NODE_ID_CHARS_MAX: Final = 256
 EDGES_MAX: Final = 1_000
 HISTORY_PURGED_MAX: Final = 1_000  # old versions that the end of one branch forgets
 ROOT: Final = ""
+SHARED: Final = ""
+"""Stands for the organization in the key of a shared node."""
 
 
 class Node(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +41,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True):
     at: int = 0
     """The version of main that it was last changed in."""
     org_id: str = ""
+    """Empty for a shared node."""
 
 
 class Old(msgspec.Struct, frozen=True):
@@ -63,6 +67,8 @@ class Staged(msgspec.Struct, frozen=True, omit_defaults=True):
     """Property -> scope and value; None removes the property."""
     edges: list[tuple[Scope, str, str]] = []
     writes: int = 0
+    base: Base | None = None
+    """The node of main that the changes lie over. It never changes, because main is pinned."""
 
 
 class Undo(msgspec.Struct, frozen=True):
@@ -82,12 +88,15 @@ class NodeConflict(msgspec.Struct, frozen=True):
     main: Any
 
 
-MAIN: Final = Kind("graph.main", Node)
+MAIN: Final = Kind("graph.node", Node)
+"""Organization, node id -> node."""
+OWNERS: Final = Kind("graph.owner", bool)
+"""Node id, organization -> True: organizations with a node of this id."""
 HEAD: Final = Kind("graph.head", int)
-HISTORY: Final = Kind("graph.history", Old)
-"""Node id, version of main from which it no longer held -> the node."""
-HISTORY_AT: Final = Kind("graph.history_at", bool)
-"""Version, node id: an index of `HISTORY` by version, so that a purge finds the oldest entries."""
+HISTORY: Final = Kind("graph.past", Old)
+"""Organization, node id, version of main from which it no longer held -> the node."""
+HISTORY_AT: Final = Kind("graph.past_at", bool)
+"""Version, organization, node id: an index of `HISTORY`, so that a purge finds the oldest entries."""
 BRANCHES: Final = Kind("graph.branch", Branch)
 STAGED: Final = Kind("graph.staged", Staged)
 """Goal, node id -> changes."""
@@ -145,59 +154,102 @@ def checked_scope(scope: object) -> Scope:
 
 
 def main_node(cells: Cells, node_id: str, org_id: str | None = None) -> Node | None:
-    """A node of main; None when there is none, or when it belongs to another organization."""
-    return _visible(MAIN.get(cells, node_id), org_id)
+    """A node of main as an organization sees it. `Graphs.main` says what None sees."""
+    return _located(cells, node_id, org_id)[1]
 
 
-def _visible(node: Node | None, org_id: str | None) -> Node | None:
-    hidden = node is not None and org_id is not None and node.org_id not in ("", org_id)
-    return None if hidden else node
+def _located(cells: Cells, node_id: str, org_id: str | None) -> tuple[str, Node | None]:
+    """The organization whose node an id means, and the node; None when there is no node yet."""
+    if org_id:
+        own = MAIN.get(cells, org_id, node_id)
+        if own is not None:
+            return org_id, own
+    shared = MAIN.get(cells, SHARED, node_id)
+    if shared is not None or org_id == SHARED:
+        return SHARED, shared
+    if org_id is not None:
+        return org_id, None
+    owners = [key.rpartition(SEPARATOR)[2] for key, _ in OWNERS.under(cells, node_id, limit=2)]
+    if len(owners) > 1:
+        raise InvalidMessage(f"several organizations have a node {node_id!r}: name the organization")
+    owner = owners[0] if owners else SHARED
+    return owner, MAIN.get(cells, owner, node_id)
 
 
-def put_main(
-    cells: Cells, node_id: str, properties: dict[str, Any], edges: Sequence[Edge], org_id: str
+def write_main(
+    cells: Cells,
+    org_id: str | None,
+    node_id: str,
+    properties: Mapping[str, Any],
+    edges: Sequence[Edge] = (),
+    *,
+    replaces: bool,
 ) -> Node:
-    """Write a node of main, as the next version of main."""
+    """Change a node of main at once, as the next version of main."""
+    owner, node = _located(cells, node_id, org_id)
+    if node is None and not replaces:
+        raise UnknownNode(node_id)
+    known = {} if node is None or replaces else node.properties
+    all_edges = [*(() if node is None else map(_edge, node.edges)), *edges]
+    head = _next_version(cells)
+    has_readers = bool(BRANCHES.scan(cells, limit=1))
+    change = _Change(owner, node_id, node, changed(known, properties), all_edges)
+    return _put_main(cells, change, head, has_readers=has_readers)
+
+
+class _Change(NamedTuple):
+    """A node of main that is about to be changed."""
+
+    owner: str
+    node_id: str
+    before: Node | None
+    properties: dict[str, Any]
+    edges: Sequence[Edge]
+
+
+def _next_version(cells: Cells) -> int:
     head = (HEAD.get(cells, ROOT) or 0) + 1
     HEAD.put(cells, head, ROOT)
-    has_readers = bool(BRANCHES.scan(cells, limit=1))
-    return _put_main(cells, node_id, properties, edges, org_id, head, has_readers=has_readers)
+    return head
 
 
-def _put_main(
-    cells: Cells,
-    node_id: str,
-    properties: dict[str, Any],
-    edges: Sequence[Edge],
-    org_id: str,
-    head: int,
-    *,
-    has_readers: bool,
-) -> Node:
-    before = MAIN.get(cells, node_id)
-    if before is not None and before.org_id not in ("", org_id) and org_id:
-        raise InvalidMessage(f"the node id {node_id!r} is taken by another organization")
-    owner = org_id if before is None else before.org_id
+def _put_main(cells: Cells, change: _Change, head: int, *, has_readers: bool) -> Node:
+    owner, node_id, before, properties, edges = change
     version = 1 if before is None else before.version + 1
     node = Node(node_id, properties, sorted(set(edges)), version, head, owner)
     if len(node.edges) > EDGES_MAX:
         raise InvalidMessage(f"a node has at most {EDGES_MAX} edges")
     if has_readers:
-        HISTORY.put(cells, Old(before), node_id, head)
-        HISTORY_AT.put(cells, True, head, node_id)  # noqa: FBT003
-    MAIN.put(cells, node, node_id)
+        HISTORY.put(cells, Old(before), owner, node_id, head)
+        HISTORY_AT.put(cells, True, head, owner, node_id)  # noqa: FBT003
+    put_node(cells, node, is_new=before is None)
     return node
 
 
-def main_at(cells: Cells, node_id: str, pin: int, org_id: str | None = None) -> Node | None:
-    """A node as it was in a version of main that a branch lies over."""
-    node = MAIN.get(cells, node_id)
+def put_node(cells: Cells, node: Node, *, is_new: bool) -> None:
+    """Store a node of main, without a version of main."""
+    MAIN.put(cells, node, node.org_id, node.node_id)
+    if is_new and node.org_id != SHARED:
+        OWNERS.put(cells, True, node.node_id, node.org_id)  # noqa: FBT003
+
+
+def main_at(cells: Cells, node_id: str, pin: int, org_id: str) -> Node | None:
+    """A node as an organization saw it in a version of main that a branch lies over."""
+    own = _at(cells, org_id, node_id, pin)
+    return _at(cells, SHARED, node_id, pin) if own is None else own
+
+
+def _at(cells: Cells, owner: str, node_id: str, pin: int) -> Node | None:
+    node = MAIN.get(cells, owner, node_id)
     if node is not None and node.at > pin:
-        for key, old in HISTORY.under(cells, node_id):
+        for key, old in HISTORY.under(cells, owner, node_id):
             if int(key.rpartition(SEPARATOR)[2]) > pin:
-                node = old.node
-                break
-    return _visible(node, org_id)
+                return old.node
+    return node
+
+
+def _edge(edge: Sequence[str]) -> Edge:
+    return edge[0], edge[1]
 
 
 # ---- branches --------------------------------------------------------------------------------------
@@ -210,24 +262,43 @@ def open_branch(cells: Cells, goal_id: str, org_id: str) -> Branch:
     return branch
 
 
-def branch_of(cells: Cells, goal_id: str) -> Branch:
-    """The branch of a goal. Raises `UnknownGoal`."""
+def branch_of(cells: Cells, goal_id: str, org_id: str | None = None) -> Branch:
+    """The branch of a goal. Raises `UnknownGoal`, also for a goal of another organization than `org_id`."""
     branch = BRANCHES.get(cells, goal_id)
-    if branch is None:
+    if branch is None or org_id not in (None, branch.org_id):
         raise UnknownGoal(goal_id)
     return branch
 
 
-def branch_node(cells: Cells, goal_id: str, node_id: str) -> Node | None:
-    """A node as a goal sees it. A goal without a branch only reads, and sees main."""
-    branch = BRANCHES.get(cells, goal_id)
-    if branch is None:
-        return main_node(cells, node_id)
-    return _seen(cells, branch, STAGED.get(cells, goal_id, node_id), node_id)
+def branch_node(cells: Cells, goal_id: str, node_id: str, org_id: str | None = None) -> Node | None:
+    """A node as a goal sees it. Raises `UnknownGoal` when the goal has no branch."""
+    branch = branch_of(cells, goal_id, org_id)
+    staged = STAGED.get(cells, goal_id, node_id)
+    return _seen(branch, _base(cells, branch, staged, node_id), staged, node_id)
 
 
-def _seen(cells: Cells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
-    base = main_at(cells, node_id, branch.pin, branch.org_id)
+def node_for(cells: Cells, goal_id: str, org_id: str, node_id: str) -> Node | None:
+    """A node as a message sees it: in the branch of its goal, else in main. Reading needs no branch."""
+    try:
+        return branch_node(cells, goal_id, node_id, org_id)
+    except UnknownGoal:
+        return main_node(cells, node_id, org_id)
+
+
+def _base(cells: Cells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
+    """The node of main that a branch lies over."""
+    match None if staged is None else staged.base:
+        case "nothing":
+            return None
+        case "own":
+            return _at(cells, branch.org_id, node_id, branch.pin)
+        case "shared":
+            return _at(cells, SHARED, node_id, branch.pin)
+        case None:
+            return main_at(cells, node_id, branch.pin, branch.org_id)
+
+
+def _seen(branch: Branch, base: Node | None, staged: Staged | None, node_id: str) -> Node | None:
     if staged is None:
         return base
     node = base or Node(node_id, org_id=branch.org_id)
@@ -250,15 +321,17 @@ def write(
     scope: Scope = "STAGED",
     *,
     replaces: bool,
+    org_id: str | None = None,
 ) -> Node:
     """Change a node in the branch of a goal. `replaces` removes the properties that are not named."""
-    branch = branch_of(cells, goal_id)
+    branch = branch_of(cells, goal_id, org_id)
     before = STAGED.get(cells, goal_id, node_id)
-    seen = _seen(cells, branch, before, node_id)
+    base = _base(cells, branch, before, node_id)
+    seen = _seen(branch, base, before, node_id)
     if seen is None and not replaces:
         raise UnknownNode(node_id)
     if scope == "IMMEDIATE":
-        _publish(cells, branch, node_id, properties, edges, replaces=replaces)
+        write_main(cells, branch.org_id, node_id, properties, edges, replaces=replaces)
     staged = before or Staged()
     given: dict[str, Any] = dict(properties)
     if replaces and seen is not None and scope != "GOAL_LOCAL":
@@ -267,47 +340,14 @@ def write(
         {**staged.changes, **{name: (scope, value) for name, value in given.items()}},
         [*staged.edges, *((scope, label, to) for label, to in edges)],
         staged.writes + 1,
+        "nothing" if base is None else "own" if base.org_id else "shared",
     )
     STAGED.put(cells, after, goal_id, node_id)
     UNDO.put(cells, Undo(node_id, before), goal_id, branch.version + 1)
     BRANCHES.put(cells, replace(branch, version=branch.version + 1), goal_id)
-    node = _seen(cells, branch, after, node_id)
+    node = _seen(branch, base, after, node_id)
     assert node is not None  # noqa: S101 - for the type checker: it was just written
     return node
-
-
-def _publish(
-    cells: Cells,
-    branch: Branch,
-    node_id: str,
-    properties: Mapping[str, Any],
-    edges: Sequence[Edge],
-    *,
-    replaces: bool,
-) -> None:
-    write_main(cells, branch.org_id, node_id, properties, edges, replaces=replaces)
-
-
-def write_main(
-    cells: Cells,
-    org_id: str | None,
-    node_id: str,
-    properties: Mapping[str, Any],
-    edges: Sequence[Edge] = (),
-    *,
-    replaces: bool,
-) -> Node:
-    """Change a node of main at once."""
-    node = main_node(cells, node_id, org_id)
-    if node is None and not replaces:
-        raise UnknownNode(node_id)
-    known = {} if node is None or replaces else node.properties
-    all_edges = [*(() if node is None else map(_edge, node.edges)), *edges]
-    return put_main(cells, node_id, changed(known, properties), all_edges, org_id or "")
-
-
-def _edge(edge: Sequence[str]) -> Edge:
-    return edge[0], edge[1]
 
 
 def undo_to(cells: Cells, goal_id: str, version: int) -> None:
@@ -326,10 +366,14 @@ def undo_to(cells: Cells, goal_id: str, version: int) -> None:
 
 def merge_conflicts(
     cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]
-) -> tuple[list[tuple[str, dict[str, Any], list[Edge]]], list[NodeConflict]]:
-    """The nodes of main after the merge of a branch, and conflicts that `choices` does not decide."""
+) -> tuple[list[_Change], list[NodeConflict]]:
+    """The changes of main by the merge of a branch, and conflicts that `choices` does not decide.
+
+    A node that the branch did not see at its start belongs to the organization, even if a shared node with
+    the same id was saved since then.
+    """
     branch = branch_of(cells, goal_id)
-    nodes: list[tuple[str, dict[str, Any], list[Edge]]] = []
+    changes: list[_Change] = []
     conflicts: list[NodeConflict] = []
     for key, staged in _all_staged(cells, goal_id):
         node_id = key.partition(SEPARATOR)[2]
@@ -337,15 +381,17 @@ def merge_conflicts(
         added = {(label, to) for scope, label, to in staged.edges if scope == "STAGED"}
         if not mine and not added and (staged.changes or staged.edges):
             continue  # nothing of it is to be merged
-        base = main_at(cells, node_id, branch.pin, branch.org_id) or Node(node_id)
-        main = main_node(cells, node_id, branch.org_id) or Node(node_id)
+        base = _base(cells, branch, staged, node_id)
+        owner = branch.org_id if base is None else base.org_id
+        before = MAIN.get(cells, owner, node_id)
+        base, main = base or Node(node_id), before or Node(node_id)
         decided = {name: side for (node, name), side in choices.items() if node == node_id}
         properties, found = merged(base.properties, changed(base.properties, mine), main.properties, decided)
         base_edges = set(map(_edge, base.edges))
         edges = merged_edges(base_edges, base_edges | added, set(map(_edge, main.edges)))
         conflicts += [NodeConflict(node_id, one.name, one.base, one.branch, one.main) for one in found]
-        nodes.append((node_id, properties, sorted(edges)))
-    return nodes, conflicts
+        changes.append(_Change(owner, node_id, before, properties, sorted(edges)))
+    return changes, conflicts
 
 
 def _all_staged(cells: Cells, goal_id: str) -> list[tuple[str, Staged]]:
@@ -359,17 +405,15 @@ def _all_staged(cells: Cells, goal_id: str) -> list[tuple[str, Staged]]:
 
 def merge(cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]) -> list[NodeConflict]:
     """Merge a branch into main and end it, unless conflicts are left: those are returned."""
-    branch = branch_of(cells, goal_id)
-    nodes, conflicts = merge_conflicts(cells, goal_id, choices)
+    changes, conflicts = merge_conflicts(cells, goal_id, choices)
     if conflicts:
         return conflicts
     drop_branch(cells, goal_id)
-    if nodes:
-        head = (HEAD.get(cells, ROOT) or 0) + 1
-        HEAD.put(cells, head, ROOT)
+    if changes:
+        head = _next_version(cells)
         has_readers = bool(BRANCHES.scan(cells, limit=1))
-        for node_id, properties, edges in nodes:
-            _put_main(cells, node_id, properties, edges, branch.org_id, head, has_readers=has_readers)
+        for change in changes:
+            _put_main(cells, change, head, has_readers=has_readers)
     return []
 
 
@@ -386,8 +430,8 @@ def _forget_history(cells: Cells) -> None:
     pins = [branch.pin for _, branch in BRANCHES.all(cells)]
     oldest = min(pins, default=HEAD.get(cells, ROOT) or 0)
     for key, _ in HISTORY_AT.scan(cells, limit=HISTORY_PURGED_MAX):
-        until, _, node_id = key.partition(SEPARATOR)
+        until, owner, node_id = key.split(SEPARATOR)
         if int(until) > oldest:
             break
         cells.put_cell(HISTORY_AT.name, key, None)
-        HISTORY.put(cells, None, node_id, int(until))
+        HISTORY.put(cells, None, owner, node_id, int(until))

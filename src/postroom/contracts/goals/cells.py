@@ -157,7 +157,7 @@ TOLD: Final = Kind("goal.told", bool)
 UNDOES: Final = Kind("goal.undoes", str)
 """Message id of a compensation -> goal."""
 USED: Final = Kind("goal.used", bool)
-"""Goal, decision -> True: the recovery tool was used."""
+"""Goal, decision or agent -> True: the recovery tool was used, or the alternative agent spawned."""
 PROMPTS: Final = Kind("goal.prompt", list[str])
 """Organization, agent -> additions to its prompt."""
 DECISIONS: Final = Kind("goal.decision", Decision)

@@ -66,13 +66,8 @@ class GoalContextProvider(ContextProvider):
         """The node that a message is about, and its neighbours."""
 
         def work(cells: Any) -> dict[str, Any]:
-            branch = branches.BRANCHES.get(cells, message.goal_id)
-            has_branch = branch is not None and branch.org_id == message.org_id
-
             def get(name: str) -> Any:
-                if has_branch:
-                    return branches.branch_node(cells, message.goal_id, name)
-                return branches.main_node(cells, name, message.org_id)
+                return branches.node_for(cells, message.goal_id, message.org_id, name)
 
             node = get(node_id)
             near = [to for _, to in node.edges][:NEIGHBOURS_MAX] if node is not None else []

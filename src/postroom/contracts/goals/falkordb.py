@@ -2,7 +2,8 @@
 
 Rule 1: a write reads, then commits with one query. One query of FalkorDB is atomic, and it does nothing when
         another writer has committed since the first read; then the write runs again.
-Rule 2: every node of main is also an `:Entity` with its properties and edges, for queries in Cypher.
+Rule 2: every node of main is also an `:Entity` with its properties and edges, for queries in Cypher. `org_id`
+        and `id` identify it. An edge leads to the entity that the organization sees.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from postroom.contracts.engine.cells import SCAN_MAX, Cells
-from postroom.contracts.goals.branches import MAIN, Node
+from postroom.contracts.engine.cells import SCAN_MAX, SEPARATOR, Cells, Kind, joined
+from postroom.contracts.goals.branches import HISTORY, HISTORY_AT, MAIN, SHARED, Node, Old, put_node
 from postroom.contracts.goals.graph import Graph
 from postroom.errors import GraphUnavailable, InvalidSetting
 
@@ -36,11 +37,15 @@ _COMMIT: Final = """
 MATCH (h:PostroomHead {revision: $expected}) SET h.revision = $expected + 1
 WITH h FOREACH (p IN $puts |
     MERGE (c:PostroomCell {id: p.id}) SET c.kind = p.kind, c.key = p.key, c.value = p.value)
-WITH h FOREACH (n IN $nodes | MERGE (e:Entity {id: n.id}) SET e = n.properties)
+WITH h FOREACH (n IN $nodes | MERGE (e:Entity {id: n.id, org_id: n.org_id}) SET e = n.properties)
 WITH h FOREACH (l IN $edges |
-    MERGE (a:Entity {id: l.from}) MERGE (b:Entity {id: l.to}) MERGE (a)-[:EDGE {label: l.label}]->(b))
+    MERGE (a:Entity {id: l.from, org_id: l.org_id}) MERGE (b:Entity {id: l.to, org_id: l.to_org_id})
+    MERGE (a)-[:EDGE {label: l.label}]->(b))
 WITH h OPTIONAL MATCH (gone:PostroomCell) WHERE gone.id IN $gone DELETE gone
 RETURN count(h)
+"""
+_SAVED: Final = """
+MATCH (e:Entity) WHERE e.id IN $ids AND e.org_id IN $org_ids AND e.version IS NOT NULL RETURN e.org_id, e.id
 """
 
 
@@ -89,6 +94,7 @@ class FalkorGraph(Graph):
                 graph = self._client.select_graph(self._parts.path.strip("/") or NAME)
                 graph.query(_HEAD)
                 _ensure_indices(graph)
+                _key_by_organization(graph)
                 self._graph = graph
             return self._graph
 
@@ -161,13 +167,30 @@ class _FalkorCells:
                 if value is not None
             ],
             "gone": [_id(kind, key) for (kind, key), value in self.changes.items() if value is None],
-            "nodes": [{"id": node.node_id, "properties": _projected(node)} for node in nodes],
-            "edges": [
-                {"from": node.node_id, "label": label, "to": to} for node in nodes for label, to in node.edges
+            "nodes": [
+                {"id": node.node_id, "org_id": node.org_id, "properties": _projected(node)} for node in nodes
             ],
+            "edges": self._edges(nodes),
         }
         [[count]] = self._graph.query(_COMMIT, facts).result_set
         return bool(count)
+
+    def _edges(self, nodes: list[Node]) -> list[dict[str, str]]:
+        """The edges of nodes. An edge to a node that was not saved leads to an empty entity."""
+        ids = sorted({to for node in nodes if node.org_id for _, to in node.edges})
+        saved = {(node.org_id, node.node_id) for node in nodes}
+        if ids:
+            org_ids = sorted({SHARED, *(node.org_id for node in nodes)})
+            rows = self._graph.query(_SAVED, {"ids": ids, "org_ids": org_ids}).result_set
+            saved |= {(org_id, node_id) for org_id, node_id in rows}
+        edges = []
+        for node in nodes:
+            for label, to in node.edges:
+                is_shared = (node.org_id, to) not in saved and (SHARED, to) in saved
+                to_org_id = SHARED if is_shared else node.org_id
+                edge = {"from": node.node_id, "org_id": node.org_id, "label": label, "to": to}
+                edges.append({**edge, "to_org_id": to_org_id})
+        return edges
 
 
 def _id(kind: str, key: str) -> str:
@@ -186,3 +209,42 @@ def _flat(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
         return msgspec.json.encode(value).decode()
     return value
+
+
+# ---- graphs of earlier versions ----------------------------------------------------------------------
+
+_OLD_MAIN: Final = "graph.main"
+_OLD_HISTORY: Final = Kind("graph.history", Old)
+_OLD_HISTORY_AT: Final = "graph.history_at"
+MOVED_A_COMMIT_MAX: Final = 200  # nodes
+VERSIONS_MOVED_MAX: Final = 100_000
+_DROP_UNOWNED: Final = "MATCH (e:Entity) WHERE e.org_id IS NULL DETACH DELETE e"
+_DROP_FOREIGN: Final = """
+MATCH (a:Entity)-[e:EDGE]->(b:Entity) WHERE a.org_id <> b.org_id AND b.org_id <> '' DELETE e
+"""
+
+
+def _key_by_organization(graph: Any) -> None:
+    """Move nodes that have no organization in their key. A crash leaves the rest for the next call."""
+    if not _FalkorCells(graph).cells(_OLD_MAIN, limit=1):
+        return
+    graph.query(_DROP_UNOWNED)  # targets of edges: the edges are written again together with their nodes
+    graph.query(_DROP_FOREIGN)
+    while _committed(graph, _move_some):
+        pass
+
+
+def _move_some(cells: Cells) -> int:
+    """Move some nodes with their old versions; how many."""
+    nodes = cells.cells(_OLD_MAIN, limit=MOVED_A_COMMIT_MAX)
+    for node_id, value in nodes:
+        node = _decode_node(value)
+        put_node(cells, node, is_new=True)
+        cells.put_cell(_OLD_MAIN, node_id, None)
+        for key, old in _OLD_HISTORY.under(cells, node_id, limit=VERSIONS_MOVED_MAX):
+            version = int(key.rpartition(SEPARATOR)[2])
+            HISTORY.put(cells, old, node.org_id, node_id, version)
+            HISTORY_AT.put(cells, True, version, node.org_id, node_id)  # noqa: FBT003
+            _OLD_HISTORY.put(cells, None, node_id, version)
+            cells.put_cell(_OLD_HISTORY_AT, joined(version, node_id), None)
+    return len(nodes)

@@ -131,13 +131,20 @@ class Goals:
         if not await self._write(partial(_merging, goal_id=goal_id)):
             await self._note(goal_id)
             return []
-        choices = await self._core.read(lambda operations: choices_of(operations.transaction, goal_id))
-        conflicts = await self._graph.write(partial(_merge_branch, goal_id=goal_id, choices=choices))
+        conflicts = await self._merged_outside(goal_id)
         if conflicts:
-            return await self._write(lambda transaction: ask_about(transaction, policy, goal_id, conflicts))
+            asked = await self._write(lambda transaction: ask_about(transaction, policy, goal_id, conflicts))
+            # Without a question to the adviser, rules have decided, or a person has to.
+            if asked or await self._merged_outside(goal_id):
+                return asked
         await self._write(lambda transaction: end(transaction, goal_id, "COMPLETED"))
         await self._note(goal_id)
         return []
+
+    async def _merged_outside(self, goal_id: str) -> list[NodeConflict]:
+        """Merge a branch outside the ledger, unless conflicts are left: those are returned."""
+        choices = await self._core.read(lambda operations: choices_of(operations.transaction, goal_id))
+        return await self._graph.write(partial(_merge_branch, goal_id=goal_id, choices=choices))
 
     async def fail(self, goal_id: str, reason: str = "") -> GoalStatus:
         """End a goal without a merge: its branch is dropped, and its open messages are cancelled."""
@@ -263,6 +270,11 @@ class Goals:
                 STATES.put(transaction, replace(goal, graph_version=branch.version), goal_id)
 
         await self._write(work)
+
+    async def org_of(self, goal_id: str) -> str | None:
+        """The organization of a goal; None when it was not started."""
+        goal = await self._core.read(lambda operations: STATES.get(operations.transaction, goal_id))
+        return None if goal is None else goal.org_id
 
     async def _note(self, goal_id: str) -> None:
         """Write the state of a goal into a graph outside the ledger."""
@@ -413,7 +425,7 @@ def end(transaction: Transaction, goal_id: str, state: Any, reason: str = "") ->
         kind.drop_under(transaction, goal_id)
     for version in range(max(1, goal.context_version - LISTED_MAX), goal.context_version):
         CONTEXTS.put(transaction, None, goal_id, version)
-    if branches.main_node(transaction, f"goal:{goal_id}") is not None:
+    if branches.MAIN.get(transaction, goal.org_id, f"goal:{goal_id}") is not None:
         progress.note(transaction, goal_id, ended, reason=reason)
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from postroom.contracts.engine.cells import Cells
 from postroom.contracts.goals import branches
@@ -14,7 +14,8 @@ from postroom.contracts.goals.branches import (
     checked_scope,
 )
 from postroom.core.merge import Edge
-from postroom.errors import InvalidSetting
+from postroom.core.names import checked_name
+from postroom.errors import InvalidSetting, UnknownGoal
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
@@ -67,7 +68,7 @@ class LedgerGraph(Graph):
 
 
 class View(ABC):
-    """What a goal, or everybody, sees of the graph."""
+    """What a goal or an organization sees of the graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -102,8 +103,7 @@ class View(ABC):
 
     async def get(self, node_id: str) -> Node | None:
         """A node with `properties`, `edges` and `version`; None when there is none."""
-        checked_node_id(node_id)
-        return await self._graph.read(lambda cells: self._node(cells, node_id))
+        return await self._read(checked_node_id(node_id))
 
     async def neighbours(self, node_id: str) -> list[Edge]:
         """The edges that leave a node, as pairs of a label and a node id."""
@@ -111,7 +111,7 @@ class View(ABC):
         return [] if node is None else [(label, to) for label, to in node.edges]
 
     @abstractmethod
-    def _node(self, cells: Cells, node_id: str) -> Node | None: ...
+    async def _read(self, node_id: str) -> Node | None: ...
 
     @abstractmethod
     async def _write(
@@ -119,16 +119,36 @@ class View(ABC):
     ) -> Node: ...
 
 
+class GoalFacts(Protocol):
+    """What a view of a branch has to know about goals."""
+
+    async def wrote(self, goal_id: str) -> None:
+        """A branch outside the ledger was changed."""
+
+    async def org_of(self, goal_id: str) -> str | None:
+        """The organization of a goal; None when it was not started."""
+
+
 class BranchView(View):
     """The branch of a goal over its version of main."""
 
-    def __init__(self, graph: Graph, goal_id: str, wrote: Callable[[str], Any]) -> None:
+    def __init__(self, graph: Graph, goals: GoalFacts, goal_id: str, org_id: str | None) -> None:
         super().__init__(graph)
         self.goal_id = goal_id
-        self._wrote = wrote
+        self.org_id = org_id
+        self._goals = goals
 
-    def _node(self, cells: Cells, node_id: str) -> Node | None:
-        return branches.branch_node(cells, self.goal_id, node_id)
+    async def _read(self, node_id: str) -> Node | None:
+        try:
+            return await self._graph.read(
+                lambda cells: branches.branch_node(cells, self.goal_id, node_id, self.org_id)
+            )
+        except UnknownGoal:  # it has ended, was not started, or belongs to another organization
+            org_id = await self._goals.org_of(self.goal_id)
+            if self.org_id is not None and org_id not in (None, self.org_id):
+                raise
+        seen_as = org_id or self.org_id or branches.SHARED
+        return await self._graph.read(lambda cells: branches.main_node(cells, node_id, seen_as))
 
     async def _write(
         self, node_id: str, properties: dict[str, Any], edges: list[Edge], scope: str, *, replaces: bool
@@ -136,23 +156,23 @@ class BranchView(View):
         kept = checked_scope(scope)
         node = await self._graph.write(
             lambda cells: branches.write(
-                cells, self.goal_id, node_id, properties, edges, kept, replaces=replaces
+                cells, self.goal_id, node_id, properties, edges, kept, replaces=replaces, org_id=self.org_id
             )
         )
         if not self._graph.is_embedded:
-            await self._wrote(self.goal_id)
+            await self._goals.wrote(self.goal_id)
         return node
 
 
 class MainView(View):
-    """What everybody sees. With an organization, only its nodes and shared ones."""
+    """Main, as an organization sees it."""
 
     def __init__(self, graph: Graph, org_id: str | None) -> None:
         super().__init__(graph)
         self.org_id = org_id
 
-    def _node(self, cells: Cells, node_id: str) -> Node | None:
-        return branches.main_node(cells, node_id, self.org_id)
+    async def _read(self, node_id: str) -> Node | None:
+        return await self._graph.read(lambda cells: branches.main_node(cells, node_id, self.org_id))
 
     async def _write(
         self, node_id: str, properties: dict[str, Any], edges: list[Edge], scope: str, *, replaces: bool
@@ -168,14 +188,28 @@ class MainView(View):
 class Graphs:
     """`engine.graph`."""
 
-    def __init__(self, graph: Graph, wrote: Callable[[str], Any]) -> None:
+    def __init__(self, graph: Graph, goals: GoalFacts) -> None:
         self.place = graph
-        self._wrote = wrote
+        self._goals = goals
 
-    def branch(self, goal_id: str) -> BranchView:
-        """The branch of a goal: its own changes over the version of main at its start."""
-        return BranchView(self.place, checked_node_id(goal_id), self._wrote)
+    def branch(self, goal_id: str, org_id: str | None = None) -> BranchView:
+        """The branch of a goal: its own changes over the version of main at its start.
+
+        A goal that has ended reads main as its organization sees it; one that was not started reads shared
+        nodes. With `org_id`, a goal of another organization is unknown.
+        """
+        return BranchView(self.place, self._goals, checked_node_id(goal_id), checked_org_id(org_id))
 
     def main(self, org_id: str | None = None) -> MainView:
-        """The graph as everybody sees it. An organization sees its own nodes and shared ones."""
-        return MainView(self.place, org_id)
+        """Main as an organization sees it: its own nodes, and shared ones where it has none of that id.
+
+        An organization that saves a new node owns the node. Without `org_id`, this is the view of the
+        application itself over all organizations: a node id means the shared node, else the node of the only
+        organization that has one, and a new node is shared. An empty `org_id` means shared nodes alone.
+        """
+        return MainView(self.place, checked_org_id(org_id))
+
+
+def checked_org_id(org_id: object) -> str | None:
+    """The organization of a view: None, a name, or an empty text for shared nodes."""
+    return org_id if org_id is None or org_id == branches.SHARED else checked_name("organization", org_id)

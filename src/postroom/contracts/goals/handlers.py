@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from postroom.contracts.engine.cells import SEPARATOR, Cells
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.goals import branches, decisions
+from postroom.contracts.goals.branches import Node
 from postroom.contracts.goals.cells import STATES
 from postroom.contracts.goals.graph import View
 from postroom.contracts.goals.internal import WORK
@@ -94,7 +96,7 @@ class BuiltIn:
         goal = await self._core.read(lambda operations: STATES.get(operations.transaction, message.goal_id))
         if goal is None or goal.org_id != message.org_id or goal.ended_us:
             return self._graphs.main(message.org_id)
-        return self._graphs.branch(message.goal_id)
+        return self._graphs.branch(message.goal_id, message.org_id)
 
     # ---- what goes on after a commit -----------------------------------------------------------
 
@@ -153,30 +155,23 @@ def _as_json(node: Any) -> dict[str, Any]:
     return fields
 
 
-def _search(cells: Any, goal_id: str, org_id: str, query: str) -> list[Any]:
-    """Nodes that a goal sees and whose id or text contains the query."""
+def _search(cells: Cells, goal_id: str, org_id: str, query: str) -> list[Node]:
+    """Nodes that a message sees and whose id or text contains the query."""
     wanted = query.casefold()
-    branch = branches.BRANCHES.get(cells, goal_id)
     ids: dict[str, None] = {}
-    after = ""
-    while len(ids) < LOOKED_MAX and (more := branches.MAIN.scan(cells, after)):
-        ids.update(dict.fromkeys(key for key, _ in more))
-        after = more[-1][0]
+    for owner in (org_id, branches.SHARED):
+        listed = branches.MAIN.under(cells, owner, limit=LOOKED_MAX)
+        ids.update(dict.fromkeys(node.node_id for _, node in listed))
+    branch = branches.BRANCHES.get(cells, goal_id)
     if branch is not None and branch.org_id == org_id:
-        ids.update(
-            dict.fromkeys(key.partition("\x1f")[2] for key, _ in branches.STAGED.under(cells, goal_id))
-        )
-    found: list[Any] = []
+        staged = branches.STAGED.under(cells, goal_id)
+        ids.update(dict.fromkeys(key.partition(SEPARATOR)[2] for key, _ in staged))
+    found: list[Node] = []
     for node_id in ids:
-        node = (
-            branches.main_node(cells, node_id, org_id)
-            if branch is None or branch.org_id != org_id
-            else branches.branch_node(cells, goal_id, node_id)
-        )
-        if (
-            node is not None
-            and wanted in f"{node_id} {msgspec.json.encode(node.properties).decode()}".casefold()
-        ):
+        node = branches.node_for(cells, goal_id, org_id, node_id)
+        if node is None:
+            continue
+        if wanted in f"{node_id} {msgspec.json.encode(node.properties).decode()}".casefold():
             found.append(node)
             if len(found) == FOUND_MAX:
                 break

@@ -2,12 +2,13 @@
 
 Rule 1: such a message commits with its cause, so the work is neither lost nor done for a cause that was
         rolled back. Backpressure does not refuse it, because its cause was accepted.
+Rule 2: it uses no idempotency key and no ordering key that a sender can guess. A sender that used the key
+        first would keep the message from being sent or delivered.
 """
 
 from typing import Any, Final
 
 from postroom.contracts.engine import ordering
-from postroom.contracts.engine.cells import KEYS, UsedKey
 from postroom.contracts.engine.message_input import Registry, stored
 from postroom.contracts.engine.policy import Policy
 from postroom.stores.transaction import Transaction
@@ -17,21 +18,14 @@ WORK: Final = "goal_work"
 
 
 def insert(transaction: Transaction, policy: Policy, fields: dict[str, Any]) -> str:
-    """Store one message; the same idempotency key gives the same message. Returns its id."""
-    registry = Registry((fields["type"],))
-    key, org_id = fields.get("idempotency_key"), fields["org_id"]
-    used = KEYS.get(transaction, org_id, key) if key else None
-    if used is not None:
-        return used.message_id
-    message = registry.prepare(fields, policy, transaction.wall_us)
+    """Store one message. Returns its id."""
+    message = Registry((fields["type"],)).prepare(fields, policy, transaction.wall_us)
     [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
-    if key:
-        KEYS.put(transaction, UsedKey(accepted.message_id, message.digest, transaction.wall_us), org_id, key)
     if message.body.ordering_key:
         record = transaction.record(accepted.message_id)
         assert record is not None  # noqa: S101 - for the type checker: it was just stored
         stops = message.body.on_dead == "stop"
-        ordering.join(transaction, record, org_id, message.body.ordering_key, stops=stops)
+        ordering.join(transaction, record, message.org_id, message.body.ordering_key, stops=stops)
     return accepted.message_id
 
 

@@ -182,10 +182,11 @@ def note(transaction: Transaction, goal_id: str, goal: Goal, **facts: Any) -> No
     It is no version of main: every branch sees the present state, and no old one is kept.
     """
     node_id = f"goal:{goal_id}"
-    known = branches.MAIN.get(transaction, node_id) or branches.Node(node_id, org_id=goal.org_id)
+    before = branches.MAIN.get(transaction, goal.org_id, node_id)
+    known = before or branches.Node(node_id, org_id=goal.org_id)
     properties = {**known.properties, "state": goal.state, **facts}
     node = replace(known, properties=properties, version=known.version + 1)
-    branches.MAIN.put(transaction, node, node_id)
+    branches.put_node(transaction, node, is_new=before is None)
 
 
 # ---- effects ---------------------------------------------------------------------------------------

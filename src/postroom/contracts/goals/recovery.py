@@ -267,9 +267,10 @@ class Recovery:
                     "specialized_for": str(specialized_for)[:PROMPT_CHARS_MAX],
                 },
                 "goal_id": goal_id,
-                "idempotency_key": f"alternative agent {count} {goal_id}"[:512],
             }
-            internal.insert(transaction, policy, fields)
+            if not USED.get(transaction, goal_id, agent_id):
+                USED.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
+                internal.insert(transaction, policy, fields)
             _replay(transaction, message_id)
             return agent_id
 

@@ -319,11 +319,19 @@ class Conflicts:
 
         return await self._core.read(lambda operations: work(operations.transaction))
 
-    async def waiting(self) -> list[Waiting]:
-        """The messages whose operation waits for another one."""
-        return await self._core.read(
-            lambda operations: [one for _, one in WAITING.all(operations.transaction)]
-        )
+    async def waiting(self, org_id: str | None = None) -> list[Waiting]:
+        """The messages whose operation waits for another one, of one organization or of all."""
+
+        def work(transaction: Transaction) -> list[Waiting]:
+            found = [one for _, one in WAITING.all(transaction)]
+            return [one for one in found if org_id is None or _org_of(transaction, one.message_id) == org_id]
+
+        return await self._core.read(lambda operations: work(operations.transaction))
+
+
+def _org_of(transaction: Transaction, message_id: str) -> str:
+    record = transaction.record(message_id)
+    return "" if record is None else org_of(record.queue)
 
 
 def _holds(transaction: Transaction, message_id: str, entry: Active) -> bool:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.cells import EFFECTS as OUTCOMES
 from postroom.contracts.engine.cells import PARTS, SEPARATOR, Part, joined
-from postroom.contracts.engine.messages import body_of
+from postroom.contracts.engine.messages import body_of, new_id
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import branches, internal
 from postroom.contracts.goals.cells import (
@@ -35,7 +35,6 @@ from postroom.contracts.goals.cells import (
     GoalEffect,
     Rollback,
 )
-from postroom.contracts.task_input import KEY_CHARS_MAX
 from postroom.core import lifecycle
 from postroom.core.times import utc_text
 from postroom.errors import GoalEnded, RollbackRefused, UnknownCheckpoint, UnknownGoal
@@ -218,7 +217,7 @@ def _send_compensations(
 ) -> list[str]:
     """One message for each effect that is undone, in reverse order; returns their ids."""
     sent: list[str] = []
-    goal_id, count = checkpoint.goal_id, goal.rollbacks
+    goal_id, ordering_key = checkpoint.goal_id, f"undo {new_id()}"
     for number, effect in later_effects(transaction, checkpoint):
         if not is_undone(effect) or effect.reversal is None:
             continue
@@ -230,8 +229,7 @@ def _send_compensations(
             "priority": 1,
             "goal_id": goal_id,
             "parent_message_id": effect.message_id,
-            "idempotency_key": f"undo {count} {number} {goal_id}"[:KEY_CHARS_MAX],
-            "ordering_key": f"undo {count} {goal_id}"[:KEY_CHARS_MAX],
+            "ordering_key": ordering_key,
             "on_dead": "stop",
             "metadata": {
                 "undoes": effect.key,
@@ -342,7 +340,6 @@ def _submit_again(
         "context": body.context,
         "metadata": body.metadata,
         "max_retries": stored.record.max_retries,
-        "idempotency_key": f"restart {goal.rollbacks} {message_id}",
     }
     new = internal.insert(transaction, policy, fields)
     progress.accepted(transaction, goal.org_id, body, new)

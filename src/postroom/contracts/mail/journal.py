@@ -13,6 +13,7 @@ from postroom.core.mailbox import Mailbox
 from postroom.core.mq9 import Mq9Error
 from postroom.logs.mail_log import Fail, SegmentLog
 from postroom.logs.mail_records import Record, Started
+from postroom.system.encryption import key_file_encryption
 
 NUMBER_BITS = 32  # of a message id below the count of starts; together they stay exact in a JSON number
 CLAIM_AHEAD = 1 << 20  # messages before the end of a block of ids at which the next block is claimed
@@ -27,7 +28,9 @@ class Journal:
         run_soon: Callable[[Callable[[], None]], object],
         options: MailOptions,
     ) -> None:
-        self.log = SegmentLog(folder, run_soon) if folder is not None else None
+        self.log = None
+        if folder is not None:
+            self.log = SegmentLog(folder, run_soon, key_file_encryption(options.key_file))
         self._storages: tuple[Storage, ...] = (
             options.critical,
             options.urgent,

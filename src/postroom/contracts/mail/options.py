@@ -1,5 +1,6 @@
 """The options of the mail service."""
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -41,3 +42,5 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each delivery is emitted as an event."""
     extend: bool = False
     """Whether the creator of a mailbox may extend its lifetime."""
+    key_file: Path | None = None
+    """The keys that encrypt the log; None means the key file that the environment names, if any."""

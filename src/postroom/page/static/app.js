@@ -14,7 +14,7 @@ const VIEWS = [
   { path: /^agents$/, view: () => import("./agents.js"), nav: "agents", label: "Agents" },
   { path: /^buses$/, view: () => import("./buses.js"), nav: "buses", label: "Buses" },
   { path: /^buses\/(.+)$/, view: () => import("./buses.js"), show: "showOne", nav: "buses" },
-  { path: /^report$/, view: () => import("./report.js"), nav: "report", label: "Report", operators: true },
+  { path: /^report$/, view: () => import("./report.js"), nav: "report", label: "Report", everywhere: true },
 ];
 const FIRST = "#/overview";
 const RECENT_MAX = 30;
@@ -105,7 +105,7 @@ function drawNav(active = nav.dataset.active) {
   const needs = snapshot?.needs;
   replace(
     nav,
-    VIEWS.filter((one) => one.label && (session.operates || !one.operators)).map((one) => {
+    VIEWS.filter((one) => one.label && (session.operates || !one.operators) && (session.is_operator || !one.everywhere)).map((one) => {
       const count = needs && one.count ? one.count(needs) : 0;
       return link("#/" + one.nav, [one.label, count ? h("span", { class: "count", "aria-label": number(count) + " waiting" }, number(count)) : ""], {
         "aria-current": one.nav === active ? "page" : null,

@@ -13,7 +13,7 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
   const patternPlace = h("div");
   const listPlace = h("div");
   let letters = [];
-  let isComplete = true;
+  let next = "";
   let timer = 0;
 
   const change = (event) => {
@@ -34,7 +34,7 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
     const found = await get("/page/dead-letters", { ...filters, after });
     if (!isCurrent()) return;
     letters = after ? [...letters, ...found.letters] : found.letters;
-    isComplete = found.is_complete;
+    next = found.after;
     if (!after) replace(patternPlace, patterns(found));
     draw();
   }
@@ -63,8 +63,8 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
       ["newest", (one) => time(one.newest)],
       ["", (one) => session.operates && h("button", { type: "button", "data-key": [one.org_id, one.type, one.error_type].join("/"), onclick: () => replay(scope(one), "Replay this pattern") }, "Preview a replay")],
     ];
-    const caption = found.is_sampled ? "Patterns of the first 1,000 dead letters" : "Patterns";
-    return section("Patterns", table(caption, columns, found.patterns, { hideCaption: !found.is_sampled, empty: "There are no dead letters." }));
+    const caption = found.sampled ? `Patterns of the first ${number(found.sampled)} dead letters` : "Patterns";
+    return section("Patterns", table(caption, columns, found.patterns, { hideCaption: !found.sampled, empty: "There are no dead letters." }));
   }
 
   function draw() {
@@ -94,7 +94,7 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
             h("button", { type: "button", "data-key": "all", disabled: !letters.length, onclick: () => replay(scope(filters), "Replay all that fit the filters") }, "Preview a replay of all that fit"),
           ),
         table("Dead letters, the oldest first", columns, letters, { empty: "No dead letter fits." }),
-        !isComplete && h("button", { type: "button", "data-key": "more", onclick: () => load(letters.at(-1).message_id).catch(fail) }, "More dead letters"),
+        next && h("button", { type: "button", "data-key": "more", onclick: () => load(next).catch(fail) }, "More dead letters"),
       ),
     );
   }

@@ -294,20 +294,28 @@ _DOLLARS: Final = "decimal(28,9)"
 _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 
-def tokens(events: DataFrame) -> DataFrame:
-    """One row for each hour, organization, goal, agent and model: tokens in and out."""
-    return _TOKENS.summed(_tokens_of(events))
+_BUDGETS: Final = ("tokens_reserved", "tokens_borrowed", "tokens_returned", "tokens_refused")
+"""Events of token budgets. Each has a column of its name: the sum of the `tokens` in its detail."""
+
+
+def tokens(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
+    """One row for each hour, organization, goal, agent and model: tokens in and out, and those of budgets."""
+    return _TOKENS.summed(_tokens_of(_named(events, messages)))
 
 
 def _tokens_of(events: DataFrame) -> DataFrame:
+    kind = F.col("kind")
+    is_call = F.col("tokens_in").isNotNull() | F.col("tokens_out").isNotNull()
+    stated = F.get_json_object("detail", "$.tokens").try_cast("bigint")
     return (
-        events.where("tokens_in IS NOT NULL OR tokens_out IS NOT NULL")
+        events.where(is_call | kind.isin(*_BUDGETS))
         .withColumn("hour_us", hour_us(F.col("ts_us")))
         .select(
             *_SPENDERS,
-            _one().alias("calls"),
+            _one(is_call).alias("calls"),
             F.coalesce("tokens_in", F.lit(0)).cast("bigint").alias("tokens_in"),
             F.coalesce("tokens_out", F.lit(0)).cast("bigint").alias("tokens_out"),
+            *(F.coalesce(F.when(kind == name, stated), F.lit(0)).alias(name) for name in _BUDGETS),
         )
     )
 
@@ -389,7 +397,9 @@ _THROUGHPUT: Final = Sums(
 _ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",), each=_errors_of)
 _FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
 _DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
-_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us", each=_tokens_of)
+_TOKENS: Final = Sums(
+    _SPENDERS, ("calls", "tokens_in", "tokens_out", *_BUDGETS), moment="ts_us", each=_tokens_of
+)
 _COST: Final = Sums(
     _SPENDERS,
     ("calls", "cost_usd"),
@@ -428,7 +438,7 @@ def _flame_file_groups() -> FileGroups:
 
 
 FORM_ID: Final = "form"  # the application id under which a gold table remembers its form
-FORM: Final = 4
+FORM: Final = 5
 """The version of the columns, partitions and meaning of the tables. A table of another form is rebuilt."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
@@ -437,7 +447,7 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _hour_file_groups),
+    "gold_tokens": GoldTable(tokens, _NAMED_EVENTS, _DAY, _TOKENS, _hour_file_groups),
     "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _hour_file_groups),
     "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),

@@ -143,13 +143,17 @@ COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(ar
 # ---- events and counters ---------------------------------------------------------------------------
 
 NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?)"
-STORED_EVENTS = "SELECT batch FROM events WHERE seq > ? ORDER BY seq"
+STORED_EVENTS = "SELECT seq, batch FROM events WHERE seq > ? ORDER BY seq"
 LAST_STORED = "SELECT coalesce(max(seq), 0) FROM events"
 COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 # Records behind the last row of events imply their own two events.
 IMPLIED = (
     "SELECT seq, name, priority, type, parent_message_id, created_us, length(payload) "
     "FROM records CROSS JOIN queues USING (queue) WHERE seq > ? AND seq <= ? ORDER BY seq"
+)
+NEWEST_EVENT = (
+    "SELECT coalesce((SELECT max(seq) + 1 FROM records WHERE seq > stored.last), stored.last) "
+    "FROM (SELECT coalesce(max(seq), 0) AS last FROM events) stored"
 )
 IMPLIED_COUNTS = "SELECT queue, lane, count(*), max(seq) FROM records WHERE seq > ? GROUP BY queue, lane"
 FORGET_EVENTS = "DELETE FROM events WHERE seq <= ? AND seq < (SELECT max(seq) FROM events)"

@@ -176,11 +176,11 @@ INSERT INTO postroom.events (number, writer, count, batch) VALUES (%s, %s, %s, %
 SELECT EXISTS (SELECT 1 FROM postroom.events WHERE number = %s AND writer = %s)
 
 -- name: events_after
-SELECT position, count, batch FROM postroom.events WHERE position > %s AND count > 0
+SELECT position, count, number, batch FROM postroom.events WHERE position > %s AND count > 0
     ORDER BY position LIMIT %s
 
 -- name: newest_events
-SELECT position, count, batch FROM postroom.events WHERE position <= (SELECT position FROM postroom.feed)
+SELECT position, count, number, batch FROM postroom.events WHERE position <= (SELECT position FROM postroom.feed)
     AND count > 0 ORDER BY position DESC LIMIT 1
 
 -- name: forget_events
@@ -278,6 +278,30 @@ INSERT INTO postroom.facts VALUES (%s, %s) ON CONFLICT DO NOTHING
 
 -- name: set_fact
 INSERT INTO postroom.facts VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value
+
+-- name: values_of_records
+SELECT seq, payload, result, trail FROM postroom.records WHERE seq > %s ORDER BY seq LIMIT %s {lock}
+
+-- name: values_of_events
+SELECT number, batch FROM postroom.events WHERE number > %s AND count > 0 ORDER BY number LIMIT %s
+
+-- name: values_of_cells
+SELECT kind, key, value FROM postroom.cells WHERE (kind, key) > (%s, %s) ORDER BY kind, key LIMIT %s {lock}
+
+-- name: set_payload
+UPDATE postroom.records SET payload = %s WHERE seq = %s
+
+-- name: set_result
+UPDATE postroom.records SET result = %s WHERE seq = %s
+
+-- name: set_trail
+UPDATE postroom.records SET trail = %s WHERE seq = %s
+
+-- name: set_batch
+UPDATE postroom.events SET batch = %s WHERE number = %s
+
+-- name: set_cell
+UPDATE postroom.cells SET value = %s WHERE kind = %s AND key = %s
 
 -- name: kinds
 SELECT DISTINCT kind FROM postroom.cells ORDER BY kind

@@ -1,0 +1,147 @@
+"""Keys of a data folder or a store: convert values to the newest key, count them by key, retire a key.
+
+Rule 1: a key is removed from its file only when no value of any part needs it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from postroom.errors import InvalidSetting, KeyMissing
+from postroom.logs.mail_log import count_keys as count_mail_keys
+from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE, MAIL_FOLDER, upgrade_copies
+from postroom.stores.conversion import Progress
+from postroom.stores.open import SQLITE, open_store
+from postroom.stores.store import Store
+from postroom.system.encryption import PLAIN, Encryption
+from postroom.system.key_file import fingerprint, read_keys, remove_key
+
+SEGMENT_BLOCK_BYTES = 1 << 20
+
+
+class KeyUse(msgspec.Struct, frozen=True):
+    """A key of the key file, or one that values need."""
+
+    name: str
+    fingerprint: str
+    is_current: bool
+    values: int | None = None
+    """How many values need it; None when nothing was counted."""
+
+
+class EncryptedData:
+    """The parts of a data folder, or a store alone, that one key file encrypts."""
+
+    def __init__(self, encryption: Encryption, folder: Path | None, store_url: str | None) -> None:
+        self.encryption = encryption
+        self._folder = folder
+        if folder is not None and encryption.path.resolve().is_relative_to(folder.resolve()):
+            raise InvalidSetting(
+                f"key file {encryption.path} is inside the data folder, and would be stored and copied with "
+                "what it protects: keep it elsewhere"
+            )
+        if store_url is None and folder is not None and (folder / DATABASE).exists():
+            store_url = f"{SQLITE}{folder / DATABASE}"
+        self._store_url = store_url
+
+    def _store(self) -> Store | None:
+        if self._store_url is None:
+            return None
+        return open_store(self._store_url, key_file=self.encryption.path)
+
+    def convert(self, report: Callable[[Progress], None]) -> Progress | None:
+        """Encrypt every value of the store with the newest key. None without a store."""
+        store = self._store()
+        if store is None:
+            return None
+        try:
+            while not (progress := store.convert()).is_done:
+                report(progress)
+            if progress.was_plain:
+                store.wipe()
+        finally:
+            store.close()
+        return progress
+
+    def plain_copies(self) -> list[str]:
+        """Copies of the store that upgrades have left. They stay as they are."""
+        return [] if self._folder is None else upgrade_copies(self._folder)
+
+    def waiting_mail(self) -> int:
+        """Records of Mail's log that the newest key did not encrypt. A running mail server converts them."""
+        counts = self._mail_counts()
+        return sum(n for key, n in counts.items() if key != self.encryption.current)
+
+    def _mail_counts(self) -> dict[str, int]:
+        folder = None if self._folder is None else self._folder / MAIL_FOLDER
+        return count_mail_keys(folder) if folder is not None and folder.is_dir() else {}
+
+    def uses(self) -> list[KeyUse]:
+        """The keys of the file and those that values need, each with the number of values."""
+        counts: Counter[str] = Counter(self._mail_counts())
+        store = self._store()
+        if store is not None:
+            try:
+                counts.update(store.count_keys())
+            finally:
+                store.close()
+        names, current = self.encryption.names, self.encryption.current
+        ordered = [*names, *(key for key in sorted(counts) if key not in names)]
+        unknown = {PLAIN: ""}
+        return [
+            KeyUse(names.get(key, unknown.get(key, "?")), key, key == current, counts.get(key, 0))
+            for key in ordered
+        ]
+
+    def retire(self, name: str) -> None:
+        """Remove a key that no value needs from the key file."""
+        keys = read_keys(self.encryption.path)
+        if name not in keys:
+            raise InvalidSetting(f"key file {self.encryption.path} has no key {name!r}")
+        key = fingerprint(keys[name]).hex()
+        if key == self.encryption.current:
+            raise InvalidSetting(f"{name!r} encrypts new values: rotate to another key first")
+        mail = self._mail_counts().get(key, 0)
+        if mail:
+            raise InvalidSetting(
+                f"{mail} records of Mail are encrypted with the key {name!r}: a mail server converts them "
+                "within a minute of its start"
+            )
+        if self._is_in_audit(name):
+            raise InvalidSetting(f"the audit stream has payloads that are encrypted with the key {name!r}")
+        store = self._store()
+        if store is not None:
+            try:
+                store.retire_key(key)
+            finally:
+                store.close()
+        remove_key(self.encryption.path, name)
+
+    def _is_in_audit(self, name: str) -> bool:
+        """Whether the audit stream of the folder names the key: it may share the key file."""
+        mark = f"enc:1:{name}:".encode()
+        folder = None if self._folder is None else self._folder / AUDIT_FOLDER
+        if folder is None or not folder.is_dir():
+            return False
+        return any(_holds(path, mark) for path in folder.rglob("*.jsonl") if path.is_file())
+
+
+def _holds(path: Path, mark: bytes) -> bool:
+    rest = b""
+    with path.open("rb") as file:
+        while block := file.read(SEGMENT_BLOCK_BYTES):
+            if mark in rest + block:
+                return True
+            rest = block[-len(mark) :]
+    return False
+
+
+def key_uses(path: Path) -> list[KeyUse]:
+    """The keys of a file, newest first."""
+    keys = read_keys(path)
+    if not keys:
+        raise KeyMissing(f"key file {path} has no key")
+    first = next(iter(keys))
+    return [KeyUse(name, fingerprint(key).hex(), name == first) for name, key in keys.items()]
