@@ -90,7 +90,7 @@ def test_a_reject_rate_is_the_share_of_rejected_lines(tmp_path: Path) -> None:
     for most, holds in ((0.25, True), (0.2, False)):
         [found] = measure(Tables(tmp_path), [Expectation("bronze_events", "reject_rate", most=most)], NOW_US)
         assert (found.rows, found.broken, found.holds) == (4, 1, holds)
-    assert found.sentence == "bronze_events: 1 of 4 lines were rejected"
+        assert found.sentence == "bronze_events: 1 of 4 lines were rejected"
 
 
 def test_wrong_rules_are_one_sentence(tmp_path: Path) -> None:
