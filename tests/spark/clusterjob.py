@@ -16,7 +16,7 @@ from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention.retain import Policy, RetentionJob
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
-from tests.spark.quick import QUICK, QUICK_JVM, UNCOMPILED
+from tests.spark.quick import QUICK, QUICK_JVM
 
 KEEP_DAYS = 2
 CONF = {
@@ -25,15 +25,13 @@ CONF = {
     "spark.executor.cores": "1",
     "spark.sql.shuffle.partitions": "2",
     **QUICK,
-    "spark.executor.extraJavaOptions": f"{QUICK_JVM} -XX:+UseSerialGC",
+    "spark.executor.extraJavaOptions": QUICK_JVM,
 }
 
 
 def main(url: str, tables: str, *steps: str) -> None:
     paths.SMALL_BYTES = 0  # type: ignore[misc]  # executors read and write the files, as of large tables
-    is_short = all(step.startswith("silver:") for step in steps)
-    conf = {**CONF, **UNCOMPILED} if is_short else CONF
-    spark = spark_session(remote=url) if url.startswith("sc://") else spark_session(url, conf=conf)
+    spark = spark_session(remote=url) if url.startswith("sc://") else spark_session(url, conf=CONF)
     try:
         for step in steps:
             do(step, spark, Tables(Path(tables)))

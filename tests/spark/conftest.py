@@ -14,12 +14,13 @@ from postroom.pipeline.session import LOOPBACK, SMALL_SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
-from tests.spark.quick import QUICK, UNCOMPILED
+from tests.spark.quick import QUICK
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 8  # of which the history with faults tells every kind of event
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """What Spark does by itself."""
+UNCOMPILED = {name: SMALL_SETTINGS[name] for name in COMPILED}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 

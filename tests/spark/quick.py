@@ -3,12 +3,8 @@
 Nor are the classes of Spark verified: to load them is most of what such a JVM does.
 """
 
-from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS, SMALL_SETTINGS
+from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS
 
 UNVERIFIED = "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 QUICK_JVM = f"-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m {UNVERIFIED}"
 QUICK = {DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]} {QUICK_JVM}"}
-UNCOMPILED = {
-    name: SMALL_SETTINGS[name] for name in ("spark.sql.codegen.wholeStage", "spark.sql.codegen.factoryMode")
-}
-"""For plans that run once on few rows."""
