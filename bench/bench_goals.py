@@ -220,7 +220,8 @@ class Claiming:
 def conflict_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """A claim of messages with operations, beside one without, while many operations are active."""
     claiming = Claiming(folder / "conflict", sizes)
-    took = compare(lambda: claiming.cycle_s("fresh"), lambda: claiming.cycle_s(""))
+    # "about" sorts before "busy": a check that reads on behind its target would read the active ones.
+    took = compare(lambda: claiming.cycle_s("about"), lambda: claiming.cycle_s(""))
     yield Figure(
         f"claim of {BATCH} with {sizes.active:,} operations", took.ours * MS_PER_S, "ms",
         "without operations", took.ratio, (Goal("ratio", "<=", 1.1),),

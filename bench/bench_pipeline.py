@@ -377,13 +377,14 @@ def driver(_: Bench) -> Iterator[Figure]:
         done = subprocess.run([sys.executable, script, str(days)], check=True, capture_output=True, text=True)
         takes[days] = json.loads(done.stdout)
     short, long = min(takes), max(takes)
-    for unit, most in (("s", DRIVER_S_MAX), ("bytes", DRIVER_BYTES_MAX)):
+    limits = {"s": DRIVER_S_MAX, "cpu_s": DRIVER_S_MAX, "bytes": DRIVER_BYTES_MAX}
+    for key, most in limits.items():
         yield Figure(
             f"nothing new, {long} days of 1,000 files",
-            takes[long][unit],
-            unit,
-            f"{short} day: {readable(takes[short][unit])}",
-            takes[long][unit] / takes[short][unit],
+            takes[long][key],
+            key.replace("cpu_s", "CPU s"),
+            f"{short} day: {readable(takes[short][key])}",
+            takes[long][key] / takes[short][key],
             [Goal("value", "<=", most)],
         )
 

@@ -19,9 +19,10 @@ from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import LEASE_S, AgentOperations
 from postroom.contracts.engine.cells import AGENT_COUNTS, AgentEntry, Part
 from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.parts import Position, parse_position, read_on
+from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
+from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
 
@@ -401,6 +402,28 @@ def test_a_gap_in_the_chunks_is_noticed(agents_of: Made) -> None:
     assert is_complete
     assert parts[-1][1].error is not None
     assert parts[-1][1].error["type"] == "ChunksMissing"
+
+
+def test_a_position_of_an_attempt_that_never_was_reads_from_the_beginning(agents_of: Made) -> None:
+    agents = agents_of()
+    message_id = agents.request(agents.register())
+    [claimed] = agents.under.claim()
+    policy, lease, count = agents.under.engine.policy, claimed.record.lease, 2 * PART_CELLS_A_READ_MAX
+
+    def add(transaction: Transaction) -> None:
+        for index in range(count):  # more cells than one read returns
+            Operations(transaction, policy).add_parts(message_id, lease, [chunk(message_id, index)], index)
+
+    def read(position: Position) -> tuple[list[tuple[Position, Part]], bool]:
+        return agents.store.read(
+            lambda transaction: read_on(Operations(transaction, policy), message_id, position)
+        )
+
+    agents.store.write(add)
+    agents.under.complete([claimed])
+    first, _ = read(Position())
+    for invented in ("0.9.9.9", "9.0.0.0", "9.9.9.9"):
+        assert read(parse_position(invented))[0] == first
 
 
 def test_chunks_of_a_lost_lease_are_refused(agents_of: Made) -> None:

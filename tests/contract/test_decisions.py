@@ -204,6 +204,28 @@ def test_the_adviser_decides_about_the_demotion_of_a_retry(opened: Opened) -> No
         world.close()
 
 
+def test_demotions_and_classes_are_recorded_and_become_rules(opened: Opened) -> None:
+    adviser = Choosing(reversal_class="COMPENSATABLE", demotion="keep", recovery="person")
+    world = opened(adviser)
+
+    @world.engine.handler("tool_call")
+    async def step(message: Any, ctx: Any) -> None:
+        await ctx.effect("x", lambda: 1, reversal={"type": "tool_call", "payload": {}})
+        raise RuntimeError("again")
+
+    for number in range(6):
+        world.wait(world.engine.goals.start("acme", f"g{number}"))
+        world.submit(goal_id=f"g{number}", max_retries=1)
+        world.run_all()
+    taken = world.wait(world.engine.decisions.list(decided=True))
+    for kind, choice in (("reversal_class", "COMPENSATABLE"), ("demotion", "keep")):
+        found = [one for one in taken if one.kind == kind]
+        said = sorted((one.choice, one.by) for one in found)
+        assert said == [(choice, "adviser")] * 5 + [(choice, "learned")]
+        assert {one.org_id for one in found} == {"acme"}
+        assert world.wait(world.engine.decisions.replay(found[0].decision_id)).choice == choice
+
+
 def test_the_adviser_classifies_effects_and_dead_letters(opened: Opened) -> None:
     adviser = Choosing(
         reversal_class="COMPENSATABLE", dead_letter="purge", recovery="person", demotion="keep"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
+from postroom.contracts.engine.cells import ACCOUNTS
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.outcomes import Outcome, Usage
 from postroom.contracts.engine.token_status import ModelTokens
@@ -142,6 +143,29 @@ def test_lease_that_a_worker_of_tasks_ended_gives_the_tokens_back(make: Make) ->
     engine.submit(tokens=900, priority=0)
     engine.wait(engine.engine.sweep())
     assert len(engine.claim()) == 1
+
+
+def test_sweep_reaches_old_reservations_behind_many_newer_ones(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postroom.contracts.engine.tokens.CLAIMS_SWEPT_MAX", 2)
+    engine = make()
+    engine.submit(tokens=100)
+    engine.claim()
+    engine.clock.advance(16)
+    Tasks(engine.engine.store).claim(agent="coder")  # ends the lease without a settlement
+    for _ in range(4):
+        engine.submit(tokens=100)
+        assert engine.claim()
+
+    def reserved() -> int:
+        account = engine.engine.store.read(lambda transaction: ACCOUNTS.get(transaction, "p", "small"))
+        return 0 if account is None else account.tokens
+
+    assert reserved() == 500
+    for _ in range(3):
+        engine.wait(engine.engine.sweep())
+    assert reserved() == 400
 
 
 def test_message_without_tokens_touches_no_account(make: Make) -> None:

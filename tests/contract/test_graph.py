@@ -264,6 +264,48 @@ def test_falkordb_holds_entities_for_queries_in_cypher(falkordb: Any) -> None:
     assert graph.query(query).result_set == [[2, "in", "france"]]
 
 
+def test_every_json_object_can_be_saved_and_read(engine: Any) -> None:
+    """Also what would end or change a query in Cypher."""
+    names = (
+        "",
+        "a b",
+        "x`y",
+        "`}) DETACH DELETE (n) //",
+        "a\0b",
+        'q"t',
+        "é",
+        "id",
+        "org_id",
+        "version",
+        "\n",
+        "1",
+    )
+    values: tuple[Any, ...] = (
+        "v\0w",
+        "'\"\\",
+        [1, "\0"],
+        [[1], {}],
+        {"a": {"b": 1}},
+        2**63,
+        -(2**64),
+        True,
+        1e300,
+        "",
+        [],
+        7,
+    )
+    properties = dict(zip(names, values, strict=True)) | {"last": "\u2028\ud7ff"}
+
+    async def story() -> None:
+        main = engine.graph.main("acme")
+        for _ in range(2):
+            await main.save("n`\"'", properties, [("`", "m`")])
+        found = await main.get("n`\"'")
+        assert (found.properties, found.version, found.org_id) == (properties, 2, "acme")
+
+    run(engine, story())
+
+
 def test_a_graph_that_does_not_answer_is_unavailable() -> None:
     with (
         Engine.open("memory://", graph="falkordb://127.0.0.1:1/x") as engine,

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser, Policy
+from postroom.contracts.engine.cells import PAGE
 from postroom.contracts.goals.cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
 from postroom.errors import InvalidMessage
+from postroom.stores.memory import MemoryTransaction
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
@@ -248,3 +250,24 @@ def test_operations_leave_no_cells_behind(world: EngineUnderTest) -> None:
 def test_an_operation_that_does_not_fit_is_refused(world: EngineUnderTest, operation: Any) -> None:
     with pytest.raises(InvalidMessage, match="operation"):
         world.submit(operation=operation)
+
+
+def test_a_check_reads_only_operations_near_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets that sort before or behind those of all active operations cost the same."""
+    world = EngineUnderTest("memory://")
+    world.submit_many(100, operation={"target": "m", "mode": "shared"})
+    assert len(world.claim(100)) == 100
+    for target in ("a", "z"):
+        submit(world, target)
+    rows: list[int] = []
+    cells = MemoryTransaction.cells
+
+    def counted(self: Any, kind: str, after: str = "", limit: int = 1_000) -> Any:
+        found = cells(self, kind, after, limit)
+        rows.append(len(found) if kind == ACTIVE_ON.name else 0)
+        return found
+
+    monkeypatch.setattr(MemoryTransaction, "cells", counted)
+    assert len(world.claim(2)) == 2
+    assert sum(rows) <= 2 * PAGE
+    world.close()

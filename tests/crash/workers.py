@@ -8,6 +8,7 @@ Rule 4: only processes started here are signalled, each by its pid, and each die
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import logging
 import os
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 STUCK_S = 120.0  # a worker that reports nothing for this long hangs
+STACKS_S = 0.2  # for the stacks of one process
 SPIN_MAX_S = 0.005
 READ_BYTES = 1 << 16
 REPORTS_AHEAD_MAX = 8  # unread reports before a worker has to wait; a power of two
@@ -116,6 +118,7 @@ class Crew:
         began, count = time.monotonic(), len(worker.lines)
         while len(worker.lines) < wanted:
             if time.monotonic() - began > STUCK_S:
+                self.show_stacks()
                 raise WorkerFailed(f"{worker.name} made no progress in {STUCK_S:g} s")
             self.drain(0.1)
         if len(worker.lines) > count:
@@ -128,6 +131,15 @@ class Crew:
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"{what} did not happen in {STUCK_S:g} s")
             self.drain(0.01)
+
+    def show_stacks(self) -> None:
+        """Have every worker, and the processes of its handlers, print the stacks of its threads to stderr."""
+        for worker in self.living():
+            for pid in (worker.pid, *_children(worker.pid)):
+                print(f"stacks of {worker.name}, process {pid}:", file=sys.stderr, flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+                time.sleep(STACKS_S)
 
     def kill_at_random(self, worker: Worker, rng: Random, lines_max: int) -> None:
         """After some reported progress, at a random instant during the next two calls."""
@@ -166,12 +178,21 @@ def _short_pipe() -> tuple[int, int]:
     return read_end, write_end
 
 
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started, where the system says so."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _be_child(program: Program, fd: int, parent: int) -> None:
     """Run the program and exit without returning to the parent's code: no tests continue here."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(parent)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         logging.getLogger("postroom").setLevel(logging.CRITICAL)
         program(reporter(fd))
         os._exit(0)

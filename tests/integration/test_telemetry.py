@@ -13,9 +13,12 @@ import pytest
 
 from postroom.runtime.telemetry import wanted_signals
 from tests.integration.commandline import finish, isolate, postroom, start
+from tests.integration.ups import running
 from tests.otlpreceiver import Receiver, attributes, receiving
 from tests.waiting import until
 
+METRICS = {"postroom.queue.messages", "postroom.mail.mailboxes", "postroom.audit.shipped"}
+"""One of each part."""
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 APP = """
 from opentelemetry import trace
@@ -42,14 +45,24 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
 
 
-def submit(url: str, token: str, messages: list[dict[str, Any]], **headers: str) -> list[str]:
+def post(address: str, token: str, body: Any, **headers: str) -> Any:
     request = urllib.request.Request(  # noqa: S310 - our own server
-        f"{url}/engine/messages",
-        json.dumps({"messages": messages}).encode(),
+        address,
+        json.dumps(body).encode(),
         {"authorization": f"Bearer {token}", "content-type": "application/json", **headers},
     )
     with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - the same
-        return list(json.loads(answer.read())["message_ids"])
+        return json.loads(answer.read())
+
+
+def submit(url: str, token: str, messages: list[dict[str, Any]], **headers: str) -> list[str]:
+    return list(post(f"{url}/engine/messages", token, {"messages": messages}, **headers)["message_ids"])
+
+
+def work_on_a_task(url: str, token: str) -> None:
+    post(f"{url}/queue/enqueue", token, {"agent": "triage", "payload": 1})
+    task = post(f"{url}/queue/next", token, {"agent": "triage"})
+    post(f"{url}/queue/complete", token, {"task_id": task["task_id"], "lease": task["lease"], "decision": 1})
 
 
 class Traced(NamedTuple):
@@ -61,7 +74,9 @@ class Traced(NamedTuple):
 
     def spans(self, name: str) -> dict[str, Any]:
         """The spans of one operation by message."""
-        return {attributes(span)["messaging.message.id"]: span for span in self.receiver.spans(f"{name} ")}
+        return {
+            attributes(span)["messaging.message.id"]: span for span in self.receiver.spans(f"{name} org:")
+        }
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +86,19 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     (folder / "app.py").write_text(APP)
     with pytest.MonkeyPatch.context() as patch, receiving() as receiver:
         isolate(patch, folder)
-        token = postroom("token", "create", "--data", "run", "--role", "admin").line["token"]
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         patch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "50")
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
-        server = start("postroom", "tasks", "serve", "--data", "run", "--port", 0)
-        workers = start("postroom", "engine", "work", "--app", "app:engine", "--min-workers", 1)
-        try:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
+        with running(Path("run"), "--app", "app:engine") as up:
+            url, token = up.http, str(up.token)
             fine = {"type": "tool_call", "org_id": "acme", "payload": {"tool": "parent"}}
             bad = {**fine, "payload": {"tool": "broken"}, "max_retries": 0}
             [parent] = submit(url, token, [fine], traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01")
             batch = submit(url, token, [{**fine, "payload": {"tool": "a"}}, bad])
             until(lambda: len(receiver.spans("settle")) == 4)
-            until(lambda: "postroom.queue.messages" in receiver.metrics())
-        finally:
-            for process in (workers, server):
-                process.terminate()
-            ended = [finish(process) for process in (workers, server)]
-        assert [one.code for one in ended] == [0, 0], [one.errors for one in ended]
+            work_on_a_task(url, token)
+            until(lambda: receiver.metrics().keys() >= METRICS)
         yield Traced(receiver, parent, batch)
 
 
@@ -120,6 +127,16 @@ def test_a_handlers_own_spans_and_messages_are_below_its_process_span(traced: Tr
     assert sends[child].trace_id.hex() == TRACE_ID
     assert sends[child].parent_span_id in [span.span_id for span in inside]
     assert processes[child].parent_span_id == sends[child].span_id
+
+
+def test_a_task_has_spans_below_the_requests_of_its_sender_and_worker(traced: Traced) -> None:
+    requests = {span.span_id for span in traced.receiver.spans("POST")}
+    found = {name: traced.receiver.spans(f"{name} triage") for name in ("send", "receive")}
+    found["settle"] = [one for one in traced.receiver.spans("settle ") if "org:" not in one.name]
+    assert {name: len(spans) for name, spans in found.items()} == {"send": 1, "receive": 1, "settle": 1}
+    [ids] = {attributes(span)["messaging.message.id"] for [span] in found.values()}
+    assert ids
+    assert {span.parent_span_id for [span] in found.values()} <= requests
 
 
 def test_a_batch_has_a_span_for_each_message_and_claims_link_to_them(traced: Traced) -> None:

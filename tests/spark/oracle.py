@@ -84,6 +84,15 @@ SELECT message_id, org_id, type, priority, agent_id, goal_id, parent_message_id,
 FROM lives JOIN told USING (message_id)
 """
 
+NAMED = """
+SELECT told.* REPLACE (coalesce(told.org_id, mine.org_id) AS org_id, coalesce(told.type, mine.type) AS type,
+                       CASE WHEN told.type IS NULL OR told.org_id IS NULL
+                            THEN coalesce(told.goal_id, mine.goal_id) ELSE told.goal_id END AS goal_id,
+                       CASE WHEN told.type IS NULL OR told.org_id IS NULL
+                            THEN coalesce(told.agent_id, mine.agent_id) ELSE told.agent_id END AS agent_id)
+FROM {} AS told LEFT JOIN messages AS mine USING (message_id)
+"""
+
 ATTEMPTS = f"""
 CREATE TABLE attempts AS
 WITH mine AS (
@@ -119,7 +128,8 @@ SELECT message_id, attempt, org_id, type, priority, agent_id, goal_id, queue, wo
        started_us, ended_us, heartbeat_us, first_us, waited_us, ended_us - dequeued_us AS worked_us,
        coalesce(result, 'open') AS result, error_type, error, model, service, tokens_in, tokens_out, cost_usd,
        {DAY.format("first_us")} AS day
-FROM times JOIN begun USING (message_id, attempt) LEFT JOIN done USING (message_id, attempt)
+FROM times JOIN ({NAMED.format("begun")}) USING (message_id, attempt)
+LEFT JOIN done USING (message_id, attempt)
 """
 
 SPANS = """
@@ -145,13 +155,17 @@ Rows = list[tuple[Any, ...]]
 
 @cache
 def oracle(folder: Path) -> duckdb.DuckDBPyConnection:
-    """A database with the tables lines, events, messages, attempts and spans of a folder of segments."""
+    """A database with the tables lines, events, messages, attempts and spans of a folder of segments.
+
+    In `named_events` an event without a type or an organization has the names of its message.
+    """
     con = duckdb.connect()
     con.execute(LINES.format(fields=", ".join(FIELDS), folder=folder, columns=FIELDS))
     redactor = Redactor("medium")
     con.create_function("redact_payload", redactor.payload, ["VARCHAR"], "VARCHAR")
     con.create_function("redact_text", redactor.text, ["VARCHAR"], "VARCHAR")
-    for statement in (EVENTS, MESSAGES, ATTEMPTS, SPANS):
+    named = f"CREATE VIEW named_events AS {NAMED.format('events')}"
+    for statement in (EVENTS, MESSAGES, ATTEMPTS, SPANS, named):
         con.execute(statement)
         if statement is EVENTS:
             con.execute("UPDATE events SET payload = redact_payload(payload), error = redact_text(error)")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+from postroom.pipeline.delta_log import DataFile
 from postroom.pipeline.tables import Tables
 
 Row = dict[str, Any]
@@ -15,12 +16,12 @@ Rows = Counter[str]
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # how Spark calls the folder of the rows without one
 
 
-def records(tables: Tables, name: str) -> list[Row]:
-    """Every row with its columns in the order of the table, its partition included."""
+def records(tables: Tables, name: str, files: list[DataFile] | None = None) -> list[Row]:
+    """Every row, or those of some files, with its columns in the order of the table and its partition."""
     names = tables.schema(name).names
     return [
         {column: {**row, **day}.get(column) for column in names}
-        for file in tables.files(name)
+        for file in (tables.files(name) if files is None else files)
         for day in [{key: value and date.fromisoformat(value) for key, value in file.partition.items()}]
         for row in pq.ParquetFile(f"{name}/{file.path}", filesystem=tables.storage.fs).read().to_pylist()
     ]

@@ -1,6 +1,7 @@
 """The thread that commits for coroutines, and the wake-ups of those that wait for an end."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,23 @@ def test_writes_go_on_after_a_store_that_could_not_be_opened_again() -> None:
     commits.close()
     assert isinstance(failed, HandleDead)
     assert second == 2
+
+
+def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
+    commits, opened = Commits(MemoryStore()), threading.Event()
+
+    async def read() -> int:
+        calls = [asyncio.create_task(asyncio.to_thread(opened.wait, 60)) for _ in range(100)]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(30):
+                return await commits.read(lambda transaction: transaction.newest_event())
+        finally:
+            opened.set()
+            await asyncio.gather(*calls)
+
+    assert asyncio.run(read()) == 0
+    commits.close()
 
 
 def test_a_wake_up_for_a_closed_event_loop_is_no_error() -> None:

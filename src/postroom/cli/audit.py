@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from postroom.settings import AuditSettings
     from postroom.sinks.heads import StreamHead
 
+SERVICE = "postroom-audit"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
 FOLLOW_EVERY_S = 0.5
@@ -126,6 +127,7 @@ def ship(
       postroom audit ship --store postgres://app@db/postroom --to postgres://audit@db/postroom
     """
     from postroom.runtime.shipping import Sources
+    from postroom.runtime.telemetry import exporting
 
     _check_exists("bus", buses)
     for path in buses:
@@ -145,8 +147,12 @@ def ship(
         else:
             shell.output.facts({"folder": str(folder or settings.folder)}, "shipping; SIGTERM ends it")
             shell.output.flush()
-            shipping.run(_until_stopped(shell, shipping.shipper.progress, while_stdin=while_stdin))
-            shipped = shipping.shipper.progress.shipped
+            progress = shipping.shipper.progress
+            with exporting(SERVICE) as telemetry:
+                if telemetry is not None:
+                    telemetry.observe(progress.gauges())
+                shipping.run(_until_stopped(shell, progress, while_stdin=while_stdin))
+            shipped = progress.shipped
     shell.output.facts({"shipped": shipped}, f"{shipped} events shipped")
 
 

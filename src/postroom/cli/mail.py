@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from postroom.core.mailcalls import MailMessage
     from postroom.runtime.natsoptions import ServerOptions, TokenOwner
 
+SERVICE = "postroom-mail"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
 PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a variable
 TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
@@ -225,7 +226,9 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
       postroom mail serve --data run/mail --port 4222
       postroom mail serve --data run/mail --user ada --durable-normal --quota-messages 10000
     """
+    from postroom.runtime.mail_status import mail_gauges
     from postroom.runtime.mailserver import serve as run_server
+    from postroom.runtime.telemetry import exporting
 
     def print_address(port: int) -> None:
         scheme = "tls" if chosen["tls_cert"] else "nats"
@@ -237,7 +240,10 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
     shell.show_warnings()
     if chosen["while_stdin"]:
         stop_with_stdin()
-    run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=print_address)
+    with exporting(SERVICE) as telemetry:
+        if telemetry is not None:
+            telemetry.observe(mail_gauges(data))
+        run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=print_address)
 
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":

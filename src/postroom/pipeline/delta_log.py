@@ -106,24 +106,36 @@ class FileList:
         high = self._column("max", column)
         return None if high is None else pc.max(high).as_py()
 
+    def may_have_nulls(self, column: str) -> bool:
+        """Whether a column can have a NULL. A file without a count may have one."""
+        nulls = self._column("null_count", column)
+        return bool(len(self)) if nulls is None else bool(nulls.null_count or pc.max(nulls).as_py())
+
     def all(self) -> list[DataFile]:
         return [_file_of(row) for row in self._rows.to_pylist()]
 
     def overlapping(self, column: str, low: Any, high: Any) -> list[DataFile]:
         """The files that can hold a value between `low` and `high`. An unknown limit counts as yes."""
+        return self.within(column, low, high).all()
+
+    def within(self, column: str, low: Any, high: Any) -> "FileList":
+        """The same as a list of files."""
         lowest, highest = self._column("min", column), self._column("max", column)
         if lowest is None or highest is None or low is None or high is None:
-            return self.all()
+            return self
         meets = pc.and_(
             pc.fill_null(pc.less_equal(lowest, high), True),  # noqa: FBT003 - a value
             pc.fill_null(pc.greater_equal(highest, low), True),  # noqa: FBT003 - a value
         )
-        return FileList(self._rows.filter(meets)).all()
+        return FileList(self._rows.filter(meets))
 
     def in_partitions(self, column: str, values: Iterable[str | None]) -> list[DataFile]:
         """The files of some values of a partition column."""
         known = self._rows[f"partition.{column}"].cast(pa.string())
         return FileList(self._rows.filter(pc.is_in(known, pa.array(list(values), pa.string())))).all()
+
+    def partition_values(self, column: str) -> set[str | None]:
+        return set(self._rows[f"partition.{column}"].cast(pa.string()).unique().to_pylist())
 
     def named(self, paths: Iterable[str]) -> list[DataFile]:
         """The files with these paths."""
@@ -228,11 +240,9 @@ class Logs:
         return self.listing(name, version).all() if self.exists(name) else []
 
     def row_count(self, name: str) -> int:
-        return self.listing(name).rows if self.exists(name) else 0
-
-    def bytes(self) -> int:
-        """The bytes of all tables."""
-        return sum(self.listing(name).bytes for name in self.names())
+        """The number of rows by the statistics of the log. The files are not listed."""
+        delta = self._delta(name)
+        return 0 if delta is None else int(delta.count())
 
     def changed(
         self, name: str, since: int, until: int | None = None

@@ -4,10 +4,12 @@ Changing one row rewrites its whole file. Rows that may still change therefore g
 files of all other rows are seldom written again.
 """
 
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.delta_log import DataFile
 from postroom.pipeline.tables import Split, Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, HOURS_A_DAY
 
@@ -18,6 +20,8 @@ EVENTS: Final = "silver_events"
 OPEN, DEAD, HOURS_FROM = 0, 1, 2  # the numbers of the groups
 GRACE_US: Final = HOUR_US // 4  # a row stays in the open group this long after its end
 IDLE_US: Final = DAY_US  # a message that never ends, as on a bus, leaves the open group after this
+TASK_ROWS: Final = 250_000  # rows that one task writes
+GROUP_TASKS_MAX: Final = 64  # of one group
 HOURLY_EVENTS_MIN: Final = 50_000  # events an hour from which on a group holds an hour instead of a day
 
 
@@ -32,12 +36,37 @@ class FileGroups(NamedTuple):
     """Whether the row may change even after its end."""
 
 
-def file_group(tables: Tables, groups: FileGroups) -> Split:
-    """The groups of rows, by the time and the rate of the events in `silver_events`."""
+def file_group(
+    tables: Tables, groups: FileGroups, hours: Collection[int] | None = None, rows: int = 0
+) -> Split:
+    """The groups of rows, by the time and the rate of the events in `silver_events`.
+
+    `hours` are the starts of the hours in which rows have changed, as far as they are known; `rows` is about
+    the number of rows.
+    """
     hourly = is_dense(tables)
+    if hours is None and hourly:
+        first_us, last_us = tables.listing(EVENTS).extent("ts_us") or (0, DAY_US)
+        hours = range(max(first_us, last_us - DAY_US), last_us + HOUR_US, HOUR_US)
+    rest = {hour // HOUR_US % HOURS_A_DAY for hour in hours or ()} if hourly else {0}
+    expected = [OPEN, DEAD, *(HOURS_FROM + hour for hour in sorted(rest))]
     return Split(
-        group_at(newest_us(tables), groups, hourly=hourly), HOURS_FROM + (HOURS_A_DAY if hourly else 1)
+        group_at(newest_us(tables), groups, hourly=hourly),
+        expected,
+        first_tasks=min(1 + rows // TASK_ROWS, GROUP_TASKS_MAX),
+        tasks=min(1 + rows // TASK_ROWS // len(expected), GROUP_TASKS_MAX),
     )
+
+
+def hours_of(files: Iterable[DataFile], column: str) -> set[int] | None:
+    """The hours from the lowest to the highest value of each file; None when these are not known or many."""
+    hours: set[int] = set()
+    for file in files:
+        low, high = file.low.get(column), file.high.get(column)
+        if low is None or high is None or high - low > DAY_US:
+            return None
+        hours.update(range(low - low % HOUR_US, high + 1, HOUR_US))
+    return hours
 
 
 def group_at(now_us: int, groups: FileGroups, *, hourly: bool) -> "Column":

@@ -88,12 +88,7 @@ def files_with_matches(
     if not files:
         return []
     chosen = choose(tables.read_with_file(spark, name, files)).select("file").distinct().collect()
-    return files_by_url(name, files, {row["file"] for row in chosen})
-
-
-def files_by_url(name: str, files: list[DataFile], urls: set[str]) -> list[DataFile]:
-    """The files with these URLs."""
-    paths = {path_below(name, url) for url in urls}
+    paths = {path_below(name, row["file"]) for row in chosen}
     return [file for file in files if file.path in paths]
 
 

@@ -8,7 +8,7 @@ Rule 3: a run keeps nothing in memory from one table to the next, so a run can r
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
 from postroom.pipeline import queries
 from postroom.pipeline.delta_log import Txn
-from postroom.pipeline.file_groups import file_group
+from postroom.pipeline.file_groups import file_group, is_dense
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
@@ -45,7 +45,7 @@ from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Staged, Tables
+from postroom.pipeline.tables import Split, Staged, Tables
 
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
@@ -399,7 +399,25 @@ class Pipeline:
             if replacement is None:
                 tables.mark(name, txns, base=base)
             else:
-                self._replace(tables, name, table, replacement, txns, base, is_other_form=is_other_form)
+                split = self._file_groups(tables, table, refresh.hours)
+                rows, replaced = replacement
+                tables.swap(
+                    name,
+                    rows,
+                    () if is_other_form else replaced,
+                    partition_by=table.partition_by,
+                    split=split,
+                    txns=txns,
+                    base=base,
+                    mode="overwrite" if is_other_form else "append",
+                )
+
+    def _file_groups(self, tables: Tables, table: GoldTable, hours: Collection[int] | None) -> Split | None:
+        """Which rows share a file. Few rows do not need files of their own hour."""
+        groups = None if table.file_groups is None else table.file_groups()
+        if groups is None or (groups.may_reopen is None and not is_dense(tables)):
+            return None
+        return file_group(tables, groups, hours)
 
     def _is_other_form(self, name: str, table: GoldTable) -> bool:
         """Whether a table was written by another version. One with other partitions is deleted."""
@@ -409,27 +427,3 @@ class Pipeline:
         if self.tables.partitions(name) != list(table.partition_by):
             self.tables.drop(name)
         return self.tables.exists(name)
-
-    def _replace(
-        self,
-        tables: Tables,
-        name: str,
-        table: GoldTable,
-        replacement: Replacement,
-        txns: list[Txn],
-        base: int,
-        *,
-        is_other_form: bool,
-    ) -> None:
-        rows, replaced = replacement
-        groups = table.file_groups
-        tables.swap(
-            name,
-            rows,
-            () if is_other_form else replaced,
-            partition_by=table.partition_by,
-            split=None if groups is None else file_group(tables, groups()),
-            txns=txns,
-            base=base,
-            mode="overwrite" if is_other_form else "append",
-        )

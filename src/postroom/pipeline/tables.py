@@ -51,7 +51,7 @@ BASE_NAME: Final = "mapreduce.output.basename"  # the setting of Hadoop with whi
 COPIES: Final = "copies"  # the beginning of the name of a folder of temporary files
 SPLIT: Final = "split"  # a column that is not stored
 NULLS: Final = "_nulls"
-INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
+INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us", "minute_us")
 """Columns whose lowest and highest value in each file are in the log, so that a job can skip files."""
 EXTRA_INDEXED: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
 """The same for single tables. Elsewhere no job needs them, and the statistics would cost time."""
@@ -106,14 +106,23 @@ class Split(NamedTuple):
     """Groups of rows that go to different files."""
 
     number: Column
-    """The group of a row, from 0 on."""
-    groups: int
+    """The group of a row."""
+    groups: Sequence[int]
+    """The groups that rows are expected in. Rows of all other groups share files."""
+    first_tasks: int = 1
+    """How many tasks write the first of the groups, which has most rows."""
+    tasks: int = 1
+    """How many tasks write each other group."""
 
     def repartitioned(self, df: DataFrame) -> DataFrame:
-        """The rows in tasks of one group each. A group has as many tasks as a shuffle has."""
-        tasks = int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
-        which = self.number * tasks + F.pmod(F.xxhash64(df.columns[0]), F.lit(tasks))
-        return df.repartitionById(self.groups * tasks, which.cast("int"))
+        """The rows in tasks of one group each. A task costs far more than its rows if these are few."""
+        place = F.array_position(F.array(*map(F.lit, self.groups)), self.number) - 1  # -1 is any other group
+        spread = F.xxhash64(df.columns[0])
+        first = F.pmod(spread, F.lit(self.first_tasks))
+        other = F.lit(self.first_tasks) + F.pmod(place - 1, F.lit(len(self.groups))) * self.tasks
+        task = F.when(place == 0, first).otherwise(other + F.pmod(spread, F.lit(self.tasks)))
+        n = self.first_tasks + len(self.groups) * self.tasks
+        return df.repartitionById(n, task.cast("int"))
 
 
 class Tables(Logs):
@@ -149,7 +158,12 @@ class Tables(Logs):
 
     def is_small_with(self, input_bytes: int) -> bool:
         """Whether the tables and an input are so small that this process reads and writes their files."""
-        return self.bytes() + input_bytes <= paths.SMALL_BYTES
+        left = paths.SMALL_BYTES - input_bytes
+        for name in self.names():  # one large table is enough: its files need not be listed twice
+            if left < 0:
+                return False
+            left -= self.listing(name).bytes
+        return left >= 0
 
     @contextmanager
     def small(self) -> Iterator[None]:
@@ -315,7 +329,7 @@ class Tables(Logs):
         Rows that differ in their `split` go to different files.
         """
         if self._rows is not None:
-            return Staged(df.schema, tuple(partition_by), self._write_small(name, df, partition_by, split))
+            return self._write_small(name, df, partition_by, split)
         counted, load = Observation(), _new_name()
         seen = [F.collect_set(column).alias(column) for column in partition_by]
         rows = df if split is None else split.repartitioned(df)
@@ -338,7 +352,7 @@ class Tables(Logs):
         """
         if self._rows is not None:
             given = {column: F.lit(value).cast("date") for column, value in partition.items()}
-            return self._write_small(name, df.withColumns(given), tuple(partition), None)
+            return self._write_small(name, df.withColumns(given), tuple(partition), None).adds
         load = _new_name()
         folder = "/".join(f"{column}={value}" for column, value in partition.items())
         self._write(f"{name}/{folder}", df, load)
@@ -353,11 +367,11 @@ class Tables(Logs):
 
     def _write_small(
         self, name: str, df: DataFrame, partition_by: Sequence[str], split: Split | None
-    ) -> list[AddAction]:
+    ) -> Staged:
         """Write the rows of a small table in this process."""
-        rows = df if split is None else df.withColumn(SPLIT, split.number)
+        rows = (df if split is None else df.withColumn(SPLIT, split.number)).toArrow()
         files = arrow_files.files_of(
-            rows.toArrow(),
+            rows,
             partition_by=partition_by,
             split_by=() if split is None else (SPLIT,),
             dictionary=set(df.columns).difference(DISTINCT, VARIED),
@@ -370,7 +384,9 @@ class Tables(Logs):
             self.storage.write(f"{name}/{path}", data)
             footer = pq.read_metadata(io.BytesIO(data))
             adds.append(_add(name, StoredFile(path, len(data), now_ms), footer, partition_by))
-        return adds
+        staged = Staged(df.schema, tuple(partition_by), adds)
+        require_rows(name, staged, rows.num_rows)
+        return staged
 
     def _adds(
         self, name: str, load: str, folders: Iterable[str], partition_by: Sequence[str]

@@ -210,6 +210,26 @@ class EngineGauges:
             yield Observation(len(status.workers))
 
 
+class TaskSpans:
+    """The spans of task queues: below the span of the request that sends, receives or settles tasks."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def note(self, operation: str, agent: str, task_ids: Sequence[str], started_ns: int) -> None:
+        """Note an operation on the queue of an agent that was committed now."""
+        attributes = {**_operation(operation), DESTINATION: agent}
+        if len(task_ids) == 1:
+            attributes[MESSAGE_ID] = task_ids[0]
+        else:
+            attributes["messaging.batch.message_count"] = len(task_ids)
+        kind = SpanKind.PRODUCER if operation == "send" else SpanKind.CLIENT
+        span = self._tracer.start_span(
+            f"{operation} {agent}", kind=kind, attributes=attributes, start_time=started_ns
+        )
+        span.end()
+
+
 def _operation(name: str) -> dict[str, Any]:
     return {"messaging.system": SYSTEM, NAME: name, TYPE: name}
 

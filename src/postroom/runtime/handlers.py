@@ -6,6 +6,7 @@ Rule 3: writes go to the writer thread, reads to reader threads. No handler bloc
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -51,6 +52,9 @@ from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Claim
 
+SETTLED = ("failed", "released")  # events of calls that end a delivery
+SEVERAL = "several agents"  # the destination of a batch, in telemetry
+
 _encode = msgspec.json.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 _COMPLETED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
@@ -66,6 +70,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
         raise InvalidMessage("an operator has to name the agent whose tasks it claims")
     lease_s = min(body.lease_s, server.lease_s_max)
     terms = server.claim_terms(agent, body.limit, lease_s, body.worker)
+    started_ns = time.time_ns()
     if body.wait_s:
         claimed = await _long_poll(server, request, terms, body.wait_s)
     else:
@@ -74,6 +79,8 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
         return NO_CONTENT
     server.wake_streams()
     _log_claims(server, claimed)
+    if server.task_spans is not None:
+        server.task_spans.note("receive", agent, [task.task_id for task in claimed], started_ns)
     answers = [_claimed_task(task) for task in claimed]
     return HttpReply(200, _encode(answers[0] if body.limit == 1 else ClaimedTasks(answers)))
 
@@ -152,12 +159,15 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
         return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next)
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
+    started_ns = time.time_ns()
     is_repeated, claimed = await server.writer.submit(work, request.identity, size, makes_room=True)
     if is_repeated:  # the first result may be part of the same commit, so it is read after the commit
         await server.read_for(request, lambda: _check_same_decision(server.tasks, body))
     server.harness.wake()
     _log_claims(server, claimed)
     _log_change(server, request, "completed", body.task_id)
+    if server.task_spans is not None:
+        server.task_spans.note("settle", request.identity.name, [body.task_id], started_ns)
     answer = CompletedAnswer(body.task_id, [_claimed_task(task) for task in claimed])
     return HttpReply(202, _encode(answer))
 
@@ -215,8 +225,11 @@ async def _commit(
     makes_room: bool,
 ) -> HttpReply:
     size = TASK_BYTES + request.size
+    started_ns = time.time_ns()
     await server.writer.submit(work, request.identity, size, makes_room=makes_room)
     _log_change(server, request, event, task_id)
+    if server.task_spans is not None and event in SETTLED:
+        server.task_spans.note("settle", request.identity.name, [task_id], started_ns)
     return HttpReply(202, _encode(TaskAnswer(task_id)))
 
 
@@ -247,12 +260,16 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     warning = _unregistered_warning(server, agents)
     server.tasks.check_backlog()
     tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
+    started_ns = time.time_ns()
     task_ids: list[str] = await server.writer.submit(
         lambda operations: operations.enqueue(tasks), request.identity, TASK_BYTES * len(new) + request.size
     )
     server.wake_streams()
     for added, task_id in zip(new, task_ids, strict=True):
         server.server_log.write("enqueued", task_id=task_id, agent=added.agent)
+    if server.task_spans is not None:
+        queue = new[0].agent if len(agents) == 1 else SEVERAL
+        server.task_spans.note("send", queue, task_ids, started_ns)
     answer = NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
     return HttpReply(201, _encode(answer))
 

@@ -40,7 +40,7 @@ from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
 from postroom.runtime.server_log import ServerLog, ServerLogHandler
-from postroom.runtime.task_server import TaskServer
+from postroom.runtime.task_server import TaskServer, TaskSpansNoted
 from postroom.runtime.telemetry import exporting
 from postroom.system.atomic import make_folder
 
@@ -92,6 +92,8 @@ class TasksApp(Starlette):
     ) -> None:
         self.server: TaskServer | None = None
         """None before the start."""
+        self.task_spans: TaskSpansNoted | None = None
+        """Given to the server when it starts."""
         self.mounted = None if mounted is None else mounted(self)
         """Serves paths of its own, to callers with a token."""
         self.page = None if page is None else page(self)
@@ -226,6 +228,7 @@ def create_app(
         buses = Buses(data, bus_durability, bus_max_bytes)
         server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine, token_rate)
         server.openapi_json = _openapi_json
+        server.task_spans = app.task_spans
         server.lease_s_max = lease_s_max
         harness.start()
         try:
@@ -323,6 +326,7 @@ def serve(
 
         if telemetry is not None:
             telemetry.attach(engine)
+            app.task_spans = telemetry.task_spans()
             telemetry.follow(server_log)
         served = app if telemetry is None else telemetry.traced(app)
         _run(served, listening, server_log, ready, tls)

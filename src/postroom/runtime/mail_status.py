@@ -6,6 +6,8 @@ Rule 2: the file is written at most every `WRITE_EVERY_S`, and only after a chan
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -86,3 +88,13 @@ def read_status(folder: Path) -> MailStatus | None:
         return msgspec.json.decode(read_file(folder / FILE_NAME), type=MailStatus)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def mail_gauges(folder: Path) -> dict[str, Callable[[], float | None]]:
+    """What telemetry exports about a mail server, by the names of the metrics."""
+
+    def read(name: str) -> float | None:
+        status = read_status(folder)
+        return None if status is None else float(getattr(status, name))
+
+    return {f"postroom.mail.{name}": partial(read, name) for name in ("mailboxes", "messages", "bytes")}

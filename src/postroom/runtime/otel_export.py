@@ -1,13 +1,15 @@
 """The providers of OpenTelemetry in one process, with exporters over OTLP/HTTP."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider
@@ -17,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from postroom.contracts.engine import Engine
-from postroom.runtime.engine_spans import EngineGauges, EngineSpans
+from postroom.runtime.engine_spans import EngineGauges, EngineSpans, TaskSpans
 from postroom.runtime.http_spans import TracedApp
 from postroom.runtime.log_records import OtelHandler, line_emitter
 from postroom.runtime.server_log import ServerLog
@@ -68,6 +70,18 @@ class Telemetry:
         engine.core.telemetry = EngineSpans(tracer, meter)
         EngineGauges(engine, meter)
 
+    def task_spans(self) -> TaskSpans | None:
+        """The spans of task queues; None when spans are not exported."""
+        return None if self._traces is None else TaskSpans(self._traces.get_tracer(SCOPE))
+
+    def observe(self, gauges: Mapping[str, Callable[[], float | None]]) -> None:
+        """Export what functions return, by the name of the metric. None is no value."""
+        if self._metrics is None:
+            return
+        meter = self._metrics.get_meter(SCOPE)
+        for name, read in gauges.items():
+            meter.create_observable_gauge(name, [partial(_observations, read)])
+
     def follow(self, server_log: ServerLog) -> None:
         """Export the lines of a server log."""
         if self._logs is not None:
@@ -81,3 +95,9 @@ class Telemetry:
         """Export what is left, and end."""
         for close in self._closers:
             close()
+
+
+def _observations(read: Callable[[], float | None], _: CallbackOptions) -> Iterator[Observation]:
+    found = read()
+    if found is not None:
+        yield Observation(found)

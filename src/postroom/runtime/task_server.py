@@ -7,10 +7,10 @@ Rule 2: one token cannot use all threads, long polls, streams or buffer bytes.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from postroom.contracts.engine import Coordinator, Engine
 from postroom.contracts.engine.agent import Agent
@@ -47,6 +47,13 @@ TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
 
 
+class TaskSpansNoted(Protocol):
+    """Takes notes of operations on task queues, for telemetry."""
+
+    def note(self, operation: str, agent: str, task_ids: Sequence[str], started_ns: int) -> None:
+        """Note an operation on the queue of an agent that was committed now."""
+
+
 class TaskServer:
     """The store, the harness, the threads and the shares of one server."""
 
@@ -70,6 +77,8 @@ class TaskServer:
         self.openapi_json: Callable[[], bytes] = lambda: b"{}"
         self.lease_s_max = LEASE_S_MAX
         """Longer leases are shortened to this; the reply says how long the lease is."""
+        self.task_spans: TaskSpansNoted | None = None
+        """None without telemetry."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -56,6 +57,13 @@ class Progress(msgspec.Struct):
     failures: int = 0
     trouble: str = ""
     """Why the last attempt failed; empty after a success."""
+
+    def gauges(self) -> dict[str, Callable[[], float]]:
+        """What telemetry exports, by the names of the metrics."""
+        return {
+            f"postroom.audit.{name}": partial(getattr, self, name)
+            for name in ("shipped", "waiting", "failures")
+        }
 
 
 class Shipper:

@@ -15,13 +15,21 @@ import msgspec
 
 from postroom.core.ids import new_id
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.message import Event, Noted, State
+from postroom.message import Event, Noted, Record, State
 
 IMPLIED_MAX = 256  # new records whose events are not written yet
 EVENTS_PER_NEW = 2  # `created` and `enqueued`
 
 RecordName: TypeAlias = int | str
 """The number in an id that the store gave to a task, or any other id."""
+
+
+traits = attrgetter(
+    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
+    "ttl_ns", "durability", "sender",
+)  # fmt: skip
+"""The fields that new messages must have in common for one statement to insert them."""
+queue_and_lane = attrgetter("queue", "lane")
 
 
 class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="new"):
@@ -145,6 +153,15 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_event = msgspec.json.Decoder(Event).decode
 _decode_run = msgspec.json.Decoder(Run).decode
+
+
+def leased_run(first: int, wall_us: int, leased: list[Record], now_ns: int) -> LeasedRun:
+    """The events of records of one queue and lane that one worker leased."""
+    one = leased[0]
+    return LeasedRun(
+        first, wall_us, one.queue, one.lane, one.worker_id, [each.message_id for each in leased],
+        [each.attempt for each in leased], [(now_ns - each.ready_at) // 1000 for each in leased],
+    )  # fmt: skip
 
 
 class Implied(NamedTuple):

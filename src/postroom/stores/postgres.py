@@ -3,7 +3,7 @@
 Rule 1: callers of one process share commits (`group_commit`); callers that bring a whole group
         (`write_many`) commit beside them. Transactions do not wait for each other: they lock the records that
         they decide about, nothing else.
-Rule 2: a transaction that met a deadlock, a conflict or a lost connection is done again, from its beginning.
+Rule 2: a transaction that meets a deadlock, a conflict or a lost connection is retried from its beginning.
 Rule 3: the outcome of every commit is known before it is answered. After a lost connection the store looks
         whether the commit happened; when it cannot find out, the error says so.
 Rule 4: the clock is that of the database, so that leases mean the same on every machine.
@@ -48,9 +48,9 @@ from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
 
-RECONNECT_S = 15.0  # for how long a call tries again while the server does not answer
+RECONNECT_S = 15.0  # how long a call retries while the server does not answer
 RECONNECT_PAUSE_S = 0.1
-CONFLICTS_MAX = 50  # times that the work of a commit is done again because of other transactions
+CONFLICTS_MAX = 50  # retries of a commit because of conflicts with other transactions
 CONFLICT_PAUSE_S = 0.002
 FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
 NANOS_PER_US = 1_000
@@ -76,11 +76,11 @@ _LOST = (
 
 
 class _Silence(NamedTuple):
-    """The time of a server that does not answer."""
+    """An outage: the server does not answer."""
 
     since: float
     last: float
-    """The last time that it did not answer."""
+    """The last failed attempt."""
     error: str
 
 
@@ -135,7 +135,7 @@ class PostgresStore(PostgresKeys):
         return job.outcome()
 
     def _commit_group(self, jobs: list[Job[Any]]) -> bool:
-        """Commit jobs in one transaction, again and again until it is settled."""
+        """Commit jobs in one transaction, with retries."""
 
         def attempt(connection: Connection) -> PostgresTransaction | None:
             return self._run(connection, jobs)
@@ -151,7 +151,7 @@ class PostgresStore(PostgresKeys):
         return True
 
     def _persist(self, attempt: Callable[[Connection], T]) -> T:
-        """Try until it works, `CONFLICTS_MAX` conflicts were met, or the server is away for too long."""
+        """Retry until success, more than `CONFLICTS_MAX` conflicts, or the end of the reconnect time."""
         conflicts, deadline = 0, self._deadline()
         while True:
             try:
@@ -173,10 +173,10 @@ class PostgresStore(PostgresKeys):
                 return result
 
     def _deadline(self) -> float:
-        """Until when a call may try again.
+        """Until when a call may retry.
 
-        All callers share the time of a server that is away: who comes later waits for the rest of it. So a
-        call that had to wait for the commit of another caller does not wait for the whole time again.
+        All callers share the reconnect time of one outage: a later caller waits for the rest of it only. So a
+        call that waited for the commit of another caller does not wait for the whole time again.
         """
         return self._silent_since(time.monotonic()) + self._reconnect_s
 
@@ -330,7 +330,7 @@ class PostgresStore(PostgresKeys):
         return self._newest_ns, database_us
 
     def _fold_if_due(self) -> None:
-        """Fold the counters now and then. When it fails, the next fold does it."""
+        """Fold the counters every `FOLD_COMMITS` commits. A failed fold is made up by the next one."""
         self._commits += 1
         if self._commits % FOLD_COMMITS == 0:
             with suppress(psycopg.Error, PostroomError):
@@ -416,7 +416,7 @@ class PostgresStore(PostgresKeys):
                 raise
 
     def _introduced(self, connection: Connection) -> Known:
-        """What every later transaction has to know of the store."""
+        """The facts of the store that every later transaction needs."""
         migrate(connection, self.address)
         connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
         with connection.transaction():
@@ -472,7 +472,7 @@ class PostgresStore(PostgresKeys):
     # ---- errors --------------------------------------------------------------------------------
 
     def _translated(self, error: Exception) -> PostroomError:
-        """Our error for one of the database."""
+        """The error of postroom for an error of the database."""
         text = self.address.hidden(error)
         if isinstance(error, sql_errors.DiskFull):
             return WriteFailed(self.url, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

@@ -4,8 +4,8 @@ Rule 1: the password of an address stays in this module. Errors and `url` never 
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
 Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, the system gives up
         bytes that are not acknowledged after `SENT_TIMEOUT_S`, and a watchdog ends all other waits.
-Rule 4: a server that refuses the role, the password, the database or the certificate is not asked again:
-        `StoreRefused` says so at once.
+Rule 4: when the server refuses the role, the password, the database or the certificate, nothing is retried:
+        `StoreRefused` is raised at once.
 """
 
 import re
@@ -162,7 +162,7 @@ def _mark(connection: Connection, session: Any) -> str:
 
 
 class Pool:
-    """Connections that are idle. A caller takes one, and gives it back when all went well."""
+    """Idle connections. A caller takes one, and returns it after a success."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

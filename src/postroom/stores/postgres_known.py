@@ -1,4 +1,4 @@
-"""What a handle on PostgreSQL knows between two transactions, and text as PostgreSQL can hold it."""
+"""What a handle on PostgreSQL remembers between two transactions."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadli
 
 
 class ConflictError(Exception):
-    """Another transaction changed what this one has read: its work must be done again."""
+    """Another transaction changed a value that this one has read: this one must be retried."""
 
 
 class _Habits(threading.local):
@@ -26,7 +26,7 @@ class _Habits(threading.local):
 
 
 class Known(OwnIds):
-    """What a handle knows between two transactions."""
+    """The memory of one handle. A handle that loses it, as after a fork, stays correct."""
 
     def __init__(self, store_id: str) -> None:
         super().__init__(store_id)

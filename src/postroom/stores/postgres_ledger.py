@@ -2,8 +2,8 @@
 
 Rule 1: a writing transaction locks every record that it decides about.
 Rule 2: writes are kept until the commit or until a query needs them. A cell that was read and then written is
-        compared with what was read: when another transaction changed it meanwhile, all of this one's work is
-        done again.
+        compared with the value that was read: when another transaction changed it meanwhile, the whole
+        transaction is retried.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +38,8 @@ from postroom.stores.postgres_rows import (
     to_sql,
 )
 from postroom.stores.postgres_trips import Answer, Connection, Statement
-from postroom.stores.transaction import (
-    Transaction,
-)
+from postroom.stores.stored_message import stored_message
+from postroom.stores.transaction import Transaction
 
 NUMBERS_AT_ONCE = 16  # taken with the first number of a transaction
 EVENT_ROWS_A_READ = 256
@@ -53,7 +52,6 @@ ALL = ""  # the key of the depth of all organizations together
 NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
 
 _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED"})
-_decode_event = msgspec.json.Decoder(Event).decode
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
 _kept_from: Callable[..., Kept] = Kept
@@ -130,11 +128,11 @@ class PostgresLedger(Transaction):
     # ---- queries --------------------------------------------------------------------------------------
 
     def _ask(self, name: str, values: Any = ()) -> list[Any]:
-        """All rows of a query about something else than records."""
+        """The rows of a query that reads no records."""
         return self._connection.trip([(self._queries[name], values)])[0].rows
 
     def _ask_records(self, name: str, values: Any) -> list[Any]:
-        """All rows of a query about records, changes of this transaction included."""
+        """The rows of a query that reads records, with the changes of this transaction."""
         self._has_fresh_numbers = False  # the query may lock records that have changed meanwhile
         self._has_locked = True
         return self._trip(self._unsent(), [(name, values)])[0].rows
@@ -249,26 +247,7 @@ class PostgresLedger(Transaction):
 
     def load(self, message_id: str) -> Stored | None:
         record = self.record(message_id)
-        if record is None:
-            return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
-        envelope = Envelope(
-            message_id=message_id,
-            queue=record.queue,
-            payload=payload,
-            type=from_sql(kind),
-            parent_message_id=from_sql(parent),
-            key=from_sql(key),
-            priority=record.priority,
-            max_retries=record.max_retries,
-            delay_ns=delay_ns,
-            ttl_ns=ttl_ns,
-            durability=record.durability,
-            sender=record.sender,
-        )
-        first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
-        later = [_decode_event(line) for line in (trail or b"").split(b"\n") if line]
-        return Stored(record, envelope, result, lifecycle.history(record, first, later))
+        return None if record is None else stored_message(record, self.kept(record))
 
     def kept(self, record: Record) -> Kept:
         kind, parent, key, *facts, trail = self.stored_facts(record.seq)
@@ -323,7 +302,7 @@ class PostgresLedger(Transaction):
         self.event_count += count
 
     def _queue_records(self) -> None:
-        """Put changed records into the line of statements."""
+        """Append the statements of changed records to the pending ones."""
         if self._new:
             self._write_new()
         if self._saved:

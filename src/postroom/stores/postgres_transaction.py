@@ -6,7 +6,7 @@ Rule 1: a faster form covers the common case. Everything else goes to the verb o
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from postroom.core import lifecycle
@@ -22,7 +22,7 @@ from postroom.stores.base import (
     Pick,
     waiting,
 )
-from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, LeasedRun
+from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, leased_run, queue_and_lane, traits
 from postroom.stores.postgres_lanes import PostgresLanes
 from postroom.stores.postgres_ledger import (
     ALL,
@@ -46,12 +46,6 @@ ALIKE_ROWS_MAX = 1_000
 ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
 DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
 
-_traits = attrgetter(
-    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
-    "ttl_ns", "durability", "sender",
-)  # fmt: skip
-_queue_and_lane = attrgetter("queue", "lane")
-
 
 class PostgresTransaction(PostgresLanes):
     """One transaction of a connection."""
@@ -65,7 +59,7 @@ class PostgresTransaction(PostgresLanes):
                 return super().insert(envelopes)
         self._check_depths(envelopes)
         accepted: list[Accepted] = []
-        for _, neighbours in groupby(envelopes, _traits):
+        for _, neighbours in groupby(envelopes, traits):
             run = list(neighbours)
             for first in range(0, len(run), ALIKE_ROWS_MAX):
                 accepted += self._insert_alike(run[first : first + ALIKE_ROWS_MAX])
@@ -97,7 +91,7 @@ class PostgresTransaction(PostgresLanes):
             self._number == self._new_first + step * len(new)
             and len(new) + len(run) <= ALIKE_ROWS_MAX
             and len(run[0].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(new[-1].payload)
-            and _traits(new[0]) == _traits(run[0])
+            and traits(new[0]) == traits(run[0])
         )
 
     def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
@@ -151,21 +145,16 @@ class PostgresTransaction(PostgresLanes):
             "seqs": [one.seq for one in leased],
         }  # fmt: skip
         self._pending.append((self._queries["lease_many"], values))
-        for _, neighbours in groupby(leased, _queue_and_lane):
+        for _, neighbours in groupby(leased, queue_and_lane):
             self._note_leased(list(neighbours))
         return leased
 
     def _note_leased(self, leased: list[Record]) -> None:
         """Count leased records of one queue and lane, and keep their events."""
-        one, now = leased[0], self.steady_ns
+        one = leased[0]
         self._count(one.queue, LANE_COUNTS[one.lane], -len(leased))
         self._count(one.queue, "PROCESSING", len(leased))
-        names = [each.message_id for each in leased]
-        run = LeasedRun(
-            one.lease, self.wall_us, one.queue, one.lane, one.worker_id, names,
-            [each.attempt for each in leased], [(now - each.ready_at) // 1000 for each in leased],
-        )  # fmt: skip
-        self._append([run], len(leased))
+        self._append([leased_run(one.lease, self.wall_us, leased, self.steady_ns)], len(leased))
         if any(each.durability != "os" for each in leased):
             self.synced = True
 

@@ -142,7 +142,7 @@ class RabbitStore(Store):
         self._broker: Broker | None = None
         self._wakes: list[Callable[[], None]] = []
         self._repairs: SimpleQueue[str] = SimpleQueue()
-        """What the thread that repairs lanes has to do besides."""
+        """Requests to the thread that repairs lanes: `LOOK` or `STOP`."""
         self.homes: dict[str, str] = {}
         self.deliveries = Deliveries(self._wake)
 
@@ -298,7 +298,7 @@ class RabbitStore(Store):
                     sweep_at = time.monotonic() + RECONCILE_S
                     if self._ledger.write(self._take_sweep, makes_room=True):
                         self.reconcile()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next sweep must come
+            except Exception as error:  # noqa: BLE001 - an error must not end the thread: the next sweep retries
                 _log.warning("the lanes were not compared with the ledger: %s", error)
 
     def _take_sweep(self, transaction: Transaction) -> bool:
@@ -313,8 +313,8 @@ class RabbitStore(Store):
     def reconcile(self) -> int:
         """Publish records that wait in the ledger and not in the broker; how many.
 
-        A lane may hold fewer messages than the ledger because another process has them as deliveries. What is
-        published twice is claimed once.
+        A lane may hold fewer messages than the ledger because another process has them as deliveries. A
+        message that is published twice is claimed once.
         """
         broker = self._started()
         if self._wakes:

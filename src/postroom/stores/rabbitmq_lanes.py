@@ -2,8 +2,8 @@
 
 Rule 1: a home is the set of lanes of one organization, or of a shard that many organizations share.
 Rule 2: a delivery names a record. Only the ledger says whether the record can be claimed.
-Rule 3: a message that waits too long moves to the lane above by dead-lettering. What was promoted to P0 has a
-        queue of its own, so that it never stands in front of messages that were accepted as P0.
+Rule 3: a message that waits too long moves to the lane above by dead-lettering. Messages promoted to P0 have
+        their own queue, so that they never stand in front of messages that were accepted as P0.
 """
 
 import threading
@@ -132,7 +132,7 @@ def delay_step_ms(delay_ms: int) -> int:
 
 
 class Deliveries:
-    """What the broker has delivered to this process, by home and lane of the record."""
+    """The unacknowledged deliveries of this process, by home and lane of the record."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -1,6 +1,6 @@
 """The connections to RabbitMQ: one that publishes and one that receives, in one thread of this process.
 
-Rule 1: nothing here decides about a message. What is lost here is repaired from the ledger.
+Rule 1: this module decides nothing about a message. A delivery that it loses is repaired from the ledger.
 Rule 2: publishing and receiving have a connection each: a broker with an alarm stops reading from connections
         that publish, and acknowledgements must still arrive.
 Rule 3: a message is published afresh from its record, so it carries no `x-death` header of an earlier life.
@@ -43,7 +43,7 @@ _decode = msgspec.json.Decoder(Note).decode
 
 
 class _Link:
-    """One connection that is opened again whenever it is lost."""
+    """One connection, reopened whenever it is lost."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _Link:
             self._on_open(connection)
 
     def works(self) -> None:
-        """The connection is in use: the next loss is a first one."""
+        """The connection works: forget earlier failures, so that the next reconnect is quick."""
         self._failures = 0
 
     def _lost(self, _connection: Any, error: BaseException) -> None:
@@ -175,7 +175,7 @@ class _PublishingChannel:
         return name
 
     def _on_return(self, _channel: Any, _method: Any, properties: Any, body: bytes) -> None:
-        """No queue took a message: somebody deleted its lane. Declare the lane again and publish again."""
+        """No queue took a message, because its lane was deleted: declare the lane and publish again."""
         self._declared.discard(properties.type)
         self._returned(Outgoing(properties.type, _decode(body)))
 
@@ -195,7 +195,7 @@ class Broker:
     """Publishes and receives. Every public method may be called from any thread."""
 
     _is_scheduled = False
-    """Whether the loop is about to look at what other threads want."""
+    """Whether the loop is about to run the calls of other threads."""
 
     def __init__(
         self,
@@ -488,7 +488,7 @@ class Broker:
     def _open_consumer(self, channel: Any) -> None:
         self._epoch += 1
         channel.add_on_close_callback(lambda *_: self._receiving.drop())
-        channel.add_on_cancel_callback(lambda *_: self._receiving.drop())  # somebody deleted a lane
+        channel.add_on_cancel_callback(lambda *_: self._receiving.drop())  # a lane was deleted
         channel.basic_qos(prefetch_count=self._prefetch)
         channel.exchange_declare(self._news, "fanout", durable=True)
         channel.queue_declare("", exclusive=True, callback=partial(self._follow_news, channel))

@@ -1,8 +1,8 @@
 """A transaction whose lanes are in RabbitMQ: the ledger's transaction, and what the broker delivered.
 
 Rule 1: the ledger decides. A delivery whose record cannot be claimed is acknowledged and forgotten.
-Rule 2: messages are published, and deliveries acknowledged, after the commit. What a crash loses between the
-        two is repaired by the sweep.
+Rule 2: messages are published, and deliveries acknowledged, after the commit. The sweep publishes messages
+        that a crash between the two left unpublished.
 Rule 3: only the messages of organizations go through the broker. Tasks of agents use the ledger's own lanes.
 """
 
@@ -398,7 +398,7 @@ class RabbitTransaction(Transaction):
     # ---- P0 that only the broker has -----------------------------------------------------------
 
     def _publish_only(self, envelope: Envelope) -> Accepted:
-        """Accept a message without the ledger: the broker has it, or nobody has it."""
+        """Accept a message without the ledger: only the broker stores it."""
         if self._context.broker_trouble:
             raise Unavailable(f"{self._context.broker_trouble}, and p0=broker-only keeps P0 nowhere else")
         message_id = str(uuid4())

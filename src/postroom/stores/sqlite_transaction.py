@@ -9,7 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, repeat
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import apsw
@@ -49,7 +49,10 @@ from postroom.stores.event_runs import (
     OnesRun,
     Part,
     implied_runs,
+    leased_run,
     pack,
+    queue_and_lane,
+    traits,
     unpack,
 )
 from postroom.stores.own_ids import OwnIds
@@ -64,6 +67,7 @@ from postroom.stores.sql.queries import (
     Reading,
     ask,
 )
+from postroom.stores.stored_message import stored_message
 from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, LimitsCache, Transaction
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
@@ -76,18 +80,10 @@ Depths = defaultdict[int, dict[Counted, int]]
 
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
 _kept_from: Callable[..., Kept] = Kept
-_traits = attrgetter(
-    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
-    "ttl_ns", "durability", "sender",
-)  # fmt: skip
-"""What new records have in common that one statement can insert."""
-
-_queue_and_lane = attrgetter("queue", "lane")
 _lane = itemgetter(1)  # of a row of HEADS
 _holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
 
 encode = msgspec.json.Encoder().encode
-_decode_event = msgspec.json.Decoder(Event).decode
 _decode_counts = msgspec.json.Decoder(list[tuple[int, Counted, int]]).decode
 _decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
 
@@ -309,26 +305,7 @@ class SqliteTransaction(Transaction):
 
     def load(self, message_id: str) -> Stored | None:
         record = self.record(message_id)
-        if record is None:
-            return None
-        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self.stored_facts(record.seq)
-        envelope = Envelope(
-            message_id=message_id,
-            queue=record.queue,
-            payload=payload,
-            type=kind,
-            parent_message_id=parent,
-            key=key,
-            priority=record.priority,
-            max_retries=record.max_retries,
-            delay_ns=delay_ns,
-            ttl_ns=ttl_ns,
-            durability=record.durability,
-            sender=record.sender,
-        )
-        first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
-        later = [_decode_event(line) for line in (trail or "").split("\n") if line]
-        return Stored(record, envelope, result, lifecycle.history(record, first, later))
+        return None if record is None else stored_message(record, self.kept(record))
 
     def kept(self, record: Record) -> Kept:
         *facts, trail = self.stored_facts(record.seq)
@@ -597,11 +574,11 @@ class SqliteTransaction(Transaction):
     def _is_like_new(self, run: Sequence[Envelope]) -> bool:
         """Whether one statement can insert a run together with the new records."""
         if self._new_traits is None:
-            self._new_traits = _traits(self._new[0])
+            self._new_traits = traits(self._new[0])
         return (
             len(self._new) + len(run) <= ALIKE_ROWS_MAX
             and len(self._new[-1].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(run[-1].payload)
-            and self._new_traits == _traits(run[0])
+            and self._new_traits == traits(run[0])
         )
 
     def _write_new(self) -> None:
@@ -739,7 +716,7 @@ class SqliteTransaction(Transaction):
         values = (first, worker_id, lease_ns, self._ends_at(self.steady_ns + lease_ns), self.wall_us)
         self.changes += 1
         self._update([one.seq for one in leased], sql.LEASE_ONE, sql.LEASE_ROW, sql.LEASE_MANY, values)
-        for group in _groups(leased, _queue_and_lane):
+        for group in _groups(leased, queue_and_lane):
             self._note_engine_lease(group)
         return leased
 
@@ -749,12 +726,7 @@ class SqliteTransaction(Transaction):
         first, self._number = self._number, self._number + len(leased)
         self._count(queue, LANE_COUNTS[one.lane], -len(leased))
         self._count(queue, "PROCESSING", len(leased))
-        self.parts.append(
-            LeasedRun(
-                first, self.wall_us, one.queue, one.lane, one.worker_id, [each.message_id for each in leased],
-                [each.attempt for each in leased], [(now - each.ready_at) // 1000 for each in leased],
-            )
-        )  # fmt: skip
+        self.parts.append(leased_run(first, self.wall_us, leased, now))
         if any(each.durability != "os" for each in leased):
             self.synced = True
 
@@ -836,7 +808,7 @@ def _is_any_promoted(rows: list[Any], now_ns: int, ages_ns: tuple[int, ...]) -> 
 def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
     """Neighbours that one statement can insert, in order. A long one stands alone."""
     runs: list[Sequence[Envelope]] = []
-    for _, neighbours in groupby(envelopes, _traits):
+    for _, neighbours in groupby(envelopes, traits):
         alike = list(neighbours)
         size = ALIKE_ROWS_MAX
         if max([len(e.payload) for e in alike]) > ALIKE_PAYLOAD_BYTES_MAX:

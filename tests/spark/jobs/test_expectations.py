@@ -84,6 +84,15 @@ def test_a_share_up_to_the_threshold_holds(tmp_path: Path) -> None:
         assert found.holds == holds
 
 
+def test_a_reject_rate_is_the_share_of_rejected_lines(tmp_path: Path) -> None:
+    for name, rows in {"bronze_events": 3, "bronze_rejects": 1}.items():
+        write_deltalake(str(tmp_path / name), pa.table({"segment": ["s"] * rows}))
+    rules = [Expectation("bronze_events", "reject_rate", most=most) for most in (0.25, 0.2)]
+    found = measure(Tables(tmp_path), rules, NOW_US)
+    assert [(rate.rows, rate.broken, rate.holds) for rate in found] == [(4, 1, True), (4, 1, False)]
+    assert found[1].sentence == "bronze_events: 1 of 4 lines were rejected"
+
+
 def test_wrong_rules_are_one_sentence(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[[expect]]\ntable = "t"\nkind = "unique"\ncolumns = ["nobody"]\n')

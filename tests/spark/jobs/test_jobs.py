@@ -25,10 +25,11 @@ from postroom.pipeline.ingest.segments import HASH
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.times import MINUTE_US
 from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
-from tests.spark.plainrows import Rows, all_rows, rows_of
+from tests.spark.plainrows import Rows, all_rows, records, rows_of
 from tests.spark.quick import QUICK
 from tests.spark.realstore import Store
 from tests.spark.segmentfiles import sealed_segments
@@ -79,7 +80,7 @@ def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
     """Whoever gives a gold table another column or partition raises `FORM`, and writes both here."""
     _, tables = tables_of()
     forms = [(name, tables.schema(name).simpleString(), GOLD[name].partition_by) for name in sorted(GOLD)]
-    assert (FORM, crc32(repr(forms).encode())) == (5, 3437660071)
+    assert (FORM, crc32(repr(forms).encode())) == (6, 3437660071)
 
 
 STEPS = ("bronze", "silver_events", "silver_messages", "silver_spans")
@@ -221,6 +222,53 @@ GOLD_OF_EACH_KIND = {
     name: GOLD[name]
     for name in ("gold_flow", "gold_depth", "gold_latency", "gold_crashes", "gold_poison_suspects")
 }
+
+
+HOURLY = ("gold_latency", "gold_throughput", "gold_flow", "gold_depth")
+
+
+def life_of(message_id: str, seq: int, hour: int) -> list[bytes]:
+    """A message that waits a minute in the queue, and ends after another one."""
+    facts = {"queue": "q", "org_id": "o", "type": "t", "priority": 1, "attempt": 1}
+    steps = (("created", "QUEUED"), ("enqueued", "QUEUED"), ("dequeued", "EXECUTING"), ("delivered", "DONE"))
+    return [
+        happened(
+            "s", seq + n, message_id, kind, state=state, **facts,
+            ts_us=NOW_US + hour * HOUR_US + n * MINUTE_US,
+        )
+        for n, (kind, state) in enumerate(steps)
+    ]  # fmt: skip
+
+
+def test_one_late_event_rewrites_the_rows_of_its_hours(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read off the log. The messages are of many hours, across midnight, and a message of the first waits."""
+    monkeypatch.setattr(file_groups, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
+    gold = {name: GOLD[name] for name in HOURLY}
+    lines = [text for hour in range(20) for text in life_of(f"m{hour}", 10 * hour, hour)]
+    lines += life_of("waits", 300, 0)[:2]
+    late = lines.pop(4 * 5 + 2)  # of the fifth hour, when the message was dequeued
+    write_segment(tmp_path / "events", 1, lines)
+    tables = Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables, gold=gold)
+    job.run(tmp_path / "events")
+    versions = {name: tables.version(name) for name in tables.names()}
+    write_segment(tmp_path / "events", 2, [late])
+    job.run(tmp_path / "events")
+    rewritten = set()
+    for name, version in versions.items():
+        _, removed = tables.changed(name, version)
+        for row in records(tables, name, removed):
+            moments = [
+                row[column] for column in ("hour_us", "minute_us", "first_us", "start_us") if column in row
+            ]
+            assert moments[0] // HOUR_US == NOW_US // HOUR_US + 5, name
+            rewritten.add(name)
+    assert rewritten >= {"silver_messages", "silver_spans", "gold_throughput", "gold_flow", "gold_depth"}
+    whole = Tables(tmp_path / "whole")
+    Pipeline(spark, whole, gold=gold).run(tmp_path / "events")
+    assert all_rows(tables) == all_rows(whole)
 
 
 class Disturbed(Tables):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom import Breaker, Organization, Overloaded, Policy, Retry, ValidationError
+from postroom import Breaker, Bus, Organization, Overloaded, Policy, Queue, Retry, Tasks, ValidationError
 from postroom.contracts.engine.outcomes import Outcome
 from postroom.core.events import AuditEvent
 from postroom.core.history_checker import History
@@ -24,6 +25,9 @@ from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.reader import Segments
 from tests.engines import EngineUnderTest
+from tests.spark.oracle import expected, oracle, stored
+from tests.spark.rows.test_gold import ORACLE, expected_gold
+from tests.spark.rows.test_silver import TABLES as SILVER_TABLES
 
 COST = Decimal("0.3")
 TOKENS_IN, TOKENS_OUT = 100, 20
@@ -183,10 +187,32 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
-def stream(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The audit stream of the engine, as `postroom audit ship --once` writes it."""
+def others(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """A bus, a queue and a store of tasks."""
+    folder = tmp_path_factory.mktemp("others")
+    for number in range(3):
+        Bus(folder / "bus.yaml").append(type="FACT", project_id="p", body=f"fact {number}")
+    with closing(Queue(folder / "queue")) as queue:
+        for number in range(3):
+            queue.send("ask", f"body {number}", to="ada", session="s", sender="bob")
+        queue.poll("ada", session="s")
+    with Tasks.open(f"sqlite:///{folder}/queue.db") as tasks:
+        for number in range(4):
+            tasks.enqueue(agent="ada", payload={"n": number}, type="issue")
+        for number, task in enumerate(tasks.claim(agent="ada", limit=3, worker="w1")):
+            if number % 2:
+                tasks.fail(task.task_id, task.lease, "no route", error_type="IOError")
+            else:
+                tasks.complete(task.task_id, task.lease, "done")
+    return Sources((f"sqlite:///{folder}/queue.db",), (folder / "queue",), (folder / "bus.yaml",))
+
+
+@pytest.fixture(scope="module")
+def stream(world: World, others: Sources, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The audit stream of the engine and the others, as `postroom audit ship --once` writes it."""
     folder = tmp_path_factory.mktemp("stream") / "audit"
-    with opened(folder, Sources((world.url,)), AuditSettings()) as shipping:
+    sources = Sources((world.url, *others.stores), others.queue_roots, others.buses)
+    with opened(folder, sources, AuditSettings()) as shipping:
         shipping.once()
     return folder
 
@@ -201,8 +227,11 @@ def test_stream_of_an_engine_breaks_no_rule_of_a_history(stream: Path, world: Wo
     for event in events:
         history.add(event)
     assert not history.verdict().violations
-    assert len(events) == world.engine.engine.store.newest_event()
+    [source] = {event.source for event in events if event.contract == "engine"}
+    own = [event for event in events if event.source == source]
+    assert len(own) == world.engine.engine.store.newest_event()
     assert {event.contract for event in events if event.org_id} == {"engine"}
+    assert {event.contract for event in events} == {"engine", "tasks", "queue", "bus"}
     assert {event.kind for event in events} >= {
         "promoted", "deferred", "retry_scheduled", "dead_letter", "replayed", "quarantined", "cancelled",
         "expired", "duplicate", "rejected", "breaker_opened", "breaker_closed", "lease_lapsed", "alert",
@@ -211,7 +240,7 @@ def test_stream_of_an_engine_breaks_no_rule_of_a_history(stream: Path, world: Wo
     assert {bool(event.lease) for event in events if event.kind == "deferred"} == {True, False}
 
 
-def test_tables_of_an_engine_have_its_organizations_goals_tokens_cost_and_waits(
+def test_tables_of_all_contracts_are_what_the_oracle_and_the_engine_say(
     spark: SparkSession, stream: Path, world: World, tmp_path: Path
 ) -> None:
     tables = Tables(tmp_path / "tables")
@@ -221,11 +250,12 @@ def test_tables_of_an_engine_have_its_organizations_goals_tokens_cost_and_waits(
         grouped = tables.read(spark, name).groupBy(*keys.split())
         return [tuple(row) for row in grouped.agg(*map(F.expr, sums or ("1",))).collect()]
 
-    outcomes: dict[str, dict[str, int]] = {}
+    outcomes: dict[str | None, dict[str, int]] = {}
     for org_id, outcome, n in rows("silver_messages", "org_id outcome", "count(*)"):
         outcomes.setdefault(org_id, {})[outcome] = n
+    del outcomes[None]  # of the other contracts
     assert outcomes == world.count()
-    assert {goal for goal, _ in rows("silver_messages", "goal_id")} == GOALS
+    assert {goal for goal, _ in rows("silver_messages", "goal_id")} == {*GOALS, None}
 
     spent = {(org_id, goal): n for org_id, goal, n in rows("gold_tokens", "org_id goal_id", "sum(calls)")}
     assert spent == dict(world.spent)
@@ -240,11 +270,18 @@ def test_tables_of_an_engine_have_its_organizations_goals_tokens_cost_and_waits(
     }
     assert rows("gold_cost", "model", "sum(calls)", "sum(cost_usd)") == [("small", calls, calls * COST)]
     assert {priority for priority, n in rows("gold_latency", "priority", "sum(n)") if n} == {0, 1, 2, 3}
-    assert dict(rows("gold_depth", "org_id", "max_by(depth, minute_us)")) == dict.fromkeys(outcomes, 0)
+    depths = dict(rows("gold_depth", "org_id", "max_by(depth, minute_us)"))
+    assert {org_id: depths[org_id] for org_id in outcomes} == dict.fromkeys(outcomes, 0)
     results = dict(rows("silver_attempts", "result", "count(*)"))
     assert results["released"] == 1  # deferred by its holder
     assert "open" not in results
     assert [row[:2] for row in rows("gold_poison_suspects", "org_id goal_id")] == [("zen", "g8")]
+
+    for name in SILVER_TABLES:
+        columns, said = expected(oracle(stream), name)
+        assert stored(tables, f"silver_{name}", columns) == said, name
+    for name in ORACLE:
+        assert stored(tables, name) == expected_gold(stream, name), name
 
     found = check_tables(spark, tables)
     assert found.samples == []

@@ -8,14 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta_log import DataFile, path_below
-from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
+from postroom.pipeline.gold.declaration import GoldTable, Hours, Sums
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
+from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.silver.tables import day_of
 from postroom.pipeline.tables import Split, Tables
-from postroom.pipeline.times import HOUR_US
+from postroom.pipeline.times import HOUR_US, MINUTE_US
 from tests.spark.plainrows import records
 
 
@@ -131,32 +133,76 @@ def test_an_update_gives_the_same_rows_as_a_rebuild(
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
 
 
-def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_path: Path) -> None:
-    so_far = Window.partitionBy("hour_us").orderBy(F.col("day").asc_nulls_first())
-    read: list[str] = []
+class Flows:
+    """`gold_flow` with a file for each hour, and the `gold_depth` that follows it."""
 
-    def count(rows: DataFrame, before: DataFrame | None = None) -> DataFrame:
-        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
-        summed = rows.groupBy("day", "hour_us").agg(F.sum("value").alias("value"))
-        if before is not None:
-            summed = summed.unionByName(before, allowMissingColumns=True)
-        counted = summed.select("day", "hour_us", F.sum("value").over(so_far).alias("total"))
-        return counted.where("day IS NOT NULL")
+    def __init__(self, spark: SparkSession, folder: Path) -> None:
+        self.spark = spark
+        self.tables = Tables(folder)
+        self.hours: dict[int, list[tuple[int, str, int, int]]] = {}
+        self.table = GOLD["gold_depth"]
+        self.refresh = GoldRefresh(spark, self.tables, "gold_depth", self.table)
 
-    given = Input(spark, tmp_path, count)
-    tables = given.tables
-    table = GoldTable(count, ("silver_messages",), ("day",), Running(("hour_us",), ("value",)))
-    refresh = GoldRefresh(spark, tables, "gold_sum", table)
-    read.clear()
-    with ExitStack() as held:
-        changed, replaced = followed(refresh, given.version, held)
-        assert {file.partition["day"] for file in replaced} == {"2"}
-        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
-    assert {path.partition("/")[0] for path in read} == {"day=2"}
-    expected, _ = refresh.rebuild()
-    found = Counter(tables.read(spark, "gold_sum").collect())
-    assert found == Counter(expected.collect())
-    assert {row["day"] for row in found} == {1, 2}
+    def put(self, hour: int, *moves: tuple[int, str, int, int]) -> None:
+        """Replace the file of an hour: minute, queue, arrived, left."""
+        self.hours[hour] = list(moves)
+        low_us = hour * HOUR_US
+        rows = [(low_us + minute * MINUTE_US, "o", queue, *n) for minute, queue, *n in moves]
+        frame = self.spark.createDataFrame(
+            rows, "minute_us long, org_id string, queue string, arrived long, left long"
+        ).withColumn("day", day_of(F.col("minute_us")))
+        gone: list[DataFile] = []
+        if self.tables.exists("gold_flow"):
+            gone = self.tables.listing("gold_flow").overlapping("minute_us", low_us, low_us + HOUR_US - 1)
+        self.tables.swap("gold_flow", frame.coalesce(1), gone, partition_by=("day",))
+
+    def follow(self, version: int) -> set[int] | None:
+        """The hours whose files were replaced; None when no depth has changed."""
+        now = {"gold_flow": self.tables.version("gold_flow")}
+        with ExitStack() as held:
+            replacement = self.refresh.update({"gold_flow": version}, now, held)
+            if replacement is None:
+                return None
+            rows, replaced = replacement
+            hours = Split(F.floor(F.col("minute_us") / HOUR_US).cast("int"), range(99))
+            self.tables.swap("gold_depth", rows, replaced, partition_by=("day",), split=hours)
+        rebuilt, _ = self.refresh.rebuild()
+        assert Counter(self.tables.read(self.spark, "gold_depth").collect()) == Counter(rebuilt.collect())
+        return {hour for file in replaced for hour in {file.low["minute_us"] // HOUR_US}}
+
+
+def test_a_running_total_is_rebuilt_until_it_is_as_before(spark: SparkSession, tmp_path: Path) -> None:
+    """Three days, with a queue in which one message waits from the first day to the last."""
+    flows = Flows(spark, tmp_path)
+    with flows.tables.small():
+        for hour, *moves in (
+            (1, (0, "long", 1, 0), (5, "q", 2, 0)), (2, (0, "q", 0, 1)), (3, (9, "q", 0, 1)),
+            (25, (7, "q", 3, 0)), (30, (7, "q", 0, 3)), (51, (3, "q", 1, 1)),
+        ):  # fmt: skip
+            flows.put(hour, *moves)
+        rows, _ = flows.refresh.rebuild()
+        hours = Split(F.floor(F.col("minute_us") / HOUR_US).cast("int"), range(99))
+        flows.tables.swap("gold_depth", rows, [], partition_by=("day",), split=hours)
+
+        def after(hour: int, *moves: tuple[int, str, int, int]) -> set[int] | None:
+            version = flows.tables.version("gold_flow")
+            flows.put(hour, *moves)
+            return flows.follow(version)
+
+        assert after(2, (0, "q", 0, 1)) is None
+        assert after(2, (0, "q", 1, 2)) == {2}  # it is balanced within its hour
+        assert after(25, (7, "q", 2, 0)) == {25, 30, 48, 51}  # until the end: one message fewer waits
+        assert after(53, (0, "late", 4, 0)) == set()  # after all others: nothing is rewritten
+        assert after(75, (0, "q", 1, 0)) == set()  # a new day begins with those that wait
+        depths = {
+            (row["minute_us"] // HOUR_US, row["queue"]): row["depth"]
+            for row in records(flows.tables, "gold_depth")
+        }
+        assert {queue: depths[72, queue] for queue in ("long", "q", "late")} == {
+            "long": 1,
+            "q": -1,
+            "late": 4,
+        }
 
 
 def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
@@ -171,12 +217,12 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
         hour = (F.col("ts_us") - F.pmod("ts_us", F.lit(HOUR_US))).alias("hour_us")
         return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
 
-    way = Sums(("day", "hour_us"), ("n",), moment="ts_us")
+    way = Sums(("day", "hour_us"), ("n",), moment="hour_us")
     refresh = GoldRefresh(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
     for hour in range(4):
         put(hour, hour + 1)
     rows, _ = refresh.rebuild()
-    hours = Split((F.col("hour_us") / HOUR_US).cast("int"), 4)
+    hours = Split((F.col("hour_us") / HOUR_US).cast("int"), range(4))
     tables.swap("gold_sum", rows, [], partition_by=("day",), split=hours)
     version = tables.version("silver_events")
     put(2, 5)

@@ -32,7 +32,7 @@ def numbers(spark: SparkSession, start: int, end: int) -> DataFrame:
 
 
 def by_parity() -> Split:
-    return Split((F.col("ts_us") % 2).cast("int"), 2)
+    return Split((F.col("ts_us") % 2).cast("int"), range(2))
 
 
 def ids(df: DataFrame) -> list[int]:

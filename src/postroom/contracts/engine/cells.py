@@ -24,7 +24,9 @@ _LAST: Final = "\uffff"
 
 def joined(*parts: str | int) -> str:
     """A key made of parts. Numbers are padded, so that they sort as numbers."""
-    return SEPARATOR.join(f"{part:020d}" if isinstance(part, int) else part for part in parts)
+    if len(parts) == 1 and isinstance(parts[0], str):  # most keys have one part
+        return parts[0]
+    return SEPARATOR.join([f"{part:020d}" if isinstance(part, int) else part for part in parts])
 
 
 class Cells(Protocol):
@@ -324,6 +326,8 @@ ACCOUNTS: Final = Kind("engine.tokens", Account)
 """Provider, model -> the books of the model."""
 HOLDS: Final = Kind("engine.token_holds", list[Hold])
 """The complement of the first lease of a claim -> what the claim has reserved and still holds."""
+HOLDS_SWEPT: Final = Kind("engine.token_sweep", str)
+"""The key of `HOLDS` that the next sweep continues behind; none when it begins again."""
 TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
 """Provider, model, organization -> its use."""
 DEPENDANTS: Final = Kind("engine.dependant", bool)

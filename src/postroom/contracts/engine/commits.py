@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 _log = logging.getLogger("postroom.engine")
 
 COMMIT_MAX = 256  # works in one commit
+READS_AT_ONCE = 4
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -40,6 +42,12 @@ class Commits:
         self._mutex = threading.Lock()
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._readers = self._new_readers()
+
+    @staticmethod
+    def _new_readers() -> ThreadPoolExecutor:
+        """Threads of its own: blocking calls of the program may fill the default ones of its event loop."""
+        return ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="postroom-reads")
 
     def after_fork(self) -> None:
         """A child has no thread."""
@@ -56,7 +64,7 @@ class Commits:
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent committed state."""
-        return await asyncio.to_thread(self._store.read, work)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._store.read, work)
 
     def _begin(self) -> None:
         with self._mutex:
@@ -68,6 +76,8 @@ class Commits:
         """Commit what waits, then end the thread. The next write starts another one."""
         with self._mutex:
             thread, self._thread = self._thread, None
+            readers, self._readers = self._readers, self._new_readers()
+        readers.shutdown(wait=False)
         if thread is not None:
             self._waiting.put(None)
             thread.join(CLOSE_TIMEOUT_S)

@@ -69,6 +69,8 @@ def read_on(
         raise UnknownTask(message_id, f"there is no message {message_id!r}")
     if position.is_end:
         return [], True
+    if record.attempt < max(position.acknowledged, position.attempt):
+        position = Position()  # of another life of the message, or invented
     try:
         return _read_on(operations, record, position)
     except UNDECODABLE as error:

@@ -16,6 +16,7 @@ from postroom.contracts.engine.cells import (
     ACCOUNTS,
     DEPENDANTS,
     HOLDS,
+    HOLDS_SWEPT,
     SEPARATOR,
     TOKEN_USES,
     Hold,
@@ -328,7 +329,7 @@ class TokenBooks:
 
     def sweep(self) -> None:
         """Begin the windows that are due, and return the reservations of leases that are over."""
-        for key, holds in HOLDS.scan(self._transaction, limit=CLAIMS_SWEPT_MAX):
+        for key, holds in self._next_claims():
             over = [hold for hold in holds if not is_live(self._transaction, hold)]
             for hold in over:
                 self._settle(hold, NOTHING)
@@ -337,6 +338,15 @@ class TokenBooks:
         for rule in self._rules.models:
             self.account(rule)
         self.flush()
+
+    def _next_claims(self) -> list[tuple[str, list[Hold]]]:
+        """The next claims of a sweep, which goes on where the last one stopped, and around."""
+        after = HOLDS_SWEPT.get(self._transaction, "") or ""
+        found = HOLDS.scan(self._transaction, after, CLAIMS_SWEPT_MAX)
+        reached = found[-1][0] if len(found) == CLAIMS_SWEPT_MAX else ""
+        if reached != after:
+            HOLDS_SWEPT.put(self._transaction, reached or None, "")
+        return found
 
 
 def _reserved(grant: Grant) -> dict[str, Any]:

@@ -52,10 +52,9 @@ def settle(
     asks_later: bool = True,
 ) -> Decision:
     """Decide a question, or record it for the adviser. `asks_later` has a worker ask the adviser."""
-    decision = Decision(new_id(), question.kind, question, org_id, transaction.wall_us, subject=subject)
-    learned = RULES.get(transaction, org_id, question.kind, _pattern(question))
-    if learned is not None and learned.choice in question.options:
-        said = Advice(learned.choice, 1.0, f"learned rule {learned.rule_id}")
+    decision = _new(transaction, question, org_id, subject)
+    said = learned(transaction, org_id, question)
+    if said is not None:
         return conclude(transaction, policy, decision, said, "learned")
     if policy.adviser is None or policy.adviser.is_pure:
         return conclude(transaction, policy, decision, advice.advise(question), "rule")
@@ -63,6 +62,31 @@ def settle(
     if asks_later:
         internal.go_on(transaction, policy, org_id, "advise", decision_id=decision.decision_id)
     return decision
+
+
+def _new(transaction: Transaction, question: Question, org_id: str, subject: dict[str, Any]) -> Decision:
+    return Decision(new_id(), question.kind, question, org_id, transaction.wall_us, subject=subject)
+
+
+def learned(transaction: Transaction, org_id: str, question: Question) -> Advice | None:
+    """What a learned rule of the organization says; None without one."""
+    rule = RULES.get(transaction, org_id, question.kind, _pattern(question))
+    if rule is None or rule.choice not in question.options:
+        return None
+    return Advice(rule.choice, 1.0, f"learned rule {rule.rule_id}")
+
+
+def record(
+    transaction: Transaction,
+    policy: Policy,
+    question: Question,
+    org_id: str,
+    subject: dict[str, Any],
+    said: Advice,
+    by: DecidedBy,
+) -> Decision:
+    """Record a decision that was taken outside a transaction."""
+    return conclude(transaction, policy, _new(transaction, question, org_id, subject), said, by)
 
 
 def conclude(

@@ -25,6 +25,7 @@ TRIES_MAX: Final = 20
 TIMEOUT_S: Final = 10.0
 PORT: Final = 6379
 NAME: Final = "postroom"
+INTEGER_END: Final = 2**63
 _decode_node = msgspec.json.Decoder(Node).decode
 
 _HEAD: Final = "MERGE (h:PostroomHead) ON CREATE SET h.revision = 0 RETURN h.revision"
@@ -198,17 +199,25 @@ def _id(kind: str, key: str) -> str:
 
 
 def _projected(node: Node) -> dict[str, Any]:
-    """The properties of a node as FalkorDB can hold them: an object becomes JSON text."""
-    flat = {name: _flat(value) for name, value in node.properties.items()}
+    """The properties of a node as FalkorDB can hold them. A name that Cypher cannot quote is left out."""
+    flat = {name: _flat(value) for name, value in node.properties.items() if _can_be_named(name)}
     return {**flat, "id": node.node_id, "org_id": node.org_id, "version": node.version}
 
 
+def _can_be_named(name: str) -> bool:
+    return bool(name) and "`" not in name and "\0" not in name
+
+
 def _flat(value: Any) -> Any:
-    if isinstance(value, dict):
-        return msgspec.json.encode(value).decode()
-    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
-        return msgspec.json.encode(value).decode()
-    return value
+    """A value, as JSON text if it is an object, a list with one, or beyond what FalkorDB can hold."""
+    parts = value if isinstance(value, list) else [value]
+    return value if all(map(_can_be_held, parts)) else msgspec.json.encode(value).decode()
+
+
+def _can_be_held(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    return not isinstance(value, dict | list) and (not isinstance(value, int) or abs(value) < INTEGER_END)
 
 
 # ---- graphs of earlier versions ----------------------------------------------------------------------

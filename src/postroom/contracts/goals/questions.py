@@ -1,15 +1,16 @@
 """Questions that a running handler or a worker asks the adviser, and waits for the answer."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.goals import rollback
+from postroom.contracts.goals import decisions, rollback
 from postroom.contracts.goals.adviser import asked
-from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF, PROMPTS
+from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF, PROMPTS, DecidedBy
 from postroom.core import advice
 from postroom.core.advice import Advice, Question, ReversalClass
-from postroom.errors import UnknownGoal
+from postroom.errors import Unavailable, UnknownGoal
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ async def reversal_class_of(
     if line is None:
         return None
     facts = {"key": key, "type": message.type, "has_reversal": reversal is not None, "reversal": reversal}
-    said = await _said(core, advice.question("reversal_class", facts, pattern=f"{message.type} {key}"))
-    return said.choice  # type: ignore[return-value]
+    question = advice.question("reversal_class", facts, pattern=f"{message.type} {key}")
+    return await _decided(core, question, message)  # type: ignore[return-value]
 
 
 async def keeps_priority(core: "EngineCore", message: Message, error: BaseException) -> bool:
@@ -45,15 +46,34 @@ async def keeps_priority(core: "EngineCore", message: Message, error: BaseExcept
         "error": str(error),
     }
     question = advice.question("demotion", facts, pattern=f"{message.type} {type(error).__name__}")
-    return (await _said(core, question)).choice == "keep"
+    return await _decided(core, question, message) == "keep"
 
 
-async def _said(core: "EngineCore", question: Question) -> Advice:
-    """An advice that cannot wait for a person: below the confidence, the safe default."""
-    said, _ = await asked(core.policy.adviser, question)
+async def _decided(core: "EngineCore", question: Question, message: Message) -> str:
+    """Decide a question about a message at once. The decision is recorded, unless the rules alone decide."""
+    policy, org_id = core.policy, message.org_id
+    if policy.adviser is None or policy.adviser.is_pure:
+        return advice.advise(question).choice
+    said = await core.read(lambda operations: decisions.learned(operations.transaction, org_id, question))
+    by: DecidedBy = "learned"
+    if said is None:
+        said, by = await _said(core, question)
+    subject, taken = {"message_id": message.message_id}, said
+    with suppress(Unavailable):  # what the message did cannot be committed then either
+        await core.write_raw(
+            lambda transaction: decisions.record(transaction, policy, question, org_id, subject, taken, by),
+            makes_room=True,
+        )
+    return said.choice
+
+
+async def _said(core: "EngineCore", question: Question) -> tuple[Advice, DecidedBy]:
+    """An advice that cannot wait for a person, and who gave it: below the confidence, the safe default."""
+    said, by = await asked(core.policy.adviser, question)
     if said.confidence < core.policy.adviser_confidence_min:
-        return Advice(question.default, 1.0, "the adviser is not sure, and there is no time to ask a person")
-    return said
+        unsure = "the adviser is not sure, and there is no time to ask a person"
+        return Advice(question.default, 1.0, unsure), "rule"
+    return said, "adviser" if by == "adviser" else "rule"
 
 
 async def context_of(
@@ -88,7 +108,7 @@ async def patterns(core: "EngineCore", letters: Sequence[Any]) -> list[dict[str,
             "count": len(alike),
             "is_poison": any(letter.state == "QUARANTINED" for letter in alike),
         }
-        said = await _said(core, advice.question("dead_letter", facts, pattern=f"{kind} {error_type}"))
+        said, _ = await _said(core, advice.question("dead_letter", facts, pattern=f"{kind} {error_type}"))
         examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
         found.append({**facts, "advice": said.choice, "reasoning": said.reasoning, "message_ids": examples})
     return found

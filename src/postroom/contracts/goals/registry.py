@@ -11,7 +11,7 @@ Rule 3: a message that waits is deferred to the end of the other's lease at the 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from postroom.contracts.engine.cells import SCAN_MAX, SEPARATOR, joined
+from postroom.contracts.engine.cells import SEPARATOR
 from postroom.contracts.engine.messages import Body, body_of, digest_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import decisions
@@ -105,9 +105,8 @@ class OperationRegistry:
         transaction = self._transaction
         found: dict[str, None] = {}
         for place in _places(operation):
-            prefix = joined(org_id, place) + SEPARATOR
-            keys = [key for key, _ in transaction.cells(ACTIVE_ON.name, prefix, SCAN_MAX)]
-            found.update(dict.fromkeys(key[len(prefix) :] for key in keys if key.startswith(prefix)))
+            listed = ACTIVE_ON.under(transaction, org_id, place)
+            found.update(dict.fromkeys(key.rpartition(SEPARATOR)[2] for key, _ in listed))
         found.pop(message_id, None)
         return [one for other in sorted(found) if (one := self._live(other)) is not None]
 
@@ -194,6 +193,8 @@ class OperationRegistry:
 
 def _places(operation: Operation) -> list[str]:
     """Where an operation is found and looks for others: its target, those it rules out, its resources."""
+    if not operation.resources and not operation.constraints.not_with:
+        return [f"t:{operation.target}"]
     targets = dict.fromkeys((operation.target, *operation.constraints.not_with))
     return [*(f"t:{name}" for name in targets), *(f"r:{name}" for name in operation.resources)]
 

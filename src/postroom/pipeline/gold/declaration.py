@@ -29,13 +29,18 @@ class Sums(NamedTuple):
     whole: tuple[str, ...] = ()
     """The columns of the input that rows are computed from. An input row depends on the others of its day
     with the same value in the first of these columns."""
-    moment: str | None = None
-    """The column of the input whose hour is `hour_us` of the table. Files of other hours stay."""
+    moment: str = ""
+    """The column of the table with the time of a row. Files of other hours stay."""
     each: "Callable[[DataFrame], DataFrame] | None" = None
     """The addends of input rows, which are summed together with the existing rows in one shuffle. None:
     `build` aggregates them first, because rows depend on each other, or their sets have to become small."""
     scattered: bool = False
     """Whether a change affects few rows in many places of a large table: only their files are rewritten."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some files of a day can stay."""
+        return bool(self.moment) or self.scattered
 
     @property
     def is_reversible(self) -> bool:
@@ -82,11 +87,18 @@ class Hours(NamedTuple):
 
 
 class Running(NamedTuple):
-    """For a running total: a change affects its day and all later days."""
+    """For a running total: a change affects its hour and all later hours, until it is balanced.
+
+    `build` gets the totals before its first row, and the days of the table. On each day it begins with a row
+    for every key whose total is not 0, so that no earlier day has to be read.
+    """
 
     keys: tuple[str, ...]
-    sums: tuple[str, ...]
-    """Columns of the input. A day starts with their sums over all earlier days, for each key."""
+    sums: tuple[str, str]
+    """The columns of the input that are added to the total and subtracted from it."""
+    total: str
+    moment: str
+    """The time of a row, in the input and in the table."""
 
 
 class GoldTable(NamedTuple):

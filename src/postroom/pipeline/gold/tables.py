@@ -251,19 +251,35 @@ def _must_have_waited() -> Column:
     )
 
 
-def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
+def depth(flows: DataFrame, before: DataFrame | None = None, days: DataFrame | None = None) -> DataFrame:
     """One row for each minute and queue whose depth changed: the number waiting at the end of that minute.
 
-    `before` has the numbers that arrived and left before the first of these minutes.
+    Each day begins with a row for every queue in which messages wait, even if none arrives or leaves in that
+    minute. `before` has the depths before the first of these minutes, `days` the days of the table; without
+    it these are the days of the flows.
     """
-    so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
+    keys = ["day", "minute_us", "org_id", "queue"]
+    moves = flows.select(*keys, "arrived", "left")
     if before is not None:
-        flows = flows.unionByName(before, allowMissingColumns=True)
+        known = before.select("org_id", "queue", F.col("depth").alias("arrived"), _none().alias("left"))
+        moves = moves.unionByName(known, allowMissingColumns=True)
+    own_days = flows.agg(F.collect_set("day").alias("days")).select(F.explode("days").alias("day"))
+    every = (own_days if days is None else days).select(F.col("day").cast("date"))
+    midnights = moves.select("org_id", "queue").distinct().crossJoin(F.broadcast(every))
+    midnight_us = F.unix_date("day").cast("bigint") * DAY_US
+    empty = midnights.withColumns({"minute_us": midnight_us, "arrived": _none(), "left": _none()})
+    so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
     return (
-        flows.withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far))
-        .where("minute_us IS NOT NULL")
-        .select("day", "minute_us", "org_id", "queue", "arrived", "left", "depth")
+        moves.unionByName(empty)
+        .groupBy(*keys)
+        .agg(F.sum("arrived").alias("arrived"), F.sum("left").alias("left"))
+        .withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far))
+        .where("minute_us IS NOT NULL AND (arrived <> 0 OR left <> 0 OR depth <> 0)")
     )
+
+
+def _none() -> Column:
+    return F.lit(0).cast("bigint")
 
 
 def traffic(messages: DataFrame) -> DataFrame:
@@ -389,22 +405,35 @@ _SLA: Final = Sums(
     ("day", "hour_us", "org_id", "type", "priority", "target_us"),
     ("n", "within"),
     shares=(("attainment", "within", "n"),),
+    moment="hour_us",
     each=_sla_of,
 )
 _THROUGHPUT: Final = Sums(
-    ("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"), each=_throughput_of
+    ("day", "hour_us", "org_id", "type"),
+    ("events", *_KINDS, "bytes"),
+    moment="hour_us",
+    each=_throughput_of,
 )
-_ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",), each=_errors_of)
-_FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
-_DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
+_ERRORS: Final = Sums(
+    _ERROR_KEYS,
+    ("n",),
+    smallest=("first_us",),
+    largest=("last_us",),
+    moment="hour_us",
+    each=_errors_of,
+)
+_FLOW: Final = Sums(
+    ("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT, moment="minute_us"
+)
+_DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"), "depth", "minute_us")
 _TOKENS: Final = Sums(
-    _SPENDERS, ("calls", "tokens_in", "tokens_out", *_BUDGETS), moment="ts_us", each=_tokens_of
+    _SPENDERS, ("calls", "tokens_in", "tokens_out", *_BUDGETS), moment="hour_us", each=_tokens_of
 )
 _COST: Final = Sums(
     _SPENDERS,
     ("calls", "cost_usd"),
     decimals=(("cost_usd", _DOLLARS),),
-    moment="ts_us",
+    moment="hour_us",
     each=_cost_of,
 )
 _CRASHES: Final = Sums(
@@ -420,6 +449,7 @@ _TEMPLATES: Final = Sums(
     smallest=("first",),
     largest=("last",),
     sets=("orgs", "types"),
+    moment="hour_us",
 )
 _TRAFFIC: Final = Sums(
     ("day", "org_id", "sender", "recipient", "type"),
@@ -429,29 +459,33 @@ _TRAFFIC: Final = Sums(
 
 
 def _hour_file_groups() -> FileGroups:
-    return FileGroups(F.col("hour_us") + HOUR_US, "hour_us")
+    return FileGroups(F.col("hour_us") + (HOUR_US - 1), "hour_us")
+
+
+def _minute_file_groups() -> FileGroups:
+    return FileGroups(hour_us(F.col("minute_us")) + (HOUR_US - 1), "minute_us")
 
 
 def _flame_file_groups() -> FileGroups:
-    ended_us = F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US)
+    ended_us = F.when(F.col("open") == 0, F.col("hour_us") + (HOUR_US - 1))
     return FileGroups(ended_us, "hour_us", F.col("dead_letters") > 0)
 
 
 FORM_ID: Final = "form"  # the application id under which a gold table remembers its form
-FORM: Final = 5
+FORM: Final = 6
 """The version of the columns, partitions and meaning of the tables. A table of another form is rebuilt."""
 GOLD: Final[dict[str, GoldTable]] = {
-    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
-    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
-    "gold_throughput": GoldTable(throughput, _NAMED_EVENTS, _DAY, _THROUGHPUT),
-    "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
-    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
-    "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
+    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY, _hour_file_groups),
+    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA, _hour_file_groups),
+    "gold_throughput": GoldTable(throughput, _NAMED_EVENTS, _DAY, _THROUGHPUT, _hour_file_groups),
+    "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS, _hour_file_groups),
+    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW, _minute_file_groups),
+    "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH, _minute_file_groups),
     "gold_tokens": GoldTable(tokens, _NAMED_EVENTS, _DAY, _TOKENS, _hour_file_groups),
     "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _hour_file_groups),
     "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
-    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
+    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES, _hour_file_groups),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
     "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_file_groups),

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.core.redaction import Level
 from postroom.pipeline import file_index
 from postroom.pipeline.delta_log import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Txn, rows_of
-from postroom.pipeline.file_groups import file_group
+from postroom.pipeline.file_groups import file_group, hours_of
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver import tables as silver
@@ -145,20 +145,24 @@ class SilverRefresh:
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, rebuild: bool) -> DataFrame:
         """The events of the table that new ones may repeat: those of the same period."""
-        old = [] if rebuild else self._tables.files(self._name)
+        if rebuild or not self._tables.exists(self._name):
+            return rows.limit(0)
+        period = file_index.extent(added, "ts_us")
+        old = self._tables.listing(self._name).overlapping("ts_us", *(period or (None, None)))
         near = [file for file in old if any(file_index.overlap(file, other, "ts_us") for other in added)]
         if not near:
             return rows.limit(0)
         known = bronze.with_all_columns(self._tables.read(self._spark, self._name, near))
-        period = file_index.extent(added, "ts_us")
         return known if period is None else known.where(F.col("ts_us").between(*period))
 
     # ---- fold ----------------------------------------------------------------------------------------
 
     def _fold(self, fold: Fold, new: NewInput, base: int, *, rebuild: bool) -> None:
         events = self._tables.read(self._spark, self._table.source, new.added)
-        touched, before = self._tables.files(self._name), None
-        if touched and not rebuild:
+        before = None
+        if rebuild:
+            touched = self._tables.files(self._name)
+        else:
             ids = file_index.lookup_of(fold.keys(events), new.added, repeat=True)
             touched = file_index.files_with_ids(self._spark, self._tables, self._name, ids)
             before = self._tables.read(self._spark, self._name, touched) if touched else None
@@ -170,7 +174,7 @@ class SilverRefresh:
             rows = self._with_names(rows, rebuild=rebuild)
         if self._tables.is_withdrawn(self._table.source, self._name):
             txns.append(Txn(ROWS_WITHDRAWN, base + 1))
-        self._commit(rows, touched, txns, base, seen)
+        self._commit(rows, touched, new.added, txns, base, seen)
 
     def _are_names_stale(self) -> bool:
         """Whether a message was renamed after the table took its type and organization from it."""
@@ -190,25 +194,27 @@ class SilverRefresh:
     # ---- tree ----------------------------------------------------------------------------------------
 
     def _place(self, new: NewInput, base: int, *, rebuild: bool) -> None:
-        touched = self._tables.files(self._name)
         with ExitStack() as held:
             placement = SpanPlacement(self._spark, self._tables, new.added, new.removed, held)
-            if rebuild or not touched:
-                rows = placement.rebuilt_rows()
+            if rebuild or not self._tables.row_count(self._name):
+                touched, rows = self._tables.files(self._name), placement.rebuilt_rows()
             else:
                 touched, rows = placement.updated_rows()
-            self._commit(rows, touched, [new.txn], base)
+            self._commit(rows, touched, new.added, [new.txn], base)
 
     def _commit(
         self,
         rows: DataFrame,
         removed: list[DataFile],
+        new: list[DataFile],
         txns: list[Txn],
         base: int,
         seen: Observation | None = None,
     ) -> None:
+        """Commit rows that replace those of some files, after `new` files were added to the input."""
         groups = self._table.file_groups
-        split = None if groups is None else file_group(self._tables, groups())
+        hours = hours_of(new, "ts_us" if self._table.source == EVENTS else "last_us")
+        split = None if groups is None else file_group(self._tables, groups(), hours, rows_of(new))
         staged = self._tables.stage(self._name, rows, partition_by=self._table.partition_by, split=split)
         if seen is not None and seen.get["renamed"]:
             txns = [*txns, Txn(RENAMED, base + 1)]

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
-from postroom.pipeline.delta_log import DataFile, rows_of
+from postroom.pipeline.delta_log import DataFile, path_below, rows_of
 from postroom.pipeline.file_index import IdLookup
 from postroom.pipeline.silver import spans
 from postroom.pipeline.silver.joins import with_join_hint
@@ -72,7 +72,7 @@ class SpanPlacement:
 
     def _is_any_unplaced(self) -> bool:
         """Whether rows have no place: any of them may get one when another message moves."""
-        return any(file.nulls.get("root_message_id") != 0 for file in self._tables.files(SPANS))
+        return self._tables.listing(SPANS).may_have_nulls("root_message_id")
 
     def _all(self) -> DataFrame:
         nodes = spans.spans(self._tables.read(self._spark, MESSAGES))
@@ -86,7 +86,7 @@ class SpanPlacement:
         """The messages that were known, and the late ones: those that may be the root of an existing row."""
         before = spans.spans(self._tables.read(self._spark, MESSAGES, self._removed))
         compared = spans.compared(self._nodes, before, few=_are_few(rows_of(self._removed)))
-        roots = file_index.extent(self._tables.files(SPANS), "root_message_id")
+        roots = self._tables.listing(SPANS).extent("root_message_id")
         is_late = F.lit(True) if roots is None else F.col("message_id") <= roots[1]  # noqa: FBT003 - SQL's
         return self._kept(compared.where(F.col("is_known") | is_late))
 
@@ -112,18 +112,17 @@ class SpanPlacement:
     @cached_property
     def _related(self) -> DataFrame:
         """The rows of known messages (`mine`), and those of parents that did not change."""
-        near = [
-            file for file in self._tables.files(SPANS) if self._may_be_mine(file) or self._may_be_parent(file)
-        ]
-        return self._kept(
-            spans.related_rows(self._with_file(near), self._nodes, self._known, few=_are_few(self._n_nodes))
-        )
+        rows = self._with_file(self._near_files())
+        return self._kept(spans.related_rows(rows, self._nodes, self._known, few=_are_few(self._n_nodes)))
 
-    def _may_be_mine(self, file: DataFile) -> bool:
-        return any(file_index.overlap(file, before, "message_id") for before in self._removed)
-
-    def _may_be_parent(self, file: DataFile) -> bool:
-        return self._parents is not None and file_index.overlaps(file, "message_id", *self._parents)
+    def _near_files(self) -> list[DataFile]:
+        """The files that can hold a row of a known message or of a parent."""
+        ranges = {(file.low.get("message_id"), file.high.get("message_id")) for file in self._removed}
+        if self._parents is not None:
+            ranges.add(self._parents)
+        files = self._tables.listing(SPANS)
+        near = {file.path: file for ids in ranges for file in files.overlapping("message_id", *ids)}
+        return list(near.values())
 
     @cached_property
     def _parents(self) -> tuple[Any, Any] | None:
@@ -154,7 +153,7 @@ class SpanPlacement:
     # ---- files -----------------------------------------------------------------------------------------
 
     def _files(self, urls: set[str]) -> list[DataFile]:
-        return file_index.files_by_url(SPANS, self._tables.files(SPANS), urls)
+        return self._tables.listing(SPANS).named(path_below(SPANS, url) for url in urls)
 
     def _read(self, files: list[DataFile]) -> DataFrame:
         return self._own(self._tables.read(self._spark, SPANS, files))
