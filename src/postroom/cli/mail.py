@@ -287,7 +287,7 @@ def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | No
         if identity is None or identity.permissions.is_read_only:  # every call over NATS is a publish
             return None
         user = f"{identity.org}/{identity.name}" if identity.org else identity.name
-        return TokenOwner(user, identity.caller, identity.rate or token_rate)
+        return TokenOwner(user, identity.caller, identity.rate or token_rate, identity.org)
 
     return owner_of
 

@@ -24,6 +24,7 @@ _log = logging.getLogger("postroom.mail")
 T = TypeVar("T")
 
 LINGER_S = 1.0
+INBOX = b"_INBOX."
 SLICE_S = 0.005  # of a turn, for the commands of one connection
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
@@ -43,6 +44,11 @@ TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exce
 def _encoded(text: str) -> bytes:
     """The bytes on the wire of a decoded text."""
     return text.encode("utf-8", "surrogateescape")
+
+
+def _names_inbox(subject: bytes) -> bool:
+    """Whether a subject is an inbox, or everything below one, but not all inboxes."""
+    return subject.startswith(INBOX) and subject[len(INBOX) : len(INBOX) + 1] not in (b"*", b">", b"")
 
 
 class _Remainder(wire.Messages, frozen=True, gc=False):
@@ -143,6 +149,7 @@ class ServerConnection(asyncio.Protocol):
         "no_responders",
         *(
             "number",
+            "org",
             "output",
             "pings_out",
             "rate",
@@ -159,7 +166,7 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = self.client = self.network = self.token = self.caller = ""
+        self.user = self.name = self.client = self.network = self.token = self.caller = self.org = ""
         self.rate = 0.0
         """Messages a second that the token may publish; 0 for no limit."""
         self.verbose = self.echo = True
@@ -400,8 +407,18 @@ class ServerConnection(asyncio.Protocol):
         subject = _encoded(reply)
         matched = self._hub.match(subject)
         everyone = [*matched.each, *(member for group in matched.groups for member in group)]
-        for subscription in [each for each in everyone if each.link is self] or self._hub.literal(subject):
+        own = [each for each in everyone if each.link is self]
+        for subscription in own or filter(self.reaches, self._hub.literal(subject)):
             subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
+
+    def reaches(self, subscription: ServerSubscription) -> bool:
+        """Whether plain messages of this connection go to a subscription.
+
+        Organizations do not hear each other. Only a subscription that names an inbox gets messages of all:
+        the sender knows that name from its owner.
+        """
+        own, other = self.org, subscription.link.org
+        return own == other or not own or not other or _names_inbox(subscription.subject)
 
     def _push(
         self,

@@ -43,6 +43,8 @@ class TokenOwner(NamedTuple):
     """Names the token of a registry, without its text."""
     rate: float = 0.0
     """Messages a second that clients with the token may publish; 0 for no limit."""
+    org: str = ""
+    """The organization of the token; empty for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ class Router:
     def __init__(self) -> None:
         self._index: SubjectIndex[ServerSubscription] = SubjectIndex()
         self._turns = 0  # rotates the members of queue groups
+        self.is_divided = False
+        """Whether a connection of an organization has logged in, so that receivers depend on the sender."""
         self.match = self._index.match
         self.literal = self._index.literal
 
@@ -22,6 +24,10 @@ class Router:
 
     def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> None:
         each, groups = self.match(head.subject)
+        if self.is_divided:
+            each = tuple(filter(link.reaches, each))
+            reached = (tuple(filter(link.reaches, members)) for members in groups)
+            groups = tuple(members for members in reached if members)
         receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
         for members in groups:
             receivers += self._deliver_to_group(link, members, head, bodies)

@@ -38,7 +38,6 @@ from postroom.runtime.natsoptions import (
     MAILBOX_SUBSCRIPTION_COST_BYTES,
     SUBSCRIPTION_COST_BYTES,
     TOKEN_CHECK_S,
-    TOKEN_USER,
     WILDCARD_TOKEN_COST_BYTES,
     ServerOptions,
     allowed_connections,
@@ -72,8 +71,6 @@ class NatsServer:
         self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
         self.needs_auth = options.needs_auth
-        self._fixed = {TOKEN_USER, *options.users}
-        """Users whose login is an option of the server."""
         self.port = options.port
         self.connections: set[ServerConnection] = set()
         self._handler = handler
@@ -308,7 +305,9 @@ class NatsServer:
             return self._refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
-        link.user, link.caller, link.rate, link.admitted = *owner, True
+        link.user, link.caller, link.rate, link.org = owner
+        link.admitted = True
+        self._router.is_divided |= bool(owner.org)
         link.token = "" if options is None else token_of(options)
         return ""
 
@@ -474,7 +473,7 @@ class NatsServer:
         identify = self.options.identify
         if identify is None:
             return
-        of_registry = [link for link in self.connections if link.admitted and link.user not in self._fixed]
+        of_registry = [link for link in self.connections if link.admitted and link.caller]
         owners = {token: identify(token) for token in {link.token for link in of_registry}}
         for link in of_registry:
             owner = owners[link.token]

@@ -1,0 +1,121 @@
+"""Tokens of two organizations at one server: neither sees, gets or changes what belongs to the other."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+from postroom.runtime.tokens import Tokens
+from tests.integration.ups import Running, running
+
+ACME, OTHER = "acme", "other"
+
+
+class World:
+    """A running server, and an agent of each organization."""
+
+    def __init__(self, up: Running, data: Path) -> None:
+        self.up, self.tokens = up, Tokens(data)
+        self.acme = self.agent(ACME, "ada")
+        self.other = self.agent(OTHER, "bob")
+
+    def agent(self, org: str, name: str) -> str:
+        return self.tokens.create("agent", org, name).token
+
+    def call(self, token: str, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {token}"}
+        request = urllib.request.Request(self.up.http + path, data, headers)  # noqa: S310 - our own server
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+                return answer.status, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    data = tmp_path_factory.mktemp("organizations") / "run"
+    with running(data, "--no-audit") as up:
+        yield World(up, data)
+
+
+# ---- NATS ------------------------------------------------------------------------------------------
+
+
+async def heard(client: Client, subject: str, got: list[bytes], queue: str = "") -> None:
+    async def take(message: Any) -> None:
+        got.append(message.data)
+
+    await client.subscribe(subject, queue=queue, cb=take)
+
+
+def test_plain_subjects_of_nats_do_not_cross_organizations(world: World) -> None:
+    heard_by = {"acme": list[bytes](), "other": list[bytes](), "all": list[bytes]()}
+
+    async def talk() -> None:
+        assert world.up.token is not None
+        acme = await nats.connect(world.up.nats, token=world.acme)
+        other = await nats.connect(world.up.nats, token=world.other)
+        everything = await nats.connect(world.up.nats, token=world.up.token)
+        for subject in (">", "_INBOX.>", "_INBOX.*.*"):
+            await heard(other, subject, heard_by["other"])
+        await heard(other, "news", heard_by["other"], queue="workers")
+        await heard(acme, "news", heard_by["acme"])
+        await heard(everything, "news", heard_by["all"])
+        for client in (other, everything):
+            await client.flush()
+        await acme.publish("news", b"of acme")
+        await acme.publish("_INBOX.secret.1", b"an answer")
+        await acme.flush()
+        await other.publish("news", b"of other")
+        for client in (other, acme, everything):
+            await client.drain()
+
+    asyncio.run(talk())
+    assert heard_by["acme"] == [b"of acme"]
+    assert set(heard_by["other"]) == {b"of other"}
+    assert heard_by["all"] == [b"of acme", b"of other"]
+
+
+def test_an_answer_reaches_the_inbox_of_another_organization_that_asked(world: World) -> None:
+    async def ask() -> bytes:
+        acme = await nats.connect(world.up.nats, token=world.acme)
+        other = await nats.connect(world.up.nats, token=world.other)
+        inbox = acme.new_inbox()
+        waiting = await acme.subscribe(inbox)
+        await acme.flush()
+        await other.publish(inbox, b"the answer")
+        try:
+            return (await waiting.next_msg(timeout=30)).data
+        finally:
+            await acme.close()
+            await other.close()
+
+    assert asyncio.run(ask()) == b"the answer"
+
+
+def test_a_revoked_token_of_a_user_named_token_ends_its_nats_connection(world: World) -> None:
+    made = world.tokens.create("operator", agent="token")
+
+    async def connected_until_revoked() -> None:
+        closed = asyncio.Event()
+
+        async def note_closed() -> None:
+            closed.set()
+
+        client = await nats.connect(
+            world.up.nats, token=made.token, allow_reconnect=False, closed_cb=note_closed
+        )
+        await client.flush()
+        world.tokens.revoke(made.token_id)
+        await asyncio.wait_for(closed.wait(), 10)
+
+    asyncio.run(connected_until_revoked())
