@@ -31,15 +31,14 @@ OPEN = {
     "/page/session",
 }
 OF_ALL_ORGANIZATIONS = {
-    "/tasks/{id}/cancel", "/tasks/{id}/retry", "/metrics", "/engine/goals", "/engine/goals/{id}",
-    "/engine/goals/{id}/checkpoints", "/engine/decisions", "/engine/decisions/{id}", "/engine/conflicts",
-    "/engine/decisions/{id}/answer", "/page/report", "/page/report.html",
+    "/tasks/{id}/cancel", "/tasks/{id}/retry", "/metrics", "/page/report", "/page/report.html",
 }  # fmt: skip
 """Only for operators of all organizations."""
 OF_OPERATORS = {
     "/engine/dlq/replay", "/engine/dlq/purge", "/engine/pause", "/engine/resume", "/page/messages/{id}/retry",
     "/page/replay", "/page/decisions", "/page/decisions/{id}", "/page/goals", "/page/goals/{id}",
-    "/page/goals/{id}/rollback",
+    "/page/goals/{id}/rollback", "/engine/goals", "/engine/goals/{id}", "/engine/goals/{id}/checkpoints",
+    "/engine/decisions", "/engine/decisions/{id}", "/engine/conflicts", "/engine/decisions/{id}/answer",
 }  # fmt: skip
 """For operators of one organization, too."""
 
