@@ -149,6 +149,11 @@ def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) 
     send = "/engine/agents/kept/messages"
     assert world.call(kept, send, {"to": "lead", "payload": {"text": "hi"}})[0] == 202
     assert world.call(kept, send, {"to": "stranger", "payload": {"text": "hi"}})[0] == 403
+    for path in ("/engine/messages", "/engine/request"):  # a worker would deliver it
+        for to, status in (("lead", 202), ("stranger", 403)):
+            message = {"type": "agent_message", "payload": {"to": to, "body": "hi"}}
+            waits = {"timeout_s": 0} if path == "/engine/request" else {}
+            assert world.call(kept, path, message | waits)[0] == status
 
 
 def test_a_revoked_token_gets_no_task_for_a_claim_that_waits(world: World) -> None:
