@@ -297,3 +297,19 @@ def test_sigterm_lets_a_worker_finish_its_message_and_every_log_line_names_its_p
     with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
         [record] = tasks.store.find(ByIds((message_id,)))
     assert record.state == "COMPLETED"
+
+
+def test_each_part_can_be_switched_off(tmp_path: Path) -> None:
+    with running(tmp_path / "plain", "--no-page", "--no-mcp", "--no-mail", "--no-audit") as up:
+        assert up.nats == ""
+        assert [up.get(path, up.token)[0] for path in ("/", "/page/overview", "/mcp")] == [404, 404, 404]
+        assert up.get("/queue/status", up.token)[0] == 200
+        assert set(up.parts(tmp_path / "plain")) == {"http"}
+    data = tmp_path / "mail"
+    with running(data, "--no-http") as up:
+        assert up.http is None
+        assert asyncio.run(echo(up.nats, up.token or "")) == b"hello"
+        assert set(up.parts(data)) == {"mail", "audit"}
+    nothing = postroom("up", "--data", data, "--no-http", "--no-mail", "--no-audit")
+    assert (nothing.code, nothing.raw) == (2, b"")
+    assert "every part is switched off" in nothing.error
