@@ -49,7 +49,8 @@ class Group:
         self._limit.cancel()
         self.code = self._process.returncode = os.waitstatus_to_exitcode(status)
         self.wall_s = time.monotonic() - begun
-        self.cpu_s = used.ru_utime + used.ru_stime  # of its children as well
+        # With all children that were waited for. The JVM of the Spark session ends later and is missing.
+        self.cpu_s = used.ru_utime + used.ru_stime
 
     def wait(self) -> None:
         self._watch.join()
