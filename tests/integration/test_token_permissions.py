@@ -137,6 +137,10 @@ def test_a_read_only_token_changes_nothing(world: World) -> None:
     assert world.call(made["token"], "/engine/status")[0] == 200
     status, answer = world.call(made["token"], "/queue/enqueue", {"agent": "a", "payload": 1})
     assert (status, answer["message"]) == (403, "this token may only read")
+    silent = world.agent("silent", is_read_only=True).token
+    for path in ("inbox", "stream"):  # would register the agent, and note what it has read
+        assert world.call(silent, f"/engine/agents/silent/{path}")[0] == 403
+    assert "silent" not in str(world.call(world.admin, "/engine/agents")[1])
 
 
 def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) -> None:

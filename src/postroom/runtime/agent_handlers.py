@@ -82,6 +82,8 @@ def _own(request: HttpRequest) -> tuple[str, str]:
         raise Refusal(403, "Forbidden", "an operator's token is no agent: use the token of the agent")
     if agent_id != identity.name or not identity.org:
         raise UnknownAgent(agent_id)
+    if identity.permissions.is_read_only:
+        raise Refusal(403, "Forbidden", "this token may only read, and an agent that reads its messages acts")
     return identity.org, agent_id
 
 
