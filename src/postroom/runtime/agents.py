@@ -78,6 +78,11 @@ class Identity(msgspec.Struct, frozen=True):
         return self.token_id or f"{self.role}:{self.name}"
 
     @property
+    def holder(self) -> tuple[str, str]:
+        """Whose share of a resource the calls use. Agents of two organizations may have the same name."""
+        return self.org, self.name
+
+    @property
     def is_operator(self) -> bool:
         """Whether the caller may use every queue of every organization."""
         return self.role != "agent" and not self.org
