@@ -136,9 +136,10 @@ HTTP_HEAD = f"""\
 
 # HTTP
 
-The routes of `postroom tasks serve`. Bodies and answers are JSON. Every route except `/health` needs a token,
-as `Authorization: Bearer TOKEN`. `GET /openapi.json` returns the same as an OpenAPI document. The meaning of
-the calls: [Tasks](../contracts/tasks.md#over-http), [Engine](../contracts/engine.md#over-http).
+The routes of `postroom tasks serve`. Bodies and answers are JSON. Every route except `/health`, `/ready` and
+the sign-in of the live page needs a token, as `Authorization: Bearer TOKEN`. `GET /openapi.json` returns the
+same as an OpenAPI document. The meaning of the calls: [Tasks](../contracts/tasks.md#over-http),
+[Engine](../contracts/engine.md#over-http).
 
 An error is `{{"error": NAME, "message": ONE SENTENCE}}`.
 """

@@ -44,6 +44,29 @@ def test_a_key_file_is_never_overwritten(keys: Path) -> None:
     assert keys.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_wrong_key_file_is_refused_before_anything_changes(data: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.keys"
+    postroom("keys", "create", wrong)
+    before = wrong.read_bytes()
+    for command in (("up", "--http-port", 0, "--nats-port", 0), ("keys", "rotate")):
+        refused = postroom(*command, "--data", data, "--key-file", wrong)
+        assert refused.code == 1
+        assert "is encrypted with the key 'first'" in refused.errors
+    assert wrong.read_bytes() == before
+    assert not (data / "mail").exists()
+
+
+def test_mail_of_another_key_is_refused_before_a_store_is_made(keys: Path, tmp_path: Path) -> None:
+    data, wrong = tmp_path / "only-mail", tmp_path / "wrong.keys"
+    postroom("keys", "create", wrong)
+    with running(data, "--no-http", "--no-audit", "--key-file", str(keys)):
+        pass
+    (data / "queue.db").unlink()
+    refused = postroom("up", "--data", data, "--http-port", 0, "--nats-port", 0, "--key-file", wrong)
+    assert (refused.code, (data / "queue.db").exists()) == (1, False)
+    assert "the mail log of" in refused.errors
+
+
 def test_a_rotation_ends_with_one_key(data: Path, keys: Path) -> None:
     where = ("--data", data, "--key-file", keys)
     refused = postroom("keys", "retire", "first", *where)

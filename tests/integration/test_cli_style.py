@@ -77,3 +77,13 @@ def test_numbers_in_a_table_are_aligned_to_the_right() -> None:
     assert first.startswith("  1  ")
     assert last.startswith(" 19  ")
     assert len({line.index("QUEUED") for line in shown.out.splitlines()[1:]}) == 1
+
+
+def test_documents_on_a_terminal_have_lines(tmp_path: Path) -> None:
+    data = str(tmp_path / "run")
+    started = postroom("engine", "goals", "start", "acme", "--goal", "trip", "--data", data)
+    assert started.code == 0
+    for command in (("engine", "goals", "show", "trip"), ("top", "--once")):
+        shown = run_on_terminal("postroom", *command, "--data", data)
+        assert len(shown.out.splitlines()) > 2
+        assert "\\n" not in shown.out

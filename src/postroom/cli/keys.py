@@ -122,7 +122,7 @@ def rotate(shell: Shell, data: Path | None, key_file: Path | None, name: str | N
     path = _key_file(shell, key_file)
     place = _place(shell, data)
     chosen = name or _new_name(tuple(read_keys(path)))
-    _data(shell, place, path)  # refuses a wrong place or key file before a key is added
+    _data(shell, place, path).check()  # refuses a wrong place or key file before a key is added
     add_key(path, chosen)
     _encrypt(shell, place, path)
 

@@ -109,6 +109,13 @@ class Output:
         else:
             self.json_line(facts)
 
+    def document(self, facts: Mapping[str, Any]) -> None:
+        """Print an object: indented for people, as one line for programs."""
+        if self.readable:
+            self.pretty(facts)
+        else:
+            self.json_line(facts)
+
     def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str) -> None:
         """Print a table for people, one object per line for programs. `columns` are keys of the rows."""
         if not self.readable:

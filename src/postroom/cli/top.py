@@ -101,8 +101,11 @@ def _print_all(
 
     while True:
         found = look()
-        text = "\n".join(without_colors(line) for line in drawn(found, where, *_size()))
-        shell.output.facts(msgspec.to_builtins(found), text)
+        if shell.output.readable:
+            for line in drawn(found, where, *_size()):
+                shell.output.sentence(without_colors(line))
+        else:
+            shell.output.json_line(msgspec.to_builtins(found))
         shell.output.flush()
         if once:
             return

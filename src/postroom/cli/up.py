@@ -21,6 +21,7 @@ from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, pa
 
 if TYPE_CHECKING:
     from postroom.runtime.parts import Part
+    from postroom.runtime.tokens import NewToken
     from postroom.settings import UpSettings
 
 STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
@@ -76,7 +77,7 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
     _check_parts(settings, demo=demo)
     _check_address(settings, insecure=insecure)
     _check_store(settings.store)
-    _check_key_file(data)
+    _check_key_file(data, settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
         _run(shell, data, settings, demo=demo)
@@ -84,8 +85,8 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
 
 def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> None:
     from postroom.runtime.parts import Parts
+    from postroom.runtime.tokens import Tokens
 
-    token = _first_token(data)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -95,15 +96,19 @@ def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> Non
     if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
         environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
     parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
+    first, is_printed = _first_token(data), False
     try:
         ready = parts.start(stop.is_set)
         if not stop.is_set():
             if demo:
                 parts.add(_demo_part(data, ready))
-            _print_addresses(shell, data, ready, token, demo=demo)
+            _print_addresses(shell, data, ready, first and first.token, demo=demo)
+            is_printed = True
         parts.run(stop.wait)
     finally:
         parts.stop()
+        if first is not None and not is_printed:  # nobody has seen the token: the next start makes another
+            Tokens(data).revoke(first.token_id)
 
 
 def _make_store(data: Path, store: str | None) -> None:
@@ -146,16 +151,14 @@ def _check_store(store: str | None) -> None:
         open_store(store).close()  # opens no connection, and refuses an address that is none
 
 
-def _check_key_file(data: Path) -> None:
-    """Refuse a key file that cannot be used, before the parts start."""
+def _check_key_file(data: Path, store: str | None) -> None:
+    """Refuse a key file that does not fit the data, before a part stores anything with its keys."""
+    from postroom.runtime.key_rotation import EncryptedData
     from postroom.system.encryption import key_file_encryption
 
     encryption = key_file_encryption(None)
-    if encryption is not None and encryption.path.resolve().is_relative_to(data.resolve()):
-        raise click.UsageError(
-            f"key file {encryption.path} is inside the data folder, and would be stored and copied with what "
-            "it protects: keep it elsewhere"
-        )
+    if encryption is not None:
+        EncryptedData(encryption, data, store).check()
 
 
 def _is_loopback(host: str) -> bool:
@@ -165,14 +168,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _first_token(data: Path) -> str | None:
+def _first_token(data: Path) -> "NewToken | None":
     """The token of an admin, when the folder has no token yet."""
     from postroom.runtime.agents import Agents
 
     agents = Agents(data)
     if agents.list() or agents.tokens.list():
         return None
-    return agents.tokens.create("admin").token
+    return agents.tokens.create("admin")
 
 
 def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":

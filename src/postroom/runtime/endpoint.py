@@ -198,7 +198,8 @@ class Endpoint:
         request.identity = identity
         if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
-            raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")
+            who = "an operator" if identity.role == "agent" else "an operator of all organizations"
+            raise Refusal(403, "Forbidden", f"only {who} may do that, and this is the token of {whose}")
         if identity.permissions.is_read_only and self.route.method != "GET":
             raise Refusal(403, "Forbidden", "this token may only read")
 

@@ -51,6 +51,25 @@ class EncryptedData:
             return None
         return open_store(self._store_url, key_file=self.encryption.path)
 
+    def check(self) -> None:
+        """Raise when the key file lacks a key that the data need. Nothing is made or changed."""
+        store = self._store()
+        if store is None:
+            self._check_mail()
+            return
+        try:
+            store.identity()
+        finally:
+            store.close()
+
+    def _check_mail(self) -> None:
+        missing = [key for key in self._mail_counts() if key not in (PLAIN, *self.encryption.names)]
+        if missing:
+            raise KeyMissing(
+                f"the mail log of {self._folder} needs the key with the fingerprint {missing[0]}, which key "
+                f"file {self.encryption.path} does not have"
+            )
+
     def convert(self, report: Callable[[Progress], None]) -> Progress | None:
         """Encrypt every value of the store with the newest key. None without a store."""
         store = self._store()

@@ -83,7 +83,7 @@ def show(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
       postroom engine goals show trip-7 --data run
     """
     facts = place.goal(goal_id)
-    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+    shell.output.document(facts)
 
 
 @goals.command()
@@ -229,7 +229,7 @@ def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None
         "node_id": node.node_id, "org_id": node.org_id, "properties": node.properties, "edges": node.edges,
         "version": node.version,
     }  # fmt: skip
-    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+    shell.output.document(facts)
 
 
 @graph.command(name="save")
@@ -305,7 +305,7 @@ def show_decision(shell: Shell, place: Folder | Remote, decision_id: str) -> Non
       postroom engine decisions show 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
     facts = place.decision(decision_id)
-    shell.output.facts(facts, json.dumps(facts, indent=2, ensure_ascii=False))
+    shell.output.document(facts)
 
 
 @decisions.command(name="answer")

@@ -240,7 +240,7 @@ def _store_in(shell: Shell, data: Path, *, create: bool) -> str:
     if not database.exists():
         if not create:
             raise click.ClickException(
-                f"there are no messages in {data}: {DATABASE} is not there, and only submit and serve make it"
+                f"there are no messages in {data}: {DATABASE} is not there. `engine submit` and `up` make it"
             )
         warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
