@@ -277,6 +277,27 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_UP_STORE",), "wants": "the address of a store"},
         ),
     ] = None
+    page: Annotated[
+        bool,
+        Meta(
+            description="Whether HTTP serves the live page.",
+            extra={"env": ("POSTROOM_UP_PAGE",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
+    mcp: Annotated[
+        bool,
+        Meta(
+            description="Whether HTTP serves MCP at /mcp.",
+            extra={"env": ("POSTROOM_UP_MCP",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
+    http: Annotated[
+        bool,
+        Meta(
+            description="Whether Tasks, Engine and buses are served over HTTP.",
+            extra={"env": ("POSTROOM_UP_HTTP",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
     mail: Annotated[
         bool,
         Meta(

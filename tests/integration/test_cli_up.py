@@ -12,9 +12,11 @@ from typing import Any
 import nats
 import pytest
 
+from postroom import Tasks
 from postroom.client import EngineClient
 from postroom.contracts.audit import Audit
 from postroom.runtime.tokens import Tokens
+from postroom.stores.base import ByIds
 from tests.integration.commandline import finish, isolate, postroom, run, start
 from tests.integration.ups import Running, answer_to_login, running
 from tests.postgresserver import database, postgres
@@ -263,3 +265,51 @@ def test_the_demo_fills_every_part_and_leaves_no_token(tmp_path: Path) -> None:
         ended = finish(process)
     assert ended.code == 0
     assert [known.role for known in Tokens(folder).list()] == ["admin"]
+
+
+SLOW_APP = """
+import asyncio
+from postroom import Engine
+
+engine = Engine.open("memory://")
+
+
+@engine.handler("tool_call")
+async def call(message, ctx):
+    await asyncio.sleep(1)
+    return "finished"
+"""
+
+
+def test_sigterm_lets_a_worker_finish_its_message_and_every_log_line_names_its_part(tmp_path: Path) -> None:
+    Path("slow.py").write_text(SLOW_APP)
+    data = tmp_path / "run"
+    with running(data, "--no-mail", "--no-audit", "--app", "slow:engine") as up:
+        with EngineClient(up.http, up.token or "") as remote:
+            message_id = remote.submit(type="tool_call", org_id="acme", payload={})
+        path = f"/engine/messages/{message_id}"
+        until(lambda: up.get(path, up.token)[1]["state"] == "PROCESSING")
+        up.process.send_signal(signal.SIGTERM)
+        ended = finish(up.process)
+    assert ended.code == 0
+    parts = {json.loads(line)["part"] for line in ended.errors.splitlines()}
+    assert {"http", "workers"} <= parts
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        [record] = tasks.store.find(ByIds((message_id,)))
+    assert record.state == "COMPLETED"
+
+
+def test_each_part_can_be_switched_off(tmp_path: Path) -> None:
+    with running(tmp_path / "plain", "--no-page", "--no-mcp", "--no-mail", "--no-audit") as up:
+        assert up.nats == ""
+        assert [up.get(path, up.token)[0] for path in ("/", "/page/overview", "/mcp")] == [404, 404, 404]
+        assert up.get("/queue/status", up.token)[0] == 200
+        assert set(up.parts(tmp_path / "plain")) == {"http"}
+    data = tmp_path / "mail"
+    with running(data, "--no-http") as up:
+        assert up.http is None
+        assert asyncio.run(echo(up.nats, up.token or "")) == b"hello"
+        assert set(up.parts(data)) == {"mail", "audit"}
+    nothing = postroom("up", "--data", data, "--no-http", "--no-mail", "--no-audit")
+    assert (nothing.code, nothing.raw) == (2, b"")
+    assert "every part is switched off" in nothing.error

@@ -12,6 +12,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 
+from postroom.errors import InvalidMessage
 from postroom.runtime.tokens import Tokens
 from tests.integration.ups import Running, running
 
@@ -119,3 +120,78 @@ def test_a_revoked_token_of_a_user_named_token_ends_its_nats_connection(world: W
         await asyncio.wait_for(closed.wait(), 10)
 
     asyncio.run(connected_until_revoked())
+
+
+# ---- Tasks -----------------------------------------------------------------------------------------
+
+
+def test_a_name_that_two_organizations_use_has_the_tasks_of_the_first_one(world: World) -> None:
+    owner, twin = world.agent(ACME, "twin"), world.agent(OTHER, "twin")
+    assert world.up.token is not None
+    sent = world.call(world.up.token, "/queue/enqueue", {"agent": "twin", "payload": "of acme"})[1]
+    for path, body in (
+        ("/queue/next", {}),
+        ("/queue/next", {"agent": "twin"}),
+        ("/queue/enqueue", {"agent": "twin", "payload": 1}),
+        ("/queue/heartbeat", {"task_id": sent["task_id"], "lease": 1}),
+        (f"/tasks/{sent['task_id']}", None),
+        ("/tasks", None),
+        ("/queue/status", None),
+        ("/events", None),
+    ):
+        status, answer = world.call(twin, path, body)
+        assert status == 403, (path, answer)
+        assert "another organization" in answer["message"]
+    assert world.call(owner, "/queue/next", {})[1]["payload"] == "of acme"
+
+
+def test_a_rotated_token_keeps_the_tasks_of_its_name(world: World) -> None:
+    first = world.tokens.create("agent", ACME, "rotated")
+    world.agent(OTHER, "rotated")
+    second = world.tokens.rotate(first.token_id)
+    world.tokens.revoke(first.token_id)
+    assert world.call(second.token, "/queue/status")[0] == 200
+
+
+def test_no_token_is_that_of_the_queue_of_the_harness(world: World) -> None:
+    with pytest.raises(InvalidMessage, match="the queue of the harness"):
+        world.agent(ACME, "harness.decisions")
+
+
+# ---- buses -----------------------------------------------------------------------------------------
+
+NEWS = {"type": "INFO", "project_id": "demo", "body": "of acme"}
+
+
+def test_a_bus_belongs_to_the_organization_that_created_it(world: World) -> None:
+    path = "/bus/acme-news/messages"
+    assert world.call(world.acme, path, NEWS)[0] == 201
+    for token in (world.other, world.tokens.create("operator", OTHER).token):
+        for refused in ((path, None), (path, NEWS), ("/page/buses/acme-news", None)):
+            status, answer = world.call(token, *refused)
+            assert status == 403, refused
+            assert "belongs to another organization" in answer["message"]
+        assert "acme-news" not in world.call(token, "/page/buses")[1]["buses"]
+    colleague = world.agent(ACME, "colleague")
+    assert "acme-news" in world.call(colleague, "/page/buses")[1]["buses"]
+    assert world.call(colleague, path, NEWS)[0] == 201
+    assert len(world.call(world.up.token or "", path)[1]["messages"]) == 2
+
+
+def test_a_bus_of_an_operator_is_for_every_organization(world: World) -> None:
+    path = "/bus/for-all/messages"
+    for token in (world.up.token or "", world.acme, world.other):
+        assert world.call(token, path, NEWS)[0] == 201
+        assert world.call(token, path)[0] == 200
+
+
+def test_a_stream_ends_when_another_organization_creates_its_bus(world: World) -> None:
+    request = urllib.request.Request(  # noqa: S310 - our own server
+        world.up.http + "/bus/not-yet/messages",
+        headers={"authorization": f"Bearer {world.other}", "accept": "text/event-stream"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as stream:  # noqa: S310
+        assert stream.readline() == b": ready\n"
+        assert world.call(world.acme, "/bus/not-yet/messages", NEWS)[0] == 201
+        for line in stream:
+            assert b"of acme" not in line

@@ -88,7 +88,23 @@ def test_a_refused_call_names_its_caller_and_the_reason(world: World) -> None:
 
 def test_an_unknown_path_is_an_event(world: World) -> None:
     assert world.up.get("/no-such-path-of-mine", world.agent.token)[0] == 404
-    until(lambda: world.events(call="GET of an unknown path"))
+    until(lambda: world.events(call="GET of an unknown path", who="triage"))
+
+
+def test_refusals_of_the_page_and_of_mcp_themselves_are_events(world: World) -> None:
+    token = Tokens(world.data).create("agent", "acme", "lost").token
+    status, headers, answer = world.post("/page/overview", token, {})
+    assert (status, answer["error"]) == (405, "MethodNotAllowed")
+    assert "GET" in headers["allow"]
+    assert "content-security-policy" in headers
+    assert world.up.get("/page/nothing", token)[0] == 404
+    until(lambda: world.events(call="POST of an unknown path", who="lost", status=405))
+    until(lambda: world.events(call="GET of an unknown path", who="lost", status=404))
+    assert world.up.get("/mcp", token)[0] == 405
+    until(lambda: world.events(call="GET /mcp", who="lost", status=405))
+    own = {"authorization": f"Bearer {token}", "accept": "text/plain"}
+    assert httpx2.post(world.up.http + "/mcp", json={}, headers=own).status_code == 406
+    until(lambda: world.events(call="POST /mcp", who="lost", status=406))
 
 
 def test_a_token_above_its_rate_gets_429_and_when_to_try_again(world: World) -> None:

@@ -6,10 +6,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from postroom.core.redaction import Redactor
@@ -31,15 +32,14 @@ OPEN = {
     "/page/session",
 }
 OF_ALL_ORGANIZATIONS = {
-    "/tasks/{id}/cancel", "/tasks/{id}/retry", "/metrics", "/engine/goals", "/engine/goals/{id}",
-    "/engine/goals/{id}/checkpoints", "/engine/decisions", "/engine/decisions/{id}", "/engine/conflicts",
-    "/engine/decisions/{id}/answer", "/page/report", "/page/report.html",
+    "/tasks/{id}/cancel", "/tasks/{id}/retry", "/metrics", "/page/report", "/page/report.html",
 }  # fmt: skip
 """Only for operators of all organizations."""
 OF_OPERATORS = {
     "/engine/dlq/replay", "/engine/dlq/purge", "/engine/pause", "/engine/resume", "/page/messages/{id}/retry",
     "/page/replay", "/page/decisions", "/page/decisions/{id}", "/page/goals", "/page/goals/{id}",
-    "/page/goals/{id}/rollback",
+    "/page/goals/{id}/rollback", "/engine/goals", "/engine/goals/{id}", "/engine/goals/{id}/checkpoints",
+    "/engine/decisions", "/engine/decisions/{id}", "/engine/conflicts", "/engine/decisions/{id}/answer",
 }  # fmt: skip
 """For operators of one organization, too."""
 
@@ -137,6 +137,10 @@ def test_a_read_only_token_changes_nothing(world: World) -> None:
     assert world.call(made["token"], "/engine/status")[0] == 200
     status, answer = world.call(made["token"], "/queue/enqueue", {"agent": "a", "payload": 1})
     assert (status, answer["message"]) == (403, "this token may only read")
+    silent = world.agent("silent", is_read_only=True).token
+    for path in ("inbox", "stream"):  # would register the agent, and note what it has read
+        assert world.call(silent, f"/engine/agents/silent/{path}")[0] == 403
+    assert "silent" not in str(world.call(world.admin, "/engine/agents")[1])
 
 
 def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) -> None:
@@ -150,22 +154,55 @@ def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) 
     send = "/engine/agents/kept/messages"
     assert world.call(kept, send, {"to": "lead", "payload": {"text": "hi"}})[0] == 202
     assert world.call(kept, send, {"to": "stranger", "payload": {"text": "hi"}})[0] == 403
+    for path in ("/engine/messages", "/engine/request"):  # a worker would deliver it
+        for to, status in (("lead", 202), ("stranger", 403)):
+            message = {"type": "agent_message", "payload": {"to": to, "body": "hi"}}
+            waits = {"timeout_s": 0} if path == "/engine/request" else {}
+            assert world.call(kept, path, message | waits)[0] == status
 
 
-def test_a_revoked_token_gets_no_task_for_a_claim_that_waits(world: World) -> None:
+def _claim_over_http(world: World, token: str) -> str:
+    return str(world.call(token, "/queue/next", {"wait_s": 20}))
+
+
+def _claim_over_mcp(world: World, token: str) -> str:
+    return _wait_over_mcp(world, token, "claim")
+
+
+def _wait_over_mcp(world: World, token: str, name: str) -> str:
+    tool = {"name": name, "arguments": {"wait_s": 20}}
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": tool}
+    headers = {"authorization": f"Bearer {token}", "accept": "application/json, text/event-stream"}
+    return httpx2.post(f"{world.url}/mcp", json=call, headers=headers, timeout=30).text
+
+
+@pytest.mark.parametrize("claim", [_claim_over_http, _claim_over_mcp])
+def test_a_revoked_token_gets_no_task_for_a_claim_that_waits(
+    world: World, claim: Callable[[World, str], str]
+) -> None:
     made = world.agent("waiter")
-    answers: list[tuple[int, Any]] = []
-    waiting = threading.Thread(
-        target=lambda: answers.append(world.call(made.token, "/queue/next", {"wait_s": 20}))
-    )
+    answers: list[str] = []
+    waiting = threading.Thread(target=lambda: answers.append(claim(world, made.token)))
     waiting.start()
     until(lambda: b"postroom_waiting_requests 1" in _metrics(world))
     world.tokens.revoke(made.token_id)
     until(lambda: world.call(made.token, "/whoami")[0] == 401)
     task_id = world.enqueue("waiter")
     waiting.join(30)
-    assert answers[0][0] == 401
+    assert "the token has expired or was revoked" in answers[0]
     assert world.call(world.admin, f"/tasks/{task_id}")[1]["state"] == "QUEUED"
+    world.call(world.admin, f"/tasks/{task_id}/cancel", {})
+
+
+def test_a_tool_that_waits_for_messages_ends_with_its_token(world: World) -> None:
+    made = world.agent("sitter")
+    answers: list[str] = []
+    waiting = threading.Thread(target=lambda: answers.append(_wait_over_mcp(world, made.token, "inbox")))
+    waiting.start()
+    until(lambda: "sitter" in str(world.call(world.admin, "/engine/agents")[1]))
+    world.tokens.revoke(made.token_id)
+    waiting.join(30)
+    assert "the token has expired or was revoked" in answers[0]
 
 
 def _metrics(world: World) -> bytes:

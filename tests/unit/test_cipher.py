@@ -165,3 +165,29 @@ def test_missing_library_error_names_the_extra(missing: str, code: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False
     )
     assert run.stderr.splitlines()[-1].endswith('pip install "postroom[audit]"')
+
+
+def test_a_mounted_secret_is_a_link_to_a_file_that_a_group_may_read(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    (mount / "..2026").mkdir(parents=True)
+    target = key_file(mount / "..2026", f"k {base64.urlsafe_b64encode(KEY).decode()}\n")
+    (mount / "..data").symlink_to("..2026")
+    link = mount / "keys"
+    link.symlink_to(f"..data/{target.name}")
+    for mode in (0o400, 0o440):
+        target.chmod(mode)
+        assert read_keys(link) == {"k": KEY}
+    for mode in (0o444, 0o460, 0o404):
+        target.chmod(mode)
+        with pytest.raises(UnsafePath, match="accessible to other users"):
+            read_keys(link)
+    target.chmod(0o600)
+    with pytest.raises(UnsafePath, match="is a link: change the file that it leads to"):
+        add_key(link, "new")
+    with pytest.raises(UnsafePath, match="is a link: change the file that it leads to"):
+        remove_key(link, "k")
+    assert link.is_symlink()
+    link.unlink()
+    link.symlink_to(link.name)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_keys(link)

@@ -33,3 +33,15 @@ def test_returned_units_can_be_taken_again() -> None:
         shares.take(ONE)
         shares.give_back(ONE)
     assert shares.used == 0
+
+
+def test_agents_of_two_organizations_with_the_same_name_have_shares_of_their_own() -> None:
+    shares = Shares("things", total_max=10, each_max=1, reserve=0)
+    twins = [Identity("ada", "agent", org=org) for org in ("acme", "other")]
+    for twin in twins:
+        shares.take(twin)
+    for twin in twins:
+        with pytest.raises(TooMany):
+            shares.take(twin)
+        shares.give_back(twin)
+    assert shares.used == 0

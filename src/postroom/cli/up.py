@@ -34,6 +34,9 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0: a free one.  [default: 8800]")
 @click.option("--nats-port", type=PORT, metavar="N", help="The port of NATS; 0: a free one.  [default: 4222]")
+@click.option("--http/--no-http", default=None, help="Serve Tasks, Engine and buses.  [default: yes]")
+@click.option("--page/--no-page", default=None, help="Serve the live page over HTTP.  [default: yes]")
+@click.option("--mcp/--no-mcp", default=None, help="Serve MCP over HTTP.  [default: yes]")
 @click.option("--mail/--no-mail", default=None, help="Serve Mail over NATS.  [default: yes]")
 @click.option("--audit/--no-audit", default=None, help="Ship events to DIR/audit.  [default: yes]")
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
@@ -70,6 +73,7 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
         raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
     if key_file is not None:
         shell.use_key_file(key_file)
+    _check_parts(settings, demo=demo)
     _check_address(settings, insecure=insecure)
     _check_store(settings.store)
     _check_key_file(data)
@@ -86,6 +90,8 @@ def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     environment = with_store(settings.store)
+    if not settings.http:
+        _make_store(data, settings.store)
     if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
         environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
     parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
@@ -100,12 +106,27 @@ def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> Non
         parts.stop()
 
 
+def _make_store(data: Path, store: str | None) -> None:
+    """Make the store, which the HTTP server makes otherwise: the shipper reads it."""
+    from postroom.contracts.tasks import Tasks
+
+    with Tasks.open(store or f"sqlite:///{data / 'queue.db'}") as tasks:
+        tasks.store.identity()
+
+
 def _chosen(shell: Shell, given: dict[str, Any]) -> "UpSettings":
     """The settings, with the options of the command in the first place."""
     import msgspec
 
     options = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(shell.settings.up, **options)
+
+
+def _check_parts(settings: "UpSettings", *, demo: bool) -> None:
+    if not (settings.http or settings.mail or settings.audit or settings.app):
+        raise click.UsageError("every part is switched off: there is nothing to start")
+    if demo and not settings.http:
+        raise click.UsageError("the demo needs HTTP")
 
 
 def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
@@ -167,19 +188,23 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     port, folder = str(settings.http_port), str(data)
     store = () if settings.store is None else ("--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
     records = store or ("--data", folder)
-    parts = [
-        Part("http", (*program, "tasks", "serve", "--data", folder, *store, "--port", port, *listen, *app)),
-    ]
+    off = tuple(f"--no-{name}" for name in ("page", "mcp") if not getattr(settings, name))
+    parts: list[Part] = []
+    if settings.http:
+        serve = ("tasks", "serve", "--data", folder, *store, "--port", port, *listen, *app, *off)
+        parts.append(Part("http", (*program, *serve)))
     if settings.mail:
         mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)
         parts.append(Part("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
     if settings.audit:
         sources = (*records, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
         ship = ("audit", "ship", *sources, "--to", str(data / AUDIT_FOLDER), "--while-stdin")
-        parts.append(Part("audit", (*program, *ship), after="http", is_silent=True))
+        servers = tuple(part.name for part in parts)  # they make what is shipped
+        parts.append(Part("audit", (*program, *ship), after=servers, is_silent=True))
     if settings.app is not None:
         work = ("engine", "work", *records, *app, "--while-stdin")
-        parts.append(Part("workers", (*program, *work), after="http", is_silent=True))
+        after = ("http",) if settings.http else ()
+        parts.append(Part("workers", (*program, *work), after=after, is_silent=True))
     return parts
 
 
@@ -192,9 +217,12 @@ def _demo_part(data: Path, ready: Any) -> "Part":
 
 
 def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None, *, demo: bool) -> None:
-    http, nats = ready["http"]["url"], ready.get("mail", {}).get("url")
+    http, nats = ready.get("http", {}).get("url"), ready.get("mail", {}).get("url")
     facts = {"http": http, "nats": nats, "token": token, "data": str(data), "pid": os.getpid()}
-    lines = [f"{data} is served at {http}", f"mailboxes at {nats}" if nats else ""]
+    lines = [
+        f"{data} is served at {http}" if http else f"{data} is served",
+        f"mailboxes at {nats}" if nats else "",
+    ]
     if demo:
         facts |= {"demo": True}
         lines.append("with the traffic of a demo")

@@ -18,7 +18,7 @@ from postroom.errors import NotAllowed, PostroomError
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import note_refusal
 from postroom.runtime.http import TasksApp
-from postroom.runtime.http_messages import IDENTITY
+from postroom.runtime.http_messages import IDENTITY, TOKEN
 from postroom.runtime.schemas import CallerAnswer
 
 ORG_DEFAULT = "default"
@@ -104,6 +104,7 @@ class LocalBackend(Backend):
     async def call(
         self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0
     ) -> Any:
+        self.check_token()  # again: a tool that waits makes many calls
         path, _, query = path.partition("?")
         data = b"" if body is None else _encode(body)
         exchange = _Exchange(data)
@@ -115,6 +116,7 @@ class LocalBackend(Backend):
             "query_string": query.encode(),
             "headers": [],
             IDENTITY: self._acting if as_agent else self._identity,
+            TOKEN: self._token,  # a call that waits ends with its token
         }
         await self._app(scope, exchange.receive, exchange.send)
         if exchange.status >= _SUCCESS_BELOW:

@@ -9,7 +9,7 @@ import msgspec
 from postroom.message import BusMessage
 from postroom.page.redaction import shown_body
 from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
-from postroom.runtime.event_streams import EventStream, bus_name, bus_pages
+from postroom.runtime.event_streams import EventStream, bus_name, bus_pages, read_checked
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 
@@ -20,15 +20,19 @@ _encode = msgspec.json.Encoder().encode
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The buses by name that the caller may read."""
-    found = await server.on_bus(request, lambda: server.buses.names(BUSES_LISTED_MAX))
-    only = request.identity.permissions.only_buses
-    return HttpReply(200, _encode({"buses": [name for name in found if not only or name in only]}))
+    buses, only = server.buses, request.identity.permissions.only_buses
+
+    def work() -> list[str]:
+        names = [name for name in buses.names(BUSES_LISTED_MAX) if not only or name in only]
+        return [name for name in names if buses.is_open_to(name, request.identity)]
+
+    return HttpReply(200, _encode({"buses": await server.on_bus(request, work)}))
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The newest messages of a bus, the oldest of them first."""
     name = bus_name(request)
-    newest = await server.on_bus(request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT))
+    newest = await read_checked(server, request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT))
     return HttpReply(200, _encode({"messages": [_shown(request, message) for message in newest]}))
 
 
@@ -42,6 +46,6 @@ async def stream(server: TaskServer, request: HttpRequest, is_allowed: Callable[
     """The messages of a bus as they come, from the position of the page on."""
     query: BusQuery = request.query
     since = request.header(b"last-event-id") or query.since
-    page = bus_pages(server, bus_name(request), since, shown=partial(_shown, request))
+    page = await bus_pages(server, request, since, shown=partial(_shown, request))
     run = partial(server.on_bus, request)
     await EventStream(server, request, page, run, is_allowed=is_allowed).send(since)

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
@@ -33,9 +35,9 @@ from postroom.page.schemas import (
 )
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
 from postroom.runtime.agents import Identity
-from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified, refuse
+from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified
 from postroom.runtime.engine_schemas import AnswerBody
-from postroom.runtime.http import TasksApp, routes_of
+from postroom.runtime.http import TasksApp, not_served, routes_of
 from postroom.runtime.http_messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.runtime.listener import CONNECTION
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route
@@ -92,7 +94,7 @@ class PageMount:
         self._known_sessions: Sessions | None = None
         self._live: Live | None = None
         endpoints = [Endpoint(app.running_server, served, self._identify) for served in self._routes()]
-        self._router = Router(routes_of(endpoints), default=_unknown)
+        self._router = Router(routes_of(endpoints))
         self._router.redirect_slashes = False
 
     def serves(self, path: str) -> bool:
@@ -105,8 +107,12 @@ class PageMount:
                 message = {**message, "headers": _with_headers(message["headers"])}
             await send(message)
 
-        scope[REDACTOR] = self._redactor
-        await self._router(scope, receive, send_with_headers)
+        scope[REDACTOR], scope["app"] = self._redactor, self._app
+        try:
+            await self._router(scope, receive, send_with_headers)
+        except HTTPException as error:  # no such path, or another method
+            response = await not_served(Request(scope, receive), error)
+            await response(scope, receive, send_with_headers)
 
     async def close(self) -> None:
         """End the reader of live events."""
@@ -336,7 +342,3 @@ def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, b
     """The headers of a reply, and those of the page that the reply does not set itself."""
     given = dict(headers)
     return [*headers, *(header for header in HEADERS if header[0] not in given)]
-
-
-async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it
-    await refuse(send, Refusal(404, "NotFound", "the page has nothing there"))

@@ -34,7 +34,7 @@ from postroom.errors import (
 from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import send_reply
-from postroom.runtime.engine_handlers import attributed, check_attribution, visible
+from postroom.runtime.engine_handlers import attributed, check_attribution, check_recipient, visible
 from postroom.runtime.engine_schemas import (
     AckBody,
     AgentAnswer,
@@ -82,6 +82,8 @@ def _own(request: HttpRequest) -> tuple[str, str]:
         raise Refusal(403, "Forbidden", "an operator's token is no agent: use the token of the agent")
     if agent_id != identity.name or not identity.org:
         raise UnknownAgent(agent_id)
+    if identity.permissions.is_read_only:
+        raise Refusal(403, "Forbidden", "this token may only read, and an agent that reads its messages acts")
     return identity.org, agent_id
 
 
@@ -311,11 +313,7 @@ async def leave(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: SendBody = request.body
-    identity = request.identity
-    if identity.permissions.only_message and body.to not in identity.permissions.only_message:
-        raise Refusal(
-            403, "Forbidden", f"this token is {identity.name}'s and sends messages to no agent {body.to!r}"
-        )
+    check_recipient(request.identity, body.to)
     agent = await _agent(server, *_own(request), body.session)
     fields: dict[str, Any] = {"priority": body.priority}
     if body.message_id is not None:

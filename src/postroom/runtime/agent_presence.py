@@ -15,7 +15,7 @@ from postroom.runtime.task_server import TaskServer
 @contextmanager
 def heard(server: TaskServer, identity: Identity) -> Iterator[None]:
     """Send heartbeats for the agent of a token, if it is registered, while its call is open."""
-    if identity.is_operator or not identity.org:
+    if identity.is_operator or not identity.org or identity.permissions.is_read_only:
         yield
         return
     beating = asyncio.create_task(_beat(server, identity))

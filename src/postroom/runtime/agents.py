@@ -68,11 +68,19 @@ class Identity(msgspec.Struct, frozen=True):
     rate: float = 0.0
     """Calls a second that the token may make; 0 for the limit of the server."""
     permissions: Permissions = NO_PERMISSIONS
+    has_tasks: bool = True
+    """Whether the tasks of this name are the caller's. Tasks knows agents by their names alone, so the tasks
+    of a name that several organizations use belong to the first of them."""
 
     @property
     def caller(self) -> str:
         """Names the token, or the agent of a token that was made with it."""
         return self.token_id or f"{self.role}:{self.name}"
+
+    @property
+    def holder(self) -> tuple[str, str]:
+        """Whose share of a resource the calls use. Agents of two organizations may have the same name."""
+        return self.org, self.name
 
     @property
     def is_operator(self) -> bool:
@@ -217,8 +225,18 @@ class Agents:
         if known is None or known[0] is not token:
             if len(agents.by_token) >= TOKENS_MAX:
                 agents.by_token.clear()
-            known = agents.by_token[digest] = token, _identity_of(token, agents.by_name.get(token.agent))
+            known = agents.by_token[digest] = token, self._identity_of(token, agents.by_name.get(token.agent))
         return known[1]
+
+    def _identity_of(self, token: RegisteredToken, agent: RegisteredAgent | None) -> Identity:
+        owner = (agent.org if agent is not None else "") or self.tokens.first_org(token.agent) or token.org
+        has_tasks = owner == token.org
+        url, may_send_to = (agent.url, agent.may_send_to) if agent is not None and has_tasks else (None, ())
+        targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
+        return Identity(
+            token.agent or token.token_id, token.role, url, targets, token.org, token.token_id, token.rate,
+            token.permissions, has_tasks,
+        )  # fmt: skip
 
     def knows(self, name: str) -> bool:
         """Whether an agent or operator of this name is registered, or has a token."""
@@ -240,15 +258,6 @@ class Agents:
             by_name = {agent.name: agent for agent in agents}
             self._known = _Index(self._file.version, by_digest, by_name, {})
         return self._known
-
-
-def _identity_of(token: RegisteredToken, agent: RegisteredAgent | None) -> Identity:
-    url, may_send_to = (None, ()) if agent is None else (agent.url, agent.may_send_to)
-    name = token.agent or token.token_id
-    targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
-    return Identity(
-        name, token.role, url, targets, token.org, token.token_id, token.rate, token.permissions
-    )  # fmt: skip
 
 
 def _targets(names: Iterable[str]) -> tuple[str, ...]:

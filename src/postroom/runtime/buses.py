@@ -4,19 +4,22 @@ Rule 1: a bus and its archives together hold at most `bytes_max` bytes. A post b
         server removes nothing: an operator moves archives away.
 Rule 2: posts stop before the disk is full, because the store needs the rest.
 Rule 3: the first post creates a bus. An agent may create a limited number, and operators have a reserve.
+Rule 4: a bus that a caller of an organization created is for that organization and for operators of
+        all. Other buses are for everybody.
 """
 
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 
 from postroom.contracts.bus import Bus
 from postroom.core.names import checked_name
-from postroom.errors import BusFull, InvalidMessage, StoreDamaged, TooMany
+from postroom.errors import BusFull, InvalidMessage, NotAllowed, StoreDamaged, TooMany
 from postroom.logs import busfile
 from postroom.message import BusMessage, Durability
 from postroom.runtime.agents import Identity
@@ -26,7 +29,7 @@ from postroom.system.diskspace import free_bytes
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
-CREATORS_FILE = "bus-makers.json"  # bus name to the agent that created it
+CREATORS_FILE = "bus-makers.json"  # bus name to the agent that created it, as AGENT or ORGANIZATION/AGENT
 OPEN_BUSES_MAX = 64  # the most recently used
 BUSES_MAX = 1_000
 BUSES_AN_AGENT_MAX = 50
@@ -57,6 +60,8 @@ class Buses:
         self._refused: dict[str, int] = {}
         """By name: the size of the last post that did not fit."""
         self._open: OrderedDict[str, Bus] = OrderedDict()
+        self._known_creators: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
+        """The table of creators, and the version of its file."""
         self._mutex = threading.Lock()
         self._creating = threading.Lock()
 
@@ -67,6 +72,7 @@ class Buses:
     def append(self, name: str, new: NewBusMessage, identity: Identity) -> str:
         """Append a message and return its id."""
         if self.path(name).exists():
+            self.check_access(name, identity)
             return self._append(name, new)
         with self._creating:  # until the file exists, so that concurrent creations are counted
             self._check_may_create(name, identity)
@@ -88,6 +94,7 @@ class Buses:
     def _check_may_create(self, name: str, identity: Identity) -> None:
         """Raise when the bus is missing and the caller may create no more; else record its creator."""
         if self._exists(name):  # created or rotated a moment ago
+            self.check_access(name, identity)
             return
         buses_max = BUSES_MAX if identity.is_operator else BUSES_MAX - OPERATOR_BUSES_RESERVE
         if self._folder.exists():
@@ -99,18 +106,37 @@ class Buses:
         creators = {
             bus: creator for bus, creator in self._creators().items() if bus != name and self._exists(bus)
         }
-        if Counter(creators.values())[identity.name] >= BUSES_AN_AGENT_MAX:
+        creator = f"{identity.org}/{identity.name}" if identity.org else identity.name
+        if Counter(creators.values())[creator] >= BUSES_AN_AGENT_MAX:
             raise TooMany(identity.name, "buses of its own", BUSES_AN_AGENT_MAX, RETRY_AFTER_S)
-        replace_file(self._data / CREATORS_FILE, _encode({**creators, name: identity.name}), self._durability)
+        replace_file(self._data / CREATORS_FILE, _encode({**creators, name: creator}), self._durability)
 
     def _exists(self, name: str) -> bool:
         path = self.path(name)
         return path.exists() or bool(busfile.archives(path))
 
+    def is_open_to(self, name: str, identity: Identity) -> bool:
+        """Whether a caller may use a bus. A bus that does not exist yet is open to everybody."""
+        if identity.is_operator:
+            return True
+        org, slash, _ = self._creators().get(name, "").partition("/")
+        return not slash or org == identity.org or not self._exists(name)
+
+    def check_access(self, name: str, identity: Identity) -> None:
+        """Refuse a caller of another organization. A read is checked after it: the bus may be new."""
+        if not self.is_open_to(name, identity):
+            raise NotAllowed(
+                HTTPStatus.FORBIDDEN, f"the bus {name!r} belongs to another organization: choose another name"
+            )
+
     def _creators(self) -> dict[str, str]:
         path = self._data / CREATORS_FILE
         try:
-            return _decode_creators(read_file(path))
+            found = path.stat()
+            version = found.st_ino, found.st_mtime_ns
+            if self._known_creators[0] != version:
+                self._known_creators = version, _decode_creators(read_file(path))
+            return self._known_creators[1]
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError, ValueError) as error:

@@ -61,6 +61,7 @@ from postroom.runtime.http_messages import (
     JSON_HEADERS,
     JSON_TYPE,
     NO_CONTENT,
+    TOKEN,
     ClientDisconnected,
     HttpReply,
     HttpRequest,
@@ -189,7 +190,12 @@ class Endpoint:
         return await self._served.handler(server, request)
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
-        identity = request.identity = request.scope.get(IDENTITY) or self._identified(server, request)
+        identity = request.scope.get(IDENTITY)
+        if identity is None:
+            identity = self._identified(server, request)
+        else:
+            request.token = request.scope.get(TOKEN, "")
+        request.identity = identity
         if self._served.operators_only and not self._may_operate(identity):
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             raise Refusal(403, "Forbidden", f"only an operator may do that, and this is the token of {whose}")

@@ -53,6 +53,7 @@ from postroom.stores.base import Listing
 T = TypeVar("T")
 
 SEARCHED_MAX = 500
+AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 
 _encode = msgspec.json.Encoder().encode
@@ -138,6 +139,16 @@ def check_attribution(identity: Identity, message: Prepared) -> None:
     is_own = body.created_by == creator and body.agent_id in ("", identity.name) and not body.hop
     if message.org_id != identity.org or not is_own:
         raise _not_yours(identity, "acts for no other organization and no other agent")
+    if identity.permissions.only_message and message.envelope.type == AGENT_MESSAGE:
+        payload = _decode(message.payload)
+        check_recipient(identity, payload.get("to") if isinstance(payload, dict) else None)
+
+
+def check_recipient(identity: Identity, to: object) -> None:
+    """Refuse a message to an agent that the token may not send messages to."""
+    allowed = identity.permissions.only_message
+    if allowed and to not in allowed:
+        raise _not_yours(identity, f"sends messages to no agent {to!r}")
 
 
 def _not_yours(identity: Identity, rule: str) -> Refusal:

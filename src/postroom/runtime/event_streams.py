@@ -75,23 +75,45 @@ async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None
     query: BusQuery = request.query
     name = bus_name(request)
     if EVENT_STREAM not in request.header(b"accept"):
-        messages = await server.on_bus(request, lambda: server.buses.read(name, query.since, query.limit))
+        messages = await read_checked(
+            server, request, lambda: server.buses.read(name, query.since, query.limit)
+        )
         return HttpReply(200, _encode(BusAnswer(messages)))
     since = request.header(b"last-event-id") or query.since
-    page = bus_pages(server, name, since)
+    page = await bus_pages(server, request, since)
     await EventStream(server, request, page, partial(server.on_bus, request)).send(since)
     return None
 
 
-def bus_pages(
-    server: TaskServer, name: str, since: str, shown: Callable[[BusMessage], Any] | None = None
+async def read_checked(
+    server: TaskServer, request: HttpRequest, read: Callable[[], list[BusMessage]]
+) -> list[BusMessage]:
+    """What was read of the bus of the path, if the caller's organization may use it."""
+    name = bus_name(request)
+
+    def work() -> list[BusMessage]:
+        messages = read()
+        server.buses.check_access(name, request.identity)
+        return messages
+
+    found: list[BusMessage] = await server.on_bus(request, work)
+    return found
+
+
+async def bus_pages(
+    server: TaskServer, request: HttpRequest, since: str, shown: Callable[[BusMessage], Any] | None = None
 ) -> ReadPage[str]:
-    """A reader of a bus that opens the file only after it has changed. `shown` is applied to each message."""
+    """A reader of the bus of the path that opens the file only after it has changed.
+
+    `shown` is applied to each message. The stream ends when another organization creates the bus.
+    """
+    name = bus_name(request)
+    await read_checked(server, request, list)
     path = server.buses.path(name)
     follower = server.buses.follow(name, since)
     read_version: tuple[int, int, int] | None = None
 
-    def page(position: str) -> tuple[bytes, str]:
+    def page(position: str) -> tuple[bytes, str | None]:
         nonlocal read_version
         version = _version(path)
         if version == read_version:
@@ -101,6 +123,8 @@ def bus_pages(
         except SinceIdNotFound:  # it was in an archive that was removed, or never existed
             follower.since = ""
             return sse("", "reset", _encode(ResetNotice(position))), ""
+        if not server.buses.is_open_to(name, request.identity):
+            return b"", None
         if not messages:
             read_version = version
             return b"", position

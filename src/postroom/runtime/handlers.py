@@ -254,7 +254,7 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     is_batch = isinstance(request.body, EnqueueManyBody)
     new: list[EnqueueBody] = request.body.tasks if is_batch else [request.body]
     agents = {task.agent for task in new}
-    sender = "" if request.identity.is_operator else request.identity.name
+    sender = visible_queue(request.identity) or ""
     if sender:
         _check_may_send(request.identity, agents)
     warning = _unregistered_warning(server, agents)
@@ -322,8 +322,9 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def _readable(server: TaskServer, request: HttpRequest) -> TaskInfo:
     """Read a task for its agent, its sender or an operator. It is unknown to other callers."""
     task_id, identity = request.path_param("id"), request.identity
+    own = visible_queue(identity)
     info = await server.read_for(request, lambda: server.tasks.get(task_id))
-    if not (identity.is_operator or identity.reads(info.agent) or info.sender == identity.name):
+    if not (own is None or identity.reads(info.agent) or info.sender == own):
         raise UnknownTask(task_id)
     return info
 
@@ -356,7 +357,19 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def visible_queue(identity: Identity) -> str | None:
     """The only queue that the caller may see; None when it may see all."""
-    return None if identity.is_operator else identity.name
+    return None if identity.is_operator else _own_queue(identity)
+
+
+def _own_queue(identity: Identity) -> str:
+    """The queue of the caller's agent."""
+    if not identity.has_tasks:
+        raise Refusal(
+            403,
+            "Forbidden",
+            f"the tasks of {identity.name!r} belong to an agent of another organization: "
+            "use a token with another name of the agent",
+        )
+    return identity.name
 
 
 def _named_agent(request: HttpRequest) -> str | None:
@@ -364,7 +377,8 @@ def _named_agent(request: HttpRequest) -> str | None:
     identity, body = request.identity, request.body
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
-    agent = identity.name if body.agent is None else str(body.agent)
+    own = _own_queue(identity)
+    agent = own if body.agent is None else str(body.agent)
     if not identity.claims(agent) or body.agent_url not in (None, identity.name, identity.url):
         raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not act for {agent!r}")
     return agent

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from postroom.contracts.engine import Engine
 from postroom.contracts.task_input import LEASE_S_MAX, LEASE_S_MIN
@@ -35,7 +35,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.endpoint import Endpoint, identified, note_refusal, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
-from postroom.runtime.http_messages import ANONYMOUS, IDENTITY, TOKEN, HttpRequest, Refusal
+from postroom.runtime.http_messages import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
@@ -48,6 +48,7 @@ HOST = "127.0.0.1"
 SERVICE = "postroom-http"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 PORT = 8800
 SOCKET_BACKLOG = 2_048
+REFUSALS = range(400, 500)  # status codes of calls that are refused because of the caller
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
 
 
@@ -107,7 +108,7 @@ class TasksApp(Starlette):
         super().__init__(
             routes=routes_of(endpoints),
             lifespan=lifespan,
-            exception_handlers={HTTPException: _not_served},
+            exception_handlers={HTTPException: not_served},
         )
         self.router.redirect_slashes = False  # a path with an extra slash is unknown
 
@@ -141,7 +142,7 @@ class TasksApp(Starlette):
             call = f"{scope['method']} {mounted.path}"
             note_refusal(server, call, error, request.identity, scope.get("client"), token=request.token)
         else:
-            await mounted(scope, receive, send)
+            await mounted(scope, receive, _noting(server, request, send, f"{scope['method']} {mounted.path}"))
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""
@@ -172,16 +173,40 @@ class _ByMethod:
         await endpoint(scope, receive, send)
 
 
-async def _not_served(request: Request, error: Exception) -> Response:
+def _noting(server: TaskServer, request: HttpRequest, send: Send, call: str) -> Send:
+    """A `send` that also makes an event of a refusal by the mounted application itself."""
+
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] in REFUSALS:
+            error = Refusal(message["status"], "NotServed", HTTPStatus(message["status"]).phrase)
+            note_refusal(
+                server, call, error, request.identity, request.scope.get("client"), token=request.token
+            )  # fmt: skip
+        await send(message)
+
+    return noting
+
+
+async def not_served(request: Request, error: Exception) -> Response:
+    """The reply to a request for which there is no route. It is an event, too."""
     app: TasksApp = request.app
     if app.server is not None:
         call = f"{request.method} of an unknown path"
-        note_refusal(app.server, call, error, ANONYMOUS, request.scope.get("client"))
+        asked = HttpRequest(request.scope, request.receive, _send_nothing)
+        with suppress(Refusal, PostroomError):  # a caller without a token is nobody
+            identified(app.server, asked, is_counted=False)
+        note_refusal(
+            app.server, call, error, asked.identity, request.scope.get("client"), token=asked.token
+        )  # fmt: skip
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
     phrase = HTTPStatus(status).phrase
     body = msgspec.json.encode(ErrorAnswer(phrase.replace(" ", ""), f"{phrase}: see /openapi.json"))
     return Response(body, status, dict(headers or {}), "application/json")
+
+
+async def _send_nothing(message: Message) -> None:
+    """The `send` of a request whose caller is only looked up."""
 
 
 @cache

@@ -10,9 +10,9 @@ from postroom.runtime.openapi import JSON
 JSON_TYPE = (b"content-type", JSON.encode())
 JSON_HEADERS = (JSON_TYPE,)
 IDENTITY = "postroom.identity"
-"""The key of the caller in the scope of a request that a part of this process makes: it has no token."""
+"""The key of the caller in the scope of a request that a part of this process makes for it."""
 TOKEN = "postroom.token"  # noqa: S105 - a key, and no token
-"""The key of the token in the scope of a request to a mounted application."""
+"""The key of the caller's token in such a scope, and in that of a request to a mounted application."""
 
 ANONYMOUS = Identity("", "agent")
 

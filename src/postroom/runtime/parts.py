@@ -36,8 +36,8 @@ class Part(msgspec.Struct, frozen=True):
 
     name: str
     command: tuple[str, ...]
-    after: str = ""
-    """The part that has to be ready before this one starts."""
+    after: tuple[str, ...] = ()
+    """The parts that have to be ready before this one starts."""
     is_silent: bool = False
     """Whether it prints no such line, and counts as ready once it runs."""
 
@@ -96,7 +96,7 @@ class Parts:
         deadline = time.monotonic() + READY_TIMEOUT_S
         waiting = dict(self._parts)
         while (waiting or not self._all_ready()) and not is_stopping():
-            for part in [part for part in waiting.values() if not part.after or self._is_ready(part.after)]:
+            for part in [part for part in waiting.values() if all(map(self._is_ready, part.after))]:
                 del waiting[part.name]
                 self._supervisors[part.name].start()
             self._raise_first_failure()

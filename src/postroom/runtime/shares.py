@@ -17,13 +17,13 @@ class Shares:
         self._total_max = total_max
         self._each_max = each_max
         self._reserve = reserve
-        self._by_name: dict[str, int] = {}
+        self._by_holder: dict[tuple[str, str], int] = {}
         self.used = 0
 
     def take(self, identity: Identity, amount: int = 1) -> None:
         """Take units. Raises `TooMany` when the caller's share is used up, `Unavailable` when all are."""
         available = self._total_max
-        own = self._by_name.get(identity.name, 0) + amount
+        own = self._by_holder.get(identity.holder, 0) + amount
         if not identity.is_operator:
             available -= self._reserve
             if own > self._each_max:
@@ -32,14 +32,14 @@ class Shares:
             raise Unavailable(
                 f"the server allows at most {available} {self._what} at a time: try again later"
             )
-        self._by_name[identity.name] = own
+        self._by_holder[identity.holder] = own
         self.used += amount
 
     def give_back(self, identity: Identity, amount: int = 1) -> None:
         """Return units that were taken."""
         self.used -= amount
-        left = self._by_name[identity.name] - amount
+        left = self._by_holder[identity.holder] - amount
         if left:
-            self._by_name[identity.name] = left
+            self._by_holder[identity.holder] = left
         else:
-            del self._by_name[identity.name]
+            del self._by_holder[identity.holder]

@@ -115,12 +115,12 @@ class TaskServer:
 
     async def read_for(self, request: HttpRequest, look: Callable[[], T]) -> T:
         """Run a read for a request. Further reads of the same token wait for their turn."""
-        async with self._read_turns(request.identity.name):
+        async with self._read_turns(request.identity.holder):
             return await self.read(look)
 
     async def on_bus(self, request: HttpRequest, work: Callable[[], T]) -> T:
         """Run work on a bus file in a bus thread. Further work of the same token waits for its turn."""
-        async with self._bus_turns(request.identity.name):
+        async with self._bus_turns(request.identity.holder):
             return await self._loop.run_in_executor(self._bus_threads, work)
 
     def wake_streams(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
+from postroom.contracts.tasks import DECISIONS
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownToken
@@ -118,6 +119,8 @@ class Tokens:
         self._file = RegistryFile(data / FILE_NAME, "tokens", RegisteredToken)
         self._version = self._file.version
         self._by_digest: dict[str, RegisteredToken] = {}
+        self._first_orgs: dict[str, str] = {}
+        """By agent: the organization that was the first to have a token of this name."""
 
     def create(
         self,
@@ -136,6 +139,8 @@ class Tokens:
         for what, name in (("organization", org), ("agent", agent)):
             if name:
                 checked_name(what, name)
+        if agent == DECISIONS:
+            raise InvalidMessage(f"{DECISIONS} is the queue of the harness: choose another name")
         if not 0 <= rate <= RATE_MAX:  # NaN, too
             raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:g} calls a second, not {rate!r}")
         permissions = permissions.checked()
@@ -174,22 +179,28 @@ class Tokens:
                     end = end if old.expires is None else min(end, old.expires)
                     tokens[index] = msgspec.structs.replace(old, expires=end)
                     lifetime = None if old.expires is None else now + (old.expires - old.created)
-                    tokens.append(
+                    # Beside the old one, which may decide whose tasks those of its name are.
+                    tokens.insert(
+                        index + 1,
                         msgspec.structs.replace(
                             old, token_id=made.token_id, token_sha256=digest_of(made.token), created=now,
                             expires=lifetime,
-                        )
+                        ),
                     )  # fmt: skip
                     return made
             raise UnknownToken(token_id)
 
     def list(self) -> "list[RegisteredToken]":
-        """All tokens in the order in which they were made."""
+        """All tokens in the order in which they were made. A rotated one is followed by its successor."""
         return [*self._file.read()]
 
     def names(self, agent: str) -> bool:
         """Whether a token names this agent."""
         return any(token.agent == agent for token in self._file.read())
+
+    def first_org(self, agent: str) -> str:
+        """The first organization with a token of this agent, as of the last `find`; empty for none."""
+        return self._first_orgs.get(agent, "")
 
     def find(self, digest: str) -> RegisteredToken | None:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
@@ -198,6 +209,7 @@ class Tokens:
             if self._version != self._file.version:
                 self._version = self._file.version
                 self._by_digest = {token.token_sha256: token for token in tokens}
+                self._first_orgs = {token.agent: token.org for token in reversed(tokens) if token.org}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
 

@@ -72,7 +72,7 @@ class StoreWriter:
             "bytes of calls that wait", WAITING_BYTES_MAX, WAITING_BYTES_A_TOKEN_MAX, WAITING_BYTES_RESERVE
         )
         self._batches: queue.SimpleQueue[list[_Submission] | None] = queue.SimpleQueue()
-        self._waiting: OrderedDict[str, deque[_Submission]] = OrderedDict()
+        self._waiting: OrderedDict[tuple[str, str], deque[_Submission]] = OrderedDict()
         """By token: calls that did not fit into the last commit. The token whose turn is next comes first."""
         self._closing = False
         self._ended = False
@@ -166,7 +166,7 @@ class StoreWriter:
         ):
             return submissions
         for submission in submissions:
-            self._waiting.setdefault(submission.identity.name, deque()).append(submission)
+            self._waiting.setdefault(submission.identity.holder, deque()).append(submission)
         return self._group()
 
     def _drain(self) -> list[_Submission]:
@@ -185,19 +185,19 @@ class StoreWriter:
         """As many calls as fit into one commit, one of each token in turn."""
         group: list[_Submission] = []
         left = TURN_BYTES_MAX
-        unfit: list[tuple[str, deque[_Submission]]] = []
+        unfit: list[tuple[tuple[str, str], deque[_Submission]]] = []
         while self._waiting and len(group) < TURN_MAX:
-            name, waiting = self._waiting.popitem(last=False)
+            holder, waiting = self._waiting.popitem(last=False)
             if group and waiting[0].work > left:
-                unfit.append((name, waiting))
+                unfit.append((holder, waiting))
                 continue
             group.append(waiting.popleft())
             left -= group[-1].work
             if waiting:
-                self._waiting[name] = waiting
-        for name, waiting in reversed(unfit):
-            self._waiting[name] = waiting
-            self._waiting.move_to_end(name, last=False)
+                self._waiting[holder] = waiting
+        for holder, waiting in reversed(unfit):
+            self._waiting[holder] = waiting
+            self._waiting.move_to_end(holder, last=False)
         return group
 
     def _commit(self, calls: list[TaskCall], *, makes_room: bool) -> list[Any]:

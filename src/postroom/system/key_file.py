@@ -1,7 +1,8 @@
 """Key files: the keys that encrypt values at rest.
 
 A key file holds one key per line, `<name> <base64url of 32 bytes>`, newest first. The first key encrypts new
-values; the others decrypt older ones. Only the owner of the file may be able to open it.
+values; the others decrypt older ones. Only the owner of the file may be able to open it, or a group that may
+only read it where a secret is mounted: a link to the file, or a file of root.
 """
 
 import base64
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from postroom.errors import InvalidSetting, UnsafePath
-from postroom.system.atomic import read_file, replace_file
+from postroom.system.atomic import open_safely, read_file, replace_file
 from postroom.system.lock import alone
 
 if TYPE_CHECKING:
@@ -30,11 +31,8 @@ FINGERPRINT_BYTES = 8
 
 def read_keys(path: Path) -> dict[str, bytes]:
     """The keys of a file, newest first. Empty lines and lines that begin with `#` are ignored."""
-    mode = path.stat().st_mode
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UnsafePath(f"key file {path} is accessible to other users: run chmod 600 on it")
     keys: dict[str, bytes] = {}
-    for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), start=1):
+    for number, line in enumerate(_content(path).decode("utf-8", "replace").splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         key_id, _, text = line.strip().partition(" ")
@@ -49,6 +47,18 @@ def read_keys(path: Path) -> dict[str, bytes]:
                 f"a key is a name, a space and {KEY_BYTES} bytes as base64url"
             ) from None
     return keys
+
+
+def _content(path: Path) -> bytes:
+    """The content of a key file. A link is followed, because mounted secrets of Kubernetes are links."""
+    fd = open_safely(os.path.realpath(path, strict=True), os.O_RDONLY)
+    with open(fd, "rb") as file:
+        info, user = os.fstat(fd), os.geteuid()
+        is_mounted = (path.is_symlink() and info.st_uid == user) or info.st_uid == 0 != user
+        refused = stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_mounted else stat.S_IRWXG)
+        if info.st_mode & refused:
+            raise UnsafePath(f"key file {path} is accessible to other users: run chmod 600 on it")
+        return file.read()
 
 
 def add_key(path: str | os.PathLike[str], key_id: str) -> None:
@@ -81,6 +91,8 @@ def remove_key(path: Path, key_id: str) -> None:
 
 def _changing(path: Path) -> AbstractContextManager[None]:
     """One command at a time: two that replace the file would lose the key of one of them."""
+    if path.is_symlink():
+        raise UnsafePath(f"key file {path} is a link: change the file that it leads to")
     return alone(path.with_name(f".{path.name}.lock"), f"another command changes key file {path}: try again")
 
 

@@ -88,6 +88,8 @@ CONCURRENCY_DEFAULT = 4
     help="An engine whose types and rules the global queue has; see `engine work`.",
 )
 @tls_options
+@click.option("--page/--no-page", default=True, help="Serve the live page.  [default: yes]")
+@click.option("--mcp/--no-mcp", default=True, help="Serve MCP at /mcp.  [default: yes]")
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @durability_option("group")
 @click.pass_obj
@@ -105,6 +107,8 @@ def serve(
     app: str | None,
     tls_cert: Path | None,
     tls_key: Path | None,
+    page: bool,
+    mcp: bool,
     while_stdin: bool,
     durability: Any,
     **terms: Any,
@@ -151,8 +155,8 @@ def serve(
                 ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
-                tls=check_tls(tls_cert, tls_key), mounted=mount,
-                page=mount_page(lambda: page_redactor(hidden)), **terms,
+                tls=check_tls(tls_cert, tls_key), mounted=mount if mcp else None,
+                page=mount_page(lambda: page_redactor(hidden)) if page else None, **terms,
             )  # fmt: skip
         finally:
             end_programs()
