@@ -24,11 +24,13 @@ from postroom.contracts.feeds import (
     set_outbox,
 )
 from postroom.core.events import AuditEvent
-from postroom.core.redaction import Redactor
+from postroom.core.redaction import Level, Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
+from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
+from postroom.sinks.redaction_marks import mark_of
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
 from postroom.sinks.verify import verify
@@ -249,6 +251,27 @@ def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture)
         assert found[0].seq > 2
         assert tasks.store.events() == before
         assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [
+        (AuditSettings(), "full"),
+        (AuditSettings(redaction="medium"), "medium"),
+        (AuditSettings(redaction="none"), "none"),
+        (AuditSettings(patterns={"staff": "EMP[0-9]+"}), "none"),
+        (AuditSettings(fields=["nickname"]), "none"),
+    ],
+)
+def test_segments_are_marked_with_the_redaction_by_built_in_rules(
+    tmp_path: Path, settings: AuditSettings, level: Level
+) -> None:
+    url = f"sqlite:///{tmp_path}/queue.db"
+    with Tasks.open(url) as tasks:
+        tasks.enqueue(agent="a", payload={}, type="t")
+    with opened(tmp_path / "audit", Sources(stores=(url,)), settings) as shipping:
+        shipping.once()
+    assert [entry.redaction for entry in read_chain(tmp_path / "audit").entries] == [mark_of(level)]
 
 
 def test_redaction_changes_only_the_documented_fields() -> None:

@@ -124,6 +124,15 @@ def test_redacting_a_text_twice_changes_nothing(name: str, text: str) -> None:
     assert redactor.payload(payload) == payload
 
 
+@given(text=texts, document=documents)
+def test_the_medium_level_finds_nothing_in_what_the_full_level_leaves(text: str, document: str) -> None:
+    medium, full = REDACTORS["medium"], REDACTORS["full"]
+    left = full.text(text)
+    assert medium.text(left) == left
+    for payload in map(full.payload, (text, document)):
+        assert medium.payload(payload) == payload
+
+
 @pytest.mark.parametrize("name", REDACTORS)
 @given(document=documents)
 @example(document='{"a": "call +49 170 1234567", "phone": 1}')

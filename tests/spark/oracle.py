@@ -28,14 +28,14 @@ DAY = "CAST(make_timestamp({}) AS DATE)"
 LINES = """
 CREATE TABLE lines AS
 SELECT {fields}, CAST(NULL AS VARCHAR) AS rescued, parse_filename(filename) AS segment,
-       CAST(regexp_extract(filename, 'date=([0-9-]+)', 1) AS DATE) AS date
+       CAST(NULL AS VARCHAR) AS redaction, CAST(regexp_extract(filename, 'date=([0-9-]+)', 1) AS DATE) AS date
 FROM read_json('{folder}/date=*/hour=*/*.jsonl', format = 'newline_delimited', columns = {columns},
                filename = true, hive_partitioning = false)
 """
 
 EVENTS = f"""
 CREATE TABLE events AS
-SELECT DISTINCT ON (event_id) * EXCLUDE (rescued, segment, date), {DAY.format("ts_us")} AS day
+SELECT DISTINCT ON (event_id) * EXCLUDE (rescued, segment, redaction, date), {DAY.format("ts_us")} AS day
 FROM lines ORDER BY event_id, ts_us
 """
 

@@ -162,6 +162,33 @@ def test_prepare_runs_before_anything_touches_the_disk(tmp_path: Path) -> None:
     assert {event.payload for event in Segments(tmp_path).events()} == {"my ***"}
 
 
+def test_a_segment_is_marked_only_if_this_sink_has_redacted_all_of_it(tmp_path: Path) -> None:
+    def sink() -> SegmentSink:
+        return SegmentSink(tmp_path, prepare=lambda event: event, redaction="full:1")
+
+    with sink() as first:
+        first.write(events(1, 2))
+        first.seal()
+        first.write(events(3, 1))
+        first.write_lines([to_line(event) for event in events(4, 1)], events(4, 1))
+        first.write(events(5, 1))
+        first.seal()
+        first.write(events(6, 1))  # and it is left open
+    with sink() as second:
+        second.write(events(7, 1))
+        second.seal()
+        second.write(events(8, 1))
+        second.seal()
+    assert [entry.redaction for entry in read_chain(tmp_path).entries] == ["full:1", "", "", "full:1"]
+    assert b"redaction" not in (tmp_path / CHAIN).read_bytes().splitlines()[1]
+    assert verify(tmp_path) == []
+
+
+def test_a_mark_needs_a_redaction(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="needs the function that redacts"):
+        SegmentSink(tmp_path, redaction="full:1")
+
+
 def test_limits_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSetting, match="seal_bytes"):
         SegmentSink(tmp_path, seal_bytes=SEGMENT_BYTES_MAX + 1)

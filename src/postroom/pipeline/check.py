@@ -23,6 +23,7 @@ from pyspark.sql.window import WindowSpec
 from postroom.core.message_checker import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
 from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.retention.deleted_numbers import holes_between, numbers_of, returned
+from postroom.pipeline.schema import NOT_IN_LINE
 from postroom.pipeline.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
@@ -130,7 +131,7 @@ def _missing(holes: DataFrame) -> DataFrame:
 
 def _doubled(bronze: DataFrame) -> DataFrame:
     """Numbers with two different lines. The same line twice is no violation."""
-    wire = [name for name in bronze.columns if name not in ("segment", "date", "_corrupt")]
+    wire = [name for name in bronze.columns if name not in NOT_IN_LINE]
     lines = bronze.select("source", "seq", "message_id", F.xxhash64(*wire).alias("content"))
     return (
         lines.groupBy("source", "seq")

@@ -22,6 +22,10 @@ CORRUPT: Final = "_corrupt"
 """The text of a line that could not be parsed as an event."""
 RESCUED: Final = "rescued"
 """The fields of a line that this version does not know, as one JSON object."""
+MARK: Final = "redaction"
+"""The mark of the redaction that the shipper has applied to a line; see `sinks.redaction_marks`."""
+NOT_IN_LINE: Final = ("segment", MARK, "date", CORRUPT)
+"""Columns of bronze that are not part of a line."""
 REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")
 """A line without one of these is no event."""
 MONEY: Final = DecimalType(18, 9)

@@ -15,6 +15,7 @@ from postroom.core.message_checker import LEASED, MICROS_PER_S
 from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, CheckResult, ViolationSample
 from postroom.pipeline.database import Database
 from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
+from postroom.pipeline.schema import NOT_IN_LINE
 from postroom.pipeline.session import table_errors
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 SMALL_EVENTS: Final = 200_000  # a few seconds of work; Spark checks larger tables
 _COLUMNS: Final = ("source", "seq", "ts_us", "kind", "contract", "message_id", "state", "lease", "detail")
-_NOT_IN_LINE: Final = ("segment", "date", "_corrupt")  # columns of bronze that are not part of a line
 
 
 def is_small(tables: "Tables") -> bool:
@@ -78,7 +78,7 @@ def _detail(text: str | None) -> dict[str, Any]:
 
 def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
     """Numbers with two different lines. The same line twice is no violation."""
-    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_IN_LINE)
+    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in NOT_IN_LINE)
     rows = database.rows(
         f"""SELECT source, seq, coalesce(min(message_id), '') AS message_id FROM bronze_events
             GROUP BY source, seq HAVING min(hash({wire})) <> max(hash({wire}))"""  # noqa: S608 - our own names

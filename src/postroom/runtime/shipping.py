@@ -23,6 +23,7 @@ from postroom.sinks.cipher import Cipher
 from postroom.sinks.heads import StreamHead, fault_of, head_path, note_head, noted_head, stream_of
 from postroom.sinks.layout import STREAM
 from postroom.sinks.reader import Segments
+from postroom.sinks.redaction_marks import mark_of
 from postroom.sinks.remote import Publisher
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
@@ -119,6 +120,7 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
             seal_bytes=settings.seal_bytes,
             seal_after_s=settings.seal_after_s,
             prepare=prepare,
+            redaction=redaction_mark(settings),
             cipher=cipher,
         )
         stack.callback(sink.close)
@@ -225,3 +227,9 @@ def redaction_of(
     if level_of(settings) == "none" and not settings.patterns:
         return None
     return partial(redacted, redactor_of(settings), whole_payloads=whole_payloads)
+
+
+def redaction_mark(settings: AuditSettings) -> str:
+    """The mark of this redaction; empty when it is not that of the built-in rules alone."""
+    has_own_rules = settings.patterns or settings.fields or settings.token_key_file is not None
+    return "" if has_own_rules else mark_of(level_of(settings))

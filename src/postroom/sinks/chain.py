@@ -41,6 +41,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The lowest and the highest `seq` of each source."""
     index: str
     """The SHA-256 of the segment's index."""
+    redaction: str = ""
+    """The mark of the redaction that was applied to every event; empty when that is not known."""
     hash: str = ""
 
 

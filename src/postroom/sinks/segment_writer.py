@@ -4,6 +4,8 @@ Rule 1: a folder has one writer at a time, and any number of readers.
 Rule 2: `write` returns when the events are durable in the sink's class, or raises and keeps none of them.
 Rule 3: the position of a source is derived from the stored lines, so it cannot disagree with them.
 Rule 4: sealing is: fsync the data, write the index, append the chain line (the commit point), rename.
+Rule 5: a segment has the mark of a redaction only if this sink has redacted every line of it. A segment that
+        an earlier writer began, or that has lines of `write_lines`, has none.
 """
 
 import hashlib
@@ -75,11 +77,12 @@ _facts = guarded(msgspec.json.Decoder(LineFacts).decode)
 class _OpenSegment:
     """The segment that is being written, and the statistics for its entry in the chain."""
 
-    def __init__(self, path: Path, n: int, fd: int, started_ns: int) -> None:
+    def __init__(self, path: Path, n: int, fd: int, started_ns: int, redaction: str = "") -> None:
         self.path = path
         self.n = n
         self.fd = fd
         self.started_ns = started_ns
+        self.redaction = redaction
         self.size = 0
         self.events = 0
         self.index = IndexBuilder()
@@ -144,11 +147,14 @@ class _OpenSegment:
             sealed_us=sealed_us,
             sources={source: (first, last) for source, (first, last) in self.sources.items()},
             index=hashlib.sha256(index).hexdigest(),
+            redaction=self.redaction,
         )
 
 
 class SegmentSink(Closing):
     """Writes a folder of segments. `prepare`, such as redaction, is applied to each event first.
+
+    `redaction` is the mark of the redaction that `prepare` does; see `sinks.redaction_marks`.
 
     A segment is sealed by a write that finds it full or older than `seal_after_s`, by `seal_if_due` and by
     `seal`. `close` leaves it unsealed: the next writer of the folder continues it.
@@ -165,16 +171,20 @@ class SegmentSink(Closing):
         durability: Durability = "group",
         clock: Clock | None = None,
         prepare: Callable[[AuditEvent], AuditEvent] | None = None,
+        redaction: str = "",
         cipher: PayloadCipher | None = None,
     ) -> None:
         if not 0 < seal_bytes <= SEGMENT_BYTES_MAX:
             raise InvalidSetting(f"seal_bytes is {seal_bytes}, and must be 1 to {SEGMENT_BYTES_MAX}")
+        if redaction and prepare is None:
+            raise InvalidSetting("a mark of redaction needs the function that redacts (prepare)")
         self.folder = absolute_path("the folder of segments", folder)
         self._seal_bytes = seal_bytes
         self._seal_after_ns = round(seal_after_s * NANOS_PER_S)
         self._durability: Durability = durability
         self._clock = clock or SystemClock()
         self._prepare = prepare
+        self._redaction = redaction
         self._cipher = cipher
         self._mutex = threading.RLock()
         self._lock_fd = -1
@@ -219,7 +229,7 @@ class SegmentSink(Closing):
         if self._cipher:
             events = [self._cipher.encrypt(event) for event in events]
         data = encode_lines(events)
-        self._write(data, events, _lengths(data, len(events)))
+        self._write(data, events, _lengths(data, len(events)), self._redaction)
 
     def write_lines(self, lines: Sequence[bytes], marks: Sequence[LineKeys]) -> None:
         """Store encoded lines, each with its newline and its keys.
@@ -270,7 +280,9 @@ class SegmentSink(Closing):
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _write(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
+    def _write(
+        self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int], redaction: str = ""
+    ) -> None:
         if not marks:
             return
         if len(data) > SEGMENT_BYTES_MAX:
@@ -279,6 +291,8 @@ class SegmentSink(Closing):
             self._open()
             self._make_room(len(data))
             growing = self._growing or self._start()
+            if redaction != growing.redaction:
+                growing.redaction = ""
             self._append(growing, data)
             growing.add(data, marks, lengths)
             self._note_positions(growing)
@@ -307,7 +321,7 @@ class SegmentSink(Closing):
         except OSError as error:
             raise WriteFailed(path, error) from error
         self._last = n
-        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
+        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns(), self._redaction)
         self._sync(path, lambda: sync_folder(path.parent))
         return self._growing
 

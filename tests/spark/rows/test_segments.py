@@ -1,5 +1,6 @@
 """In which order segments are taken. No Spark is needed to decide it."""
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -138,6 +139,33 @@ def test_what_retention_removed_before_the_first_run_is_not_missing(chained: Pat
         seal_one(sink, 6)
     assert told(pending_segments(chained, NONE)) == ([6], [], [])
     assert told(pending_segments(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
+
+
+def forged(line: bytes, *, hashed: bool) -> bytes:
+    """A line of the chain with a mark, and with `hashed` with the hash that it then has."""
+    body, _, digest = line.rstrip(b"\n").removesuffix(b'"}').rpartition(b',"hash":"')
+    body += b',"redaction":"full:1"'
+    if hashed:
+        digest = hashlib.sha256(body + b"}").hexdigest().encode()
+    return body + b',"hash":"' + digest + b'"}\n'
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_mark_that_was_written_into_the_chain_later_does_not_count(chained: Path, hashed: bool) -> None:
+    lines = (chained / CHAIN).read_bytes().splitlines(keepends=True)
+    lines[2] = forged(lines[2], hashed=hashed)
+    (chained / CHAIN).write_bytes(b"".join(lines))
+    assert {segment.redaction for segment in pending_segments(chained, NONE).ready} == {""}
+
+
+def test_a_mark_counts_for_the_file_that_the_chain_names(chained: Path) -> None:
+    with SegmentSink(chained, durability="os", prepare=lambda event: event, redaction="full:1") as sink:
+        seal_one(sink, 6)
+    ready = pending_segments(chained, NONE).ready
+    assert [segment.redaction for segment in ready] == [""] * SEGMENTS + ["full:1"]
+    path = file_of(chained, 6)
+    path.rename(path.with_name(f"{6:08}-{'0' * 12}.jsonl"))
+    assert {segment.redaction for segment in pending_segments(chained, NONE).ready} == {""}
 
 
 def test_a_batch_is_bounded() -> None:

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from postroom.core.events import SCHEMA, TS_US_MAX
-from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MONEY, REQUIRED, RESCUED
+from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK, MONEY, NOT_IN_LINE, REQUIRED, RESCUED
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -26,11 +26,13 @@ PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 _SEALED: Final = StructField("date", DateType())  # of the folder of a segment
 ROWS: Final = StructType(
-    [*EVENTS.fields, *(StructField(name, StringType()) for name in (RESCUED, "segment")), _SEALED]
+    [*EVENTS.fields, *(StructField(name, StringType()) for name in (RESCUED, "segment", MARK)), _SEALED]
 )
 """The columns of `bronze_events`."""
-_STORED: Final = StructType([field for field in ROWS.fields if field.name not in ("segment", *PARTITIONS)])
+_STORED: Final = StructType([field for field in ROWS.fields if field.name not in NOT_IN_LINE])
 """Those that a line can have."""
+_COPIED: Final = StructType([field for field in ROWS.fields if field.name != MARK])
+"""Those of a copy of validated lines. A line cannot have a mark: it would say so of itself."""
 REJECTS: Final = StructType(
     [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
 )
@@ -130,7 +132,7 @@ def read_valid_lines(spark: "SparkSession", folder: str) -> "DataFrame":
 
     The JSON reader keeps the text of `detail` unchanged, which `from_json` does not.
     """
-    return spark.read.schema(ROWS).option("mode", "FAILFAST").json(folder)
+    return with_mark(spark.read.schema(_COPIED).option("mode", "FAILFAST").json(folder)).select(*ROWS.names)
 
 
 def rejects(texts: "DataFrame") -> "DataFrame":
@@ -219,6 +221,11 @@ def with_all_columns(rows: "DataFrame") -> "DataFrame":
         field.name: F.lit(None).cast(field.dataType) for field in EVENTS.fields if field.name not in known
     }
     return rows.withColumns(missing) if missing else rows  # Spark Connect refuses an empty map
+
+
+def with_mark(rows: "DataFrame") -> "DataFrame":
+    """Rows of `bronze_events` with the column of marks, which earlier versions lack."""
+    return rows if MARK in rows.columns else rows.withColumn(MARK, F.lit(None).cast(StringType()))
 
 
 def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":

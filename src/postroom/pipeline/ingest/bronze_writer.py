@@ -1,11 +1,13 @@
 """Writes segments as files of `bronze_events`.
 
-Rule 1: executors read every segment first, compare it with the hash in its name, and look whether its lines
-        are plain. If all segments of a batch are as sealed and plain, Spark's JSON reader reads them.
-        Otherwise the batch is validated line by line, which takes longer.
+Rule 1: executors read every segment first, and look whether its lines are plain. Its hash is compared with
+        the chain, or with its name. If all segments of a batch are as sealed and plain, Spark's JSON reader
+        reads them. Otherwise the batch is validated line by line, which takes longer.
 Rule 2: a segment lies in the folder of its date, so each date is written by a job of its own.
         Small segments, and events that a micro-batch carries, are written by one job, whatever their dates.
 Rule 3: values that all rows of a file share come from its path, and are not computed for each row.
+Rule 4: a row has the mark of the redaction that the chain records for its segment. Lines that are validated
+        one by one have none, so they are redacted again.
 """
 
 import json
@@ -24,14 +26,22 @@ from postroom.pipeline.ingest import bronze, lines
 from postroom.pipeline.ingest.lines import Inspected
 from postroom.pipeline.ingest.segments import EventStream, Segment
 from postroom.pipeline.schedule import run_in_order
-from postroom.pipeline.schema import REQUIRED
+from postroom.pipeline.schema import MARK, REQUIRED
 from postroom.pipeline.tables import Staged, Tables, require_rows
 
 DATES_AT_ONCE: Final = 3  # one starts and one ends while another uses all cores
 TABLE: Final = "bronze_events"
-INSPECTED: Final = "lines bigint, is_trusted boolean"
+INSPECTED: Final = "lines bigint, is_plain boolean, sha256 string"
 
 cloudpickle.register_pickle_by_value(lines)  # type: ignore[no-untyped-call]  # executors have no postroom
+
+
+class _Inspection(NamedTuple):
+    """What was found in some segments."""
+
+    lines: int
+    is_trusted: bool
+    """Whether all segments are as they were sealed, and Spark's JSON reader reads them without a loss."""
 
 
 class WrittenSegments(NamedTuple):
@@ -67,7 +77,7 @@ def write_carried(
     micro-batch is not plain: Spark then fails to read it, whichever stream the line is of.
     """
     seen, names = Observation(), {segment.file_name: segment for segment in ready}
-    chosen = rows.where(F.col("segment").isin(list(names)))
+    chosen = rows.where(F.col("segment").isin(list(names))).withColumn(MARK, _mark(ready))
     chosen = chosen.observe(seen, F.collect_set("segment").alias("segments"))
     try:
         staged = tables.stage(TABLE, chosen, partition_by=bronze.PARTITIONS)
@@ -98,21 +108,42 @@ def texts_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segmen
 
 def _inspected(
     spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment]
-) -> Inspected:
+) -> _Inspection:
     """The lines of all segments, and whether all can be trusted. Executors look, unless data are small."""
     segments = [segment for segment in segments if segment.size]  # Spark reads no empty file
     if not segments:
-        return Inspected(0, is_trusted=True)
+        return _Inspection(0, is_trusted=True)
     if tables.is_small:
-        found = [lines.inspect(stream.storage.read(each.name), each.hash) for each in segments]
+        contents = ((each.name, stream.storage.read(each.name)) for each in segments)
+        found = {name: Inspected(*lines.inspect(data)) for name, data in contents}
     else:
         files = spark.read.format("binaryFile").load([stream.path_of(segment) for segment in segments])
         look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
-        found = [
-            tuple(row["found"]) for row in files.select(look("path", "content").alias("found")).collect()
-        ]
-    is_trusted = len(found) == len(segments) and all(trusted for _, trusted in found)
-    return Inspected(sum(n for n, _ in found), is_trusted)
+        rows = files.select("path", look("content").alias("found")).collect()
+        found = {_name_in(row["path"]): Inspected(*row["found"]) for row in rows}
+    is_trusted = found.keys() == {each.name for each in segments} and all(
+        found[each.name].is_plain and found[each.name].sha256.startswith(each.seal) for each in segments
+    )
+    return _Inspection(sum(each.lines for each in found.values()), is_trusted)
+
+
+def _name_in(path: str) -> str:
+    """The name of a segment, which is the end of its path: its date, its hour and its file."""
+    return "/".join(path.split("/")[-3:])
+
+
+def _mark(segments: Iterable[Segment]) -> Column:
+    """The mark of the segment of a row; NULL if it has none."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for segment in segments:
+        names[segment.redaction].append(segment.file_name)
+    unmarked = names.pop("", None)
+    if len(names) == 1 and unmarked is None:
+        return F.lit(next(iter(names)))
+    column = F.lit(None).cast("string")
+    for mark, marked in names.items():
+        column = F.when(F.col("segment").isin(marked), F.lit(mark)).otherwise(column)
+    return column
 
 
 def _write_plain_lines(
@@ -136,8 +167,10 @@ def _write_plain_lines(
 def _write_by_date(
     spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment], adds: list[AddAction]
 ) -> None:
+    mark = _mark(segments)
     if tables.is_small:  # a job takes longer than its rows
         rows = bronze.plain(spark, [stream.path_of(segment) for segment in segments], with_date=True)
+        rows = rows.withColumn(MARK, mark)
         adds += tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS).adds
         return
     dates: dict[str, list[str]] = defaultdict(list)
@@ -145,7 +178,7 @@ def _write_by_date(
         dates[segment.date].append(stream.path_of(segment))
 
     def write_date(date: str) -> None:
-        rows = bronze.plain(spark, dates[date])
+        rows = bronze.plain(spark, dates[date]).withColumn(MARK, mark)
         adds.extend(tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}))
 
     run_in_order(dict.fromkeys(sorted(dates), ()), write_date, DATES_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Whether a segment is as it was sealed and its lines are plain, so that Spark's JSON reader loses nothing.
+"""The hash of a segment, and whether its lines are plain, so that Spark's JSON reader loses nothing.
 
 The reader silently drops a field that it has no column for, rounds an amount of money, and accepts any time
 and any schema. Therefore a decoder checks every line first, without creating its values.
@@ -14,13 +14,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from postroom.core.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import EVENTS, REQUIRED
-from postroom.sinks.layout import DIGITS_OF_HASH
 
 FIELDS: Final = tuple(EVENTS.names)
 NEEDED: Final = tuple(REQUIRED)
 NEWEST_SCHEMA: Final = SCHEMA
 TIME_MAX_US: Final = TS_US_MAX
-HASH_DIGITS: Final = DIGITS_OF_HASH
 MONEY_FIELD: Final = "cost_usd"
 EXACT: Final = rb"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 """An amount that the money column holds exactly. Other amounts may be exact too; Spark checks them."""
@@ -31,17 +29,17 @@ class Inspected(NamedTuple):
 
     lines: int
     """Without blank lines."""
-    is_trusted: bool
-    """Whether Spark's JSON reader reads them without a loss."""
+    is_plain: bool
+    """Whether Spark's JSON reader reads all lines without a loss."""
+    sha256: str
 
 
-def inspect(data: bytes, digits: str) -> tuple[int, bool]:
-    """The number of lines, and whether the bytes match the hash in the file name and all lines are plain."""
+def inspect(data: bytes) -> tuple[int, bool, str]:
+    """The values of `Inspected`."""
     import hashlib  # noqa: PLC0415 - an executor has only this function
 
     lines = [line for line in data.split(b"\n") if line and not line.isspace()]
-    is_sealed = hashlib.sha256(data).hexdigest()[:HASH_DIGITS] == digits
-    return len(lines), is_sealed and are_plain(lines)
+    return len(lines), are_plain(lines), hashlib.sha256(data).hexdigest()
 
 
 def are_plain(lines: list[bytes]) -> bool:
@@ -76,14 +74,12 @@ def _plain_line() -> Any:
     return msgspec.defstruct("PlainLine", fields, forbid_unknown_fields=True, gc=False)
 
 
-def inspect_files(path: pa.Array, content: pa.Array) -> pa.Array:
-    """Inspect files that are columns of Arrow, for `arrow_udf`."""
-    found = [
-        inspect(data.as_py(), name.as_py().rpartition("-")[2].partition(".")[0])
-        for name, data in zip(path, content, strict=True)
-    ]
+def inspect_files(content: pa.Array) -> pa.Array:
+    """Inspect files that are a column of Arrow, for `arrow_udf`."""
+    found = [inspect(data.as_py()) for data in content]
     columns = [
-        pa.array([lines for lines, _ in found], "int64"),
-        pa.array([is_trusted for _, is_trusted in found], "bool"),
+        pa.array([lines for lines, _, _ in found], "int64"),
+        pa.array([is_plain for _, is_plain, _ in found], "bool"),
+        pa.array([sha256 for _, _, sha256 in found], "string"),
     ]
-    return pa.StructArray.from_arrays(columns, ["lines", "is_trusted"])
+    return pa.StructArray.from_arrays(columns, ["lines", "is_plain", "sha256"])

@@ -3,6 +3,8 @@
 Rule 1: `core.redaction` is the only definition. It needs only the standard library, so its source is sent
         along with the function that uses it, and executors need no postroom.
 Rule 2: a row whose text is NULL or encrypted is not processed.
+Rule 3: neither is a row whose segment the shipper has redacted by the same rules, at this level or a stricter
+        one. The mark of its redaction says so; see `sinks.redaction_marks`.
 """
 
 from pathlib import Path
@@ -13,6 +15,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core import redaction
 from postroom.core.redaction import Level, Redactor
+from postroom.pipeline.schema import MARK
+from postroom.sinks.redaction_marks import sufficient_marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +28,21 @@ PACKAGE: Final = "postroom_redaction"
 """The name of the package on an executor."""
 
 
-def redacted(level: Level) -> "dict[str, Column]":
-    """The columns that are redacted, by name."""
+def is_done(level: Level) -> "Column":
+    """Whether the shipper has already redacted a row of bronze as this level requires."""
+    done = F.col(MARK).isin(sorted(sufficient_marks(level)))
+    return F.coalesce(done, F.lit(False))  # noqa: FBT003 - a literal of SQL
+
+
+def redacted(level: Level, done: "Column | None" = None) -> "dict[str, Column]":
+    """The columns that are redacted, by name. Rows that are `done` keep their values."""
     if level == "none":
         return {}
     payload, error = F.col("payload"), F.col("error")
-    readable = F.when(~payload.startswith(ENCRYPTED), payload)
-    both = _redact(level, _texts())(readable, error)
+    readable, text = F.when(~payload.startswith(ENCRYPTED), payload), error
+    if done is not None:
+        readable, text = F.when(~done, readable), F.when(~done, text)
+    both = _redact(level, _texts())(readable, text)
     return {
         "payload": F.coalesce(both["payload"], payload),
         "error": F.coalesce(both["error"], error),
@@ -40,11 +52,16 @@ def redacted(level: Level) -> "dict[str, Column]":
 def redacted_rows(level: Level) -> "Callable[[pa.Table], pa.Table]":
     """The same for rows in this process, which need no Python on an executor."""
     redactor = Redactor(level)
+    sufficient = sufficient_marks(level)
 
     def redact(rows: pa.Table) -> pa.Table:
+        marks = rows[MARK].to_pylist() if MARK in rows.column_names else [None] * len(rows)
         for name, change in (("payload", redactor.payload), ("error", redactor.text)):
             if level != "none" and name in rows.column_names:
-                texts = [_redacted(text, change, name) for text in rows[name].to_pylist()]
+                texts = [
+                    text if mark in sufficient else _redacted(text, change, name)
+                    for text, mark in zip(rows[name].to_pylist(), marks, strict=True)
+                ]
                 rows = rows.set_column(
                     rows.column_names.index(name), rows.field(name), pa.array(texts, pa.string())
                 )

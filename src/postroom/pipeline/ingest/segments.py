@@ -11,19 +11,22 @@ Rule 3: a number does not identify a stream. If the segment of the highest numbe
 Rule 4: a run reads the end of the chain, and lists the folders from the date of the last ingested segment on
         and those of new entries. All folders are listed only without a chain, if that segment is not there,
         or if a number is missing.
+Rule 5: the hash and the redaction that the chain records for a segment count only if every line that was read
+        is intact and follows from the line before it.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from postroom.errors import InvalidMessage
 from postroom.pipeline.delta_log import Txn
 from postroom.pipeline.storage import Storage, as_storage
-from postroom.sinks.chain import Chain, parse_chain
+from postroom.sinks.chain import Chain, Entry, parse_chain
 from postroom.sinks.layout import CHAIN, DIGITS_OF_HASH, SEGMENT, STREAM
 
 if TYPE_CHECKING:
@@ -44,6 +47,10 @@ class Segment(NamedTuple):
     name: str
     """The path relative to the folder of the stream."""
     size: int
+    sha256: str = ""
+    """The hash of its bytes in the chain; empty if the chain does not list it."""
+    redaction: str = ""
+    """The mark of its redaction in the chain; empty if it has none."""
 
     @property
     def file_name(self) -> str:
@@ -57,6 +64,11 @@ class Segment(NamedTuple):
     def hash(self) -> str:
         """The digits of the hash in the file name."""
         return self.file_name.rpartition("-")[2].partition(".")[0]
+
+    @property
+    def seal(self) -> str:
+        """The digits with which the hash of its bytes has to begin."""
+        return self.sha256 or self.hash
 
 
 class Gap(NamedTuple):
@@ -187,8 +199,10 @@ class EventStream:
     ) -> "PendingSegments":
         """The segments after number `ingested`, which is -1 when none was ingested."""
         listed = self.segments() if listed is None else listed
-        new = [segment for segment in listed if segment.number > ingested]
-        chain = self._chain(ingested).entries
+        found = self._chain(ingested)
+        chain = found.entries
+        covered = {entry.name: entry for entry in chain} if _is_sound(found) else {}
+        new = [_as_sealed(segment, covered) for segment in listed if segment.number > ingested]
         sealed = {entry.n: entry.bytes for entry in chain}
         short = [segment.number for segment in new if self._is_short(segment, sealed.get(segment.number))]
         whole = [segment for segment in new if segment.number not in short]
@@ -224,6 +238,17 @@ class EventStream:
             if not start or (chain.entries and chain.entries[0].n <= after + 1):
                 return chain
             block *= 2
+
+
+def _is_sound(chain: Chain) -> bool:
+    """Whether every line that was read is intact and follows from the line before it."""
+    return not chain.faults and all(later.prev == earlier.hash for earlier, later in pairwise(chain.entries))
+
+
+def _as_sealed(segment: Segment, covered: Mapping[str, Entry]) -> Segment:
+    """The segment with what the chain says of it."""
+    entry = covered.get(segment.name)
+    return segment if entry is None else segment._replace(sha256=entry.sha256, redaction=entry.redaction)
 
 
 def _is_same_stream(tables: "Tables", listed: Sequence[Segment], app_id: str, number: int) -> bool:

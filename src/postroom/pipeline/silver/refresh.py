@@ -93,9 +93,10 @@ class SilverRefresh:
         removed = self._tables.files(self._name) if rebuild else []
         convert = redaction.redacted_rows(self._level)
         read = self._tables.read_with_row(self._spark, self._table.source, new.added, convert)
-        rows = self._without_deleted(bronze.with_all_columns(read), new.added)
+        rows = self._without_deleted(bronze.with_mark(bronze.with_all_columns(read)), new.added)
         known = self._known_events(rows, new.added, rebuild=rebuild)
-        masks = {} if self._tables.is_small else redaction.redacted(self._level)
+        done = redaction.is_done(self._level)
+        masks = {} if self._tables.is_small else redaction.redacted(self._level, done)
         with ExitStack() as held:
             repeated, few = self._repeats(rows, known, masks, held)
             if repeated is not None and not repeated.where("is_beaten").isEmpty():
@@ -107,7 +108,7 @@ class SilverRefresh:
             fresh = rows if repeated is None else silver.once(rows, repeated, few=few)
             seen = Observation()
             unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
-            result = self._table.build(fresh, masks).observe(seen, unnamed)
+            result = self._table.build(fresh, masks, done).observe(seen, unnamed)
             staged = self._tables.stage(self._name, result, partition_by=self._table.partition_by)
             txns = [new.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
             txns += [Txn(ROWS_WITHDRAWN, base + 1)] if withdrawn else []

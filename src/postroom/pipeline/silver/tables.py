@@ -119,16 +119,18 @@ def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "Da
     return complete.unionByName(unnamed.withColumns(filled).selectExpr(f"* EXCEPT ({taken})"))
 
 
-def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
+def events(rows: "DataFrame", redaction: "Mapping[str, Column]", done: "Column | None" = None) -> "DataFrame":
     """Grain: event_id. The columns of an event, redacted where `redaction` has one, and the `day` of `ts_us`.
 
-    Spark copies every row for a Python function. Few rows have a text to redact, so all others are read
-    separately, without the function.
+    Spark copies every row for a Python function. Few rows have a text to redact that the shipper has not
+    redacted (`done`), so all others are read separately, without the function.
     """
     if not redaction:
         return _events(rows, redaction)
-    has_no_text = reduce(and_, [F.col(name).isNull() for name in redaction])
-    return _events(rows.where(has_no_text), {}).unionByName(_events(rows.where(~has_no_text), redaction))
+    is_kept = reduce(and_, [F.col(name).isNull() for name in redaction])
+    if done is not None:
+        is_kept = is_kept | done
+    return _events(rows.where(is_kept), {}).unionByName(_events(rows.where(~is_kept), redaction))
 
 
 def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
