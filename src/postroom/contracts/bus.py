@@ -80,6 +80,8 @@ class Bus(Closing):
     A handle may be shared between threads and used after a fork.
     """
 
+    _file_mode, _folder_mode = FILE_MODE, FOLDER_MODE
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -106,7 +108,9 @@ class Bus(Closing):
         self._rotate_bytes = rotate_bytes
         self._durability: Durability = durability
         self._now_ns = time.time_ns if clock is None else nanoseconds_of(clock)
-        self._file = AppendFile(self._at, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
+        self._file = AppendFile(
+            self._at, durability, file_mode=self._file_mode, folder_mode=self._folder_mode
+        )
         self._mutex = threading.Lock()
         self._known_end = _UNKNOWN
         self._last_id = ""

@@ -25,6 +25,8 @@ from postroom.logs import busfile, eventfiles
 from postroom.message import Event
 from postroom.sinks.heads import StreamHead
 from postroom.stores.base import Outbox
+from postroom.stores.event_quarantine import is_unreadable, quarantine_events
+from postroom.stores.event_runs import UNREADABLE
 from postroom.stores.store import Store
 from postroom.system.atomic import open_safely
 
@@ -76,15 +78,15 @@ class StoreFeed:
         """Raise unless the last events of a stream (`held`) equal those that the store still has.
 
         A store that was restored from an older copy and has grown again has other events under the same
-        numbers.
+        numbers. An event that cannot be read, now or when it was shipped, is not compared.
         """
-        known = {event.seq: event for event in held}
+        known = {event.seq: event for event in held if event.error_type != UNREADABLE}
         if not known:
             return
         first = min(known)
         for event in self._store.events(first - 1, max(known) - first + 1):
             shipped = known.get(event.seq)
-            if shipped is not None and facts_of(shipped) != facts_of(event):
+            if shipped is not None and not is_unreadable(event) and facts_of(shipped) != facts_of(event):
                 raise _restored(self.source)
 
     def waiting(self, after: int) -> int:
@@ -107,6 +109,8 @@ class StoreFeed:
         # For a feed that only reads, a purged event is no loss: it may have been shipped long ago.
         if self._outbox is not None and after and found[0].seq != after + 1:
             self._report_gap(after + 1, found[0].seq - 1)
+        if self._outbox is not None and any(map(is_unreadable, found)):
+            self._store.write(lambda transaction: quarantine_events(transaction, found), makes_room=True)
         payloads = self._payloads_of(found) if self._payloads else {}
         source, contract = self.source, self._contract
         return [

@@ -2,7 +2,8 @@
 
 Rule 1: the source refuses writes from the moment of the copy, in every process. It takes writes again only
         when the move failed and the target is known to be empty: two stores would deliver the same messages.
-Rule 2: the move is over when every record, cell and counter of the target was compared with the source.
+Rule 2: the move is over when every record, event, cell and counter of the target was compared with those of
+        the source.
 """
 
 import logging
@@ -75,7 +76,8 @@ def end_move(source_url: str, target_url: str | None) -> None:
         try:
             if not is_empty(target):
                 raise InvalidMessage(
-                    f"{target.url} holds messages, which both stores would deliver: empty it first"
+                    f"{target.url} holds messages, which both stores would deliver: use it, or drop its "
+                    "schema first, or give --force"
                 )
         finally:
             target.close()

@@ -19,7 +19,6 @@ THROTTLED_SHARE: Final = 0.5
 THROTTLED_SHARE_HEAVY: Final = 0.1  # P3 in stage 3
 RATE_MIN: Final = 1.0  # messages a second that are admitted at least
 WINDOW_S: Final = 10.0  # completions are counted over this time
-UNKNOWN_RETRY_S: Final = 1.0
 EMERGENCY_RETRY_S: Final = 5.0
 SCALE_UP_COOLDOWN_S: Final = 10.0
 SCALE_DOWN_COOLDOWN_S: Final = 60.0
@@ -65,11 +64,6 @@ def share_of(stage: int, priority: int) -> float:
     if stage == LIGHT and priority == P3:
         return THROTTLED_SHARE
     return 1.0
-
-
-def is_refused_unknown(priority: int) -> bool:
-    """Whether a submit is refused while the depth cannot be read."""
-    return priority >= P2
 
 
 class Throttle(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,12 +22,22 @@ BACKLOG_AGE_S = 600.0
 BACKLOG_SHARE = 0.8  # of the depth at which a queue refuses messages
 SHIPPER_LAG_S = 60.0
 TOKEN_SOON_S = 7 * 86_400.0
+TRANSACTION_LONG_S = 300.0  # an open transaction keeps old rows of all tables
+DEAD_ROWS_MIN = 100_000  # fewer old rows are no trouble, even in a small table
 MAIL_FILES_WAITING = 2  # full files of Mail's events; one may be under way
 SHOWN_MAX = 5  # names in one sentence
 
 MICROS_PER_S = 1_000_000
 GIB = 1 << 30
 NETWORK_DISKS: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p"})
+RECOUNT: Final = (
+    "LOCK TABLE postroom.count_changes IN EXCLUSIVE MODE; "
+    "DELETE FROM postroom.count_changes WHERE counter <> 'LAPSES'; "
+    "DELETE FROM postroom.counts WHERE counter <> 'LAPSES'; "
+    "INSERT INTO postroom.count_changes SELECT queue, "
+    "CASE state WHEN 'QUEUED' THEN 'P' || lane ELSE state END, count(*) FROM postroom.records GROUP BY 1, 2"
+)
+"""Counts the records again, in one transaction. Commits wait meanwhile: each of them writes a change."""
 
 
 # ---- facts -------------------------------------------------------------------------------------------
@@ -50,8 +60,6 @@ class FolderFacts(msgspec.Struct, frozen=True):
     path: str
     mode: int
     is_writable: bool
-    exposed: tuple[str, ...] = ()
-    """Files that other users of the machine can read."""
     foreign: tuple[str, ...] = ()
     """Files that this user cannot read and write."""
     free_bytes: int = 0
@@ -137,8 +145,30 @@ class StoreFacts(msgspec.Struct, frozen=True):
     """Those that ended or began long ago."""
     shipper: ShipperFacts | None = None
     """None when its events are not shipped."""
+    quarantined_rows: int = 0
+    """Rows of events that cannot be read. Their bytes are kept."""
     is_folder: bool = True
     """Whether the store is in the data folder, and not on a server."""
+
+
+class DatabaseFacts(msgspec.Struct, frozen=True):
+    """The server of a store on PostgreSQL."""
+
+    psql: str
+    """Its address, as psql takes it."""
+    schema: str
+    wrong_counters: tuple[str, ...] = ()
+    broken_indexes: tuple[str, ...] = ()
+    missing_indexes: Mapping[str, str] = {}
+    """With the statement that makes each."""
+    oldest_s: float = 0.0
+    """The age of the oldest open transaction that the role can see."""
+    oldest_pid: int = 0
+    oldest_program: str = ""
+    dead_rows: Mapping[str, tuple[int, int]] = {}
+    """Old versions of rows, and rows, of each table, as the server estimates them."""
+    hears: bool | None = None
+    """Whether LISTEN works; None when it is switched off."""
 
 
 class FileFault(msgspec.Struct, frozen=True):
@@ -168,6 +198,8 @@ class TokenFacts(msgspec.Struct, frozen=True):
     role: str
     agent: str
     expires_us: int | None
+    is_demo: bool = False
+    """Whether the demo made it, for a day at most."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -180,6 +212,8 @@ class Facts(msgspec.Struct, frozen=True):
     folder: FolderFacts | None = None
     server: ServerFacts | None = None
     store: StoreFacts | None = None
+    database: DatabaseFacts | None = None
+    """None when the store is a file."""
     faults: tuple[FileFault, ...] = ()
     tokens: tuple[TokenFacts, ...] | None = None
     """None when the folder has no registry that can be read."""
@@ -250,11 +284,6 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
             "permissions", "warning", f"other users can enter {folder.path} (mode {folder.mode:o})",
             "it holds messages and the registry of tokens", f"chmod 700 {folder.path}",
         )  # fmt: skip
-    elif folder.exposed:
-        yield Finding(
-            "permissions", "warning", f"other users may read {_names(folder.exposed)}",
-            "they hold messages and the registry of tokens", f"chmod -R go-rwx {folder.path}",
-        )  # fmt: skip
     if folder.foreign and folder.is_writable:
         yield Finding(
             "permissions", "problem", f"this user cannot read and write {_names(folder.foreign)}",
@@ -293,12 +322,23 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _up(facts: Facts) -> str:
+    """The command that serves what was looked at."""
+    is_folder = facts.store is None or facts.store.is_folder
+    return f"postroom up --data {facts.data}" if is_folder else f"postroom up --data DIR --store {facts.data}"
+
+
 def _parts(facts: Facts) -> Iterator[Finding]:
     server = facts.server
     if server is None:
         return
     for name, state in server.parts.items():
-        if state not in ("running", "starting"):
+        if state == "hung":
+            yield Finding(
+                "server", "problem", f"the part {name} is hung", "its calls wait until it goes on",
+                f"end its process, and `postroom up` starts it again: {facts.data}/up.json has its pid",
+            )  # fmt: skip
+        elif state not in ("running", "starting"):
             yield Finding(
                 "server", "problem", f"the part {name} is {state}", "its calls fail until it runs again",
                 "read the log of `postroom up`: its last lines with this part say why",
@@ -327,7 +367,7 @@ def _stores(facts: Facts) -> Iterator[Finding]:
                 "it refuses every write", f"use {store.moved_to}, or: postroom move --undo",
             )  # fmt: skip
         for fault in store.faults:
-            yield _damage(facts, store.name, fault)
+            yield _damage(facts, store.name, fault, is_folder=store.is_folder)
     for found in facts.faults:
         if not found.is_locked:
             yield _damage(facts, found.file, found.reason)
@@ -347,19 +387,85 @@ def _format(facts: Facts, store: StoreFacts) -> Iterator[Finding]:
             "pip install --upgrade postroom",
         )  # fmt: skip
     elif store.format < store.newest_format:
+        copy = ", and keeps a copy" if store.is_folder else ""
         yield Finding(
             "stores", "warning", f"{store.name} has the earlier format {store.format}",
-            f"the next start upgrades it to {store.newest_format}, and keeps a copy",
-            f"postroom backup --data {facts.data} --out before-upgrade.tar",
+            f"the next start upgrades it to {store.newest_format}{copy}",
+            f"postroom backup --data {facts.data} --out before-upgrade.tar"
+            if store.is_folder
+            else "pg_dump --schema=postroom --file before-upgrade.sql",
         )  # fmt: skip
 
 
-def _damage(facts: Facts, file: str, reason: str) -> Finding:
+def _damage(facts: Facts, file: str, reason: str, *, is_folder: bool = True) -> Finding:
     return Finding(
         "stores", "problem", f"{file} is damaged: {reason}",
         "messages or events in it may be lost; damaged bytes are kept in place",
-        f"postroom verify --data {facts.data}, then postroom restore --from BACKUP --data NEW_DIR",
+        f"postroom verify --data {facts.data}, then postroom restore --from BACKUP --data NEW_DIR"
+        if is_folder
+        else "restore the schema postroom from a dump of pg_dump into another database, and use that one",
     )  # fmt: skip
+
+
+def _database(facts: Facts) -> Iterator[Finding]:
+    database = facts.database
+    if database is None:
+        return
+    yield from _indexes(database)
+    if database.wrong_counters:
+        yield Finding(
+            "database", "problem", f"counters are wrong: {'; '.join(database.wrong_counters[:SHOWN_MAX])}",
+            "limits of queues and backpressure act on a wrong depth",
+            _psql(database, RECOUNT.replace("postroom.", f"{database.schema}.")),
+        )  # fmt: skip
+    if database.oldest_s > TRANSACTION_LONG_S:
+        program = database.oldest_program or "a program"
+        yield Finding(
+            "database", "warning", f"a transaction of {program} is open since {_span(database.oldest_s)}",
+            "autovacuum removes no row that it could still see, so tables grow and claims get slow",
+            _psql(database, f"SELECT pg_terminate_backend({database.oldest_pid})"),
+        )  # fmt: skip
+    for table, (dead, live) in database.dead_rows.items():
+        if dead >= DEAD_ROWS_MIN and dead > live:
+            yield Finding(
+                "database", "warning",
+                f"the table {table} has about {dead:,} old rows beside {live:,} live ones",
+                "claims read them, too; autovacuum does not keep up, or is switched off",
+                _psql(database, f"VACUUM (ANALYZE) {database.schema}.{table}"),
+            )  # fmt: skip
+    if database.hears is False:
+        yield Finding(
+            "database", "warning", "LISTEN does not work over this address",
+            "waiting workers of other machines poll instead of being woken, as behind PgBouncer",
+            "add listen=off to the address, or connect to the server itself",
+        )  # fmt: skip
+
+
+def _indexes(database: DatabaseFacts) -> Iterator[Finding]:
+    for name in database.broken_indexes:
+        yield Finding(
+            "database", "problem", f"the index {name} is not valid",
+            "no query uses it, so claims read whole tables; a unique index may have let in duplicates",
+            _psql(database, f"REINDEX INDEX CONCURRENTLY {database.schema}.{name}"),
+        )  # fmt: skip
+    for name, statement in database.missing_indexes.items():
+        yield Finding(
+            "database", "problem", f"the index {name} is missing", "claims read whole tables",
+            _psql(database, statement),
+        )  # fmt: skip
+
+
+def _psql(database: DatabaseFacts, statement: str) -> str:
+    quoted = statement.replace("'", "'\\''")
+    return f"psql '{database.psql}' -c '{quoted}'"
+
+
+def _fine_database(facts: Facts) -> str:
+    database = facts.database
+    if database is None:
+        return ""
+    woken = {None: "wake-ups are switched off", True: "LISTEN works", False: ""}[database.hears]
+    return f"all indexes are valid, no transaction is old, and {woken}"
 
 
 def _encryption(facts: Facts) -> Iterator[Finding]:
@@ -395,7 +501,7 @@ def _leases(facts: Facts) -> Iterator[Finding]:
             f"{_count(late, 'lease')} ended up to {_span(longest)} ago and were not taken back: "
             f"{_names([lease.message_id for lease in late])}",
             "their messages wait, because no server and no worker sweeps the store",
-            f"postroom up --data {facts.data}",
+            _up(facts),
         )  # fmt: skip
     long = [lease for lease in leases if lease not in late and lease.claimed_s > LEASE_LONG_S]
     for lease in long[:SHOWN_MAX]:
@@ -453,13 +559,13 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
 
 def _more_workers(facts: Facts, queue: QueueFacts) -> str:
     if queue.is_engine:
-        return f"postroom up --data {facts.data} --app MODULE:ENGINE"
+        return f"{_up(facts)} --app MODULE:ENGINE"
     return f"postroom tasks work --data {facts.data} --agent {queue.name} --exec COMMAND"
 
 
 def _shipper(facts: Facts) -> Iterator[Finding]:
     shipper = facts.store.shipper if facts.store else None
-    command = f"postroom up --data {facts.data}"
+    command = _up(facts)
     if shipper is not None and shipper.waiting > shipper.backlog_max:
         how = "refused" if shipper.refuses else "slowed down"
         yield Finding(
@@ -472,6 +578,14 @@ def _shipper(facts: Facts) -> Iterator[Finding]:
             f"{shipper.waiting} events wait for the audit stream, the oldest for {_span(shipper.oldest_s)}",
             f"no shipper runs; at {shipper.backlog_max} waiting events new messages are slowed or refused",
             f"{command}, or without a stream: postroom audit detach --data {facts.data}",
+        )  # fmt: skip
+    rows = facts.store.quarantined_rows if facts.store else 0
+    if rows:
+        subject, verb = ("1 row", "is") if rows == 1 else (f"{rows} rows", "are")
+        yield Finding(
+            "shipper", "problem", f"{subject} of events cannot be read, and {verb} kept apart",
+            "the audit stream has alerts instead of their events, because the disk or the file is damaged",
+            f"postroom verify --data {facts.data}, then postroom restore --from BACKUP --data NEW_DIR",
         )  # fmt: skip
     if facts.mail_files_waiting >= MAIL_FILES_WAITING:
         yield Finding(
@@ -491,6 +605,8 @@ def _tokens(facts: Facts) -> Iterator[Finding]:
             f"postroom token create --data {facts.data} --role admin",
         )  # fmt: skip
     for token in valid:
+        if token.is_demo:
+            continue
         if token.expires_us is not None and token.expires_us - now_us < TOKEN_SOON_S * MICROS_PER_S:
             left_s = (token.expires_us - now_us) / MICROS_PER_S
             yield Finding(
@@ -532,11 +648,20 @@ def _fine_stores(facts: Facts) -> str:
     return f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)"
 
 
+def _is_read(facts: Facts) -> bool:
+    """Whether the messages of the store were read. A store with another format is not opened."""
+    return facts.store is not None and facts.store.format == facts.store.newest_format
+
+
 def _fine_shipper(facts: Facts) -> str:
-    shipper = facts.store.shipper if facts.store else None
-    if facts.store is None:
+    if facts.store is None or not _is_read(facts):
         return ""
+    shipper = facts.store.shipper
     return "events are not shipped" if shipper is None else f"{shipper.waiting} events wait to be shipped"
+
+
+def _fine_failures(facts: Facts) -> str:
+    return "no dead letters, and nothing in quarantine" if _is_read(facts) else ""
 
 
 def _fine_tokens(facts: Facts) -> str:
@@ -544,7 +669,9 @@ def _fine_tokens(facts: Facts) -> str:
 
 
 def _fine_backlog(facts: Facts) -> str:
-    return f"waiting: {_messages(sum(queue.depth for queue in facts.store.queues))}" if facts.store else ""
+    if facts.store is None or not _is_read(facts):
+        return ""
+    return f"waiting: {_messages(sum(queue.depth for queue in facts.store.queues))}"
 
 
 _CHECKS = (
@@ -554,9 +681,10 @@ _CHECKS = (
     ("clock", _clock, lambda _: "no event is in the future"),
     ("server", _parts, _fine_server),
     ("stores", _stores, _fine_stores),
+    ("database", _database, _fine_database),
     ("encryption", _encryption, _fine_encryption),
-    ("leases", _leases, lambda facts: "no lease is stuck" if facts.store else ""),
-    ("poison", _failures, lambda facts: "no dead letters, and nothing in quarantine" if facts.store else ""),
+    ("leases", _leases, lambda facts: "no lease is stuck" if _is_read(facts) else ""),
+    ("poison", _failures, _fine_failures),
     ("backlog", _backlog, _fine_backlog),
     ("shipper", _shipper, _fine_shipper),
     ("tokens", _tokens, _fine_tokens),

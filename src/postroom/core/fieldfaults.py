@@ -21,6 +21,7 @@ _WORDS = {
     "object": "an object",
 }
 _BOUNDS = {"<=": "at most {}", ">=": "at least {}", "<": "less than {}", ">": "more than {}"}
+_UNKNOWN_FIELD = r"Object contains unknown field `(.+)`"
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
@@ -32,7 +33,8 @@ def field_fault(error: msgspec.ValidationError, whole: str, kind: Any = None) ->
     said = text[: found.start()] if found else text
     for pattern, sentence in _SENTENCES:
         if match := re.fullmatch(pattern, said, re.DOTALL):
-            return f"{path or whole} {sentence(match)}{_choices(kind, path)}"
+            more = _known_fields(kind, path) if pattern == _UNKNOWN_FIELD else _choices(kind, path)
+            return f"{path or whole} {sentence(match)}{more}"
     return f"{path or whole} is invalid: {said}"
 
 
@@ -53,7 +55,7 @@ def _out_of_bounds(match: re.Match[str]) -> str:
 _SENTENCES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"Object missing required field `(.+)`", lambda match: f"lacks the field {shown(match[1])}"),
     (
-        r"Object contains unknown field `(.+)`",
+        _UNKNOWN_FIELD,
         lambda match: f"has a field {shown(match[1])}, which is not known",
     ),
     (r"Expected `([^`]+)`, got `([^`]+)`", _wrong_type),
@@ -65,13 +67,24 @@ _SENTENCES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 )
 
 
+def _fields(kind: Any) -> dict[str, msgspec.inspect.Type]:
+    """The fields of a struct by name; none for another type."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return {}
+    info = msgspec.inspect.type_info(kind)
+    return {field.encode_name: field.type for field in getattr(info, "fields", ())}
+
+
+def _known_fields(kind: Any, path: str) -> str:
+    """The fields of the whole value. Those of a part of the value are not listed."""
+    if path or not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return ""
+    return f": the fields are {', '.join(_fields(kind))}" if _fields(kind) else ": it takes no fields"
+
+
 def _choices(kind: Any, path: str) -> str:
     """The allowed values of the field, when its type is a list of words."""
-    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
-        return ""
-    info = msgspec.inspect.type_info(kind)
-    fields = {field.encode_name: field.type for field in getattr(info, "fields", ())}
-    found = fields.get(path)
+    found = _fields(kind).get(path)
     for part in getattr(found, "types", (found,)):
         if isinstance(part, msgspec.inspect.LiteralType):
             return f": it is one of {', '.join(map(str, part.values))}"

@@ -196,7 +196,7 @@ class History:
         if rule == "order" and not self._ordered:
             return
         sentence = f"{life.message_id} {said}"
-        self._report(Violation(rule, life.message_id, _ids(source, seqs), sentence), passed)
+        self._report(Violation(rule, life.message_id, ids_of(source, seqs), sentence), passed)
 
     def _report(self, violation: Violation, passed: Life | None = None) -> None:
         if len(self._found) < VIOLATIONS_MAX:
@@ -230,15 +230,15 @@ class History:
         Without `absent` and without a horizon no message is reported as lost: the stream alone cannot tell.
         """
         still_open = list(self._open())
-        lost = {}
+        missing = {}
         for lives, life in still_open:
-            reason = _gone(lives, life, horizon_us, absent)
+            reason = gone(lives, life, horizon_us, absent)
             if reason:
-                lost[id(life)] = _lost(life, reason)
+                missing[id(life)] = lost(life, reason)
         # Messages delivered before a lost one violate the order only because it is lost: not reported again.
-        found = [violation for violation, passed in self._found if id(passed) not in lost]
+        found = [violation for violation, passed in self._found if id(passed) not in missing]
         return HistoryVerdict(
-            [*found, *map(_never_accepted, self._unaccepted()), *lost.values()],
+            [*found, *map(_never_accepted, self._unaccepted()), *missing.values()],
             self._more,
             self._events,
             self._repeats,
@@ -262,21 +262,24 @@ def _digest(event: AuditEvent) -> int:
     return digest or 1
 
 
-def _ids(source: str, seqs: tuple[int, ...]) -> tuple[str, ...]:
+def ids_of(source: str, seqs: tuple[int, ...]) -> tuple[str, ...]:
+    """The ids of the events that prove a violation, each once. The number 0 stands for none."""
     return tuple(event_id(source, seq) for seq in dict.fromkeys(seqs) if seq > 0)
 
 
 def _never_accepted(life: Life) -> Violation:
     said = f"{life.message_id} was delivered, and nobody had accepted it"
-    return Violation("unknown", life.message_id, _ids(life.source, (life.leased,)), said)
+    return Violation("unknown", life.message_id, ids_of(life.source, (life.leased,)), said)
 
 
-def _lost(life: Life, reason: str) -> Violation:
+def lost(life: Life, reason: str) -> Violation:
+    """The violation of a message that is gone."""
     said = f"{life.message_id} was accepted, did not end, and {reason}"
-    return Violation("lost", life.message_id, _ids(life.source, (life.accepted, life.seq)), said)
+    return Violation("lost", life.message_id, ids_of(life.source, (life.accepted, life.seq)), said)
 
 
-def _gone(lives: Lives, life: Life, horizon_us: int | None, absent: Callable[[Open], bool] | None) -> str:
+def gone(lives: Lives, life: Life, horizon_us: int | None, absent: Callable[[Open], bool] | None) -> str:
+    """Why an open message is lost; empty if it is not."""
     if absent is not None and absent(Open(life.source, lives.contract, life.message_id)):
         return "is not in the store"
     silent_us = lives.newest_us - life.quiet_us

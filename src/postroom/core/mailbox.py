@@ -27,6 +27,7 @@ MESSAGE_COST_BYTES = 320  # of memory, besides its own bytes: 210 to 290 measure
 KEY_COST_BYTES = 150
 TAG_COST_BYTES = 64
 MAILBOX_COST_BYTES = 1_200  # 1,060 measured
+ORG_COST_BYTES = 250  # of the organization of a mailbox, besides its name: its key and its place in an index
 GROUP_COST_BYTES = 800  # of a pull group: 600 measured
 
 Deliver = Literal["latest", "earliest", "from_time", "from_id"]
@@ -58,9 +59,15 @@ def cost_of(size: int, key: str = "", tags: tuple[str, ...] = ()) -> int:
     return cost + KEY_COST_BYTES + size_of(key) if key else cost
 
 
-def mailbox_cost(mail_id: str, desc: str) -> int:
-    """The memory of a mailbox without its messages. The constant includes an ASCII name."""
-    return MAILBOX_COST_BYTES + size_of(desc) + (0 if mail_id.isascii() else size_of(mail_id))
+def mailbox_cost(mail_id: str, desc: str, org: str = "") -> int:
+    """The memory of a mailbox without its messages. The constants include an ASCII name."""
+    cost = MAILBOX_COST_BYTES + size_of(desc) + (0 if mail_id.isascii() else size_of(mail_id))
+    return cost + ORG_COST_BYTES + size_of(org) if org else cost
+
+
+def key_of(org: str, mail_id: str) -> str:
+    """The name of a mailbox among those of all organizations. No subject has a blank, so it is unique."""
+    return f"{org} {mail_id}" if org else mail_id
 
 
 def group_cost(name: str) -> int:
@@ -274,12 +281,14 @@ class Mailbox:
         "groups",
         "has_expired",
         "is_stored",
+        "key",
         "keys",
         "label",
         "lanes",
         "letters",
         "mail_id",
         "named",
+        "org",
         "public",
         "reserved",
         "reserved_bytes",
@@ -288,9 +297,13 @@ class Mailbox:
         "ttl_s",
     )
 
-    def __init__(self, serial: int, mail_id: str, *, public: bool, named: bool, label: str) -> None:
+    def __init__(
+        self, serial: int, mail_id: str, *, public: bool, named: bool, label: str, org: str = ""
+    ) -> None:
         self.serial = serial
         self.mail_id = mail_id
+        self.org = org  # empty for a mailbox of all organizations
+        self.key = key_of(org, mail_id)
         self.public = public
         self.named = named
         self.label = label  # its name in events
@@ -426,8 +439,8 @@ class MailSubscription:
 
     __slots__ = (
         "enveloped",
+        "key",
         "link",
-        "mail_id",
         "number",
         "queue_group",
         "queue_rank",
@@ -441,7 +454,7 @@ class MailSubscription:
         link: object,
         number: int,
         sid: str,
-        mail_id: str,
+        key: str,
         ranks: int,
         queue_group: str,
         *,
@@ -450,7 +463,7 @@ class MailSubscription:
         self.link = link
         self.number = number
         self.sid = sid
-        self.mail_id = mail_id
+        self.key = key  # of the mailbox
         self.ranks = ranks
         self.queue_group = queue_group
         self.enveloped = enveloped

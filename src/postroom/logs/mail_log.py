@@ -27,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from postroom.errors import LockTimeout
 from postroom.logs.mail_records import SECRET_BYTES, Framing, Record, Started
 from postroom.message import Damage
 from postroom.system import lock
@@ -110,6 +111,15 @@ def count_keys(folder: Path) -> dict[str, int]:
     return counts
 
 
+def _lock_folder(fd: int, folder: Path) -> None:
+    """Take the lock of the folder. Raises `LockTimeout`, which names the process that holds it."""
+    try:
+        lock.acquire(fd, LOCK_WAIT_S, folder)
+    except LockTimeout:
+        raise LockTimeout(folder, LOCK_WAIT_S, lock.holder(fd)) from None
+    lock.note_holder(fd)
+
+
 class SegmentLog:
     """The log of one folder, open from its creation. `run_soon` runs a call on the loop, from any thread."""
 
@@ -123,9 +133,9 @@ class SegmentLog:
         self._encryption = encryption
         self._look_at_keys_s = 0.0
         self._folder = folder
-        self._lock_fd = open_safely(folder / "mail.lock", os.O_RDWR | os.O_CREAT)
+        self._lock_fd = lock.open_lock_file(folder / "mail.lock")
         try:
-            lock.acquire(self._lock_fd, LOCK_WAIT_S, folder / "mail.lock")
+            _lock_folder(self._lock_fd, folder)
             self._old = log_segments(folder)
         except BaseException:
             os.close(self._lock_fd)

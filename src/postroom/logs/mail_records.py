@@ -54,6 +54,8 @@ class Opened(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     creator: str
     client: str = ""
     """The client whose quota it counts against."""
+    org: str = ""
+    """The organization of its creator; empty for none, and in records of earlier versions."""
 
 
 class Extended(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
@@ -136,6 +138,8 @@ class AgentRecord(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False)
     """The SHA-256 of the secret that proves ownership of the name."""
     seen_us: Count = 0
     """When the agent last registered or reported."""
+    org: str = ""
+    """The organization of the client that registered it, as of a mailbox."""
 
 
 Record: TypeAlias = (
@@ -156,8 +160,6 @@ class Framing:
         self._place = f"a record of the mail log {secret.hex()}"
         self._unreadable = -1
         """The offset of the last whole frame that could not be decrypted."""
-        self.is_encrypted = False
-        """Whether an encrypted record was read."""
         self.is_outdated = False
         """Whether a record was read that the current key did not encrypt."""
 
@@ -222,7 +224,6 @@ class Framing:
     def _opened(self, body: bytes) -> bytes:
         if self._encryption is None:
             raise key_needed("the mail log")
-        self.is_encrypted = self.is_encrypted or body[: len(MARK)] == MARK
         self.is_outdated = self.is_outdated or not body.startswith(self._encryption.head)
         return self._encryption.open(body, self._place)
 

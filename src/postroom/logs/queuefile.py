@@ -167,7 +167,7 @@ class SessionFiles:
                 pass  # a waiting process was faster
             else:
                 return
-        self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
+        self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self.folder)
 
     def _lock_changed(self) -> int:
         """Open and lock the current files, because none is open yet or the queue file was replaced."""
@@ -175,7 +175,7 @@ class SessionFiles:
             self._drop()
             make_folder(self.folder, self._durability)
             self._lock_fd = open_safely(self._lock_path, os.O_RDWR | os.O_CREAT)
-            self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
+            self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self.folder)
             self._file.open()
             size = self._file.current_size()
             if size >= 0 and self._lock_is_current():

@@ -3,7 +3,8 @@
 Rule 1: a wake-up is sent after the commit that it is about, by another thread in another transaction. NOTIFY
         inside a transaction would make all commits of the server wait for each other.
 Rule 2: wake-ups are never trusted. `hears_other_processes` is false, and waiters poll, until a wake-up of our
-        own has come back. Behind PgBouncer in transaction mode, none does.
+        own has come back. It is sent over another connection than it is heard on: behind PgBouncer in
+        transaction mode, none comes back then.
 """
 
 import logging
@@ -25,6 +26,9 @@ PROBE_S = 10.0  # a connection that listens is asked that often whether its serv
 NAMES_MAX = 1_000  # names that wait to be sent; more of them are lost
 NAME_BYTES_MAX = 7_000  # PostgreSQL sends less than 8,000 bytes
 SEPARATOR = "|"
+# NOTIFY would make the commit wait for the disk. A setting of the session would stay in the pool of a pooler.
+_NOTIFY = """SELECT pg_notify(%s, name), set_config('synchronous_commit', 'off', true)
+    FROM unnest(%s::text[]) AS name"""
 
 
 class DatabaseNotifier(Notifier):
@@ -65,8 +69,10 @@ class DatabaseNotifier(Notifier):
                 self._listens = self._run(self._listen_all, "postroom-listen")
             yield
 
-    def _run(self, work: Callable[[threading.Event], None], name: str) -> bool:
-        threading.Thread(target=work, args=(self._stopped,), name=name, daemon=True).start()
+    def _run(self, work: Callable[[threading.Event, threading.Event], None], name: str) -> bool:
+        """Start a thread with the events of now: those of `close` are for later threads."""
+        events = self._stopped, self._is_any
+        threading.Thread(target=work, args=events, name=name, daemon=True).start()
         return True
 
     def close(self) -> None:
@@ -78,15 +84,14 @@ class DatabaseNotifier(Notifier):
 
     # ---- in the threads ------------------------------------------------------------------------
 
-    def _send_all(self, stopped: threading.Event) -> None:
+    def _send_all(self, stopped: threading.Event, is_any: threading.Event) -> None:
         connection = None
         while not stopped.is_set():
-            is_any = self._is_any
             is_any.wait()
             is_any.clear()
             names, self._names = list(self._names), {}
             try:
-                connection = connection or self._connect_to_send()
+                connection = connection or self._connect()
                 self._send(connection, names)
             except Exception as error:  # noqa: BLE001 - a lost wake-up only makes waiters poll
                 _log.warning("wake-ups were not sent through the database: %s", type(error).__name__)
@@ -96,29 +101,20 @@ class DatabaseNotifier(Notifier):
             time.sleep(SEND_PAUSE_S)
         _close(connection)
 
-    def _connect_to_send(self) -> Any:
-        """A connection whose commits do not wait for the disk, which NOTIFY would make them do."""
-        connection = self._connect()
-        with connection.watched():
-            connection.execute("SET synchronous_commit = off")
-        return connection
-
     def _send(self, connection: Any, names: list[str]) -> None:
         texts = [f"{self._own}{SEPARATOR}{_escaped(name)}" for name in names]
         fitting = [text for text in texts if len(text.encode()) <= NAME_BYTES_MAX]
         with connection.watched():
-            connection.execute(
-                "SELECT pg_notify(%s, name) FROM unnest(%s::text[]) AS name", [self._channel, fitting]
-            )
+            connection.execute(_NOTIFY, [self._channel, fitting])
 
-    def _listen_all(self, stopped: threading.Event) -> None:
+    def _listen_all(self, stopped: threading.Event, _is_any: threading.Event) -> None:
         while not stopped.is_set():
             connection = None
             try:
                 connection = self._connect()
                 with connection.watched():
                     connection.execute(f'LISTEN "{self._channel}"')
-                self._send(connection, [self._own])  # comes back when LISTEN works here
+                self.notify(self._own)  # comes back when LISTEN works here
                 probe_at = time.monotonic() + PROBE_S
                 while not stopped.is_set():
                     for heard in connection.notifies(timeout=LISTEN_S):
@@ -128,6 +124,8 @@ class DatabaseNotifier(Notifier):
                     if time.monotonic() >= probe_at:
                         probe_at = time.monotonic() + PROBE_S
                         self._send(connection, [])  # an error here: the server is gone
+                        if not self._watching:
+                            self.notify(self._own)
             except Exception as error:  # noqa: BLE001 - waiters poll until LISTEN works again
                 if not stopped.is_set():
                     _log.warning("LISTEN is started again: %s", type(error).__name__)

@@ -92,7 +92,7 @@ def chain_locked(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        lock.acquire(fd, CHAIN_LOCK_TIMEOUT_S, path)
+        lock.acquire(fd, CHAIN_LOCK_TIMEOUT_S, folder)
         yield
     finally:
         os.close(fd)

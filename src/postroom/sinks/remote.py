@@ -3,7 +3,9 @@
 Rule 1: the copy's own chain records what was copied. Segments in that chain are complete; others are sent.
 Rule 2: a segment is sent under a name that begins with `_`, then renamed. The chain is written last.
 Rule 3: a copy only grows. Local retention removes nothing from it.
-Rule 4: a copy on a local disk is private, as the stream is.
+Rule 4: a copy has the name of the stream, which is sent before its segments. A reader of the folder can
+        continue with the copy.
+Rule 5: a copy on a local disk is private, as the stream is.
 """
 
 import errno
@@ -15,7 +17,8 @@ from typing import Any
 
 from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
 from postroom.sinks.chain import Chain, Entry, chain_lines, parse_chain, read_chain
-from postroom.sinks.layout import CHAIN, INDEX, chain_locked, index_path
+from postroom.sinks.heads import stream_of
+from postroom.sinks.layout import CHAIN, INDEX, STREAM, chain_locked, index_path
 from postroom.system.atomic import PRIVATE_FILE_MODE, absolute_path, make_folder, open_safely, read_file
 
 PART = "_part-"
@@ -43,6 +46,7 @@ class Publisher:
         try:
             remote = self._remote_chain()
             missing = self._missing(chain, remote)
+            self._send_name()
             for entry in missing:
                 self._send_segment(entry)
             if missing:
@@ -77,6 +81,18 @@ class Publisher:
         if remote.head not in {removed.head if removed else "", *(entry.hash for entry in local.entries)}:
             raise StoreDamaged(f"{self.url} holds segments of another stream than {self.folder}")
         return [entry for entry in local.entries if entry.n > remote.last]
+
+    def _send_name(self) -> None:
+        name = stream_of(self.folder)
+        if name and name != self._remote_name():
+            self._put(STREAM, f"{name}\n".encode())
+
+    def _remote_name(self) -> str:
+        try:
+            data: bytes = self._fs.cat_file(self._path(STREAM))
+        except FileNotFoundError:
+            return ""
+        return data.decode("utf-8", "replace").strip()
 
     def _send_segment(self, entry: Entry) -> None:
         data = read_file(self.folder / entry.name)

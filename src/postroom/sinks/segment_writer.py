@@ -271,6 +271,8 @@ class SegmentSink(Closing):
     def close(self) -> None:
         """Release the folder to other writers; the next call takes it again."""
         with self._mutex:
+            if self._lock_fd >= 0:
+                lock.forget_holder(self._lock_fd)
             self._drop()
 
     def after_fork(self) -> None:
@@ -412,12 +414,9 @@ class SegmentSink(Closing):
             raise
 
     def _take_lock(self) -> int:
-        fd = open_safely(self.folder / WRITER_LOCK, os.O_RDWR | os.O_CREAT)
+        fd = lock.open_lock_file(self.folder / WRITER_LOCK)
         try:
-            lock.flock(fd, lock.EXCLUSIVE_NOW)
-        except BlockingIOError:
-            os.close(fd)
-            raise Unavailable(f"{self.folder} already has a writer; only one at a time is allowed") from None
+            lock.hold(fd, f"{self.folder} already has a writer; only one at a time is allowed")
         except BaseException:
             os.close(fd)
             raise

@@ -93,7 +93,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 class Kept(msgspec.Struct, frozen=True, gc=False):
-    """What a store keeps about a message beside its record, for a move to another store."""
+    """The parts of a message that are not in its record, for a move to another store."""
 
     type: str
     parent_message_id: str
@@ -180,17 +180,7 @@ class Ledger(ABC):
 
 
 class Lanes(ABC):
-    """The order in which records can be claimed, inside the same transaction.
-
-    A backend whose lanes are an index over its records does nothing in `push` and `acknowledge`. One whose
-    lanes are in a broker publishes and confirms there.
-    """
-
-    def push(self, records: Sequence[Record]) -> None:  # noqa: B027
-        """These records became QUEUED."""
-
-    def acknowledge(self, records: Sequence[Record]) -> None:  # noqa: B027
-        """These claimed records have left PROCESSING: their claim delivers them no further time."""
+    """The order in which records can be claimed, inside the same transaction."""
 
     @abstractmethod
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
@@ -233,7 +223,7 @@ def _add(counts: dict[tuple[str, Counted], int], queue: str, what: Counted, chan
 
 def ready(counts: Mapping[Counted, int]) -> int:
     """Records that can be claimed."""
-    get = counts.get  # spelled out, here and below: these run for each inserted message
+    get = counts.get  # no loop, here and below: these functions run for each inserted message
     return get("P0", 0) + get("P1", 0) + get("P2", 0) + get("P3", 0)
 
 

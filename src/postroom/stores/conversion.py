@@ -1,9 +1,9 @@
 """Encrypts the stored values of a ledger with the current key: after a new key, and when encryption begins.
 
-Rule 1: a conversion is many short transactions, so workers go on. Each one notes how far it came, so that a
-        conversion that was killed continues from there.
-Rule 2: values that are written meanwhile use the current key already. A value behind the noted position is
-        never older.
+Rule 1: a conversion is many short transactions, so workers continue meanwhile. Each transaction stores its
+        position, so that a conversion that was killed continues from there.
+Rule 2: values that are written meanwhile use the current key. So no value that the conversion has passed
+        gets an older key again.
 Rule 3: a value that cannot be decrypted stays as it is, and is counted.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from postroom.errors import InvalidSetting, KeyMissing, UnreadableValue
+from postroom.errors import KeyInUse, KeyMissing, UnreadableValue
 from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.system.encryption import HEAD_BYTES, LINE_MARK, PLAIN, Encryption, KeysInUse, key_of
 
-CONVERSION_ROWS_MAX = 200  # of one transaction,
-CONVERSION_BYTES_MAX = 1 << 20  # or bytes of values, whichever is reached first
+CONVERSION_ROWS_MAX = 200  # rows that one transaction looks at
+CONVERSION_BYTES_MAX = 1 << 20  # bytes of values after which a transaction ends earlier
 PROGRESS_FACT = "keys.progress"
 
 Ask: TypeAlias = Callable[[str, tuple[Any, ...]], Sequence[Sequence[Any]]]
@@ -31,16 +31,18 @@ class Progress(msgspec.Struct, frozen=True):
     key: str
     """The fingerprint of the key that values are converted to."""
     part: int = 0
-    """The table, as a place in `Tables.queries`; their number when everything is converted."""
+    """The index of the current table; the number of tables when everything is converted."""
     after: list[Any] = []
     """The last row that was looked at; empty before the first."""
     rows: int = 0
     converted: int = 0
     """Values that had another key, or none."""
     was_plain: int = 0
-    """How many of them were not encrypted."""
+    """How many of them were not encrypted. Until the store is wiped, its files may still hold their text."""
     unreadable: int = 0
     is_done: bool = False
+    is_wiped: bool = False
+    """Whether `Store.wipe` has run to its end since."""
 
 
 class Value(NamedTuple):
@@ -131,7 +133,7 @@ class Values:
             return
         try:
             plain = self._plain(value)
-        except (UnreadableValue, KeyMissing):
+        except (UnreadableValue, KeyMissing, UnicodeDecodeError):
             counts["unreadable"] += 1
             return
         counts["converted"] += 1
@@ -198,18 +200,28 @@ def _text(stored: bytes | str) -> str:
 
 
 def progress_of(text: str | None, encryption: Encryption) -> Progress:
-    """How far the conversion to the current key came, by the fact of the store. A new one starts anew."""
-    noted = None if not text else msgspec.json.decode(text, type=Progress)
-    is_under_way = noted is not None and noted.key == encryption.current and not noted.is_done
-    return noted if noted is not None and is_under_way else Progress(encryption.current)
+    """The stored progress of the conversion to the current key, or the start of a new conversion.
+
+    A conversion whose store was not wiped, because of a kill or a full disk, leaves that to the next one.
+    """
+    noted = Progress("", is_wiped=True) if not text else msgspec.json.decode(text, type=Progress)
+    if noted.key == encryption.current and not noted.is_done:
+        return noted
+    return Progress(encryption.current, was_plain=0 if noted.is_wiped else noted.was_plain)
+
+
+def wiped(text: str) -> str:
+    """The fact of a store after it was wiped."""
+    noted = msgspec.json.decode(text, type=Progress)
+    return msgspec.json.encode(msgspec.structs.replace(noted, is_wiped=True)).decode()
 
 
 def without_key(where: str, noted: KeysInUse, key: str, counts: Mapping[str, int]) -> KeysInUse:
-    """The keys in use without a key, which no value may need."""
+    """The keys in use without `key`. Raises when `key` is current or a value needs it."""
     if key == noted.current:
-        raise InvalidSetting(f"{where} encrypts with this key: rotate to another one first")
+        raise KeyInUse(f"{where} encrypts with this key: rotate to another one first")
     if counts.get(key):
-        raise InvalidSetting(
+        raise KeyInUse(
             f"{counts[key]} values in {where} are encrypted with this key: run `postroom keys encrypt` first"
         )
     return KeysInUse({each: name for each, name in noted.keys.items() if each != key}, noted.current)

@@ -4,8 +4,12 @@ A verb that handles many messages emits events that differ in a few numbers. The
 message that is inserted alone needs no row of events at first, because its record implies both events. The
 next commit with other events writes the implied events too, and so does a commit that finds `IMPLIED_MAX` of
 them. So the records behind the last row of events are exactly those whose events are implied.
+
+A row that cannot be read does not stop the readers: each of its events is replaced by an `alert` of the same
+number, because a gap in the numbers would look like a loss. The bytes of the row stay in the store.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, repeat
 from operator import attrgetter
@@ -15,13 +19,16 @@ import msgspec
 
 from postroom.core.ids import new_id
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.errors import UnreadableValue
 from postroom.message import Event, Noted, Record, State
 
 IMPLIED_MAX = 256  # new records whose events are not written yet
 EVENTS_PER_NEW = 2  # `created` and `enqueued`
+UNREADABLE = "UnreadableEvents"
+"""The error type of the alerts that replace events that cannot be read. `row` in their detail is the row."""
 
 RecordName: TypeAlias = int | str
-"""The number in an id that the store gave to a task, or any other id."""
+"""The number in an id that the store made for a task; any other id as it is."""
 
 
 traits = attrgetter(
@@ -186,12 +193,42 @@ def implied_runs(records: Iterable[Implied]) -> Iterator[OnesRun]:
         yield OnesRun(ones[0].seq, *traits, [one.created_us for one in ones], [one.size for one in ones])
 
 
+class StoredRow(NamedTuple):
+    """A row of events."""
+
+    number: int
+    first: int
+    """The number of its first event, as far as it is known without reading the row."""
+    last: int
+    ts_us: int
+    batch: bytes
+
+
+READ_ERRORS = (UnreadableValue, msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+"""What reading a damaged row raises. A missing key is another error, because the row is not damaged."""
+INCOMPLETE = "events are missing in its row"
+
+
+def alerts_for(row: StoredRow, reached: int, fault: str) -> Iterator[Event]:
+    """An alert for each event of a row behind `reached`, which cannot be read."""
+    first = max(reached + 1, row.first)
+    detail = {
+        "row": row.number, "first": first, "last": row.last, "bytes": len(row.batch),
+        "sha256": hashlib.sha256(row.batch).hexdigest(),
+    }  # fmt: skip
+    error = f"this event cannot be read: {fault}"
+    for seq in range(first, row.last + 1):
+        yield Event(
+            seq, row.ts_us, "alert", "", "", "DONE", error_type=UNREADABLE, error=error, detail=detail
+        )
+
+
 def pack(parts: list[Part]) -> str:
     """The stored form of a commit's events."""
     return _encode(parts).decode()
 
 
-def unpack(batch: str, store_id: str) -> Iterator[Event]:
+def unpack(batch: str | bytes, store_id: str) -> Iterator[Event]:
     """The events of a commit."""
     for part in _decode(batch):
         if memoryview(part)[0] == _OBJECT:

@@ -28,7 +28,7 @@ from postroom.stores.base import (
     counted_as,
     unknown,
 )
-from postroom.stores.store import Store
+from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import LimitsCache, Transaction
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.handles import reset_after_fork
@@ -72,6 +72,7 @@ class MemoryStore(Store):
     """Records in a dictionary, guarded by one lock."""
 
     url = "memory://"
+    capabilities = Capabilities(survives_kills=False)
 
     def __init__(self, *, clock: Clock | None = None, store_id: str | None = None) -> None:
         self.store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
@@ -124,7 +125,7 @@ class MemoryTransaction(Transaction):
         self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Undo all changes, the last one first. To undo a change adds to the log, so a copy is read."""
+        """Undo all changes, the last one first. Each undo appends to the log, so a copy is read."""
         for step in self._undo[::-1]:
             step()
 

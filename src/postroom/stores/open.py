@@ -3,7 +3,7 @@
 import os
 import re
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
 from postroom.system.encryption import key_file_encryption
@@ -13,18 +13,22 @@ MEMORY = "memory://"
 AMQP = ("amqp://", "amqps://")
 POSTGRES = ("postgres://", "postgresql://")
 SERVERS = (*POSTGRES, *AMQP)
-"""How the addresses of stores begin that several hosts can share. Their workers claim at the same time."""
+"""The schemes of stores that several hosts can share. Their workers claim concurrently."""
 
 _PASSWORD = re.compile(r"(://[^:/?@]*):[^/?]*@")
 
 
 def open_store(
-    url: str, *, clock: Clock | None = None, key_file: str | os.PathLike[str] | None = None
+    url: str,
+    *,
+    clock: Clock | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+    notes_keys: bool = True,
 ) -> Store:
     """The store at `url`: `sqlite:///path`, `postgres://user@host/db`, `amqp://host/?ledger=URL`, `memory://`.
 
     `key_file` encrypts what is stored; None means the file that the environment names. A store in memory is
-    never encrypted.
+    never encrypted. `notes_keys` is that of the store.
     """
     if url == MEMORY:
         from postroom.stores.memory import MemoryStore
@@ -34,11 +38,18 @@ def open_store(
         from postroom.stores.rabbitmq import RabbitStore, parse_address
 
         address = parse_address(url)
-        return RabbitStore(address, open_store(address.ledger, clock=clock, key_file=key_file))
+        if address.is_broker_only and key_file_encryption(key_file) is not None:
+            raise InvalidSetting(
+                "p0=broker-only keeps P0 in the broker, which encrypts nothing: leave it out, or the key file"
+            )
+        ledger = open_store(address.ledger, clock=clock, key_file=key_file, notes_keys=notes_keys)
+        return RabbitStore(address, ledger)
     if url.startswith(POSTGRES):
         from postroom.stores.postgres import PostgresStore
 
-        return PostgresStore(url, clock=clock, encryption=key_file_encryption(key_file))
+        store: Store = PostgresStore(url, clock=clock, encryption=key_file_encryption(key_file))
+        store.notes_keys = notes_keys
+        return store
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
         raise InvalidMessage(
@@ -47,7 +58,9 @@ def open_store(
         )
     from postroom.stores.sqlite import SqliteStore
 
-    return SqliteStore(path, clock=clock, encryption=key_file_encryption(key_file))
+    store = SqliteStore(path, clock=clock, encryption=key_file_encryption(key_file))
+    store.notes_keys = notes_keys
+    return store
 
 
 def shown_address(url: str) -> str:

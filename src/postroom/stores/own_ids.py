@@ -1,4 +1,4 @@
-"""Which message ids a store gave itself. Such an id has the number of its record in it."""
+"""Recognizes message ids that the store made. Such an id contains the number of its record."""
 
 from postroom.core.ids import number_in_uuid, store_tag
 
@@ -7,15 +7,15 @@ UUID_CHARS = 36
 
 
 class OwnIds:
-    """Finds the number of a record by its id. What a handle knows derives from it."""
+    """Finds the number of a record by its id. The `Known` class of each backend derives from this class."""
 
     def __init__(self, store_id: str) -> None:
         self.store_id = store_id
         self.prefix = f"{store_id}-"
-        """How the ids begin that the store gives."""
+        """The prefix of ids that the store makes for tasks."""
 
     def own_number(self, message_id: str) -> int:
-        """The number in an id that the store gave; 0 for any other id."""
+        """The number in an id that the store made; 0 for any other id."""
         number = message_id.removeprefix(self.prefix)
         if len(number) == UUID_CHARS:
             return number_in_uuid(number, store_tag(self.store_id))

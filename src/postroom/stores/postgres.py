@@ -23,11 +23,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import psycopg
 from psycopg import errors as sql_errors
 
+from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError, StoreDamaged, StoreRefused, Unavailable, WriteFailed
 from postroom.message import Event
 from postroom.stores.base import Counted
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.postgres_connection import (
+    ON_DISK,
+    POOLED_IDLE_TIMEOUT_S,
     Address,
     Pool,
     migrate,
@@ -36,13 +39,14 @@ from postroom.stores.postgres_connection import (
 )
 from postroom.stores.postgres_encrypted import EncryptedPostgresReading, EncryptedPostgresTransaction
 from postroom.stores.postgres_keys import PostgresKeys
-from postroom.stores.postgres_known import ConflictError, Known
+from postroom.stores.postgres_known import DEADLINES_KNOWN_NS, ConflictError, Known
 from postroom.stores.postgres_ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
 from postroom.stores.postgres_rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
 from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
 from postroom.stores.postgres_trips import Connection, Statement
+from postroom.stores.store import Capabilities
 from postroom.stores.transaction import Transaction
-from postroom.system.clock import Clock
+from postroom.system.clock import Clock, SystemClock
 from postroom.system.encryption import KEYS_FACT, Encryption
 from postroom.system.handles import reset_after_fork
 
@@ -53,11 +57,13 @@ RECONNECT_PAUSE_S = 0.1
 CONFLICTS_MAX = 50  # retries of a commit because of conflicts with other transactions
 CONFLICT_PAUSE_S = 0.002
 FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
+CLOCK_KEPT_S = 60.0  # how long the time is calculated from the last answer of the server
 NANOS_PER_US = 1_000
 OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
 
 _NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_LIMIT_IDLE = f"SET LOCAL idle_in_transaction_session_timeout = {round(POOLED_IDLE_TIMEOUT_S * 1000)}"
 _log = logging.getLogger("postroom.store")
 
 _CONFLICTS = (
@@ -75,8 +81,8 @@ _LOST = (
 """The server stopped, does not answer or has become a standby: another try can reach the new primary."""
 
 
-class _Silence(NamedTuple):
-    """An outage: the server does not answer."""
+class _Outage(NamedTuple):
+    """A time in which the server does not answer."""
 
     since: float
     last: float
@@ -88,8 +94,9 @@ class PostgresStore(PostgresKeys):
     """Records in the tables of one schema. Opening it connects to nothing; the first call does."""
 
     fatal_errors = (psycopg.Error, ConflictError)
-    is_concurrent = True
-    survives_kills = False
+    capabilities = Capabilities(
+        is_shared=True, is_concurrent=True, is_ordered=False, survives_kills=False, is_encryptable=True
+    )
 
     def __init__(
         self,
@@ -110,10 +117,13 @@ class PostgresStore(PostgresKeys):
         self._known: Known | None = None
         self._offset_ns = 0
         self._newest_ns = 0
+        self._uptime = SystemClock()
+        self._heard: tuple[int, int] | None = None
+        """The server's clock in its last answer, and the uptime of this machine then."""
         self._commits = 0
         self._random = random.SystemRandom()
-        self._silence: _Silence | None = None
-        """Since when the server does not answer; None when it does."""
+        self._outage: _Outage | None = None
+        """None while the server answers."""
         self.writing, self._read_only = _both_forms(self.address.schema)
         self._fresh_threads()
         reset_after_fork(self)
@@ -162,32 +172,32 @@ class PostgresStore(PostgresKeys):
                     raise self._translated(error) from error
                 time.sleep(CONFLICT_PAUSE_S * min(conflicts, 10) * self._random.random())
             except _LOST as error:
-                self._note_silence(error)
+                self._note_outage(error)
                 if isinstance(error, sql_errors.DiskFull) or time.monotonic() >= deadline:
                     raise self._translated(error) from error
                 time.sleep(RECONNECT_PAUSE_S)
             except psycopg.Error as error:
                 raise self._translated(error) from error
             else:
-                self._silence = None
+                self._outage = None
                 return result
 
     def _deadline(self) -> float:
         """Until when a call may retry.
 
-        All callers share the reconnect time of one outage: a later caller waits for the rest of it only. So a
+        All callers share the reconnect time of one outage: a later caller waits only for the rest of it. So a
         call that waited for the commit of another caller does not wait for the whole time again.
         """
-        return self._silent_since(time.monotonic()) + self._reconnect_s
+        return self._outage_since(time.monotonic()) + self._reconnect_s
 
-    def _silent_since(self, now: float) -> float:
-        silence = self._silence
-        return silence.since if silence is not None and now - silence.last < self._reconnect_s else now
+    def _outage_since(self, now: float) -> float:
+        outage = self._outage
+        return outage.since if outage is not None and now - outage.last < self._reconnect_s else now
 
-    def _note_silence(self, error: Exception) -> None:
+    def _note_outage(self, error: Exception) -> None:
         self._pool.close()
         now = time.monotonic()
-        self._silence = _Silence(self._silent_since(now), now, str(error))
+        self._outage = _Outage(self._outage_since(now), now, str(error))
 
     def _with_connection(self, attempt: Callable[[Connection], T]) -> T:
         self._open()
@@ -195,6 +205,7 @@ class PostgresStore(PostgresKeys):
         try:
             with self._pool.watchdog.watching(connection):
                 outcome = self._attempted(attempt, connection)
+                connection.lock_number = 0
         except BaseException:
             self._pool.drop(connection)
             raise
@@ -248,8 +259,8 @@ class PostgresStore(PostgresKeys):
     def _was_committed(self, mark: tuple[int, int], error: Exception) -> bool:
         """Whether a commit happened whose answer was lost. Raises when that cannot be found out.
 
-        Every transaction holds a lock of its own. While a server still works on a lost one, the lock is
-        taken. Afterwards, its row of events tells whether it was committed.
+        Every transaction holds an advisory lock of its own, which stays taken while the server still works on
+        the transaction. When the lock is free, the row of events tells whether the transaction was committed.
         """
         deadline = time.monotonic() + self._reconnect_s
         while time.monotonic() < deadline:
@@ -290,8 +301,8 @@ class PostgresStore(PostgresKeys):
     def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
         """Begin a transaction, lock its mark, take numbers and read the usual cells, in one trip.
 
-        Numbers are taken when the last transaction of this thread needed some before it locked records. Other
-        transactions may claim, so they read the first deadlines.
+        Numbers are taken when the last transaction of this thread needed some before it locked records. A
+        transaction without numbers may be a claim, so it reads the first deadlines.
         """
         known, queries = self._opened(), self.writing
         early, scans = known.habits.early, [*known.scans]
@@ -302,16 +313,20 @@ class PostgresStore(PostgresKeys):
         reads: list[Statement] = [
             (queries["cells"], (to_sql(kind), after, limit)) for kind, after, limit in scans
         ]
+        opening: list[Statement] = [("BEGIN", ())]
+        if not connection.mark:
+            opening.append((_LIMIT_IDLE, ()))
+        connection.lock_number = writer
         reads_deadlines = not early and known.wants_deadlines
         if reads_deadlines:
             reads.append((queries["first_deadlines"], ()))
         reads_keys = time.monotonic() >= self._look_at_keys
         if reads_keys:
             reads.append((queries["fact"], (KEYS_FACT,)))
-        _, begun, *answers = connection.trip([("BEGIN", ()), begin, *reads])
+        begun, *answers = connection.trip([*opening, begin, *reads])[len(opening) :]
         if reads_keys:
             self._check_keys(answers.pop().rows)
-        database_us, _, *numbers = begun.rows[0]
+        database_us, _, _, *numbers = begun.rows[0]
         now = self._time(database_us)
         if reads_deadlines:
             known.set_deadlines(answers.pop().rows[0], now[0])
@@ -319,15 +334,40 @@ class PostgresStore(PostgresKeys):
         read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
         if self.encryption is None:
             return PostgresTransaction(known, connection, queries, now, taken, read)
-        return EncryptedPostgresTransaction(known, connection, queries, now, self.encryption, taken, read)
+        return EncryptedPostgresTransaction(self.encryption, known, connection, queries, now, taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
         if self._clock is not None:
             return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
+        self._heard = database_us, self._uptime.boot_ns()
         now_ns = database_us * NANOS_PER_US + self._offset_ns
         self._newest_ns = max(self._newest_ns, now_ns)  # it never steps back
         return self._newest_ns, database_us
+
+    def wall_us(self) -> int:
+        """The server's clock. After a recent answer it is calculated, so that no event loop has to wait."""
+        if self._clock is not None:
+            return self._clock.wall_us()
+        calculated_us = self._calculated_us()
+        return super().wall_us() if calculated_us is None else calculated_us
+
+    def _calculated_us(self) -> int | None:
+        """The server's clock by its last answer; None when that is too old."""
+        if self._heard is None:
+            return None
+        database_us, then_ns = self._heard
+        passed_ns = self._uptime.boot_ns() - then_ns
+        return database_us + passed_ns // NANOS_PER_US if passed_ns < CLOCK_KEPT_S * NANOS_PER_S else None
+
+    def known_deadline_ns(self) -> int | None:
+        """The cycle before a pause has most often read the deadlines, so that no trip is needed."""
+        known, calculated_us = self._known, self._calculated_us()
+        if self._clock is not None or known is None or calculated_us is None:
+            return None
+        first_ns, read_ns = known.deadlines
+        now_ns = calculated_us * NANOS_PER_US + self._offset_ns
+        return max(0, first_ns - now_ns) if read_ns <= now_ns < read_ns + DEADLINES_KNOWN_NS else None
 
     def _fold_if_due(self) -> None:
         """Fold the counters every `FOLD_COMMITS` commits. A failed fold is made up by the next one."""
@@ -345,7 +385,7 @@ class PostgresStore(PostgresKeys):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
-            found = connection.run(f"{_BEGIN_READING}; SELECT {_NOW}")
+            found = connection.run(self._begin_reading(connection))
             now = self._time(int(found.get_value(0, 0) or 0))
             reading = self._reading(connection, now)
             try:
@@ -355,10 +395,17 @@ class PostgresStore(PostgresKeys):
 
         return self._persist(attempt)
 
+    def _begin_reading(self, connection: Connection) -> str:
+        """Begins a reading. Behind a pooler it takes a lock, so that its session can be looked up."""
+        if connection.mark:
+            return f"{_BEGIN_READING}; SELECT {_NOW}"
+        number = connection.lock_number = self._random.getrandbits(63)
+        return f"{_BEGIN_READING}; {_LIMIT_IDLE}; SELECT {_NOW}, pg_advisory_xact_lock({number})"
+
     def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresReading:
         known, queries = self._opened(), self._read_only
         if self.encryption is not None:
-            return EncryptedPostgresReading(known, connection, queries, now, self.encryption)
+            return EncryptedPostgresReading(self.encryption, known, connection, queries, now)
         if time.monotonic() >= self._look_at_keys:
             self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
         return PostgresReading(known, connection, queries, now)
@@ -406,20 +453,21 @@ class PostgresStore(PostgresKeys):
         with self._opening:
             if self._known is not None:
                 return
-            if self._silence is not None and self._silence.last >= began:
-                raise psycopg.OperationalError(self._silence.error)
+            if self._outage is not None and self._outage.last >= began:
+                raise psycopg.OperationalError(self._outage.error)
             try:
                 with self._connected() as connection:
-                    self._known = self._introduced(connection)
+                    self._known = self._set_up(connection)
             except _LOST as error:
-                self._note_silence(error)
+                self._note_outage(error)
                 raise
 
-    def _introduced(self, connection: Connection) -> Known:
-        """The facts of the store that every later transaction needs."""
+    def _set_up(self, connection: Connection) -> Known:
+        """Migrate the schema, and read the facts that every transaction needs."""
         migrate(connection, self.address)
         connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
         with connection.transaction():
+            connection.execute(f"SELECT {ON_DISK}")
             connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
             store_id = self._fact(connection, "store_id", self._new_store_id)
             if self._clock is None:
@@ -453,9 +501,9 @@ class PostgresStore(PostgresKeys):
             self._known = None
 
     def _return_numbers(self) -> None:
-        """Give back the numbers that were taken and not used. When that fails, they are never used."""
+        """Give back the numbers that were taken and not used. When that fails, they stay unused."""
         known = self._known
-        if known is not None and known.has_spare and self._silence is None:
+        if known is not None and known.has_spare and self._outage is None:
             spare = known.take_spare()
             with suppress(psycopg.Error, PostroomError):
                 self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
@@ -492,7 +540,7 @@ def _raise(error: Exception) -> NoReturn:
 def _both_forms(schema: str) -> tuple[dict[str, str], dict[str, str]]:
     """The queries of a writing transaction, which lock what they find, and those of a reading."""
     texts = queries(schema)
-    facts = {"record": RECORD_COLUMNS, "trail_max": str(TRAIL_BYTES_MAX)}
+    facts = {"record": RECORD_COLUMNS, "trail_max": str(TRAIL_BYTES_MAX), "on_disk": ON_DISK}
 
     def form(lock: str) -> dict[str, str]:
         words = {**facts, "lock": lock, "skip": f"{lock} SKIP LOCKED" if lock else ""}

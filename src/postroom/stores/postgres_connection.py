@@ -2,8 +2,9 @@
 
 Rule 1: the password of an address stays in this module. Errors and `url` never contain it.
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
-Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, the system gives up
-        bytes that are not acknowledged after `SENT_TIMEOUT_S`, and a watchdog ends all other waits.
+Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, the system closes a
+        connection whose bytes are not acknowledged within `SENT_TIMEOUT_S`, and a watchdog ends all other
+        waits.
 Rule 4: when the server refuses the role, the password, the database or the certificate, nothing is retried:
         `StoreRefused` is raised at once.
 """
@@ -35,11 +36,12 @@ SCHEMA_DEFAULT = "postroom"
 IDLE_CONNECTIONS_MAX = 8
 CONNECT_TIMEOUT_S = 3
 STATEMENT_TIMEOUT_S = 10.0
+POOLED_IDLE_TIMEOUT_S = 2.0  # for the next statement of a transaction behind a pooler
 SENT_TIMEOUT_S = 4.0  # for the acknowledgement of sent bytes by the server's host, not for an answer
 OLDEST_SERVER = 140_000  # version 14
 KEEPALIVE_IDLE_S = 10  # an idle connection is probed after this time ...
 KEEPALIVE_INTERVAL_S = 3  # ... that often ...
-KEEPALIVES = 3  # ... and counts as lost after so many probes without an answer
+KEEPALIVES = 3  # ... and counts as lost after this many probes without an answer
 _OWN_OPTIONS = ("schema", "listen", "prepare")
 _SECRETS = ("password", "sslpassword", "passfile")
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,40}")
@@ -61,6 +63,15 @@ _SESSION = (
     "SET enable_mergejoin = off; "
     f"SELECT {MARK} FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 )
+
+ON_DISK = (
+    "CASE current_setting('synchronous_commit') "
+    "WHEN 'off' THEN set_config('synchronous_commit', 'on', true) END"
+)
+"""In a transaction: its commit waits for the disk, also when the role, the database or the server says `off`.
+
+It holds for one transaction, so that it is right behind a pooler, too. Other values stay as they are.
+"""
 
 
 class Address:
@@ -88,11 +99,16 @@ class Address:
             self._secrets += [password, unquote(password)]
         shown = [(name, value) for name, value in options if name not in _SECRETS]
         self.url = urlunsplit(("postgres", f"{name}{at}{hosts}", parts.path, urlencode(shown), ""))
+        public = [(name, value) for name, value in rest if name not in _SECRETS]
+        self.psql = urlunsplit(("postgres", f"{name}{at}{hosts}", parts.path, urlencode(public), ""))
+        """The address for psql, without a password."""
         self._conninfo = urlunsplit(
             ("postgresql", parts.netloc, parts.path, urlencode(rest, quote_via=quote), "")
         )
         if not _SCHEMA.fullmatch(self.schema):
-            raise InvalidMessage(f"schema must be small letters, digits and underscores, not {self.schema!r}")
+            raise InvalidMessage(
+                f"schema must be lowercase letters, digits and underscores, not {self.schema!r}"
+            )
         try:
             conninfo_to_dict(self._conninfo)
         except psycopg.Error as error:
@@ -148,14 +164,14 @@ class Address:
         return StoreRefused(self.url, _WHERE.sub("", self.hidden(error)))
 
     def after_fork(self) -> None:
-        """A child has no thread that watches."""
+        """A child does not have the thread of the watchdog."""
         self.watchdog.fresh()
 
 
 def _mark(connection: Connection, session: Any) -> str:
     """The mark of a session; empty when it is unknown.
 
-    Behind a pooler each transaction may have another process of the server, and libpq knows none of them.
+    Behind a pooler, each transaction may run in another process of the server, and libpq knows none of them.
     """
     mark = (session.get_value(0, 0) or b"").decode() if session.ntuples else ""
     return mark if mark.startswith(f"{connection.pgconn.backend_pid}-") else ""
@@ -168,18 +184,22 @@ class Pool:
         self._address = address
         self.watchdog = address.watchdog
         self._idle: list[Connection] = []
+        self._is_closed = False
 
     def take(self) -> Connection:
-        """An idle connection, or a new one."""
+        """An idle connection, or a new one. A pool that was closed is in use again."""
+        self._is_closed = False
         with suppress(IndexError):
             return self._idle.pop()
         return self._address.connect()
 
     def give_back(self, connection: Connection) -> None:
-        """Keep a healthy connection for the next caller."""
+        """Keep a healthy connection for the next caller. After `close`, nobody else would close it."""
         is_idle = connection.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE
         if is_idle and len(self._idle) < IDLE_CONNECTIONS_MAX:
             self._idle.append(connection)
+            if self._is_closed:  # looked at last, so that either this thread or the one that closes sees it
+                self.close()
         else:
             self.drop(connection)
 
@@ -188,7 +208,8 @@ class Pool:
         self.watchdog.drop(connection)
 
     def close(self) -> None:
-        """Close all idle connections."""
+        """Close all idle connections, and those that callers give back from now on."""
+        self._is_closed = True
         with suppress(IndexError):  # another thread took the last one
             while self._idle:
                 self.drop(self._idle.pop())

@@ -13,28 +13,16 @@ from postroom.stores.base import Change
 from postroom.stores.conversion import Table, Value, Values, event_values, record_values
 from postroom.stores.encrypted import PLAIN_CELLS, EncryptedTransaction, batch_place, cell_place
 from postroom.stores.event_runs import EVENTS_PER_NEW
-from postroom.stores.postgres_known import Known
-from postroom.stores.postgres_ledger import NO_SCANS
 from postroom.stores.postgres_rows import from_sql
 from postroom.stores.postgres_transaction import PostgresReading, PostgresTransaction
-from postroom.stores.postgres_trips import Connection
 from postroom.system.encryption import Encryption
 
 
 class EncryptedPostgresTransaction(EncryptedTransaction, PostgresTransaction):
     """One transaction of a connection."""
 
-    def __init__(
-        self,
-        known: Known,
-        connection: Connection,
-        queries: Mapping[str, str],
-        now: tuple[int, int],
-        encryption: Encryption,
-        taken: tuple[int, int] | None = None,
-        scans: Mapping[tuple[str, str, int], list[Any]] = NO_SCANS,
-    ) -> None:
-        PostgresTransaction.__init__(self, known, connection, queries, now, taken, scans)
+    def __init__(self, encryption: Encryption, *facts: Any) -> None:
+        PostgresTransaction.__init__(self, *facts)
         self.encryption = encryption
 
     # ---- records -------------------------------------------------------------------------------
@@ -102,8 +90,8 @@ class EncryptedPostgresTransaction(EncryptedTransaction, PostgresTransaction):
             return super().packed()
         return self.encryption.seal(super().packed(), batch_place(self.store_id, self.last_number))
 
-    def unpacked(self, number: int, batch: bytes) -> str:
-        return self.encryption.open(bytes(batch), batch_place(self.store_id, number)).decode()
+    def unpacked(self, number: int, batch: bytes) -> bytes:
+        return self.encryption.open(bytes(batch), batch_place(self.store_id, number))
 
 
 class EncryptedPostgresReading(EncryptedPostgresTransaction, PostgresReading):

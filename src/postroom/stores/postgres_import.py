@@ -7,7 +7,10 @@ Rule 2: ids, numbers, tokens and positions stay as they are, and the steady cloc
 
 from collections.abc import Iterator
 from functools import partial
+from hashlib import sha256
 from typing import Any
+
+import msgspec
 
 from postroom.core.ids import new_id
 from postroom.errors import InvalidMessage
@@ -16,6 +19,7 @@ from postroom.stores.base import Counted, Kept, Listing
 from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.stores.event_runs import pack
 from postroom.stores.postgres import NANOS_PER_US, OFFSET, PostgresStore
+from postroom.stores.postgres_connection import ON_DISK
 from postroom.stores.postgres_rows import from_sql, to_sql
 from postroom.stores.postgres_trips import Connection
 from postroom.stores.store import Store
@@ -27,12 +31,13 @@ _NOW_US = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 
 
 def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
-    """Copy `source`, which nobody may write meanwhile. Returns what was copied."""
+    """Copy `source`; nothing may write to it meanwhile. Returns how much of each kind was copied."""
     identity = source.identity()
     target.identity()  # creates the schema
     queries, sealed = target.writing, _Sealed(identity, target.encryption)
     with target.connected() as connection, connection.transaction():
         connection.execute("SET LOCAL statement_timeout = 0")
+        connection.execute(f"SELECT {ON_DISK}")
         connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [target.address.schema])
         if connection.execute(queries["is_used"]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
             raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
@@ -123,7 +128,11 @@ def _row(r: Record, kept: Kept, identity: str) -> tuple[Any, ...]:
 
 def _cell_rows(source: Store) -> Iterator[tuple[str, str, bytes]]:
     for kind in source.read(lambda transaction: transaction.kinds()):
+        # A page begins behind a key. So the empty key, as of the shipper's position, is read by itself.
         after = ""
+        nameless = source.read(lambda transaction, k=kind: transaction.cell(k, ""))  # type: ignore[misc]
+        if nameless is not None:
+            yield to_sql(kind), "", nameless
         while page := source.read(lambda transaction, k=kind, a=after: transaction.cells(k, a, PAGE)):  # type: ignore[misc]
             yield from ((to_sql(kind), to_sql(key), value) for key, value in page)
             after = page[-1][0]
@@ -158,7 +167,7 @@ def _continue(connection: Connection, queries: dict[str, str], source: Store, id
 
 
 def differences(source: Store, target: Store) -> list[str]:
-    """What the target does not hold as the source does; empty after a complete move."""
+    """The differences between two stores; empty after a complete move."""
     found: list[str] = []
     after = 0
     while not found:
@@ -166,17 +175,30 @@ def differences(source: Store, target: Store) -> list[str]:
         pairs = zip(first, second, strict=False)
         found += [f"record {one[0].message_id} differs" for one, other in pairs if one != other]
         if len(first) != len(second):
-            found.append(f"behind record {after} there are {len(second)} records instead of {len(first)}")
+            found.append(f"after record {after} there are {len(second)} records instead of {len(first)}")
         if len(first) < PAGE:
             break
         after = first[-1][0].seq
     if _counts(source) != _counts(target):
         found.append("the counters differ")
-    if source.newest_event() != target.newest_event():
-        found.append("the last events differ")
-    if list(_cell_rows(source)) != list(_cell_rows(target)):
+    if _events_digest(source) != _events_digest(target):
+        found.append("the events differ")
+    if dict(_cells(source)) != dict(_cells(target)):  # their order is that of the stored keys
         found.append("the cells differ")
     return found
+
+
+def _cells(store: Store) -> Iterator[tuple[tuple[str, str], bytes]]:
+    return ((row[:2], sha256(row[2]).digest()) for row in _cell_rows(store))
+
+
+def _events_digest(store: Store) -> tuple[int, str]:
+    """How many events a store holds, and a hash of all of them in their order."""
+    count, after, digest = 0, 0, sha256()
+    while page := store.events(after, PAGE):
+        count, after = count + len(page), page[-1].seq
+        digest.update(msgspec.msgpack.encode(page, order="deterministic"))
+    return count, digest.hexdigest()
 
 
 def _counts(store: Store) -> dict[str, dict[Counted, int]]:

@@ -7,25 +7,26 @@ Rule 1: the keys in use are a fact of the database. Every handle looks at it wit
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
-from postroom.stores.postgres_connection import Address
+from postroom.stores.postgres_connection import ON_DISK, Address
 from postroom.stores.postgres_encrypted import postgres_values
 from postroom.stores.postgres_known import Known
 from postroom.stores.postgres_trips import Connection
 from postroom.stores.store import Store
-from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_needed
+from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, check_noted
 
 T = TypeVar("T")
 
-KEYS_LOOK_S = 1.0  # a handle uses another key, or learns that it has none, within this time
+KEYS_LOOK_S = 1.0  # a handle notices a new key within this time
 
 
 class PostgresKeys(Store):
-    """The part of a PostgreSQL store that knows its keys."""
+    """The part of a PostgreSQL store that manages its keys."""
 
     encryption: Encryption | None = None
     address: Address
@@ -47,9 +48,7 @@ class PostgresKeys(Store):
         """Refuse a database whose keys this handle does not have, given the fact of its keys."""
         noted = str(found[0][0]) if found else ""
         if noted != self._keys:
-            if self.encryption is None:
-                raise key_needed(self.url)
-            self.encryption.check(self.url, KeysInUse.decode(noted) if noted else None)
+            check_noted(self.encryption, self.url, noted)
             self._keys = noted
         self._look_at_keys = time.monotonic() + KEYS_LOOK_S
 
@@ -57,7 +56,7 @@ class PostgresKeys(Store):
         """Note the current key when the store is opened. The first key turns encryption on."""
         self._keys = ""
         found = connection.execute(self.writing["fact"], [KEYS_FACT]).fetchall()  # type: ignore[arg-type, unused-ignore]
-        if self.encryption is None:
+        if self.encryption is None or not self.notes_keys:
             self._check_keys(found)
             return
         noted = KeysInUse.decode(found[0][0]) if found else None
@@ -78,6 +77,7 @@ class PostgresKeys(Store):
 
         def attempt(connection: Connection) -> T:
             with connection.transaction():
+                connection.execute(f"SELECT {ON_DISK}")
                 values = postgres_values(self.writing, self._opened().store_id, encryption)
                 return work(connection, values)
 
@@ -106,6 +106,17 @@ class PostgresKeys(Store):
         self.identity()
         return self._on_values(lambda connection, values: values.count(_asking(connection)))
 
+    def unreadable_values(self, limit: int) -> list[str]:
+        """Why values cannot be decrypted, at most `limit` of them. Without encryption, none."""
+        self.identity()
+        if self.encryption is None:
+            return []
+        return self._on_values(
+            lambda connection, values: [
+                str(error) for error in islice(values.unreadable(_asking(connection)), limit)
+            ]
+        )
+
     def retire_key(self, fingerprint: str) -> None:
         noted = self.keys_in_use()
         if noted is None:
@@ -120,7 +131,7 @@ class PostgresKeys(Store):
             raise
 
     def _change_keys(self, change: Callable[[KeysInUse], KeysInUse]) -> None:
-        """Change the keys in use. Nobody else changes them meanwhile."""
+        """Change the keys in use, one process at a time."""
 
         def change_fact(connection: Connection, _: Values) -> str:
             connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])

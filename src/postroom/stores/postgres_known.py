@@ -12,6 +12,7 @@ from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import LimitsCache
 
 DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
+OWN_DEADLINE_KEPT_NS = NANOS_PER_S  # for how long a read may not show a deadline that this handle commits
 
 
 class ConflictError(Exception):
@@ -19,7 +20,7 @@ class ConflictError(Exception):
 
 
 class _Habits(threading.local):
-    """What transactions of one thread do: a thread of submits and a thread of claims differ."""
+    """What the last transaction of a thread did: threads that submit and threads that claim differ."""
 
     early = 0
     """How many numbers the last transaction used before it locked records: the next one begins with some."""
@@ -38,6 +39,8 @@ class Known(OwnIds):
         self.habits = _Habits()
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
+        self._own_deadline: tuple[int, int] = (FOREVER_NS, 0)
+        """The first deadline that transactions of this handle set lately, and when."""
         self._deadlines_due_s = 0.0
         """When a transaction should read the deadlines as it begins, by the clock of this process."""
         self.depths: dict[str, tuple[int, int]] = {}
@@ -49,8 +52,18 @@ class Known(OwnIds):
 
     def set_deadlines(self, ends: Sequence[int | None], now_ns: int) -> None:
         """Keep the first of the deadlines that were read at `now_ns`."""
-        self.deadlines = min((end for end in ends if end is not None), default=FOREVER_NS), now_ns
+        self.deadlines = min([end for end in ends if end is not None] + self._own_deadlines(now_ns)), now_ns
         self._deadlines_due_s = time.monotonic() + DEADLINES_KNOWN_NS / 2 / NANOS_PER_S
+
+    def note_deadline(self, deadline_ns: int, now_ns: int) -> None:
+        """A transaction of this handle sets a deadline. A read of another thread may not show it yet."""
+        self._own_deadline = min([deadline_ns, *self._own_deadlines(now_ns)]), now_ns
+        first_ns, read_ns = self.deadlines
+        self.deadlines = min(first_ns, deadline_ns), read_ns
+
+    def _own_deadlines(self, now_ns: int) -> list[int]:
+        own_ns, noted_ns = self._own_deadline
+        return [own_ns if now_ns < min(own_ns, noted_ns + OWN_DEADLINE_KEPT_NS) else FOREVER_NS]
 
     @property
     def wants_deadlines(self) -> bool:
@@ -63,11 +76,11 @@ class Known(OwnIds):
         return bool(self._spare)
 
     def take_spare(self) -> tuple[int, int]:
-        """Numbers that were taken and not used. Of several threads, one gets them; the others get none."""
+        """Numbers that were taken and not used. One of several threads gets them; the others get none."""
         with suppress(IndexError):
             return self._spare.pop()
         return (1, 0)
 
     def keep_spare(self, first: int, last: int) -> None:
-        """Keep numbers that were not used for the next transaction."""
+        """Keep unused numbers for the next transaction."""
         self._spare.append((first, last))

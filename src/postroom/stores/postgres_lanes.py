@@ -49,10 +49,10 @@ class PostgresLanes(PostgresLedger):
             self._set_total(next(answers))
 
     def _ask_lanes(self, asked: Sequence[tuple[str, Any]], *, heads: bool) -> list[list[Any]]:
-        """Read the lanes of all organizations, in one trip with other questions, which are answered.
+        """Read the lanes of all organizations, in one trip with other queries; returns the rows of those.
 
-        While a worker keeps up, the first records of all queues are read and locked, too: they are probably
-        all that it will pull. Numbers are taken after the locks.
+        While a worker keeps up, the first records of all queues are read and locked, too: the worker will
+        probably pull no others. Numbers are taken after the locks.
         """
         known = self._known
         peeks = heads and known.keeps_up and known.usual > 0 and not self.is_reading
@@ -128,10 +128,7 @@ class PostgresLanes(PostgresLedger):
         if not all(numbers):
             return super().heads(message_ids)
         rows = self._ask_records("heads_by_seq", (numbers,))
-        found = {
-            row[0]: Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26]))
-            for row in rows
-        }
+        found = {row[0]: self._head(row) for row in rows}
         wanted = set(message_ids)
         heads = [found[number] for number in numbers if number in found]
         return [head for head in heads if head.record.message_id in wanted]
@@ -164,7 +161,7 @@ class PostgresLanes(PostgresLedger):
         return super().put_back(limit) if self.has_overdue() else 0
 
     def has_overdue(self) -> bool:
-        """Whether a lease or delay is over, as far as was known a moment ago."""
+        """Whether a lease or delay is over, by deadlines that may be `DEADLINES_KNOWN_NS` old."""
         first_ns, read_ns = self._known.deadlines
         now = self.steady_ns
         if first_ns <= now or not read_ns <= now < read_ns + DEADLINES_KNOWN_NS:

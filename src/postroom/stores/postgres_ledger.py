@@ -29,7 +29,17 @@ from postroom.stores.base import (
     unknown,
     waiting,
 )
-from postroom.stores.event_runs import EVENTS_PER_NEW, NewRun, Part, pack, unpack
+from postroom.stores.event_runs import (
+    EVENTS_PER_NEW,
+    INCOMPLETE,
+    READ_ERRORS,
+    NewRun,
+    Part,
+    StoredRow,
+    alerts_for,
+    pack,
+    unpack,
+)
 from postroom.stores.postgres_known import ConflictError, Known
 from postroom.stores.postgres_rows import (
     changed_row,
@@ -45,8 +55,8 @@ NUMBERS_AT_ONCE = 16  # taken with the first number of a transaction
 EVENT_ROWS_A_READ = 256
 PLACED_A_READ_MAX = 10_000  # commits whose events get their positions in one call
 DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
-FAR_FROM_FULL = 0.5
-DEPTHS_TOGETHER_MAX = 16
+FAR_FROM_FULL = 0.5  # the share of its limit below which a queue is far from it
+DEPTHS_TOGETHER_MAX = 16  # queues whose depths are read in one query
 ALL = ""  # the key of the depth of all organizations together
 
 NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
@@ -108,7 +118,7 @@ class PostgresLedger(Transaction):
         self._has_all_depths = False
         self._total: dict[Counted, int] | None = None
         self._new: list[Envelope] = []
-        """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
+        """New records that are not written yet. They differ only in payload and have consecutive numbers."""
         self._new_first = 0
         self._pending: list[Statement] = []
         """Statements about records that are not sent yet."""
@@ -138,7 +148,7 @@ class PostgresLedger(Transaction):
         return self._trip(self._unsent(), [(name, values)])[0].rows
 
     def _tell(self, name: str, values: Any) -> int:
-        """Run a statement; how many rows it changed."""
+        """Run a statement; returns how many rows it changed."""
         return self._connection.trip([(self._queries[name], values)])[0].changed
 
     def _ask_all(self, asked: Sequence[tuple[str, Any]]) -> list[list[Any]]:
@@ -163,7 +173,7 @@ class PostgresLedger(Transaction):
         return first
 
     def _reserve(self, count: int) -> None:
-        """Have at least `count` consecutive numbers at hand that were taken after the last lock."""
+        """Have at least `count` consecutive numbers to give that were taken after the last lock."""
         if self._has_fresh_numbers and self._number_end - self._number + 1 >= count:
             return
         wanted = max(count, NUMBERS_AT_ONCE)
@@ -195,7 +205,7 @@ class PostgresLedger(Transaction):
         return found.rows
 
     def spare_numbers(self, *, committed: bool) -> None:
-        """Remember how many numbers were used, and those that were not, for the next transaction."""
+        """Remember, for the next transaction, how many numbers were used, and the unused ones."""
         self._known.habits.early = self._early if committed else 0
         self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
@@ -291,7 +301,7 @@ class PostgresLedger(Transaction):
             self._count(queue, what, n)
         self._append(events, len(events))
 
-    def trail_lines(self, seq: int, events: Sequence[Event]) -> bytes | None:  # noqa: ARG002 - of its place
+    def trail_lines(self, seq: int, events: Sequence[Event]) -> bytes | None:  # noqa: ARG002 - for encryption
         """The stored form of events of a record; None without any."""
         return b"".join(_encode(event) + b"\n" for event in events) or None
 
@@ -367,8 +377,7 @@ class PostgresLedger(Transaction):
             self._tell("forget_events", (events_up_to,))
 
     def _ends_at(self, deadline_ns: int) -> int:
-        first_ns, read_ns = self._known.deadlines
-        self._known.deadlines = min(first_ns, deadline_ns), read_ns
+        self._known.note_deadline(deadline_ns, self.steady_ns)
         return deadline_ns
 
     # ---- counters -------------------------------------------------------------------------------------
@@ -403,7 +412,7 @@ class PostgresLedger(Transaction):
             if name in found:
                 found[name][what] = found[name].get(what, 0) + change
         for name, counts in found.items():
-            known.pop(name, None)  # the last one that was read stands at the end
+            known.pop(name, None)  # the queue that was read last is at the end
             known[name] = waiting(counts), self.steady_ns
         self._depths.update(found)
         for total in totals:
@@ -464,24 +473,26 @@ class PostgresLedger(Transaction):
         self._cells[kind, key] = value
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        mine = {key: value for (name, key), value in self._cells.items() if name == kind and key > after}
-        more = sum(value is None for value in mine.values())  # removed here, and perhaps in the table
+        start = to_sql(after)
+        written = {to_sql(key): value for (name, key), value in self._cells.items() if name == kind}
+        mine = {key: value for key, value in written.items() if key > start}
+        more = sum(value is None for value in mine.values())  # removed here, perhaps still in the table
         scan = kind, after, limit + more
         rows = self._scans.get(scan)
         if rows is None:
-            rows = self._scans[scan] = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
+            rows = self._scans[scan] = self._ask("cells", (to_sql(kind), start, limit + more))
         found: dict[str, bytes] = {}
-        for sql_key, value in rows:
-            key = from_sql(sql_key)
-            self._cells_read.setdefault((kind, key), bytes(value))
+        """By the stored form of the key, whose order is the order of the pages."""
+        for key, value in rows:
+            self._cells_read.setdefault((kind, from_sql(key)), bytes(value))
             found[key] = bytes(value)
-        last = from_sql(rows[-1][0]) if len(rows) == limit + more else None
+        last = rows[-1][0] if len(rows) == limit + more else None
         for key, own in mine.items():
             if own is None:
                 found.pop(key, None)
             elif last is None or key <= last:
                 found[key] = own
-        return sorted(found.items())[:limit]
+        return [(from_sql(key), value) for key, value in sorted(found.items())[:limit]]
 
     def _write_cells(self) -> None:
         """Send the changed cells, in the order of their keys. Raises `ConflictError`."""
@@ -532,22 +543,36 @@ class PostgresLedger(Transaction):
     def _unpacked(self, row: tuple[int, int, int, bytes]) -> Iterator[Event]:
         """The events of a commit, with their positions as numbers."""
         position, count, number, batch = row
-        text = self.unpacked(number, batch)
-        for seq, event in enumerate(unpack(text, self.store_id), position - count + 1):
-            yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
+        first, fault = position - count + 1, ""
+        seq = first - 1
+        try:
+            for seq, event in enumerate(unpack(self.unpacked(number, batch), self.store_id), first):
+                yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
+        except READ_ERRORS as error:
+            fault = str(error)
+        if seq != position:
+            yield from alerts_for(self._damaged_row(*row), seq, fault or INCOMPLETE)
+
+    def _damaged_row(self, position: int, count: int, number: int, batch: bytes) -> StoredRow:
+        [(ts_us, _)] = self._ask("event_row", (number,))
+        return StoredRow(number, position - count + 1, position, ts_us, bytes(batch))
+
+    def stored_row(self, number: int) -> bytes:
+        [(_, batch)] = self._ask("event_row", (number,))
+        return bytes(batch)
 
     def packed(self) -> bytes:
         """The stored form of the events."""
         return pack(self.parts).encode()
 
-    def unpacked(self, number: int, batch: bytes) -> str:  # noqa: ARG002 - an encrypted batch needs its place
+    def unpacked(self, number: int, batch: bytes) -> bytes:  # noqa: ARG002 - encrypted, it needs its place
         """The inverse of `packed`, for the row of a number."""
-        return bytes(batch).decode()
+        return bytes(batch)
 
     # ---- the commit -----------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what can meet a conflict: the cells, after the records."""
+        """Send the cells, which can meet a conflict, after the records."""
         self._queue_records()
         if self._cells:
             self._write_records()

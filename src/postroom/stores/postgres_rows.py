@@ -14,7 +14,7 @@ ESCAPE = "\x1a"
 
 
 def to_sql(text: str) -> str:
-    """Text as PostgreSQL can hold it, which knows no NUL."""
+    """Text in a form that PostgreSQL can store: NUL is escaped."""
     if "\0" in text or ESCAPE in text:
         return text.replace(ESCAPE, f"{ESCAPE}1").replace("\0", f"{ESCAPE}0")
     return text

@@ -15,7 +15,6 @@ from postroom.message import Envelope, Record, Step, org_of
 from postroom.stores.base import (
     LANE_COUNTS,
     ByIds,
-    Change,
     Counted,
     Head,
     Listing,
@@ -39,9 +38,10 @@ from postroom.stores.transaction import (
     Claim,
     Decide,
     Delivery,
+    delivery_of,
 )
 
-EVENTS_A_STEP_MAX = 4
+EVENTS_A_STEP_MAX = 4  # events of one decision
 ALIKE_ROWS_MAX = 1_000
 ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
 DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
@@ -66,7 +66,7 @@ class PostgresTransaction(PostgresLanes):
         return accepted
 
     def _insert_alike(self, run: list[Envelope]) -> list[Accepted]:
-        """Number and count new records that differ in their payloads only. They are written with the next."""
+        """Number and count new records that differ only in their payloads. They are written later."""
         e = run[0]
         step = 1 if e.delay_ns else EVENTS_PER_NEW
         self._reserve(step * len(run))
@@ -122,13 +122,7 @@ class PostgresTransaction(PostgresLanes):
         if not heads:
             return []
         leased = self.lease([(head, head.record.lane) for head in heads], terms.worker_id, terms.lease_ns)
-        return [
-            Delivery(
-                record.message_id, record.queue, head.payload, head.type, head.parent_message_id,
-                record.attempt, record.lease, record.lease_ns,
-            )
-            for head, record in zip(heads, leased, strict=True)
-        ]  # fmt: skip
+        return [delivery_of(head, record) for head, record in zip(heads, leased, strict=True)]
 
     def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
         if not heads or any(lane != head.record.lane for head, lane in heads):
@@ -163,13 +157,13 @@ class PostgresTransaction(PostgresLanes):
     ) -> Sequence[str]:
         numbers = {self._known.own_number(message_id): message_id for message_id in results}
         if 0 in numbers:
-            return super().complete(results, details)  # ids that callers gave
+            return super().complete(results, details)  # ids of callers
         values = [*numbers], self.steady_ns
         rows = {row[0]: row for row in self._ask_to_change("leased", values, len(numbers))}
         if len(rows) < len(results) or any(
             rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
         ):
-            return super().complete(results, details)  # repeats, stale leases
+            return super().complete(results, details)  # repeated calls, stale leases
         first = self.take_numbers(len(numbers))
         self._send_results(numbers, results, first)
         ordered = [rows[number] for number in numbers]
@@ -213,20 +207,13 @@ class PostgresTransaction(PostgresLanes):
     # ---- everything else ------------------------------------------------------------------------------
 
     def apply(self, pick: Pick, decide: Decide) -> list[Step]:
-        """As in `Transaction`: the numbers are taken once it is known that there are records."""
+        """As in `Transaction`, but numbers are taken only when there are records."""
         records = self._found_to_change(pick)
         if not records:
             return []
         self._reserve(EVENTS_A_STEP_MAX * len(records))
-        number = first = self._number
-        changes: list[Change] = []
-        for record in records:
-            step = decide(record, self._moment(number))
-            if step is not None:
-                number += len(step.events)
-                changes.append(Change(record, step))
-            elif record.durability != "os":
-                self.synced = True  # a repeated call is acknowledged like the first call
+        first = self._number
+        changes, number = self._decided(records, decide, first)
         if number > first:
             self.take_numbers(number - first)
         self._save(changes)

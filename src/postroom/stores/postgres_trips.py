@@ -56,11 +56,13 @@ class Connection(psycopg.Connection[Any]):
         """The names of prepared statements."""
         self._numbers = itertools.count()
         self.watchdog: Any = None
-        """Ends the waits of this connection: see `postgres_watchdog`."""
+        """Closes the connection when the server stops answering; see `postgres_watchdog`."""
         self.waits_since = 0.0
         """Since when this connection waits for an answer; 0 while it does not."""
         self.mark = ""
-        """Names its session on the server; empty when that is not known."""
+        """Names its session on the server; empty behind a pooler, where each transaction may have another."""
+        self.lock_number = 0
+        """The advisory lock that its transaction holds, which names the session, too; 0 without one."""
 
     def watched(self) -> AbstractContextManager[None]:
         """During the block, a server that does not answer in time is given up."""
@@ -94,7 +96,7 @@ class Connection(psycopg.Connection[Any]):
         pgconn, new = self.pgconn, dict[str, bytes]()
         pgconn.enter_pipeline_mode()
         is_own: list[bool] = []
-        """For each result, whether it is that of a statement, not of its preparation."""
+        """For each result, whether it belongs to a statement and not to its preparation."""
         for text, values, formats in ready:
             if self.prepare_threshold is None:
                 pgconn.send_query_params(_parsed(text).text, values, None, formats, Format.BINARY)

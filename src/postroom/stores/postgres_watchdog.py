@@ -3,7 +3,8 @@
 Rule 1: no connection waits for ever. After `ANSWER_TIMEOUT_S` its socket is shut.
 Rule 2: a connection that has waited for `SUSPECT_S` is looked up on the server, over a new connection. When
         the server does not work for it, the question or the answer was lost: the connection is half open.
-        Both of its ends are closed, so that its locks on the server do not outlive it.
+        Both of its ends are closed, so that its locks on the server do not outlive it. Behind a pooler the
+        session is the one that holds the advisory lock of the transaction.
 Rule 3: a server that works is not interrupted before `ANSWER_TIMEOUT_S`, and neither is a connection that
         still sends. When in doubt, the connection waits.
 """
@@ -30,15 +31,22 @@ SUSPECT_S = 2.0
 CONFIRM_S = 0.3  # a server must be seen not to work twice, this far apart
 PROBE_TIMEOUT_S = 3.0  # for the answers of a probe
 WATCH_S = 0.5
-IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for so many looks
+IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for this many looks
 
 MARK = "pid || '-' || extract(epoch FROM backend_start)"
 """Names one session of a server. The number of a process can be used again, its start cannot."""
 
-_UNANSWERED = f"""SELECT mark FROM unnest(%s::text[]) AS mark WHERE NOT EXISTS (
-    SELECT 1 FROM pg_stat_activity WHERE {MARK} = mark
+_SESSIONS = f"""WITH sessions AS MATERIALIZED (
+    SELECT {MARK} AS mark, pid, state, state_change FROM pg_stat_activity
+    UNION ALL
+    SELECT 'lock-' || (classid::bigint << 32 | objid::bigint), pid, state, state_change
+    FROM pg_locks JOIN pg_stat_activity USING (pid)
+    WHERE locktype = 'advisory' AND objsubid = 1 AND granted)"""
+"""The sessions of a server by mark, and by the advisory locks that they hold."""
+_UNANSWERED = f"""{_SESSIONS} SELECT asked.mark FROM unnest(%s::text[]) AS asked (mark) WHERE NOT EXISTS (
+    SELECT 1 FROM sessions WHERE sessions.mark = asked.mark
     AND (state NOT LIKE 'idle%%' OR state_change > clock_timestamp() - interval '1 second'))"""
-_END = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {MARK} = ANY(%s)"
+_END = f"{_SESSIONS} SELECT pg_terminate_backend(pid) FROM sessions WHERE mark = ANY(%s)"
 _SIZE = struct.Struct("i")
 _log = logging.getLogger("postroom.store")
 
@@ -57,7 +65,7 @@ class Watchdog:
         self.fresh()
 
     def fresh(self) -> None:
-        """Begin in a new process."""
+        """Reset the state: a forked child has none of the threads."""
         self._watched: dict[int, _Watched] = {}
         self._mutex = threading.Lock()
         self._runs = False
@@ -123,7 +131,8 @@ class Watchdog:
 
     def _probe(self, suspects: Sequence[_Watched]) -> None:
         """Look up connections on the server, and end those that are half open."""
-        waits = {one.connection.mark: (one, one.connection.waits_since) for one in suspects}
+        waits = {_mark(one.connection): (one, one.connection.waits_since) for one in suspects}
+        waits.pop("", None)  # its transaction has ended since
         try:
             for mark in self._unanswered([*waits]):
                 entry, since = waits[mark]
@@ -138,7 +147,7 @@ class Watchdog:
             self._probes = False
 
     def _unanswered(self, marks: list[str]) -> list[str]:
-        """Those sessions that the server does not work for. They are ended on the server."""
+        """The sessions that the server does not work for. The server ends them."""
         probe = self._connect()
         try:
             with self.watching(probe, PROBE_TIMEOUT_S):
@@ -156,11 +165,16 @@ class Watchdog:
 def _is_suspect(entry: _Watched, now: float) -> bool:
     """Whether a connection waits for an answer, not for the network to take its question."""
     since = entry.connection.waits_since
-    return bool(entry.connection.mark and since and now - since > SUSPECT_S and not _unsent(entry.fd))
+    return bool(_mark(entry.connection) and since and now - since > SUSPECT_S and not _unsent(entry.fd))
+
+
+def _mark(connection: Connection) -> str:
+    """Names the session that works for a connection; empty when it cannot be named."""
+    return connection.mark or (f"lock-{connection.lock_number}" if connection.lock_number else "")
 
 
 def _unsent(fd: int) -> int:
-    """How many bytes of a socket the other side has not acknowledged; 0 where that is not known."""
+    """How many bytes of a socket the other side has not acknowledged; 0 when that is unknown."""
     with suppress(OSError):
         return int(_SIZE.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, _SIZE.pack(0)))[0])
     return 0

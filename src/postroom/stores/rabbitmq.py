@@ -24,6 +24,7 @@ from postroom.errors import InvalidSetting
 from postroom.message import Event, Record, org_of
 from postroom.stores import rabbitmq_lanes
 from postroom.stores.base import Counted, Listing, ready
+from postroom.stores.conversion import Progress
 from postroom.stores.rabbitmq_lanes import (
     OWN_LANES_MAX,
     PROMOTE_AFTER_NS,
@@ -37,10 +38,11 @@ from postroom.stores.rabbitmq_lanes import (
     is_shard,
     shard_of,
 )
-from postroom.stores.rabbitmq_transaction import HOMES, RabbitTransaction
-from postroom.stores.store import Store
+from postroom.stores.rabbitmq_transaction import HOMES, RabbitTransaction, own_homes
+from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import SystemClock
+from postroom.system.encryption import KeysInUse
 from postroom.system.handles import reset_after_fork
 
 if TYPE_CHECKING:
@@ -51,12 +53,14 @@ T = TypeVar("T")
 PREFETCH_DEFAULT = 20
 PREFETCH_MAX = 1_000
 RECONCILE_S = 30.0
-HELD_LOOK_S = 10.0  # how often deliveries that are held too long are looked for
+HELD_LOOK_S = 10.0  # time between two looks for deliveries that are held too long
 REPUBLISHED_A_SWEEP_MAX = 10_000  # records of one home; the next sweep continues
 START_S = 5.0  # how long the first call waits for the broker
 HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
 LOOK, STOP = "look for new homes", "stop"
 SWEEP_CELL = "amqp-sweep"
+PROMOTION_CELL = "amqp-promotion"
+"""How long a message waits in each lane, in nanoseconds: the queues of all processes have these times."""
 OPTIONS = ("cafile", "p0", "prefetch", "queues")
 
 _log = logging.getLogger("postroom.store")
@@ -129,11 +133,11 @@ class RabbitStore(Store):
             raise InvalidSetting("RabbitMQ needs pika: install postroom[rabbitmq]") from None
         self._address = address
         self._ledger = ledger
-        self.survives_kills = ledger.survives_kills
         self.url = f"{address.shown}?ledger={ledger.url}"
         self.fatal_errors = ledger.fatal_errors
-        self.is_broker_only = address.is_broker_only
-        self._promote_after_ns: tuple[int, ...] = PROMOTE_AFTER_NS
+        self.capabilities = _capabilities(address, ledger.capabilities)
+        self._promote_after_ns: tuple[int, ...] | None = None
+        """None while no engine uses this handle: then the times are those of the other processes."""
         self._fresh()
         reset_after_fork(self)
 
@@ -193,7 +197,33 @@ class RabbitStore(Store):
     # ---- the broker ----------------------------------------------------------------------------
 
     def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:
-        self._promote_after_ns = promote_after_ns
+        if promote_after_ns != self._promote_after_ns:
+            self._promote_after_ns = promote_after_ns
+            self._close_broker()  # its queues may have other times
+
+    def _times(self) -> tuple[int, ...]:
+        """How long a message waits in each lane: the same for all processes of the ledger.
+
+        The first process notes its times. Other times would be other queues, from which the others take
+        nothing, so they are refused. A process with the default times takes those that are noted.
+        """
+        own, noted = self._promote_after_ns, self.noted_promotion()
+        if noted is None and own is not None:
+            noted = self._ledger.write(partial(_note_times, own))
+        if own in (None, PROMOTE_AFTER_NS, noted):
+            return noted or PROMOTE_AFTER_NS
+        raise InvalidSetting(
+            f"promote_after_s is {_seconds(own)} here and {_seconds(noted)} in other processes of "
+            f"{self.url}: use the same times, or stop all processes and run postroom engine promotion"
+        )
+
+    def noted_promotion(self) -> tuple[int, ...] | None:
+        """How long a message waits in each lane, as the ledger notes it; None before the first process."""
+        return self._ledger.read(_noted_times)
+
+    def change_promotion(self, promote_after_ns: tuple[int, ...]) -> None:
+        """Note other times. Every process has to be stopped, and uses them after its next start."""
+        self._ledger.write(partial(_change_times, promote_after_ns))
 
     def _started(self) -> "Broker":
         """The connections, opened by the first call."""
@@ -217,15 +247,14 @@ class RabbitStore(Store):
             node.socket_timeout = node.stack_timeout = START_S
             if node.ssl_options is not None:
                 node.ssl_options = pika.SSLOptions(self._certificates(), node.host)
-        is_file = self._ledger.url.startswith("sqlite:")
-        host = SystemClock().boot_id() if is_file else ""
+        host = "" if self.capabilities.is_shared else SystemClock().boot_id()
         broker = Broker(
             nodes,
             self._topology(),
             self.deliveries,
             prefetch=self._address.prefetch,
             host=host,
-            follows_news=lambda: self._repairs.put(LOOK),
+            on_following=lambda: self._repairs.put(LOOK),
         )
         try:
             broker.await_first_answer(START_S)
@@ -242,10 +271,10 @@ class RabbitStore(Store):
             raise InvalidSetting(f"cafile={self._address.ca_file} cannot be read: {error}") from None
 
     def _topology(self) -> Topology:
-        prefix = f"postroom.{self._ledger.identity()}"
-        if self._promote_after_ns != PROMOTE_AFTER_NS:  # queues with other arguments need other names
-            prefix += "." + "-".join(f"{each / NANOS_PER_S:g}" for each in self._promote_after_ns)
-        return Topology(prefix, self._promote_after_ns, self._address.is_quorum)
+        prefix, times = f"postroom.{self._ledger.identity()}", self._times()
+        if times != PROMOTE_AFTER_NS:  # queues with other arguments need other names
+            prefix += f".{_seconds(times)}"
+        return Topology(prefix, times, self._address.is_quorum)
 
     def _wake(self) -> None:
         for wake in self._wakes:
@@ -272,7 +301,7 @@ class RabbitStore(Store):
                     broker.stop_receiving()
 
     def _known_homes(self, transaction: Transaction) -> set[str]:
-        homes = {queue for queue, _ in transaction.cells(HOMES, limit=OWN_LANES_MAX + 1)}
+        homes = own_homes(transaction)
         if len(homes) >= OWN_LANES_MAX:
             homes.update(f"{SHARD_PREFIX}{number}" for number in range(SHARDS))
         return homes
@@ -302,7 +331,7 @@ class RabbitStore(Store):
                 _log.warning("the lanes were not compared with the ledger: %s", error)
 
     def _take_sweep(self, transaction: Transaction) -> bool:
-        """Whether this process compares now: one process does it for all."""
+        """Whether this process compares the lanes with the ledger now. One process does it for all."""
         value = transaction.cell(SWEEP_CELL, "")
         now, last = transaction.steady_ns, 0 if value is None else int(value)
         if last <= now < last + RECONCILE_S * NANOS_PER_S / 2:
@@ -311,7 +340,7 @@ class RabbitStore(Store):
         return True
 
     def reconcile(self) -> int:
-        """Publish records that wait in the ledger and not in the broker; how many.
+        """Publish records that wait in the ledger and not in the broker; returns how many.
 
         A lane may hold fewer messages than the ledger because another process has them as deliveries. A
         message that is published twice is claimed once.
@@ -387,7 +416,7 @@ class RabbitStore(Store):
         return self._ledger.trouble
 
     @property
-    def broker_trouble(self) -> str:
+    def broker_trouble(self) -> str:  # type: ignore[override]
         """Why the broker cannot be used at present; empty when it can."""
         return "" if self._broker is None else self._broker.trouble
 
@@ -396,6 +425,21 @@ class RabbitStore(Store):
 
     def identity(self) -> str:
         return self._ledger.identity()
+
+    def keys_in_use(self) -> KeysInUse | None:
+        return self._ledger.keys_in_use()
+
+    def convert(self) -> Progress:
+        return self._ledger.convert()
+
+    def count_keys(self) -> dict[str, int]:
+        return self._ledger.count_keys()
+
+    def retire_key(self, fingerprint: str) -> None:
+        self._ledger.retire_key(fingerprint)
+
+    def wipe(self) -> bool:
+        return self._ledger.wipe()
 
     def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
         return self._ledger.nudge_channel()
@@ -416,8 +460,44 @@ class RabbitStore(Store):
         self._ledger.reopen()
 
     def close(self) -> None:
+        self._close_broker()
+        self._ledger.close()
+
+    def _close_broker(self) -> None:
         with self._mutex:
             broker, self._broker = self._broker, None
         if broker is not None:
             broker.close()
-        self._ledger.close()
+
+
+def _capabilities(address: Address, of_ledger: Capabilities) -> Capabilities:
+    """Those of the ledger, without what only the ledger's own lanes or a ledger of everything can do."""
+    return msgspec.structs.replace(
+        of_ledger,
+        is_concurrent=False,
+        is_ordered=False,
+        keeps_all=not address.is_broker_only,
+        is_encryptable=of_ledger.is_encryptable and not address.is_broker_only,
+        is_movable=False,
+    )
+
+
+def _noted_times(transaction: Transaction) -> tuple[int, ...] | None:
+    value = transaction.cell(PROMOTION_CELL, "")
+    return None if value is None else msgspec.json.decode(value, type=tuple[int, ...])
+
+
+def _note_times(times: tuple[int, ...], transaction: Transaction) -> tuple[int, ...]:
+    """Note the times of the first process. Returns those that another process has noted meanwhile."""
+    noted = _noted_times(transaction)
+    if noted is None:
+        _change_times(times, transaction)
+    return noted or times
+
+
+def _change_times(times: tuple[int, ...], transaction: Transaction) -> None:
+    transaction.put_cell(PROMOTION_CELL, "", msgspec.json.encode(times))
+
+
+def _seconds(times: tuple[int, ...] | None) -> str:
+    return "-".join(f"{each / NANOS_PER_S:g}" for each in times or ())

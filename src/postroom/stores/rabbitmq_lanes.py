@@ -249,12 +249,12 @@ class Deliveries:
             self._pending.clear()
 
     def note_new_home(self) -> None:
-        """An organization has got lanes. Its first messages are not delivered before they are set up."""
+        """An organization has new lanes. Its messages are delivered only once this process consumes them."""
         self._has_new_home = True
         self._wake()
 
     def take_new_home(self) -> bool:
-        """Whether there is a new home since the last call, so that a look into the ledger is due."""
+        """Whether there is a new home since the last call: then the next claim goes to the ledger."""
         found, self._has_new_home = self._has_new_home, False
         return found
 

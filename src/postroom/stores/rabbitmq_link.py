@@ -28,6 +28,7 @@ UNCONFIRMED_MAX = 1_000  # messages in flight to the broker
 OUTBOX_MAX = 100_000  # messages that wait for the broker; those beyond are published by the next sweep
 RECONNECT_S = 0.1
 RECONNECT_S_MAX = 2.0
+REFUSED_PAUSE_S = 1.0  # before messages that the broker refused are published again
 ANSWER_S = 10.0  # how long the broker may take to answer a question
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_LOOK_S = 0.01
@@ -37,7 +38,8 @@ NO_TAG = 2**64
 
 _log = logging.getLogger("postroom.store")
 if logging.getLogger("pika").level == logging.NOTSET:
-    logging.getLogger("pika").setLevel(logging.CRITICAL)  # seven errors for each try; `_Link` says it once
+    # pika logs seven errors for each failed attempt. `_Link` logs one line per outage.
+    logging.getLogger("pika").setLevel(logging.CRITICAL)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Note).decode
 
@@ -96,7 +98,7 @@ class _Link:
         if self._closing:
             return
         if not self.trouble:
-            _log.warning("the broker is not reachable, and is asked again: %s", type(error).__name__)
+            _log.warning("the broker is not reachable, reconnecting: %s", type(error).__name__)
         self.trouble = f"the broker is not reachable: {type(error).__name__}"
         self._failures += 1
         pause_s = min(RECONNECT_S * 2 ** min(self._failures - 1, 10), RECONNECT_S_MAX)
@@ -130,6 +132,12 @@ class _Link:
         self._closing = True
         self.drop()
 
+    def abort(self) -> None:
+        """Close the socket, also when the broker does not confirm the end. The transport is of pika."""
+        transport = getattr(self._connection, "_transport", None)
+        if transport is not None and not self.is_closed:
+            transport.abort()
+
 
 class _PublishingChannel:
     """A channel that publishes, with or without confirms."""
@@ -145,10 +153,11 @@ class _PublishingChannel:
         self.confirms = False
         channel.add_on_return_callback(self._on_return)
 
-    def confirm(self, freed: Callable[[], None]) -> None:
-        """Have the broker confirm each message."""
+    def confirm(self, freed: Callable[[], None], refused: Callable[[Outgoing], None]) -> None:
+        """Have the broker confirm or refuse each message."""
         self.confirms = True
         self._freed = freed
+        self._refused = refused
         self._channel.confirm_delivery(self._on_confirm)
 
     def publish(self, outgoing: Outgoing) -> None:
@@ -187,7 +196,7 @@ class _PublishingChannel:
         for number in numbers:
             outgoing = self.unconfirmed.pop(number, None)
             if outgoing is not None and isinstance(method, pika.spec.Basic.Nack):
-                self._returned(outgoing)
+                self._refused(outgoing)
         self._freed()
 
 
@@ -205,7 +214,7 @@ class Broker:
         *,
         prefetch: int,
         host: str,
-        follows_news: Callable[[], None],
+        on_following: Callable[[], None],
     ) -> None:
         self._nodes = nodes
         self._topology = topology
@@ -213,13 +222,15 @@ class Broker:
         self._prefetch = prefetch
         self._host = host
         """The only host of the ledger; empty when the ledger may be used from several."""
-        self._follows_news = follows_news
-        """Called when new homes are heard of from now on, so that earlier ones are looked up once more."""
+        self._on_following = on_following
+        """Called when this process begins to receive announcements of new homes. Earlier ones were missed."""
         self._todo: deque[Callable[[], None]] = deque()
         self._is_stopping = False
         self._renew()
         self._urgent: deque[Outgoing] = deque()
         self._outbox: deque[Outgoing] = deque()
+        self._refused: deque[Outgoing] = deque()
+        """Messages that the broker refused, as a full queue does. They are published again after a pause."""
         self._fast: _PublishingChannel | None = None
         """For P0, without confirms."""
         self._safe: _PublishingChannel | None = None
@@ -291,7 +302,7 @@ class Broker:
     def backlog(self) -> int:
         """Messages that are not published or not confirmed yet."""
         unconfirmed = 0 if self._safe is None else len(self._safe.unconfirmed)
-        return len(self._urgent) + len(self._outbox) + unconfirmed
+        return len(self._urgent) + len(self._outbox) + len(self._refused) + unconfirmed
 
     def close(self) -> None:
         """Publish what waits, then close the connections."""
@@ -311,7 +322,7 @@ class Broker:
     # ---- in the thread -------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """Make a loop without connections."""
+        """Make a new event loop and links that are not open yet."""
         self._loop = IOLoop()
         self._is_scheduled = False
         self._publishing = _Link(self._loop, self._nodes, self._open_publishing, self._lost_publishing)
@@ -323,7 +334,7 @@ class Broker:
             if self._wants_to_receive:
                 self._receiving.open()
             try:
-                self._loop.add_callback_threadsafe(self._work)  # what was meant for an earlier loop, too
+                self._loop.add_callback_threadsafe(self._work)  # also calls that an earlier loop did not run
                 self._loop.start()
             except Exception as error:  # noqa: BLE001 - pika fails in its loop when a new connection is reset
                 _log.warning("the connections to the broker are opened again: %s", type(error).__name__)
@@ -350,9 +361,12 @@ class Broker:
         self._stop_when_closed(time.monotonic() + CLOSE_TIMEOUT_S / 2)
 
     def _stop_when_closed(self, deadline: float) -> None:
-        is_closed = self._publishing.is_closed and self._receiving.is_closed
-        if is_closed or time.monotonic() > deadline:
+        if self._publishing.is_closed and self._receiving.is_closed:
             self._loop.stop()
+        elif time.monotonic() > deadline:
+            self._publishing.abort()
+            self._receiving.abort()
+            self._loop.call_later(CLOSE_LOOK_S, self._loop.stop)  # sockets are closed in the next turn
         else:
             self._loop.call_later(CLOSE_LOOK_S, partial(self._stop_when_closed, deadline))
 
@@ -411,7 +425,7 @@ class Broker:
     def _open_safe(self, channel: Any) -> None:
         channel.add_on_close_callback(lambda *_: self._publishing.drop())
         safe = _PublishingChannel(channel, self._topology, self._outbox.append)
-        safe.confirm(self._flush)
+        safe.confirm(self._flush, self._note_refused)
         self._safe = safe
         self._publishing.works()
         self._flush()
@@ -421,8 +435,20 @@ class Broker:
             self._checked.set_result(None)
         if self._safe is not None:  # not confirmed: publish again; a doubled delivery does no harm
             self._outbox.extendleft(reversed(self._safe.unconfirmed.values()))
+        self._outbox.extend(self._refused)
+        self._refused.clear()
         self._fast = self._safe = self._asking = None
         self._is_blocked = False
+
+    def _note_refused(self, outgoing: Outgoing) -> None:
+        if not self._refused:
+            self._loop.call_later(REFUSED_PAUSE_S, self._publish_refused)
+        self._refused.append(outgoing)
+
+    def _publish_refused(self) -> None:
+        self._outbox.extend(self._refused)
+        self._refused.clear()
+        self._flush()
 
     def _block(self, *, is_blocked: bool) -> None:
         self._is_blocked = is_blocked
@@ -501,7 +527,7 @@ class Broker:
             self._channel = channel
             self._receiving.works()
             self._consume()
-            self._follows_news()
+            self._on_following()
 
         channel.queue_bind(name, self._news, callback=bound)
 
@@ -528,7 +554,7 @@ class Broker:
         try:
             note = _decode(body)
         except msgspec.MsgspecError:
-            _log.warning("a message in a lane of %s is none of ours and is dropped", home)
+            _log.warning("a message in a lane of %s cannot be decoded and is dropped", home)
             channel.basic_ack(method.delivery_tag)
             return
         delivery = Delivery(home, note, method.delivery_tag, epoch, time.monotonic())

@@ -31,6 +31,7 @@ from postroom.stores.rabbitmq_lanes import (
     is_shard,
     shard_of,
 )
+from postroom.stores.store import Capabilities
 from postroom.stores.transaction import NO_DETAILS, Accepted, LimitsCache, Transaction
 
 HOMES = "amqp-home"
@@ -39,7 +40,7 @@ LATE_NS = NANOS_PER_S  # how long the ledger waits for the delivery of a message
 PARKED_NS_MIN = 3_650 * 24 * 3_600 * NANOS_PER_S  # a record with a longer delay waits for a decision
 DELAYED = ("SCHEDULED", "RETRYING")
 NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":')
-"""Stand in the body of every message with a key, an order or a payload that is stored apart."""
+"""One of these is in the payload of every message with a key, an order or an external body."""
 
 
 class Context(Protocol):
@@ -47,7 +48,7 @@ class Context(Protocol):
 
     homes: dict[str, str]
     deliveries: Deliveries
-    is_broker_only: bool
+    capabilities: Capabilities
 
     @property
     def is_direct(self) -> bool:
@@ -143,6 +144,9 @@ class RabbitTransaction(Transaction):
     def events(self, after: int, limit: int) -> list[Event]:
         return self._inner.events(after, limit)
 
+    def stored_row(self, number: int) -> bytes:
+        return self._inner.stored_row(number)
+
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self._inner.forget(records, events_up_to)
 
@@ -214,7 +218,9 @@ class RabbitTransaction(Transaction):
     # ---- publishing ----------------------------------------------------------------------------
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        if self._context.is_broker_only and all(_needs_no_ledger(envelope) for envelope in envelopes):
+        if not self._context.capabilities.keeps_all and all(
+            _needs_no_ledger(envelope) for envelope in envelopes
+        ):
             return [self._publish_only(envelope) for envelope in envelopes]
         accepted = self._inner.insert(envelopes)
         for envelope, one in zip(envelopes, accepted, strict=True):
@@ -246,12 +252,24 @@ class RabbitTransaction(Transaction):
         """The lanes of an organization. The first organizations get their own, the others share shards."""
         home = self._context.homes.get(queue) or self.new_homes.get(queue)
         if home is None:
-            is_own = self.cell(HOMES, queue) is not None
-            if not is_own and len(self.cells(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX:
-                self.put_cell(HOMES, queue, b"1")
-                is_own = True
+            is_own = self._has_own_lanes(queue) or self._takes_own_lanes(queue)
             home = self.new_homes[queue] = queue if is_own else shard_of(queue)
         return home
+
+    def _has_own_lanes(self, queue: str) -> bool:
+        return self.cell(HOMES, queue) is not None
+
+    def _takes_own_lanes(self, queue: str) -> bool:
+        """Give an organization lanes of its own, while there are some left."""
+        if not _has_lanes_left(self):  # there are never more again, so that no lock is needed
+            return False
+        self.exclusive(HOMES)  # from here on, no other process takes the last ones
+        if self._has_own_lanes(queue):
+            return True
+        if not _has_lanes_left(self):
+            return False
+        self.put_cell(HOMES, queue, b"1")
+        return True
 
     # ---- claiming ------------------------------------------------------------------------------
 
@@ -387,7 +405,7 @@ class RabbitTransaction(Transaction):
         return record.due + self._late_ns(record) <= self.steady_ns
 
     def _late_ns(self, record: Record) -> int:
-        """How long the delivery from a delay queue is waited for."""
+        """How long the ledger waits for the delivery of a record whose delay is over."""
         return LATE_NS if org_of(record.queue) and not self._context.is_direct else 0
 
     def next_deadline_ns(self) -> int | None:
@@ -400,7 +418,9 @@ class RabbitTransaction(Transaction):
     def _publish_only(self, envelope: Envelope) -> Accepted:
         """Accept a message without the ledger: only the broker stores it."""
         if self._context.broker_trouble:
-            raise Unavailable(f"{self._context.broker_trouble}, and p0=broker-only keeps P0 nowhere else")
+            raise Unavailable(
+                f"{self._context.broker_trouble}, and with p0=broker-only only the broker stores P0 messages"
+            )
         message_id = str(uuid4())
         note = Note(message_id, envelope.priority, envelope=replace(envelope, message_id=message_id))
         self.outgoing[message_id] = Outgoing(self.home_of(envelope.queue), note)
@@ -408,11 +428,23 @@ class RabbitTransaction(Transaction):
 
     def _accept_from_broker(self, envelope: Envelope) -> None:
         """Store a message that only the broker has. Its id makes a second delivery a duplicate."""
-        with suppress(QueueFull):  # then it is not known, and a later claim tries again
+        with suppress(QueueFull):  # then the ledger does not have it, and a later claim tries again
             [accepted] = self._inner.insert([envelope])
             if not accepted.duplicate:
                 self._changed.add(accepted.message_id)
                 self._send(envelope.queue, accepted.message_id, envelope.priority)
+
+
+def own_homes(transaction: Transaction) -> set[str]:
+    """Every organization with lanes of its own."""
+    homes: list[str] = []
+    while page := transaction.cells(HOMES, homes[-1] if homes else "", OWN_LANES_MAX):
+        homes += (queue for queue, _ in page)
+    return {*homes}
+
+
+def _has_lanes_left(transaction: Transaction) -> bool:
+    return len(transaction.cells(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX
 
 
 def _needs_no_ledger(envelope: Envelope) -> bool:

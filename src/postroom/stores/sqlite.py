@@ -23,7 +23,7 @@ import msgspec
 from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
-from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
+from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, wiped, without_key
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, Reading, ask
@@ -38,12 +38,13 @@ from postroom.stores.sqlite_file import (
     migrate,
 )
 from postroom.stores.sqlite_file import transaction as sql_transaction
-from postroom.stores.sqlite_transaction import Known, SqliteReading, SqliteTransaction
-from postroom.stores.store import Store
+from postroom.stores.sqlite_known import Known
+from postroom.stores.sqlite_transaction import SqliteReading, SqliteTransaction
+from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
 from postroom.system.clock import Clock, SystemClock
-from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_needed
+from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, check_noted
 from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
 
@@ -62,6 +63,7 @@ class SqliteStore(Store):
     """Records in the file `path`. Beside the file are a lock, a disk reserve and SQLite's WAL files."""
 
     fatal_errors = (apsw.Error,)
+    capabilities = Capabilities(is_encryptable=True, is_movable=True)
 
     def __init__(
         self,
@@ -184,10 +186,8 @@ class SqliteStore(Store):
     def _catch_up(self, cursor: apsw.Cursor) -> None:
         """Count what other processes committed."""
         with self._translated():
-            from_start, self._settled = (
-                not self._settled,
-                False,
-            )  # False until done: an interrupt starts again
+            from_start = not self._settled
+            self._settled = False  # until the end: after an interrupt, the next call counts from the start
             self._known.catch_up(cursor, from_start=from_start)
             moved = ask(cursor, FACT, (MOVED,))
             self._moved_to = str(moved[0][0]) if moved else ""
@@ -199,15 +199,13 @@ class SqliteStore(Store):
         found = ask(connection, FACT, (KEYS_FACT,))
         noted = str(found[0][0]) if found else ""
         if noted != self._keys:
-            if self.encryption is None:
-                raise key_needed(self.url)
-            self.encryption.check(self.url, KeysInUse.decode(noted) if noted else None)
+            check_noted(self.encryption, self.url, noted)
             self._keys = noted
 
     def _note_keys(self, connection: apsw.Connection) -> None:
         """Note the current key when the file is opened. The first key turns encryption on."""
         self._keys = ""
-        if self.encryption is None:
+        if self.encryption is None or not self.notes_keys:
             self._check_keys(connection)
             return
         found = ask(connection, FACT, (KEYS_FACT,))
@@ -343,13 +341,15 @@ class SqliteStore(Store):
         except apsw.FullError as error:
             raise self._disk_full() from error
         except apsw.Error as error:
-            self._translate(error)
+            try:
+                self._translate(error)
+            except apsw.FullError:
+                raise self._disk_full() from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             if isinstance(error, PostroomError):
                 raise
-            raise StoreDamaged(
-                f"{self.path} is damaged: {error}"
-            ) from error  # a column holds an unexpected value
+            # A column holds an unexpected value.
+            raise StoreDamaged(f"{self.path} is damaged: {error}") from error
 
     def _translate(self, error: apsw.Error | OSError) -> NoReturn:
         """Raise our error for an error of SQLite or the system. `FullError` stays for `_commit_group`."""
@@ -362,9 +362,8 @@ class SqliteStore(Store):
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise LockTimeout(self.path, BUSY_TIMEOUT_S) from error
         self._drop()
-        if (
-            getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
-        ):  # no space for the index of the WAL
+        has_no_space = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
+        if has_no_space:  # for the index of the WAL
             raise apsw.FullError(str(error)) from error
         raise WriteFailed(self.path, OSError(errno.EIO, str(error))) from error
 
@@ -454,7 +453,7 @@ class SqliteStore(Store):
                 return values.count(partial(ask, self._reader))
 
     def retire_key(self, fingerprint: str) -> None:
-        """As in `Store`. Values are counted beside the writers: no commit uses a key that is not current."""
+        """As in `Store`. Writers need not wait for the count: no commit uses a key that is not current."""
         noted = self.keys_in_use()
         if noted is None:
             raise self._not_encrypted()
@@ -476,6 +475,8 @@ class SqliteStore(Store):
                 connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
             except apsw.BusyError:
                 return False
+            for (text,) in ask(connection, FACT, (PROGRESS_FACT,)):
+                connection.execute(SET_FACT, (PROGRESS_FACT, wiped(str(text))))
         return True
 
     def sync(self) -> None:

@@ -4,7 +4,7 @@ from postroom.stores.conversion import Table, Values, cell_values, event_values,
 from postroom.system.encryption import Encryption
 
 _RECORDS = "SELECT seq, payload, result, trail FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
-_EVENTS = "SELECT seq, batch FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
+_EVENTS = "SELECT seq, CAST(batch AS BLOB) FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
 _CELLS = "SELECT kind, key, value FROM cells WHERE (kind, key) > (?, ?) ORDER BY kind, key LIMIT ?"
 
 _TABLES = (

@@ -16,7 +16,8 @@ from postroom.stores.encrypted import EncryptedTransaction, batch_place
 from postroom.stores.event_runs import Implied, OnesRun, implied_runs
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import ask
-from postroom.stores.sqlite_transaction import Known, SqliteReading, SqliteTransaction
+from postroom.stores.sqlite_known import Known
+from postroom.stores.sqlite_transaction import SqliteReading, SqliteTransaction
 from postroom.stores.transaction import Claim, Delivery
 from postroom.system.encryption import MARK, OVERHEAD_BYTES, Encryption
 
@@ -106,10 +107,8 @@ class EncryptedSqliteTransaction(EncryptedTransaction, SqliteTransaction):
     def packed(self, last: int) -> str | bytes:
         return self.encryption.seal(str(super().packed(last)).encode(), batch_place(self.store_id, last))
 
-    def unpacked(self, last: int, batch: str | bytes) -> str:
-        if isinstance(batch, str):
-            return batch
-        return self.encryption.open(batch, batch_place(self.store_id, last)).decode()
+    def unpacked(self, last: int, batch: bytes) -> bytes:
+        return self.encryption.open(batch, batch_place(self.store_id, last))
 
     def _implied_runs(self, after: int, last: int) -> Iterator[OnesRun]:
         return implied_runs(Implied(*row) for row in ask(self._cursor, IMPLIED, (after, last)))

@@ -115,7 +115,7 @@ def migrate(connection: apsw.Connection, path: Path) -> None:
 
 
 def keep_copy(connection: apsw.Connection, path: Path, version: int) -> None:
-    """Keep the store as it is before an upgrade, as `queue.db.before-5` beside it."""
+    """Copy the store before an upgrade, into a file such as `queue.db.before-5` beside it."""
     kept = path.with_name(f"{path.name}.before-{version}")
     temporary = path.with_name(f".{kept.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:

@@ -18,14 +18,16 @@ import apsw
 from postroom.errors import StoreDamaged, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
+from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.sql.queries import FACT, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
 from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
-from postroom.stores.sqlite_transaction import Known, SqliteReading
+from postroom.stores.sqlite_known import Known
+from postroom.stores.sqlite_transaction import SqliteReading
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
-from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, key_file_encryption, key_needed
+from postroom.system.encryption import KEYS_FACT, Encryption, check_noted, key_file_encryption
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class SqliteSnapshot:
         """End the snapshot."""
         self._connection.close(True)  # noqa: FBT003 - the API has no name for it
 
-    # ---- what it says --------------------------------------------------------------------------------
+    # ---- facts ---------------------------------------------------------------------------------------
 
     @property
     def is_current(self) -> bool:
@@ -133,9 +135,7 @@ class SqliteSnapshot:
         if not noted:
             return None
         encryption = key_file_encryption(None)
-        if encryption is None:
-            raise key_needed(str(self.path))
-        encryption.check(str(self.path), KeysInUse.decode(noted))
+        check_noted(encryption, str(self.path), noted)
         return encryption
 
     def events(self, after: int, limit: int) -> list[Event]:
@@ -149,7 +149,7 @@ class SqliteSnapshot:
     # ---- checks --------------------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """Why the file cannot be trusted: damaged pages, wrong indexes, wrong counters, missing events."""
+        """The faults of the file: damaged pages, wrong indexes, wrong counters, missing events."""
         try:
             faults = self.page_faults()
             if not faults and self.is_current:
@@ -167,23 +167,23 @@ class SqliteSnapshot:
         return [str(row[0]) for row in found if row[0] != "ok"]
 
     def _wrong_counters(self) -> list[str]:
-        counted = Known(self.identity())
-        counted.catch_up(self._connection, from_start=True)
-        real: dict[tuple[int, Counted], int] = {}
+        known = Known(self.identity())
+        known.catch_up(self._connection, from_start=True)
+        held: dict[tuple[int, Counted], int] = {}
         for queue, state, lane, n in ask(self._connection, _COUNT):
             what = _counter(state, lane)
-            real[queue, what] = real.get((queue, what), 0) + n
-        said: dict[tuple[int, Counted], int] = {
+            held[queue, what] = held.get((queue, what), 0) + n
+        counted: dict[tuple[int, Counted], int] = {
             (queue, what): n
-            for queue, counters in counted.depths.items()
+            for queue, counters in known.depths.items()
             for what, n in counters.items()
             if n and what != "LAPSES"
         }
         return [
-            f"the queue {counted.name_of(queue, self._connection)} counts {said.get((queue, what), 0)} "
-            f"records as {what}, and holds {real.get((queue, what), 0)}"
-            for queue, what in sorted({*said, *real})
-            if said.get((queue, what), 0) != real.get((queue, what), 0)
+            f"the queue {known.name_of(queue, self._connection)} counts {counted.get((queue, what), 0)} "
+            f"records as {what}, and holds {held.get((queue, what), 0)}"
+            for queue, what in sorted({*counted, *held})
+            if counted.get((queue, what), 0) != held.get((queue, what), 0)
         ]
 
     def count_keys(self, encryption: Encryption) -> dict[str, int]:
@@ -201,14 +201,16 @@ class SqliteSnapshot:
         return [str(error) for error in islice(found, FAULTS_SHOWN_MAX)]
 
     def _missing_events(self) -> list[str]:
-        """Event numbers have no gap, apart from the removed ones at the beginning."""
-        after, gaps = 0, []
+        """Event numbers have no gap, apart from the removed ones at the beginning, and all can be read."""
+        after, faults = 0, []
         while events := self.events(after, EVENTS_PAGE):
             for event in events:
                 if after and event.seq != after + 1:
-                    gaps.append(f"events {after + 1} to {event.seq - 1} are missing")
+                    faults.append(f"events {after + 1} to {event.seq - 1} are missing")
+                if is_unreadable(event):
+                    faults.append(f"event {event.seq}: {event.error}")
                 after = event.seq
-        return gaps
+        return faults
 
     # ---- copies --------------------------------------------------------------------------------------
 
@@ -227,9 +229,9 @@ def newest_version() -> int:
 
 
 def read_at_rest_or_live(path: Path, work: Callable[[SqliteSnapshot], T]) -> T:
-    """Run `work` on a snapshot that creates no file beside the store, also when nothing runs.
+    """Run `work` on a snapshot, without creating files beside a store that no process uses.
 
-    Without a WAL no process has the file open. When one appears during `work`, `work` runs again.
+    Without a WAL no process has the store open. When a WAL appears during `work`, `work` runs again.
     """
     wal = path.with_name(path.name + "-wal")
     at_rest = not wal.exists()

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
+
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event, Record, Stored
 from postroom.stores.base import Counted, Pick, by_state
@@ -16,7 +18,26 @@ T = TypeVar("T")
 
 
 class _ChangedAndFailedError(Exception):
-    """One of several works failed after a change, so the commit must be rolled back."""
+    """The work of one caller failed after a change, so the shared commit must be rolled back."""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store can do besides the contract of all stores. It refuses the rest in one sentence."""
+
+    is_shared: bool = False
+    """Processes of several hosts can use it."""
+    is_concurrent: bool = False
+    """Calls of `write_many` in several threads commit concurrently."""
+    is_ordered: bool = True
+    """Workers that claim at the same time get the messages of a lane in its order."""
+    keeps_all: bool = True
+    """Every accepted message is in the ledger, so that it can be read, and outlives a crash in its class."""
+    survives_kills: bool = True
+    """Records of the durability class `os` survive kill -9 of every process of the store."""
+    is_encryptable: bool = False
+    """A key file encrypts what is stored."""
+    is_movable: bool = False
+    """`postroom move` can take it to another address."""
 
 
 class Store(ABC):
@@ -25,17 +46,19 @@ class Store(ABC):
     url: str
     trouble: str = ""
     """Why the store cannot write at present; empty when it can."""
-    is_concurrent = False
-    """Whether calls of `write_many` in several threads commit beside each other."""
-    survives_kills = True
-    """Whether records of the durability class `os` survive kill -9 of every process of the store."""
+    broker_trouble: str = ""
+    """Why the broker beside the ledger cannot be used at present. The ledger delivers meanwhile."""
+    capabilities = Capabilities()
+    notes_keys = True
+    """Whether opening an encrypted store notes the newest key. The first key turns encryption on, so a handle
+    that only looks must not note it."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit. Contracts use `add_commit_listener`."""
     fatal_errors: tuple[type[Exception], ...] = ()
     """Errors of the backend itself. They end the whole commit, not only the work that raised them."""
 
     def add_commit_listener(self, listener: Callable[[Transaction], None]) -> None:
-        """Call `listener` after each commit, too. Several contracts can share a store."""
+        """Also call `listener` after each commit. Several contracts can share a store."""
         previous = self.on_commit
 
         def call_both(transaction: Transaction) -> None:
@@ -57,8 +80,9 @@ class Store(ABC):
     ) -> list[Any]:
         """Run the work of many callers, if possible in one commit.
 
-        Returns the result of each work, or the error that it raised. A work that fails does not affect the
-        others: when it fails after a change, the commit is rolled back and each work is committed alone.
+        Returns the result of each caller's work, or the error that it raised. Work that fails does not affect
+        the others: when it fails after a change, the commit is rolled back, and the work of each caller is
+        committed alone.
         """
 
         def run_all(transaction: Transaction) -> list[Any]:
@@ -72,7 +96,7 @@ class Store(ABC):
             return [error] * len(works)
 
     def _write_group(self, work: Callable[[Transaction], T], *, makes_room: bool) -> T:
-        """Commit work that is a group already."""
+        """Commit work that already combines the work of many callers."""
         return self.write(work, makes_room=makes_room)
 
     def _run_one(self, work: Callable[[Transaction], Any], transaction: Transaction) -> Any:
@@ -102,7 +126,11 @@ class Store(ABC):
         yield
 
     def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:  # noqa: B027 - for a broker
-        """How long the messages of organizations wait in a lane until they count as of the lane above."""
+        """Set how long a message of an organization waits in each lane before it moves to the lane above."""
+
+    def known_deadline_ns(self) -> int | None:
+        """As `Transaction.next_deadline_ns`, when the store knows it without asking a server; else None."""
+        return None
 
     def wall_us(self) -> int:
         """UTC, as transactions of this store see it."""
@@ -133,18 +161,18 @@ class Store(ABC):
         raise self._not_encrypted()
 
     def retire_key(self, fingerprint: str) -> None:  # noqa: ARG002 - for a store with encryption
-        """Note that the store needs a key no longer. Raises while a value needs it."""
+        """Record that no value of the store needs a key. Raises while a value needs it."""
         raise self._not_encrypted()
 
     def wipe(self) -> bool:
-        """Overwrite what deleted and replaced values left in the store's own files, if that is possible."""
+        """Remove the remains of deleted and replaced values from the store's files; whether that worked."""
         return False
 
     def _not_encrypted(self) -> InvalidSetting:
         return InvalidSetting(f"{self.url} is not encrypted: name a key file")
 
     def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
-        """How wake-ups reach other machines: what connects to the database, and the name of a channel."""
+        """How wake-ups reach other machines: a function that connects to the database, and a channel name."""
         return None
 
     def reopen(self) -> None:  # noqa: B027 - only for a backend with a disk

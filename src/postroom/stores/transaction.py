@@ -40,10 +40,11 @@ from postroom.stores.base import (
     ready,
     waiting,
 )
+from postroom.stores.event_quarantine import quarantine_events
 
 NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
-EVENTS_LOOKED_MAX: Final = 1_000_000  # of one purge
+EVENTS_LOOKED_MAX: Final = 1_000_000  # events that one purge looks at
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
 
@@ -114,7 +115,7 @@ class Transaction(Ledger, Lanes):
     """The work of one commit. The clocks are read once, at its beginning, so a commit is one instant."""
 
     changes = 0
-    """Grows with every write and with numbers that are taken. The backend counts."""
+    """Grows with every write and with every number taken. The backend increments it."""
     synced = False
     """Whether the commit needs an fsync."""
     ended = False
@@ -207,12 +208,12 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=True)
 
     def _check_id(self, message_id: str) -> None:
-        """Refuse an id in the form of the store's own ids that is none of them."""
+        """Refuse an id that has the form of the store's own ids, unless the store made it."""
         is_own = message_id.startswith(f"{self.store_id}-") or number_in_uuid(
             message_id, store_tag(self.store_id)
         )
         if is_own and self.record(message_id) is None:
-            raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
+            raise reserved_id(message_id)
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
         value = self.cell(KEY, _key_of(envelope))
@@ -222,26 +223,31 @@ class Transaction(Ledger, Lanes):
 
     def apply(self, pick: Pick, decide: Decide) -> list[Step]:
         """Decide about each picked record and save the decisions, all or none."""
+        first = self.take_numbers(0)
+        changes, number = self._decided(self.find(pick), decide, first)
+        self.take_numbers(number - first)
+        self._save(changes)
+        return [change.step for change in changes]
+
+    def _decided(self, records: Sequence[Record], decide: Decide, number: int) -> tuple[list[Change], int]:
+        """The decisions about records, with event numbers from `number` on; and the next number."""
         changes: list[Change] = []
-        number = first = self.take_numbers(0)
-        for record in self.find(pick):
+        for record in records:
             step = decide(record, self._moment(number))
             if step is not None:
                 number += len(step.events)
                 changes.append(Change(record, step))
             elif record.durability != "os":
                 self.synced = True  # a repeated call is acknowledged like the first call
-        self.take_numbers(number - first)
-        self._save(changes)
-        return [change.step for change in changes]
+        return changes, number
 
     def complete(
         self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
     ) -> Sequence[str]:
         """Complete leased records: message id to token and result. All or none.
 
-        `details` are those of the events, by message id. Returns the ids of records that were not completed
-        before.
+        `details` are those of the events, by message id. Returns the ids of the records that this call
+        completed.
         """
 
         def decide(record: Record, moment: Moment) -> Step | None:
@@ -275,17 +281,10 @@ class Transaction(Ledger, Lanes):
         return lifecycle.claim_order(record, self.steady_ns, terms.promote_after_ns)
 
     def _lease(self, heads: list[Head], terms: Claim) -> list[Delivery]:
-        changes = []
-        for head in heads:
-            record = head.record
-            lane = self._claim_order(record, terms)[0] if terms.promote_after_ns else record.lane
-            number = self.take_numbers(1 if lane == record.lane else 2)
-            moment = self._moment(number)
-            changes.append(
-                Change(record, lifecycle.lease(record, moment, terms.worker_id, terms.lease_ns, lane))
-            )
-        self._save(changes)
-        return [_delivery(head, change.step.record) for head, change in zip(heads, changes, strict=True)]
+        lanes = [self._claim_order(head.record, terms)[0] for head in heads]
+        pairs = list(zip(heads, lanes, strict=True))
+        leased = Transaction.lease(self, pairs, terms.worker_id, terms.lease_ns)
+        return [delivery_of(head, record) for head, record in zip(heads, leased, strict=True)]
 
     def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
         """Lease QUEUED records, each in the lane that it was promoted to; returns them as leased."""
@@ -328,7 +327,7 @@ class Transaction(Ledger, Lanes):
     def is_quiet(self, queue: str, most: int) -> bool:
         """Whether at most `most` records are ready in a queue, and in all organizations together.
 
-        A store across a network may answer by counters that are a moment old and far below.
+        A store across a network may use counters that are a moment old, when they are far below `most`.
         """
         return ready(self.depth(queue)) <= most and ready(self.total()) <= most
 
@@ -342,14 +341,14 @@ class Transaction(Ledger, Lanes):
         return True
 
     def put_back(self, limit: int) -> int:
-        """Handle leases and delays that are over, in any queue; how many."""
+        """Handle leases and delays that are over, in all queues; returns how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         self.lapsed = [*self.lapsed, *(step.events[0].lease for step in steps)]
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
     def sweep(self, limit: int) -> int:
-        """Lapse, wake and expire what is overdue in any queue; how many records."""
+        """Lapse, wake and expire overdue records of all queues; returns how many."""
         expired = self.apply(Ending("expiry", self.steady_ns, limit), _expire_task)
         return self.put_back(limit) + len(expired)
 
@@ -359,7 +358,7 @@ class Transaction(Ledger, Lanes):
     # ---- forgetting ----------------------------------------------------------------------------
 
     def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
-        """Look at `limit` records behind `after`, and forget tasks that ended longer ago than they are kept.
+        """Look at `limit` records behind `after`, and forget tasks whose retention is over.
 
         Returns the `seq` to continue from; 0 at the end of the records.
         """
@@ -377,7 +376,7 @@ class Transaction(Ledger, Lanes):
         return seen[-1].seq if len(seen) == limit else 0
 
     def purge_keys(self, after: str, before_us: int, limit: int) -> str:
-        """Look at `limit` idempotency keys behind `after`, and forget those seen before a time.
+        """Look at `limit` idempotency keys behind `after`, and forget those accepted before `before_us`.
 
         Returns the key to continue from; empty at the end of the keys.
         """
@@ -394,12 +393,17 @@ class Transaction(Ledger, Lanes):
             up_to = min(up_to, outbox.shipped)
         old = self._events_before(up_to, before_us, limit)
         while old:
+            quarantine_events(self, old)
             self.forget((), old[-1].seq)
             is_stuck = len(old) == limit <= EVENTS_LOOKED_MAX and self.events(0, 1) == old[:1]
             if not is_stuck:
                 return
             limit *= 4  # the events of one commit may be stored together: they go only as a whole
             old = self._events_before(up_to, before_us, limit)
+
+    def stored_row(self, number: int) -> bytes:
+        """The bytes of a row of events."""
+        raise InvalidMessage(f"this kind of store has no row {number} of events")
 
     def _events_before(self, up_to: int, before_us: int, limit: int) -> list[Event]:
         old = [event for event in self.events(0, limit) if event.seq <= up_to]
@@ -422,17 +426,20 @@ class Transaction(Ledger, Lanes):
         lanes: bool = False,
         heads: bool = True,
     ) -> None:
-        """Say what will be asked next. A store across a network reads it all in one trip.
+        """Announce the next reads, so that a store across a network does them in one trip.
 
-        Cells are given by kind and limit. `lanes` means the lanes of all organizations, and `heads` that
+        Cells are given by kind and limit. `lanes` announces the lanes of all organizations, `heads` that
         their first records will be pulled.
         """
 
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
-        """Say which (queue, lane, limit) will be pulled next."""
+        """Announce the next pulls: queue, lane and limit of each."""
 
     def kept(self, record: Record) -> Kept:  # noqa: ARG002
-        """What the store keeps beside a record. Only stores that can be moved implement it, and `kinds`."""
+        """The parts of a message that are not in its record.
+
+        Only stores that can be moved implement this method and `kinds`.
+        """
         raise InvalidMessage("this kind of store cannot be moved")
 
     def kinds(self) -> list[str]:
@@ -539,20 +546,14 @@ class Transaction(Ledger, Lanes):
         events = [event for change in changes for event in change.step.events]
         self.save(changes, events)
         self._note_events(events)
-        queued, settled = [], []
         for change in changes:
             after = change.step.record
             if after.durability != "os":
                 self.synced = True
             if after.state == "QUEUED":
                 self.ready.add(after.queue)
-                queued.append(after)
             elif after.state in lifecycle.ENDED:
                 self.ended = True
-            if change.before is not None and change.before.state == "PROCESSING" != after.state:
-                settled.append(change.before)
-        self.acknowledge(settled)
-        self.push(queued)
 
     def _emit(self, event: Event) -> None:
         self.save((), [event])
@@ -565,11 +566,12 @@ class Transaction(Ledger, Lanes):
 
 
 def _expire_task(record: Record, moment: Moment) -> Step | None:
-    """Messages of organizations are expired by the engine, which has more to do then."""
+    """Skips messages of organizations: the engine expires them, because that takes further steps."""
     return None if org_of(record.queue) else lifecycle.expire(record, moment)
 
 
-def _delivery(head: Head, record: Record) -> Delivery:
+def delivery_of(head: Head, record: Record) -> Delivery:
+    """What a worker gets of a record that was leased to it."""
     return Delivery(
         record.message_id, record.queue, head.payload, head.type, head.parent_message_id,
         record.attempt, record.lease, record.lease_ns,
@@ -579,6 +581,11 @@ def _delivery(head: Head, record: Record) -> Delivery:
 def _key_of(envelope: Envelope) -> str:
     """The key of a cell. The length separates queue and key: "a" + "bc" is not "ab" + "c"."""
     return f"{len(envelope.queue)}:{envelope.queue}{envelope.key}"
+
+
+def reserved_id(message_id: str) -> InvalidMessage:
+    """The error for an id in the form of the store's own ids that the store has not given to the caller."""
+    return InvalidMessage(f"the id {message_id!r} has a form that only the store itself uses for ids")
 
 
 def _too_long(envelope: Envelope, limits: Limits) -> InvalidMessage:

@@ -48,7 +48,7 @@ def key_of(head: bytes) -> str:
 
 
 class KeysInUse(msgspec.Struct, frozen=True):
-    """What a store notes about its encryption: the keys that its values may need."""
+    """The keys that the values of a store may need, as the store records them."""
 
     keys: dict[str, str]
     """Fingerprint in hex -> the name that the key had."""
@@ -112,7 +112,7 @@ class Encryption:
 
     @property
     def head(self) -> bytes:
-        """How values begin that the current key encrypted."""
+        """The first bytes of every value that the current key encrypts."""
         return self._state[0]
 
     def seal(self, value: bytes, place: str) -> bytes:
@@ -140,11 +140,13 @@ class Encryption:
         self.reload()
         cipher = self._state[2].get(key)
         if cipher is None:
-            raise KeyMissing(
-                f"{place} needs the key with the fingerprint {key.hex()}, which key file {self.path} "
-                "does not have"
-            )
+            raise self.lacks(place, {key.hex(): ""})
         return cipher
+
+    def lacks(self, where: str, needed: Mapping[str, str]) -> KeyMissing:
+        """The error for data whose keys are not in the key file, by fingerprint. A name may be empty."""
+        found = f"key file {self.path} has {_listed(self.names)}"
+        return KeyMissing(f"{where} needs {_listed(needed)}, and {found}")
 
     def seal_line(self, text: str, place: str) -> str:
         """The encrypted form of text, as one line without its newline."""
@@ -170,7 +172,7 @@ class Encryption:
     # ---- the keys that a store notes -------------------------------------------------------------
 
     def check(self, where: str, noted: KeysInUse | None) -> KeysInUse:
-        """What a store has to note, given what it notes now. Raises when a key that it needs is missing."""
+        """The keys that a store has to record, given those recorded now. Raises when one is missing."""
         if noted is None:
             return KeysInUse({self.current: self.names[self.current]}, self.current)
         missing = self._missing(noted)
@@ -178,17 +180,25 @@ class Encryption:
             self.reload()
             missing = self._missing(noted)
         if missing:
-            raise KeyMissing(
-                f"{where} is encrypted with the key {noted.keys[missing[0]]!r} (fingerprint {missing[0]}), "
-                f"which key file {self.path} does not have"
-            )
+            raise self.lacks(where, missing)
         if noted.current == self.current:
             return noted
         keys = {**noted.keys, self.current: self.names[self.current]}
         return KeysInUse(keys, self.current)
 
-    def _missing(self, noted: KeysInUse) -> list[str]:
-        return [key for key in noted.keys if key not in self.names]
+    def _missing(self, noted: KeysInUse) -> dict[str, str]:
+        """The keys that the file lacks. The one that encrypts new values is the first."""
+        newest_first = sorted(noted.keys, key=lambda key: key != noted.current)
+        return {key: noted.keys[key] for key in newest_first if key not in self.names}
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    """Keys by fingerprint, as a sentence names them."""
+    names = [
+        f"{name!r} (fingerprint {key})" if name else f"with the fingerprint {key}"
+        for key, name in keys.items()
+    ]
+    return f"the key{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def key_needed(where: str) -> KeyMissing:
@@ -197,6 +207,15 @@ def key_needed(where: str) -> KeyMissing:
         f"{where} is encrypted: name its key file with `postroom --key-file`, {KEY_FILE_VARIABLE}, key_file "
         "in [encryption] of the settings, or key_file in code"
     )
+
+
+def check_noted(encryption: Encryption | None, where: str, noted: str) -> None:
+    """Refuse a store whose keys are not at hand. `noted` is its fact about keys, empty without encryption."""
+    if encryption is None:
+        if noted:
+            raise key_needed(where)
+        return
+    encryption.check(where, KeysInUse.decode(noted) if noted else None)
 
 
 def key_file_encryption(path: str | os.PathLike[str] | None) -> Encryption | None:

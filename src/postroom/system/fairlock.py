@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from postroom.errors import LockTimeout
-from postroom.system.atomic import open_safely
-from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
+from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock, open_lock_file
 
 # After passing the gate, a process may take the lock again for this long: processes that alternate at every
 # commit would reload their caches each time. A process waits for at most one turn of each other process.
@@ -26,6 +25,7 @@ class FairLock:
     """Exclusive between processes that open `path`.lock. Threads of one process need their own lock."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
+        self._path = path
         self._lock_path = path.with_name(path.name + ".lock")
         self._gate_path = path.with_name(path.name + ".gate")
         self._timeout_s = timeout_s
@@ -53,11 +53,11 @@ class FairLock:
             try:
                 flock(gate_fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                self._wait(gate_fd, self._gate_path, GATE_PAUSE_FIRST_S, GATE_PAUSE_LAST_S)
+                self._wait(gate_fd, GATE_PAUSE_FIRST_S, GATE_PAUSE_LAST_S)
             try:
                 flock(lock_fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                self._wait(lock_fd, self._lock_path, INSIDE_PAUSE_FIRST_S, INSIDE_PAUSE_LAST_S)
+                self._wait(lock_fd, INSIDE_PAUSE_FIRST_S, INSIDE_PAUSE_LAST_S)
         finally:
             self._unlock(gate_fd)
 
@@ -73,10 +73,10 @@ class FairLock:
             self.forget()  # a closed file holds no lock
 
     def _open(self) -> None:
-        self._gate_fd = open_safely(self._gate_path, os.O_RDWR | os.O_CREAT)
-        self._lock_fd = open_safely(self._lock_path, os.O_RDWR | os.O_CREAT)
+        self._gate_fd = open_lock_file(self._gate_path)
+        self._lock_fd = open_lock_file(self._lock_path)
 
-    def _wait(self, fd: int, path: Path, pause_s: float, last_s: float) -> None:
+    def _wait(self, fd: int, pause_s: float, last_s: float) -> None:
         deadline = time.monotonic() + self._timeout_s
         while True:
             time.sleep(pause_s)
@@ -85,7 +85,7 @@ class FairLock:
                 flock(fd, EXCLUSIVE_NOW)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise LockTimeout(path, self._timeout_s) from None
+                    raise LockTimeout(self._path, self._timeout_s) from None
             else:
                 return
 

@@ -1,8 +1,8 @@
 """Key files: the keys that encrypt values at rest.
 
 A key file holds one key per line, `<name> <base64url of 32 bytes>`, newest first. The first key encrypts new
-values; the others decrypt older ones. Only the owner of the file may be able to open it, or a group that may
-only read it where a secret is mounted: a link to the file, or a file of root.
+values; the others decrypt older ones. Only the owner may have access to the file. A mounted secret, which is
+a link or a file of root, may also be readable by its group.
 """
 
 import base64
@@ -90,14 +90,23 @@ def remove_key(path: Path, key_id: str) -> None:
 
 
 def _changing(path: Path) -> AbstractContextManager[None]:
-    """One command at a time: two that replace the file would lose the key of one of them."""
+    """Let one command at a time change the file: of two commands that replace it, one would lose its key."""
     if path.is_symlink():
         raise UnsafePath(f"key file {path} is a link: change the file that it leads to")
     return alone(path.with_name(f".{path.name}.lock"), f"another command changes key file {path}: try again")
 
 
+def check_outside(path: Path, folder: Path) -> None:
+    """Refuse a key file inside a data folder. A copy of the folder would hold the key that protects it."""
+    if path.resolve().is_relative_to(folder.resolve()):
+        raise InvalidSetting(
+            f"key file {path} is inside the data folder {folder}, so every copy of the folder would hold the "
+            "key: keep the key file elsewhere"
+        )
+
+
 def fingerprint(key: bytes) -> bytes:
-    """A short name of a key that tells nothing about it. Two keys of the same name have different ones."""
+    """A short identifier that reveals nothing about the key. Keys of the same name have different ones."""
     return hmac.digest(key, b"postroom fingerprint", hashlib.sha256)[:FINGERPRINT_BYTES]
 
 

@@ -33,6 +33,8 @@ SLEEP_FIRST_S = 0.000_1
 LOCK_SLEEP_LAST_S = 0.000_2
 GATE_SLEEP_LAST_S = 0.004
 
+HOLDER_BYTES = 20  # of a lock file: the digits of a process id
+
 if sys.platform == "win32":
     import msvcrt
 
@@ -95,18 +97,51 @@ def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
     take_turn(fd, timeout_s, path)
 
 
+def open_lock_file(path: Path) -> int:
+    """Open or create a lock file. An error names the folder, because no user knows the lock file."""
+    try:
+        return open_safely(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error
+
+
 @contextmanager
 def alone(path: Path, refused: str) -> Iterator[None]:
     """Hold a lock file exclusively; `Unavailable(refused)` at once when another process holds it."""
-    fd = open_safely(path, os.O_RDWR | os.O_CREAT)
+    fd = open_lock_file(path)
     try:
-        try:
-            flock(fd, EXCLUSIVE_NOW)
-        except BlockingIOError:
-            raise Unavailable(refused) from None
+        hold(fd, refused)
         yield
     finally:
         os.close(fd)
+
+
+def hold(fd: int, refused: str) -> None:
+    """Take the lock of a lock file for long; `Unavailable(refused)` at once when another process holds it."""
+    try:
+        flock(fd, EXCLUSIVE_NOW)
+    except BlockingIOError:
+        raise Unavailable(f"{refused}{holder(fd)}") from None
+    note_holder(fd)
+
+
+def note_holder(fd: int) -> None:
+    """Write the id of this process into a lock file that it holds for long."""
+    with suppress(OSError):  # such as a full disk: the lock counts, and not its content
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def forget_holder(fd: int) -> None:
+    """Empty a lock file before it is released, so that it names no process that has ended."""
+    with suppress(OSError):
+        os.ftruncate(fd, 0)
+
+
+def holder(fd: int) -> str:
+    """Who holds a lock file, as the end of a sentence; empty when that is unknown."""
+    text = os.pread(fd, HOLDER_BYTES, 0)
+    return f" (process {int(text)})" if text.isdigit() else ""
 
 
 def release(fd: int) -> None:

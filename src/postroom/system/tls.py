@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, Unavailable
 from postroom.system.atomic import make_folder, replace_file
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def make_self_signed(folder: Path, hosts: Sequence[str], days: int) -> tuple[Pat
     files = (folder / "cert.pem", certificate.public_bytes(pem)), (folder / "key.pem", private)
     for path, _ in files:
         if path.exists():
-            raise InvalidSetting(f"{path} exists already, and stays as it is")
+            raise Unavailable(f"{path} exists already, and stays as it is")
     for path, data in files:
         replace_file(path, data, "fsync")
     return folder / "cert.pem", folder / "key.pem"

@@ -1,8 +1,8 @@
 """`Engine`, the global queue: see `engine`.
 
-`messages` checks what comes in, `operations` are the verbs inside one transaction, `claims` decides who gets
-what, `worker` runs handlers, and `policy` holds every rule that can be set. `agents` are the verbs of agents,
-and `coordinator` hands agents the answers to their requests.
+`message_input` checks submitted messages, `operations` are the verbs inside one transaction, `claims` decides
+which messages a worker gets, `worker` runs handlers, and `policy` holds every rule that can be set. `agents`
+are the verbs of agents, and `coordinator` hands agents the answers to their requests.
 """
 
 from postroom.contracts.engine.coordinator import Coordinator

@@ -32,7 +32,7 @@ SUSPECTS_LOOKED_MAX = 1_000
 SUSPECTS_NAMED_MAX = 10
 
 ALL = ""
-"""The key of what holds for all organizations, or all types."""
+"""Stands for all organizations, or all types, in a key."""
 
 
 class Admission:
@@ -68,7 +68,10 @@ class Admission:
     # ---- backpressure --------------------------------------------------------------------------
 
     def _check_pressure(self, org_id: str, priorities: Mapping[int, int]) -> None:
-        """Check how many messages of an organization wait, for new ones by priority."""
+        """Check whether an organization may submit, given how many of its messages wait.
+
+        `priorities` is how many new messages there are of each priority.
+        """
         transaction, rule = self._transaction, self._policy.backpressure
         queue, quiet = ENGINE_PREFIX + org_id, int(admission.LEAVE_AT * rule.scale)
         if transaction.is_quiet(queue, quiet):

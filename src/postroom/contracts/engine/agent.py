@@ -209,7 +209,7 @@ class Agent:
                     lambda agents: agents.note_bounce(self.org_id, self.agent_id, reason)
                 )
             raise
-        core.ring_answers()
+        core.wake_readers()
         return SentMessage(self.coordinator, message_id)
 
     def inbox(self) -> Inbox:
@@ -255,7 +255,7 @@ class AnswerStream:
         self._held: Part | None = None
         """The part that begins another attempt, until `StreamRestarted` was raised."""
         self._attempt = 0
-        """The attempt that chunks were handed out of."""
+        """The attempt whose chunks were handed out last."""
         self._is_last = False
         self._is_closed = False
         self.message_id = message_id
@@ -304,12 +304,12 @@ class AnswerStream:
     async def _part(self) -> Part:
         if self._reader is None:
             coordinator = self._agent.coordinator
-            rings: int | None = None
+            wakeups: int | None = None
             if not self.message_id:
-                rings = coordinator.rings
+                wakeups = coordinator.wakeups
                 self.message_id, is_known = await self._agent.submit(self._message, self._timeout_s)
-                rings = None if is_known else rings  # a known message may have ended long ago
-            self._reader = coordinator.add_reader(self._agent, self.message_id, rings)
+                wakeups = None if is_known else wakeups  # a known message may have ended long ago
+            self._reader = coordinator.add_reader(self._agent, self.message_id, wakeups)
         return await self._reader.next()
 
     def close(self, *, is_shown: bool = True) -> None:

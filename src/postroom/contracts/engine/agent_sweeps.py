@@ -24,7 +24,7 @@ from postroom.contracts.engine.cells import (
     Letter,
     Part,
 )
-from postroom.contracts.engine.messages import CreatedBy, decode_body
+from postroom.contracts.engine.messages import CreatedBy, body_of
 from postroom.contracts.engine.operations import PARTS_MAX, Operations
 from postroom.contracts.engine.parts import UNDECODABLE, damaged_answer, last_part
 from postroom.core import lifecycle
@@ -149,10 +149,8 @@ def bounce(agents: AgentOperations, org_id: str, agent_id: str, message_id: str,
 
 
 def _creator(stored: Stored) -> CreatedBy | None:
-    try:
-        return decode_body(stored.envelope.payload).created_by
-    except msgspec.DecodeError:
-        return None
+    body = body_of(stored.envelope.payload)
+    return None if body is None else body.created_by
 
 
 def _whole_answer(agents: AgentOperations, stored: Stored) -> Part:

@@ -124,9 +124,9 @@ class AgentOperations:
         return info
 
     def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> bool:
-        """Renew the lease of a coordinator; whether it still had its agents.
+        """Renew the lease of a coordinator. Returns whether it still had its agents.
 
-        One that was taken for dead comes back with its epoch, and has to `reclaim` its agents.
+        A coordinator that was taken for dead returns with its epoch, and has to `reclaim` its agents.
         """
         known = COORDINATORS.get(self.transaction, coordinator)
         info = CoordinatorInfo(epoch, self.transaction.steady_ns, self._lease_end(), name)
@@ -149,7 +149,7 @@ class AgentOperations:
             )
 
     def take_over(self, coordinator: str) -> list[str]:
-        """Take the agents of coordinators whose lease is over; the ids of those coordinators."""
+        """Take over the agents of coordinators whose lease is over. Returns the ids of those coordinators."""
         transaction = self.transaction
         lost = {
             other: info
@@ -243,7 +243,7 @@ class AgentOperations:
         return after
 
     def hear(self, org_id: str, agent_id: str, coordinator: str) -> None:
-        """Count a call as a heartbeat of an agent that is registered and lives outside of this process."""
+        """Count a call as a heartbeat of its agent, if that is registered and lives in another process."""
         entry = AGENTS.get(self.transaction, org_id, agent_id)
         if entry is not None and not entry.is_local:
             self.beat(org_id, agent_id, entry.session, coordinator)
@@ -443,7 +443,7 @@ class AgentOperations:
         return known is not None
 
     def programs_for(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
-        """The wanted programs by organization and agent, for the supervisor that holds the lease of them.
+        """The wanted programs by organization and agent; none for a supervisor that does not hold the lease.
 
         A supervisor gets the lease when nobody else holds it, and renews it by this call.
         """

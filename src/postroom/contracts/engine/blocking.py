@@ -20,17 +20,17 @@ class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._after_start()
+        self._reset()
         reset_after_fork(self)
 
-    def _after_start(self) -> None:
+    def _reset(self) -> None:
         self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
         """A child has no thread."""
-        self._after_start()
+        self._reset()
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine and return its result. An interrupt cancels it."""

@@ -1,7 +1,7 @@
 """The named values that an engine keeps in its store, by kind. Each kind has one type.
 
 Rule 1: the parts of a key are joined by a character that no part can hold, so keys with the same first parts
-        stand together.
+        are neighbours.
 """
 
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
@@ -87,7 +87,7 @@ class Kind(Generic[T]):
         return found
 
     def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:
-        """Remove keys that begin with these parts and have more, at most `limit`; how many."""
+        """Remove keys that begin with these parts and have more, at most `limit`; returns how many."""
         prefix = joined(*parts) + SEPARATOR
         dropped = 0
         while limit is None or dropped < limit:
@@ -170,7 +170,7 @@ class GoalUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PurgeTurn(msgspec.Struct, frozen=True):
-    """The process that purges the store, and until when others leave it to that one."""
+    """The process that purges the store, and until when no other process may."""
 
     name: str
     until_ns: int
@@ -197,11 +197,11 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     error: dict[str, Any] | None = None
     total_chunks: int | None = None
     epoch: int = 0
-    """The coordinator that handed the part over; 0 when none did."""
+    """The epoch of the coordinator that handed the part over; 0 without a coordinator."""
 
 
 class CoordinatorInfo(msgspec.Struct, frozen=True):
-    """A coordinator, and until when its agents are its own."""
+    """A coordinator, and until when no other one takes over its agents."""
 
     epoch: int
     """Larger than the epoch of every coordinator that was started before."""
@@ -219,7 +219,7 @@ class AgentEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     registered_us: int
     registered_ns: int
     seen_ns: int = 0
-    """Its own last heartbeat. An agent in the process of its coordinator lives as long as that one."""
+    """Its own last heartbeat. An agent in the process of its coordinator lives as long as the coordinator."""
     is_local: bool = True
     health: Health = "registered"
 
@@ -243,7 +243,7 @@ class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether it is an answer that its agent never fetched."""
     reason: str = ""
     is_notice: bool = False
-    """Whether the engine itself wrote it: nobody waits for its receipts."""
+    """Whether the engine itself wrote it: then it has no receipts."""
 
 
 class Bounce(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -327,11 +327,11 @@ ACCOUNTS: Final = Kind("engine.tokens", Account)
 HOLDS: Final = Kind("engine.token_holds", list[Hold])
 """The complement of the first lease of a claim -> what the claim has reserved and still holds."""
 HOLDS_SWEPT: Final = Kind("engine.token_sweep", str)
-"""The key of `HOLDS` that the next sweep continues behind; none when it begins again."""
+"""The key of `HOLDS` after which the next sweep continues; absent when it starts at the beginning."""
 TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
 """Provider, model, organization -> its use."""
 DEPENDANTS: Final = Kind("engine.dependant", bool)
-"""Parent, child -> True, while an engine has budgets: messages that a message holds up."""
+"""Parent, child -> True: messages that wait for a message. Stored only while the engine has token budgets."""
 PURGES: Final = Kind("engine.purge", PurgeTurn)
 BODY_USES: Final = Kind("engine.body_use", bool)
 """Digest, message id -> True: the messages that refer to a large payload."""

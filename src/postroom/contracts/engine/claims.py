@@ -1,8 +1,8 @@
 """Which messages a worker gets: classes of priority, organizations in turns, and what holds messages back.
 
-Rule 1: P0 to P3 in order. A message counts as of the class that its age has promoted it to.
+Rule 1: P0 to P3 in order. A message belongs to the class that its age has promoted it to.
 Rule 2: inside a class, organizations take turns (`core.fairness`). Inside an organization, the oldest first.
-Rule 3: a message that must not run now is put off, quarantined or expired by the claim that meets it.
+Rule 3: a message that must not run now is deferred, quarantined or expired by the claim that meets it.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
 
-HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
+HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim defers or ends; the next claim handles the rest
 ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
 PROMOTED = LANES
 """The rotation over organizations that have messages promoted to P0."""
 PAUSED = "its type is paused"
 ORDERED = b'"ordering_key":'
-"""Stands in the body of every message with an ordering key, and perhaps in a payload."""
+"""Every body with an ordering key contains this; a payload may contain it, too."""
 SPENDS = b'"tokens":'
-"""Stands in the body of every message with tokens, and perhaps in a payload."""
+"""Every body with tokens contains this; a payload may contain it, too."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -107,7 +107,7 @@ class Claims:
                 chosen += [(head, lane) for head in heads if self._may_run(head)]
                 if not heads or (is_all and not promotes and self._held_back == held_back):
                     break
-                claimed += self._lease(chosen)  # what comes next is seen once these are leased
+                claimed += self._lease(chosen)  # the lanes show the next messages once these are leased
                 chosen = []
                 self._look_at_lanes()
         return claimed + self._lease(chosen)
@@ -183,12 +183,12 @@ class Claims:
         )
 
     def _has_promoted(self, lane: int, to: int) -> bool:
-        """Whether a lane has messages that their age has promoted to a class, as far as was known before."""
+        """Whether the age of a lane's oldest message promotes it to a class, or to one above."""
         oldest = self._oldest[lane]
         return oldest is not None and self._class_of(oldest) <= to
 
     def _organizations(self, lane: int, aged: list[int], limit: int) -> list[str]:
-        """Queues that may have messages of a class, the one whose turn is next first."""
+        """Queues that may have messages of a class, in the order of their turns."""
         found: dict[str, None] = {}
         after = self._rotation.last.get(lane, "")
         for each in (lane, *aged):
@@ -197,11 +197,11 @@ class Claims:
         for each in aged:
             oldest = self._oldest[each]
             if oldest is not None and org_of(oldest.queue) not in self._paused_orgs:
-                found[oldest.queue] = None  # whatever the turns: nothing waits for ever
+                found[oldest.queue] = None  # out of turn, so that no message waits for ever
         return [*found]
 
     def _active(self, lane: int, after: str, limit: int) -> list[str]:
-        """Up to `limit` queues with messages in a lane that are not paused, from `after` on and around."""
+        """Up to `limit` queues with messages in a lane that are not paused, in turn from `after` on."""
         if after and not self._paused_orgs and self._transaction.is_alone(after, lane):
             return [after]
         found: list[str] = []
@@ -233,7 +233,7 @@ class Claims:
     # ---- what holds a message back -------------------------------------------------------------
 
     def _may_run(self, head: Head) -> bool:
-        """Whether a message may run now. One that may not is put off, quarantined or expired."""
+        """Whether a message may run now. Otherwise it is deferred, quarantined or expired."""
         record, now = head.record, self._transaction.steady_ns
         org_id = org_of(record.queue)
         if 0 < record.expires <= now:
@@ -255,7 +255,7 @@ class Claims:
         return False
 
     def _is_paused(self, org_id: str, type_name: str) -> bool:
-        """Whether a type is paused. A pause that another transaction is about to end counts no more."""
+        """Whether a type is paused. Pauses are read again, after transactions that change them have ended."""
         scopes = self._paused_types.intersection({(org_id, type_name), ("", type_name)})
         if not scopes:
             return False
@@ -373,7 +373,7 @@ class Claims:
         ]  # fmt: skip
 
     def _with_tokens(self, chosen: list[tuple[Head, int]], leased: list[Record]) -> list[Claimed]:
-        """The same for messages of which some have tokens: those are tied to the leases."""
+        """As `_lease`, for messages of which some have tokens: the tokens are tied to the leases."""
         claimed: list[Claimed] = []
         held: list[tuple[Record, Grant]] = []
         for (head, lane), record in zip(chosen, leased, strict=True):

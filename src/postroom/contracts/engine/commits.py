@@ -1,4 +1,4 @@
-"""One thread that commits for all coroutines of a process: what waits together is one commit."""
+"""One thread that commits for all coroutines of a process. Work that waits together shares a commit."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("postroom.engine")
 
-COMMIT_MAX = 256  # works in one commit
+COMMIT_MAX = 256  # calls that share one commit
 READS_AT_ONCE = 4
 CLOSE_TIMEOUT_S = 10.0
 
@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
 
 
 class Commits:
-    """Runs works of coroutines in a thread. Any number of event loops may use it."""
+    """Runs the work of coroutines in a thread. Any number of event loops may use it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class Commits:
 
     @staticmethod
     def _new_readers() -> ThreadPoolExecutor:
-        """Threads of its own: blocking calls of the program may fill the default ones of its event loop."""
+        """Threads only for reads: blocking calls of the program may fill the default pool of its loop."""
         return ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="postroom-reads")
 
     def after_fork(self) -> None:
@@ -101,7 +101,7 @@ class Commits:
                 return
 
     def _commit(self, group: list[_Waiting]) -> None:
-        for makes_room in (True, False):  # what makes room goes first, and not with what needs room
+        for makes_room in (True, False):  # work that makes room is committed first, and alone
             works = [one for one in group if one.makes_room is makes_room]
             if works:
                 _answer(works, self._outcomes([one.work for one in works], makes_room=makes_room))

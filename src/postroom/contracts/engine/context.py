@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,8 +32,6 @@ USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
 
-Call = Callable[[], Any]
-
 
 class Context:
     """One attempt of a message, for an `async` handler."""
@@ -57,7 +55,7 @@ class Context:
         self.used: Usage | None = None
 
     async def progress(self, share: float, text: str = "") -> None:
-        """Tell who waits how far the work is: a number from 0 to 1, and perhaps a word."""
+        """Report to readers of the answer how far the work is: a number from 0 to 1, and perhaps a text."""
         if type(share) not in (int, float) or not math.isfinite(share):
             raise InvalidMessage(f"progress must be a number from 0 to 1, not {shown(share)}")
         message = checked_text("the text of a progress report", text, limit=None)
@@ -185,12 +183,12 @@ class Context:
         """Run something that must not happen twice for this message, and return its outcome.
 
         The intent is committed before `run`, and the outcome after it. An attempt that finds an outcome
-        returns it. One that finds an intent alone asks `probe` (the outcome, or None when nothing
+        returns it. An attempt that finds only an intent asks `probe` (the outcome, or None when nothing
         happened), runs again with `on_unknown="run"`, or raises `EffectUnknown`. An ordinary error of `run`
         means that nothing happened; a timeout or a lost connection leaves that open.
 
         `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
-        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser says.
+        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser decides.
         """
         checked_reversal(reversal)
         if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
@@ -290,7 +288,7 @@ async def _called(call: Callable[[], Any]) -> Any:
 
 
 class ThreadContext:
-    """The same for a plain handler, which runs in a thread: its calls block."""
+    """As `Context`, for a plain handler, which runs in a thread. Its calls block."""
 
     def __init__(self, context: Context, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._context = context
@@ -376,6 +374,3 @@ class ThreadContext:
     def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
         """As `Context.effect`."""
         return self._wait(self._context.effect(key, run, **options))
-
-
-Handled = Callable[[Message, Any], Awaitable[Any] | Any]

@@ -61,7 +61,7 @@ class Coordinator:
         self._one_acknowledges = asyncio.Lock()
         self._woken = asyncio.Event()
         self._news: asyncio.Future[None] | None = None
-        self._rings = 0
+        self._wakeups = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,7 +74,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         info = await self.write(lambda agents: agents.start_coordinator(self.id, self.name))
         self.epoch = info.epoch
-        self._stack.enter_context(self.core.answers_heard(self._ring))
+        self._stack.enter_context(self.core.listening_for_answers(self._count_wakeup))
         loops = (self._distribute, self._acknowledge, self._beat)
         self._tasks = [asyncio.create_task(self._kept_running(each)) for each in loops]
 
@@ -171,18 +171,21 @@ class Coordinator:
     # ---- readers -------------------------------------------------------------------------------
 
     @property
-    def rings(self) -> int:
+    def wakeups(self) -> int:
         """The number of wake-ups so far. Each one means that answers may have come."""
-        return self._rings
+        return self._wakeups
 
-    def add_reader(self, agent: Agent, message_id: str, rings: int | None = None) -> Reader:
-        """Begin to read an answer. `rings` of before the submit saves a read if no wake-up came since."""
+    def add_reader(self, agent: Agent, message_id: str, wakeups: int | None = None) -> Reader:
+        """Begin to read an answer.
+
+        `wakeups` is the count before the submit: when no wake-up came since, a read is saved.
+        """
         if self._stopped:
             raise CoordinatorStopped(message_id)
         reader = Reader(agent, message_id)
         self._readers.add(reader)
         agent.reading[message_id] += 1
-        if rings != self._rings:
+        if wakeups != self._wakeups:
             self._woken.set()
         return reader
 
@@ -207,9 +210,9 @@ class Coordinator:
 
     # ---- the loops -----------------------------------------------------------------------------
 
-    def _ring(self) -> None:
+    def _count_wakeup(self) -> None:
         """Wake the loop that reads answers. Called from any thread."""
-        self._rings += 1
+        self._wakeups += 1
         with suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._woken.set)

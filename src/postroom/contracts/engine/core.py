@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.commits import Commits
 from postroom.contracts.engine.default_handlers import default_handlers
-from postroom.contracts.engine.endings import Endings
+from postroom.contracts.engine.end_waiters import EndWaiters
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.mcp_tools import McpServers
 from postroom.contracts.engine.message_input import Prepared, Registry
@@ -44,14 +44,15 @@ class EngineCore:
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
-        self.registry = Registry(REQUEST_TYPES, urgent="os" if store.survives_kills else "group")
+        is_lost = not (store.capabilities.survives_kills or self.is_in_memory)  # in memory, all classes are
+        self.registry = Registry(REQUEST_TYPES, urgent="group" if is_lost else "os")
         self.handlers: dict[str, Handler] = {}
         self._default_handlers = default_handlers(self)
         self.mcp_servers = McpServers()
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
         self.built_in: dict[str, Handler] = {}
-        """Handlers that the engine brings along. Those of the application go first."""
+        """Handlers of the engine itself. A handler of the application takes precedence."""
         self.hooks: dict[str, dict[str, Callable[..., Any]]] = {}
         """Functions that run after the completion of messages: type -> name -> function."""
         self.recovery_tools: dict[str, Callable[..., Any]] = {}
@@ -61,9 +62,9 @@ class EngineCore:
         self.telemetry: EngineTelemetry | None = None
         """None while nothing is exported."""
         self._commits = Commits(store)
-        self._cycles = Commits(store) if store.is_concurrent else self._commits
+        self._cycles = Commits(store) if store.capabilities.is_concurrent else self._commits
         """Commits of workers: submits do not wait for them where the store allows it."""
-        self._endings = Endings()
+        self._end_waiters = EndWaiters()
         self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
@@ -123,7 +124,7 @@ class EngineCore:
             raise
 
     async def after_submit(self) -> None:
-        """Messages were stored past `submit`. An engine for tests runs them now."""
+        """Called after messages were stored without `submit`. The engine for tests runs their handlers."""
 
     async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
@@ -164,11 +165,11 @@ class EngineCore:
         )
 
     async def add_parts(self, message_id: str, lease: int, parts: list[Part], first: int) -> None:
-        """Store parts of a running handler, and wake who reads them."""
+        """Store parts of a running handler, and wake their readers."""
         await self.write(
             lambda operations: operations.add_parts(message_id, lease, parts, first), makes_room=True
         )
-        self._endings.ring([message_id])
+        self._end_waiters.wake([message_id])
         self._notifier.notify_rarely_awaited(PARTS_ADDED)
 
     async def write_raw(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
@@ -200,21 +201,22 @@ class EngineCore:
         if transaction.ended:
             self._notifier.notify_rarely_awaited(TASK_ENDED)
 
-    def ring_ready(self) -> None:
-        """Wake workers: there may be something to claim."""
+    def wake_workers(self) -> None:
+        """Wake the workers: there may be messages to claim."""
         self._notifier.notify(READY)
 
     @contextmanager
-    def heard(self, listener: Callable[[], None]) -> Iterator[None]:
+    def listening_for_work(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener`, from any thread, when there may be messages to claim."""
         with self._notifier.subscribed(READY, listener), self.store.receiving(listener):
             yield
 
-    def ring_answers(self) -> None:
-        """Wake who reads answers: something else came for an agent."""
+    def wake_readers(self) -> None:
+        """Wake the readers of answers and inboxes: something came for an agent."""
         self._notifier.notify_rarely_awaited(PARTS_ADDED)
 
     @contextmanager
-    def answers_heard(self, listener: Callable[[], None]) -> Iterator[None]:
+    def listening_for_answers(self, listener: Callable[[], None]) -> Iterator[None]:
         """Call `listener`, from any thread, when messages may have ended or parts may have been stored."""
         with (
             self._notifier.subscribed(TASK_ENDED, listener),
@@ -224,31 +226,32 @@ class EngineCore:
 
     @property
     def look_again_s(self) -> float:
-        """How often a reader looks, wake-ups aside."""
+        """How long a reader waits for a wake-up before it looks anyway."""
         return LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
     async def pause_s(self) -> float:
-        """How long a worker may rest without missing a deadline, rings aside."""
+        """How long a worker may wait for a wake-up without missing a deadline."""
         longest = self.look_again_s
-
+        due_ns = self.store.known_deadline_ns()
         try:
-            due_ns = await self._commits.read(lambda transaction: transaction.next_deadline_ns())
+            if due_ns is None:
+                due_ns = await self._commits.read(lambda transaction: transaction.next_deadline_ns())
         except PostroomError:
             return longest
         return longest if due_ns is None else min(longest, due_ns / NANOS_PER_S + 0.001)
 
-    def rang(self, message_ids: list[str]) -> None:
-        """These messages may have ended: wake who waits for them in this process."""
-        self._endings.ring(message_ids)
+    def wake_waiting(self, message_ids: list[str]) -> None:
+        """These messages may have ended: wake the coroutines of this process that wait for them."""
+        self._end_waiters.wake(message_ids)
 
     async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
         """Return when a message has ended. Raises `TimeoutError`."""
         checked_message_id(message_id)
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
-        with self._notifier.subscribed(TASK_ENDED, partial(self._endings.ring, [message_id])):
-            pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
+        with self._notifier.subscribed(TASK_ENDED, partial(self._end_waiters.wake, [message_id])):
+            pause_s = 2 * QUIET_S  # another process may not know yet that somebody waits
             while True:
-                future = self._endings.add(message_id)
+                future = self._end_waiters.add(message_id)
                 try:
                     if await self.has_ended(message_id):
                         return
@@ -257,7 +260,7 @@ class EngineCore:
                         raise TimeoutError(f"message {message_id} has not ended within {timeout_s:g} s")
                     await asyncio.wait([future], timeout=pause_s if left_s is None else min(pause_s, left_s))
                 finally:
-                    self._endings.remove(message_id, future)
+                    self._end_waiters.remove(message_id, future)
                 pause_s = self.look_again_s
 
     async def has_ended(self, message_id: str) -> bool:
@@ -267,8 +270,8 @@ class EngineCore:
         return record.state in lifecycle.ENDED
 
     async def wait_for_news(self, message_id: str, pause_s: float) -> None:
-        future = self._endings.add(message_id)
+        future = self._end_waiters.add(message_id)
         try:
             await asyncio.wait([future], timeout=pause_s)
         finally:
-            self._endings.remove(message_id, future)
+            self._end_waiters.remove(message_id, future)

@@ -27,7 +27,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
                 agents(operations).deliver(message.org_id, to, message.agent_id, message.message_id, body)
 
         await core.write(work, makes_room=True)
-        core.ring_answers()
+        core.wake_readers()
 
     async def spawn(message: Message, _context: Any) -> dict[str, Any]:
         """Store that a supervisor has to run the configured program as this agent."""

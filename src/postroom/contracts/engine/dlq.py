@@ -45,7 +45,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
 
 
 class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which dead letters. None means any."""
+    """Which dead letters to return. None means any."""
 
     org_id: str | None = None
     type: str | None = None
@@ -149,7 +149,7 @@ def checked_filters(filters: dict[str, Any]) -> Filters:
 
 
 class Found(NamedTuple):
-    """Dead letters that fit, and where the search stopped."""
+    """Dead letters that match the filters, and where the search stopped."""
 
     letters: list[DeadLetter]
     last: str
@@ -181,7 +181,7 @@ def search(operations: Operations, wanted: Filters, looked_max: int | None = Non
 
 
 def _fitting(operations: Operations, wanted: Filters, record: Record) -> DeadLetter | None:
-    """The dead letter of a record, if its type and its error fit."""
+    """The dead letter of a record; None when its type or its error type does not match the filters."""
     stored = operations.loaded(record.message_id)
     if wanted.type is not None and stored.envelope.type != wanted.type:
         return None

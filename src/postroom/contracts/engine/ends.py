@@ -1,4 +1,4 @@
-"""What follows from the end of an attempt or of a message: order, operations and goals."""
+"""The end of a message: its ordering key, its operation and its goal are updated."""
 
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.policy import Policy

@@ -1,7 +1,7 @@
 """`Engine`: the global queue of an agent system, with priorities, retries, dead letters and policies.
 
-Who remembers what was done: the store. A message is leased to one worker at a time: at least once. An effect
-of a handler happens once (`ctx.effect`).
+The store remembers what was done. A message is leased to one worker at a time, and delivered at least once.
+An effect of a handler happens once (`ctx.effect`).
 """
 
 import os
@@ -102,7 +102,7 @@ class Engine(Closing):
 
     @property
     def context_provider(self) -> ContextProvider:
-        """What builds the context of a message. An application may set its own."""
+        """Builds the context of a message. An application may set its own."""
         provider: ContextProvider = self._core.context_provider
         return provider
 
@@ -193,7 +193,7 @@ class Engine(Closing):
     def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
         """Register a function that runs after each completed message of a type, as a message of its own.
 
-        It gets what `get` returns, and the result. It runs at least once.
+        It is called with what `get` returns and with the result, at least once.
         """
 
         def register(run: Callable[..., T]) -> Callable[..., T]:
@@ -210,8 +210,8 @@ class Engine(Closing):
     def recovery_tool(self, run: F) -> F:
         """Register a function that the adviser may choose when a step of a goal fails for good.
 
-        It gets those of goal_id, message_id, checkpoint_id, agent_id, task, specialized_for,
-        prompt_additions, failure and decision_id that it has as arguments.
+        It is called with those of goal_id, message_id, checkpoint_id, agent_id, task, specialized_for,
+        prompt_additions, failure and decision_id that its signature names.
         """
         return self.recovery.tool(run)
 
@@ -245,7 +245,7 @@ class Engine(Closing):
     async def request(self, *, timeout_s: float | None = None, **fields: Any) -> Any:
         """Submit one message and wait for its answer; a streamed answer is joined.
 
-        For programs without a coordinator. After `timeout_s` the message runs on.
+        For programs without a coordinator. After `timeout_s` the message still runs.
         Raises `MessageFailed` and `TimeoutError`.
         """
         handle = await self.submit(**fields)
@@ -259,7 +259,7 @@ class Engine(Closing):
     ) -> Coroutine[Any, Any, None]:
         """Work in this process until `stop`, on up to `concurrency` messages at a time.
 
-        The default is the smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY, which are 10.
+        The default is the smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY. Both default to 10.
         """
         if worker_id is not None:
             checked_text("worker_id", worker_id)
@@ -300,7 +300,7 @@ class Engine(Closing):
         return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
 
     async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
-        """The registered agents of an organization, or of all: health, and what waits for what."""
+        """The registered agents of an organization, or of all: health, open requests, unhandled messages."""
         return await self._core.read(
             lambda operations: AgentOperations(operations.transaction, self.policy).list(org_id)
         )
@@ -335,7 +335,7 @@ class Engine(Closing):
             after: str | None = ""
             while after is not None:
                 after = await self._core.write(partial(_unpark, type, org_id, after), makes_room=True)
-        self._core.ring_ready()
+        self._core.wake_workers()
 
     def _check_scope(self, org_id: str, type_name: str) -> None:
         for name, value in (("org_id", org_id), ("type", type_name)):
@@ -347,12 +347,12 @@ class Engine(Closing):
         return Handle(self._core, message_id)
 
     async def put_back(self, worker_id: str) -> int:
-        """A worker's process has died: end its leases now; how many messages."""
+        """A worker's process has died: end its leases now. Returns how many."""
         checked_text("worker_id", worker_id)
         return await self._core.write(lambda operations: operations.crash_worker(worker_id), makes_room=True)
 
     async def sweep(self) -> int:
-        """Put back, wake and expire what is overdue; how many messages. Workers do this by themselves."""
+        """Put back, wake and expire overdue messages; returns how many. Workers do this by themselves."""
         return await self._core.write(lambda operations: operations.sweep(), makes_room=True)
 
     def testing(self) -> "InlineEngine":

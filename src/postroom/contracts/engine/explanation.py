@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.admission import ALL
 from postroom.contracts.engine.breakers import Breakers, service_called
 from postroom.contracts.engine.cells import PAUSES, SEPARATOR
-from postroom.contracts.engine.messages import Body, decode_body
+from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.results import error_history
@@ -100,7 +98,7 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
             return f": {_scope(*scope)} is paused. It runs after a resume."
     if poison.is_poison(record, policy.poison_crashes):
         return ": it crashed too often while it ran alone (poison). The next claim quarantines it."
-    body = _body(stored)
+    body = body_of(stored.envelope.payload)
     service = service_called(org_id, body.service if body else "", services.get(kind, ""))
     circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None
     if circuit is not None and service is not None:
@@ -130,7 +128,7 @@ def _why_short(transaction: Transaction, policy: Policy, record: Record, body: B
     if not isinstance(found, Short):
         return ""
     wait_s = max(0, found.due_ns - transaction.steady_ns) / NANOS_PER_S
-    return f": {short_text(body, rules, record.priority)}. They are filled again in {wait_s:.0f} s."
+    return f": {short_text(body, rules, record.priority)}. The budget is refilled in {wait_s:.0f} s."
 
 
 def _ahead(transaction: Transaction, record: Record) -> int:
@@ -149,10 +147,3 @@ def _expiry(record: Record, transaction: Transaction) -> str:
 def _scope(org_id: str, kind: str) -> str:
     of_type = f"type {kind}" if kind else "every type"
     return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
-
-
-def _body(stored: Stored) -> Body | None:
-    try:
-        return decode_body(stored.envelope.payload)
-    except msgspec.DecodeError:
-        return None

@@ -1,4 +1,4 @@
-"""What `submit` returns: a way to wait for the answer, to cancel, and to ask why nothing happens."""
+"""What `submit` returns: a handle to wait for the answer, to cancel, and to ask why nothing happens."""
 
 from collections.abc import AsyncIterator
 from functools import partial

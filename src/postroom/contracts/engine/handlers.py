@@ -124,7 +124,7 @@ def timeout_of(handler: Handler, message: Message) -> float | None:
 
 
 class HandlerExit(RuntimeError):
-    """A handler raised what would end its thread or its event loop, such as SystemExit."""
+    """A handler raised an exception that would end its thread or its event loop, such as SystemExit."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"the handler raised {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What an engine says about itself: one message, all organizations, and why a message does not move."""
+"""The status of one message, and of the engine with all its organizations."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -61,7 +61,7 @@ class BreakerStatus(msgspec.Struct, frozen=True):
 
 
 class OrganizationStatus(msgspec.Struct, frozen=True):
-    """How one organization stands."""
+    """The status of one organization."""
 
     lanes: list[int]
     """QUEUED messages in each lane, P0 to P3."""
@@ -73,7 +73,7 @@ class OrganizationStatus(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """How the engine stands."""
+    """The status of the engine."""
 
     organizations: dict[str, OrganizationStatus]
     depth: int
@@ -111,7 +111,7 @@ def info_of(operations: Operations, message_id: str) -> MessageInfo:
 
 
 def status_of(operations: Operations, policy: Policy, org_id: str | None = None) -> EngineStatus:
-    """How the engine stands. With `org_id`, breakers are those that hold for this organization."""
+    """The status of the engine. With `org_id`, breakers are those that hold for this organization."""
     transaction = operations.transaction
     pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}

@@ -1,4 +1,4 @@
-"""What a caller hands in: the keywords of a submit are checked once and become a message that can be stored.
+"""The input of a submit: its keywords are checked once and become a message that can be stored.
 
 Rule 1: everything is checked here. Each refusal is a typed error with one sentence.
 """
@@ -448,7 +448,7 @@ def _traceparent(value: object) -> str:
 
 
 def _facts(body: Body) -> dict[str, Any]:
-    """What the first event of a message says for the audit stream."""
+    """The facts in the first event of a message, for the audit stream."""
     facts = {
         "goal_id": body.goal_id,
         "task_id": body.task_id,

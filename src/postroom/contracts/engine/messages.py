@@ -1,6 +1,6 @@
 """Messages of an engine: what is stored, and what a handler gets.
 
-Rule 1: the record in the store knows the delivery; the body knows the rest. No fact is stored twice.
+Rule 1: the record holds the state of delivery; the body holds the rest. No fact is stored twice.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     traceparent: str = ""
     tracestate: str = ""
     hop: int = 0
-    """How many messages lie between this one and the first of its goal."""
+    """How long the chain of parents is: 0 for a message that no handler submitted."""
     in_goal: bool = False
     """Whether the sender named the goal, which may have been started."""
     operation: Operation | None = None

@@ -4,8 +4,8 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -35,8 +35,8 @@ from postroom.contracts.engine.cells import (
 from postroom.contracts.engine.message_input import Prepared, stored
 from postroom.contracts.engine.messages import (
     Body,
+    body_of,
     checked_message_id,
-    decode_body,
     digest_of,
     unknown_message,
 )
@@ -50,7 +50,6 @@ from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.provider_headers import Observed
 from postroom.errors import (
     EffectUnknown,
-    InvalidMessage,
     KeyReused,
     Overloaded,
     QueueFull,
@@ -61,12 +60,12 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Accepted, Decide, Transaction
+from postroom.stores.transaction import Accepted, Decide, Transaction, reserved_id
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
-HELD_LOOKED_MAX = 10_000  # messages in flight among which those of one worker are looked for
+HELD_LOOKED_MAX = 10_000  # messages in flight that a search for those of one worker looks at
 PARTS_MAX = 100_000  # of one attempt
 STREAM_BYTES_MAX = 16 * 1024 * 1024  # of the chunks of one attempt; those of earlier attempts are removed
 
@@ -89,7 +88,7 @@ class Operations:
     # ---- submitting ----------------------------------------------------------------------------
 
     def submit(self, messages: Sequence[Prepared]) -> list[Submitted]:
-        """Accept messages, all or none. One whose key is known gives the message of that key."""
+        """Accept messages, all or none. A known idempotency key returns the message accepted with it."""
         answers: dict[int, Submitted] = {}
         new: list[tuple[int, Prepared]] = []
         keys: dict[tuple[str, str], int] = {}
@@ -151,7 +150,7 @@ class Operations:
             record = self.transaction.record(message_id)
             if record is not None and record.queue != message.envelope.queue:
                 if number_in_uuid(message_id, store_tag(self.transaction.store_id)):
-                    raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
+                    raise reserved_id(message_id)
             elif record is not None and message_id not in digests:
                 digests[message_id] = self._digest(message_id)
             if digests.setdefault(message_id, message.digest) != message.digest:
@@ -160,7 +159,7 @@ class Operations:
     def _digest(self, message_id: str) -> str:
         """The digest of a stored message, as `Prepared` has it."""
         stored_message = self.loaded(message_id)
-        body = _body_of(stored_message)
+        body = body_of(stored_message.envelope.payload)
         payload = b"" if body is None else self.payload_of(body)
         return digest_of(stored_message.envelope.type, payload)
 
@@ -229,7 +228,7 @@ class Operations:
         return lost
 
     def lost(self, leases: Mapping[str, int]) -> tuple[set[str], set[str]]:
-        """Which messages were taken away from their holder, and which are to be given back."""
+        """The messages whose lease was lost, and those that the kill switch makes their holder release."""
         records = {message_id: self.transaction.record(message_id) for message_id in leases}
         gone = {
             message_id
@@ -325,7 +324,7 @@ class Operations:
     def replay(self, message_id: str, priority: int | None) -> None:
         """Queue a dead letter again, as a new attempt with all its retries."""
         loaded = self.loaded(message_id)
-        body = _body_of(loaded)
+        body = body_of(loaded.envelope.payload)
         [step] = self.transaction.apply(
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
@@ -391,7 +390,7 @@ class Operations:
     # ---- sweeping ------------------------------------------------------------------------------
 
     def sweep(self, limit: int = PURGE_BATCH_MAX) -> int:
-        """Lapse, wake and expire what is overdue; how many messages."""
+        """Lapse, wake and expire overdue messages; returns how many."""
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
             ends.ended(self.transaction, self._policy, step.record)
@@ -405,7 +404,7 @@ class Operations:
         transaction = self.transaction
         for record in records:
             stored_message = transaction.load(record.message_id)
-            body = None if stored_message is None else _body_of(stored_message)
+            body = None if stored_message is None else body_of(stored_message.envelope.payload)
             if body is not None and body.payload_ref:
                 transaction.exclusive(BODIES + body.payload_ref)
                 BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
@@ -425,7 +424,7 @@ class Operations:
             transaction.emit("deleted", detail={"records": len(records)})
 
     def _forget_key(self, org_id: str, key: str, message_id: str) -> None:
-        """Note when the idempotency key of a forgotten message was used: a purge forgets it in time."""
+        """Note when the idempotency key of a forgotten message was used, so that a purge finds it by age."""
         used = KEYS.get(self.transaction, org_id, key)
         if used is not None and used.message_id == message_id:
             KEY_ENDS.put(self.transaction, True, used.seen_us, org_id, key)  # noqa: FBT003
@@ -471,26 +470,6 @@ def _renewal(lease: int) -> Decide:
     return lambda record, moment: lifecycle.renew(record, moment, lease)
 
 
-def _body_of(loaded: Stored) -> Body | None:
-    try:
-        return decode_body(loaded.envelope.payload)
-    except msgspec.DecodeError:
-        return None
-
-
 def _scope(org_id: str, type_name: str) -> str:
     of_type = f"type {type_name}" if type_name else "all types"
     return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
-
-
-Work: TypeAlias = Callable[[Operations], Any]
-
-
-def bound(work: Work, policy: Policy) -> Callable[[Transaction], Any]:
-    """Work on messages as work on a transaction."""
-    return lambda transaction: work(Operations(transaction, policy))
-
-
-def bound_all(works: Iterable[Work], policy: Policy) -> list[Callable[[Transaction], Any]]:
-    """As `bound`, for many."""
-    return [bound(work, policy) for work in works]

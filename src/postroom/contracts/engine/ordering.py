@@ -16,7 +16,7 @@ from postroom.message import Record
 from postroom.stores.base import FOREVER_NS, ByIds
 from postroom.stores.transaction import Transaction
 
-PARKED_NS = FOREVER_NS // 2  # from now, at any time
+PARKED_NS = FOREVER_NS // 2  # a delay without an end
 BEHIND = "it waits for the message before it of the same ordering key"
 
 
@@ -41,6 +41,16 @@ def _take_turn(transaction: Transaction, org_id: str, key: str) -> None:
     transaction.exclusive(SEPARATOR.join(("line", org_id, key)))
 
 
+def _line_of(transaction: Transaction, record: Record) -> tuple[str, str] | None:
+    """The organization and the key of a message, once it is this transaction's turn; None without a key."""
+    line = LINE_OF.get(transaction, record.message_id)
+    if line is None:
+        return None
+    org_id, _, key = line.partition(SEPARATOR)
+    _take_turn(transaction, org_id, key)
+    return org_id, key
+
+
 def park(transaction: Transaction, message_id: str, reason: str) -> None:
     """Take a QUEUED message out of its lane until `wake`."""
     transaction.apply(
@@ -63,11 +73,10 @@ def wake(transaction: Transaction, message_id: str, due_ns: int = 0) -> None:
 
 def ended(transaction: Transaction, record: Record) -> None:
     """A message has ended: the next one of its key moves up."""
-    line = LINE_OF.get(transaction, record.message_id)
+    line = _line_of(transaction, record)
     if line is None:
         return
-    org_id, _, key = line.partition(SEPARATOR)
-    _take_turn(transaction, org_id, key)
+    org_id, key = line
     entry = LINES.get(transaction, org_id, key, record.seq)
     if entry is not None and entry.stops and record.state in ("DEAD_LETTER", "QUARANTINED"):
         LINES.put(transaction, replace(entry, is_dead=True), org_id, key, record.seq)
@@ -78,11 +87,10 @@ def ended(transaction: Transaction, record: Record) -> None:
 
 def leave(transaction: Transaction, record: Record) -> None:
     """Take a message out of the line of its key."""
-    line = LINE_OF.get(transaction, record.message_id)
+    line = _line_of(transaction, record)
     if line is None:
         return
-    org_id, _, key = line.partition(SEPARATOR)
-    _take_turn(transaction, org_id, key)
+    org_id, key = line
     LINES.put(transaction, None, org_id, key, record.seq)
     LINE_OF.put(transaction, None, record.message_id)
     _wake_head(transaction, org_id, key)
@@ -110,11 +118,10 @@ def is_next(transaction: Transaction, record: Record) -> bool:
     A message after the head is parked. A parked head is woken, unless a younger message runs: the head was
     replayed meanwhile, and is woken when that one ends or comes by here.
     """
-    line = LINE_OF.get(transaction, record.message_id)
+    line = _line_of(transaction, record)
     if line is None:
         return True
-    org_id, _, key = line.partition(SEPARATOR)
-    _take_turn(transaction, org_id, key)
+    org_id, key = line
     [(_, head)] = LINES.under(transaction, org_id, key, limit=1)
     if head.message_id == record.message_id:
         return True
@@ -127,7 +134,7 @@ def is_next(transaction: Transaction, record: Record) -> bool:
 
 
 def _is_running(transaction: Transaction, org_id: str, key: str) -> bool:
-    """Whether a message of a line is leased. Only replayed messages stand in front of that one."""
+    """Whether a message of a line is leased. Only replayed messages can be before a leased one."""
     for _, entry in LINES.under(transaction, org_id, key):
         record = transaction.record(entry.message_id)
         if record is not None and record.state == "PROCESSING":

@@ -1,4 +1,4 @@
-"""What becomes of attempts: their outcomes are applied to records, breakers, token budgets, order and goals.
+"""The outcomes of attempts, applied to records, breakers, token budgets, ordering keys and goals.
 
 Rule 1: an outcome whose lease is over changes nothing.
 """
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one attempt."""
+    """How one attempt ended."""
 
     kind: OutcomeKind
     message_id: str
@@ -114,7 +114,7 @@ class Outcomes:
         return True
 
     def _after_success(self, outcomes: Sequence[Outcome], new: Sequence[str]) -> None:
-        """Tell breakers, ordering keys and goals. `new` are the messages that were not completed before."""
+        """Update breakers, ordering keys and goals. `new` are the messages that were not completed before."""
         for outcome in outcomes:
             if outcome.service is not None:
                 self._breakers.succeeded(outcome.service, outcome.message_id)
@@ -129,7 +129,7 @@ class Outcomes:
             self._count_usage([one for one in outcomes if one.message_id in new])
 
     def _after_work(self, outcome: Outcome, *, is_new: bool) -> None:
-        """Tell the registry of operations and the goal of a completed message."""
+        """Update the registry of operations and the goal of a completed message."""
         body = outcome.body
         if body is None or not is_new:
             return
@@ -232,7 +232,7 @@ def _tokens_of(outcome: Outcome) -> int:
 
 
 def _spent(outcome: Outcome, rules: TokenRules | None) -> dict[str, Any]:
-    """What the end of an attempt says for the audit stream."""
+    """The detail of the event that ends an attempt, for the audit stream."""
     if outcome.usage is None:
         return {}
     facts: dict[str, Any] = msgspec.to_builtins(outcome.usage)

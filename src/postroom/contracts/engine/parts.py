@@ -70,7 +70,7 @@ def read_on(
     if position.is_end:
         return [], True
     if record.attempt < max(position.acknowledged, position.attempt):
-        position = Position()  # of another life of the message, or invented
+        position = Position()  # the position is of an earlier message with this id, or invented
     try:
         return _read_on(operations, record, position)
     except UNDECODABLE as error:

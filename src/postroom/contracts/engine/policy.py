@@ -59,7 +59,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
     """What one goal may use up. None means any amount."""
 
     hops: int | None = None
-    """Messages from the first one to the last one of a chain of children."""
+    """How many children may follow each other: a child of a child counts as two."""
     messages: int | None = None
     tokens: int | None = None
     usd: float | None = None
@@ -73,7 +73,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Organization(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for one organization."""
+    """The rules of one organization."""
 
     weight: float = WEIGHT_DEFAULT
     """Its share of the deliveries, relative to other organizations that wait."""
@@ -120,7 +120,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     poison_crashes: int = POISON_CRASHES
     lease_s: float = LEASE_S
     organization: Organization = Organization()
-    """What holds for organizations that are not named in `organizations`."""
+    """The rules of organizations that `organizations` does not name."""
     organizations: Mapping[str, Organization] = {}
     agents: AgentRules = AgentRules()
     keep_priority: KeepPriority | None = None
@@ -130,19 +130,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
     adviser: Any = None
-    """Who answers the questions of goals and conflicts: an `Adviser`; None means the rules."""
+    """The `Adviser` that answers the questions of goals and conflicts; None means the rules."""
     adviser_confidence_min: float = CONFIDENCE_MIN
-    """An advice with less confidence is left to a person."""
+    """A person decides when an advice has less confidence."""
     decision_timeout_s: float = DECISION_TIMEOUT_S
     """How long a person has to decide until the safe default is taken."""
     capacities: Mapping[str, float] = {}
     """Resource -> how much of it the operations of an organization may use together."""
     keep_events_s: float = KEEP_EVENTS_S
-    """Of events that no shipper takes. A `Tasks` on the same store may forget them earlier."""
+    """How long events are kept that no shipper takes. A `Tasks` on the same store may forget them earlier."""
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
     version: str = CURRENT_VERSION
     token_rules: TokenRules | None = None
-    """Made of `tokens`; None without budgets."""
+    """Derived from `tokens`; None without budgets."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, Mapping):
@@ -175,5 +175,5 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         return self.breakers.get(service, self.breaker)
 
     def organization_of(self, org_id: str) -> Organization:
-        """What holds for an organization."""
+        """The rules of an organization."""
         return self.organizations.get(org_id, self.organization)

@@ -1,7 +1,7 @@
 """Retention: messages, idempotency keys, events and small values are forgotten after their time.
 
-Rule 1: a reader looks for what is over. Only the forgetting itself commits, a few messages at a time, and
-        then rests, so claims do not wait for it.
+Rule 1: reads find what has passed its retention. Only the removal itself commits, a few messages at a time
+        with a rest after each commit, so claims do not wait for it.
 Rule 2: one process purges a store at a time.
 Rule 3: every commit looks again: a message that was replayed meanwhile stays.
 """
@@ -41,7 +41,7 @@ LOOKED_A_READ: Final = 500
 FORGOTTEN_A_COMMIT_MAX: Final = 25
 CELLS_A_COMMIT_MAX: Final = 500
 EVENTS_A_COMMIT_MAX: Final = 1_000
-REST: Final = 2  # a commit of a purge is followed by a rest of so many times its duration
+REST: Final = 2  # a commit of a purge is followed by a rest of this many times its duration
 TURN_S: Final = 60.0
 QUIET_NS: Final = 3_600 * NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
 
@@ -54,7 +54,7 @@ class Purge:
         self._name = os.urandom(8).hex()
 
     async def run(self) -> None:
-        """Forget everything that is over, unless another process is at it."""
+        """Forget everything that has passed its retention, unless another process is doing that."""
         if not await self._core.write(partial(take_turn, name=self._name), makes_room=True):
             return
         await self._records()
@@ -139,10 +139,10 @@ def end_turn(operations: Operations, name: str) -> None:
 
 
 def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[Record], int | None]:
-    """Messages after number `after` that are over, and the number to continue from; None at the end.
+    """Messages after number `after` that have passed their retention, and the number to continue from.
 
-    Records are in the order of acceptance, so the search ends at the first one that is younger than the
-    shortest retention.
+    The number is None at the end. Records are in the order of acceptance, so the search ends at the first one
+    that is younger than the shortest retention.
     """
     transaction = operations.transaction
     seen = transaction.find(Listing(after=after, limit=LOOKED_A_READ))
@@ -154,7 +154,7 @@ def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[
 
 
 def forget_over(operations: Operations, policy: Policy, message_ids: Sequence[str]) -> list[str]:
-    """Forget messages that are still over. Returns those that have too many parts for one commit."""
+    """Forget messages, after another check. Returns those that have too many parts for one commit."""
     transaction = operations.transaction
     records = [record for record in map(transaction.record, message_ids) if record is not None]
     over = [record for record in records if is_over(record, policy, transaction.wall_us)]
@@ -169,7 +169,7 @@ def forget_over(operations: Operations, policy: Policy, message_ids: Sequence[st
 
 
 def is_over(record: Record, policy: Policy, wall_us: int) -> bool:
-    """Whether a message ended longer ago than it is kept."""
+    """Whether a message has passed its retention."""
     org_id = org_of(record.queue)
     if not org_id or not record.ended_us:
         return False

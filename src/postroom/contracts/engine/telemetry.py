@@ -24,6 +24,15 @@ class EngineTelemetry(Protocol):
     def processing(self, claimed: Claimed, worker_id: str) -> AbstractContextManager[NoteOutcome]:
         """The attempt of a message during a block. The block reports its outcome."""
 
+    def in_child(self) -> None:
+        """This process was forked for a handler: collect its spans."""
+
+    def from_child(self) -> bytes:
+        """In such a process: the spans of the handler."""
+
+    def add(self, spans: bytes) -> None:
+        """Export the spans of a handler in a forked process."""
+
     def settled(self, outcomes: Sequence[Outcome], stale: Sequence[str], started_ns: int) -> None:
         """Outcomes were committed; those of `stale` messages came too late."""
 

@@ -1,8 +1,8 @@
 """Token budgets inside a transaction: reservations of claims, settlements of outcomes, and refills.
 
 Rule 1: tokens are reserved in the commit that leases a message, and returned in the one that ends its lease.
-Rule 2: a reservation belongs to a lease. It stops counting when the lease is over, whoever ended the lease:
-        the status leaves it out, and the next sweep removes it.
+Rule 2: a reservation belongs to a lease. It stops counting when the lease is over, for whatever reason: the
+        status leaves it out, and the next sweep removes it.
 Rule 3: accounts are read once and written once in a transaction, by `flush`.
 """
 
@@ -184,7 +184,7 @@ class TokenBooks:
         )
 
     def _blocked(self, message_id: str, *, prunes: bool) -> int:
-        """How many open messages have this one as their parent, as far as the importance needs it."""
+        """How many open messages have this one as their parent, counted up to `BLOCKED_FULL`."""
         count = 0
         for key, _ in DEPENDANTS.under(self._transaction, message_id, limit=DEPENDANTS_LOOKED_MAX):
             child = self._transaction.record(key.partition(SEPARATOR)[2])
@@ -340,7 +340,7 @@ class TokenBooks:
         self.flush()
 
     def _next_claims(self) -> list[tuple[str, list[Hold]]]:
-        """The next claims of a sweep, which goes on where the last one stopped, and around."""
+        """The next claims of a sweep, which continues where the last one stopped and wraps around."""
         after = HOLDS_SWEPT.get(self._transaction, "") or ""
         found = HOLDS.scan(self._transaction, after, CLAIMS_SWEPT_MAX)
         reached = found[-1][0] if len(found) == CLAIMS_SWEPT_MAX else ""

@@ -3,7 +3,7 @@
 Rule 1: one commit at a time. It applies every outcome that is there and claims for every free slot.
 Rule 2: leases are renewed in the background. A message whose lease is lost is cancelled at once, and its
         outcome is dropped.
-Rule 3: a store that is not available is asked again; no outcome is lost meanwhile.
+Rule 3: while the store is not available, the worker retries and keeps every outcome.
 """
 
 import asyncio
@@ -77,11 +77,11 @@ ABANDONED_THREADS_MAX: Final = 100
 LOGGED_CHARS_MAX: Final = 200  # of an error in the log
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_decode_outcome = msgspec.msgpack.Decoder(tuple[Outcome, bytes]).decode
 
 
 Cycle: TypeAlias = tuple[list[str], list[Claimed], list[bytes | None]]
-"""Messages whose outcome came too late, claimed messages, and their payloads that are stored apart."""
+"""Messages whose outcome came too late, claimed messages, and the payloads of these that are stored apart."""
 
 
 def slots_from_environment() -> int:
@@ -112,7 +112,7 @@ class Worker:
     """One worker in this process."""
 
     failure_level = logging.WARNING
-    """Of the line in the log about a failed attempt."""
+    """The log level of failed attempts."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Worker:
         self._outcomes: list[Outcome] = []
         self._batches = Batches(self._call)
         self._claims: deque[tuple[float, int, int]] = deque()
-        """When how many messages were claimed, and how many of them were promoted."""
+        """The time of each claim, how many messages it got, and how many of them were promoted."""
         self._wake = asyncio.Event()
         self._look = asyncio.Event()
         self._stopping = False
@@ -149,7 +149,7 @@ class Worker:
         loops = (self._keep_leases, self._watch, self._report, self._purge, keep_warm)
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
-            with self._core.heard(partial(set_soon, loop, self._wake)):
+            with self._core.listening_for_work(partial(set_soon, loop, self._wake)):
                 await self._work()
         except asyncio.CancelledError:
             await self._give_back()
@@ -249,7 +249,7 @@ class Worker:
     # ---- the cycle -----------------------------------------------------------------------------
 
     async def _cycle(self) -> int:
-        """Commit the outcomes, claim for the free slots, and start what was claimed; how many."""
+        """Commit the outcomes, claim for the free slots, and start what was claimed; returns how many."""
         outcomes, self._outcomes = self._outcomes, []
         free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
@@ -279,7 +279,7 @@ class Worker:
         self._failures = 0
         for message_id in stale:
             _log.warning("message %s: its lease was over, so its outcome is dropped", message_id)
-        self._core.rang([one.message_id for one in outcomes])
+        self._core.wake_waiting([one.message_id for one in outcomes])
         self._note(claimed)
         if telemetry is not None:
             telemetry.settled(outcomes, stale, started_ns)
@@ -307,7 +307,7 @@ class Worker:
         self._outcomes = outcomes + self._outcomes
         self._failures += 1
         if self._failures == 1:
-            _log.warning("the store is not available, and is asked again: %s", error)
+            _log.warning("the store is not available, retrying: %s", error)
         pause_s = min(OUTAGE_PAUSE_S * 2 ** min(self._failures - 1, 10), OUTAGE_PAUSE_S_MAX)
         if await wait_for_event(self._wake, pause_s):
             await asyncio.sleep(OUTAGE_PAUSE_S)
@@ -448,20 +448,25 @@ class Worker:
         self._pool().shutdown(wait=False)
         self._threads = None
         if len(self._abandoned) == ABANDONED_THREADS_MAX:
-            _log.error("%d handlers run on after their time: no more is claimed", ABANDONED_THREADS_MAX)
+            _log.error("%d handlers still run after their timeout: no more is claimed", ABANDONED_THREADS_MAX)
 
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         """Run the handler in a process of its own, which may crash."""
         ours, theirs = socket.socketpair() if self._core.is_in_memory else (None, None)
         serving = None if ours is None else asyncio.create_task(serve(ours, context))
 
+        telemetry = self._core.telemetry
+
         def call() -> bytes:
             limit_memory(message)
             own = context if theirs is None else RelayContext(context, Line(theirs))
-            return _encode(self._in_child(claimed, handler, message, own))
+            if telemetry is not None:
+                telemetry.in_child()
+            made = self._in_child(claimed, handler, message, own)
+            return _encode((made, b"" if telemetry is None else telemetry.from_child()))
 
         try:
-            outcome = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
+            outcome, spans = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
         except ProcessDied as died:
             _log.warning("message %s: %s", claimed.record.message_id, died)
             return ended(claimed, "crashed", str(died))
@@ -469,6 +474,8 @@ class Worker:
             if serving is not None and theirs is not None:
                 serving.cancel()
                 theirs.close()
+        if telemetry is not None:
+            telemetry.add(spans)
         return msgspec.structs.replace(outcome, body=claimed.body)
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
@@ -499,7 +506,7 @@ class Worker:
     # ---- beside the cycle ----------------------------------------------------------------------
 
     async def _kept_running(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run an endless loop, and start it again after an error: without it every lease would end."""
+        """Run a background loop, and start it again after an error: without them, every lease would end."""
         while True:
             try:
                 await loop()
@@ -532,7 +539,7 @@ class Worker:
                 self._drop(running)
 
     async def _watch(self) -> None:
-        """Cancel handlers whose message was cancelled or taken away, and of a killed organization."""
+        """Cancel handlers whose message was cancelled or lost its lease, or that the kill switch stops."""
         while True:
             await wait_for_event(self._look, WATCH_S)
             self._look.clear()
@@ -554,7 +561,7 @@ class Worker:
                 self._wake.set()
 
     async def _report(self) -> None:
-        """Say that this worker is alive, and sweep now and then."""
+        """Report that this worker is alive, and sweep."""
         while True:
             claims = sum(count for _, count, _ in self._claims)
             promoted = sum(count for _, _, count in self._claims)
@@ -590,7 +597,7 @@ def _log_failure(level: int, claimed: Claimed, outcome: Outcome) -> None:
 
 
 async def _after_parts(context: Context | None, error: Exception) -> Exception:
-    """The error of a handler, once its parts are stored. A stream that is cut needs them all."""
+    """The error of a handler, once its parts are stored; for a cut stream, the error of storing them."""
     try:
         if context is not None:
             await context.flush()

@@ -1,4 +1,4 @@
-"""`Adviser`: who answers the questions of an engine. `RuleAdviser` needs no model and is the default."""
+"""`Adviser` answers the questions of an engine. `RuleAdviser` needs no model and is the default."""
 
 from abc import ABC, abstractmethod
 
@@ -27,7 +27,7 @@ class RuleAdviser(Adviser):
 
 
 async def asked(adviser: Adviser | None, question: Question) -> tuple[Advice, str]:
-    """An advice that fits, and who gave it: the adviser, or the rules in its place."""
+    """A valid advice, and its source: the adviser, or the rules in its place."""
     if adviser is None or adviser.is_pure:
         return advice.advise(question), "rule"
     try:

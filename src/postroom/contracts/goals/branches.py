@@ -1,7 +1,7 @@
 """The knowledge graph: nodes of main with versions, and a branch of each goal over a pinned version of main.
 
-Rule 1: a branch sees its own changes over main as main was when the goal began. Nobody else sees them.
-Rule 2: a change of a branch is logged with what was before it, so a rollback takes changes back one by one.
+Rule 1: a branch sees its own changes over main as main was when the goal began. Nobody else sees the changes.
+Rule 2: a change of a branch is logged with the state before it, so a rollback undoes changes one by one.
 Rule 3: the old version of a node of main is kept while a branch may still read it.
 Rule 4: node ids are names within an organization. Organizations neither see nor block each other's nodes.
         A node that was saved without an organization is shared: all organizations see it and may change it.
@@ -45,7 +45,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Old(msgspec.Struct, frozen=True):
-    """What a node of main was before a version; None when it did not exist."""
+    """The state of a node of main before a version; None when it did not exist."""
 
     node: Node | None
 
@@ -55,7 +55,7 @@ class Branch(msgspec.Struct, frozen=True):
 
     org_id: str
     pin: int
-    """The version of main that the branch lies over."""
+    """The version of main that the branch is based on."""
     version: int = 0
     """How many changes it has."""
 
@@ -68,7 +68,8 @@ class Staged(msgspec.Struct, frozen=True, omit_defaults=True):
     edges: list[tuple[Scope, str, str]] = []
     writes: int = 0
     base: Base | None = None
-    """The node of main that the changes lie over. It never changes, because main is pinned."""
+    """The node of main that the branch changes: that of the organization, a shared one, or none. The first
+    change decides it for good, because the branch reads one fixed version of main."""
 
 
 class Undo(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Undo(msgspec.Struct, frozen=True):
 
 
 class NodeConflict(msgspec.Struct, frozen=True):
-    """A property that a branch and main changed, each in its own way."""
+    """A property that a branch and main changed to different values."""
 
     node_id: str
     name: str
@@ -94,7 +95,7 @@ OWNERS: Final = Kind("graph.owner", bool)
 """Node id, organization -> True: organizations with a node of this id."""
 HEAD: Final = Kind("graph.head", int)
 HISTORY: Final = Kind("graph.past", Old)
-"""Organization, node id, version of main from which it no longer held -> the node."""
+"""Organization, node id, version of main that changed the node -> the node before that."""
 HISTORY_AT: Final = Kind("graph.past_at", bool)
 """Version, organization, node id: an index of `HISTORY`, so that a purge finds the oldest entries."""
 BRANCHES: Final = Kind("graph.branch", Branch)
@@ -103,7 +104,7 @@ STAGED: Final = Kind("graph.staged", Staged)
 MERGED: Final = Kind("graph.merged", bool)
 """Goal -> True in a graph outside the ledger: its branch was merged, and the ledger may not know yet."""
 UNDO: Final = Kind("graph.undo", Undo)
-"""Goal, number of the change -> what was before it."""
+"""Goal, number of the change -> the state before it."""
 
 
 # ---- checks ----------------------------------------------------------------------------------------
@@ -227,14 +228,14 @@ def _put_main(cells: Cells, change: _Change, head: int, *, has_readers: bool) ->
 
 
 def put_node(cells: Cells, node: Node, *, is_new: bool) -> None:
-    """Store a node of main, without a version of main."""
+    """Store a node of main without beginning a version of main."""
     MAIN.put(cells, node, node.org_id, node.node_id)
     if is_new and node.org_id != SHARED:
         OWNERS.put(cells, True, node.node_id, node.org_id)  # noqa: FBT003
 
 
 def main_at(cells: Cells, node_id: str, pin: int, org_id: str) -> Node | None:
-    """A node as an organization saw it in a version of main that a branch lies over."""
+    """A node as an organization saw it in the version of main that a branch is based on."""
     own = _at(cells, org_id, node_id, pin)
     return _at(cells, SHARED, node_id, pin) if own is None else own
 
@@ -256,7 +257,7 @@ def _edge(edge: Sequence[str]) -> Edge:
 
 
 def open_branch(cells: Cells, goal_id: str, org_id: str) -> Branch:
-    """The branch of a goal, over the present version of main."""
+    """Open the branch of a goal, based on the current version of main."""
     branch = Branch(org_id, HEAD.get(cells, ROOT) or 0)
     BRANCHES.put(cells, branch, goal_id)
     return branch
@@ -286,7 +287,7 @@ def node_for(cells: Cells, goal_id: str, org_id: str, node_id: str) -> Node | No
 
 
 def _base(cells: Cells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
-    """The node of main that a branch lies over."""
+    """The node of main that the node of a branch is based on."""
     match None if staged is None else staged.base:
         case "nothing":
             return None
@@ -351,7 +352,7 @@ def write(
 
 
 def undo_to(cells: Cells, goal_id: str, version: int) -> None:
-    """Take back the changes of a branch behind a version, the newest first."""
+    """Undo the changes of a branch after a version, the newest first."""
     branch = branch_of(cells, goal_id)
     prefix = goal_id + SEPARATOR
     after = UNDO.scan(cells, f"{prefix}{version:020d}", branch.version - version or 1)
@@ -367,7 +368,7 @@ def undo_to(cells: Cells, goal_id: str, version: int) -> None:
 def merge_conflicts(
     cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]
 ) -> tuple[list[_Change], list[NodeConflict]]:
-    """The changes of main by the merge of a branch, and conflicts that `choices` does not decide.
+    """What merging a branch changes in main, and the conflicts that `choices` does not resolve.
 
     A node that the branch did not see at its start belongs to the organization, even if a shared node with
     the same id was saved since then.
@@ -380,7 +381,7 @@ def merge_conflicts(
         mine = {name: value for name, (scope, value) in staged.changes.items() if scope == "STAGED"}
         added = {(label, to) for scope, label, to in staged.edges if scope == "STAGED"}
         if not mine and not added and (staged.changes or staged.edges):
-            continue  # nothing of it is to be merged
+            continue  # the branch has no STAGED change of this node
         base = _base(cells, branch, staged, node_id)
         owner = branch.org_id if base is None else base.org_id
         before = MAIN.get(cells, owner, node_id)

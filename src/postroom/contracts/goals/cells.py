@@ -152,8 +152,8 @@ OPEN: Final = Kind("goal.open", bool)
 EFFECTS: Final = Kind("goal.effect", GoalEffect)
 """Goal, number -> effect."""
 ROLLBACKS: Final = Kind("goal.rollback", Rollback)
-TOLD: Final = Kind("goal.told", bool)
-"""Goal, agent -> True: the agent was told of the rollback that is under way."""
+NOTIFIED: Final = Kind("goal.told", bool)
+"""Goal, agent -> True: the agent was notified of the rollback that is under way."""
 UNDOES: Final = Kind("goal.undoes", str)
 """Message id of a compensation -> goal."""
 USED: Final = Kind("goal.used", bool)
@@ -166,7 +166,7 @@ PENDING: Final = Kind("goal.pending", bool)
 CHOICES: Final = Kind("goal.choice", str)
 """Goal, node, property -> the side that a merge takes."""
 TALLIES: Final = Kind("goal.tally", Tally)
-"""Organization, kind, pattern -> the same decision, counted."""
+"""Organization, kind, pattern -> how often the same choice was made in a row."""
 RULES: Final = Kind("goal.rule", LearnedRule)
 """Organization, kind, pattern -> learned rule."""
 ACTIVE: Final = Kind("conflict.active", Active)
@@ -176,6 +176,6 @@ ACTIVE_ON: Final = Kind("conflict.on", bool)
 WAITING: Final = Kind("conflict.waiting", Waiting)
 """Message id -> what it waits for."""
 WAITERS: Final = Kind("conflict.waiter", str)
-"""Message id of the operation that is waited for, message id of the waiter -> the latter."""
+"""Message id of an active operation, message id of a waiter -> message id of the waiter."""
 RULINGS: Final = Kind("conflict.ruling", str)
-"""Message id, message id of the other operation -> what was decided about them."""
+"""Message id, message id of the other operation -> the choice for the first message."""

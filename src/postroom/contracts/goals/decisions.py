@@ -4,7 +4,7 @@ Rule 1: a decision and what follows from it commit together.
 Rule 2: an advice below `Policy.adviser_confidence_min` goes to a person. Without an answer within
         `Policy.decision_timeout_s`, the safe default is taken.
 Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, becomes a learned rule of the
-        organization. No organization is ruled by what was decided for another one.
+        organization. It never applies to another organization.
 """
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -201,7 +201,7 @@ def answer(transaction: Transaction, policy: Policy, decision_id: str, choice: s
 
 
 def time_out(transaction: Transaction, policy: Policy, decision_id: str) -> None:
-    """Nobody has answered in time: the safe default."""
+    """Nobody has answered in time: take the safe default."""
     decision = DECISIONS.get(transaction, decision_id)
     if decision is not None and decision.state == "waiting":
         said = Advice(decision.question.default, 1.0, "nobody decided in time, so the safe default was taken")

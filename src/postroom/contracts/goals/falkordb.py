@@ -156,7 +156,7 @@ class _FalkorCells:
         return sorted(found.items())[:limit]
 
     def commit(self, expected: int) -> bool:
-        """Whether the changes were committed: nobody else has committed since the first read."""
+        """Commit the changes; False when another writer has committed since the first read."""
         nodes = [
             _decode_node(value) for (kind, _), value in self.changes.items() if kind == MAIN.name and value
         ]
@@ -244,7 +244,7 @@ def _key_by_organization(graph: Any) -> None:
 
 
 def _move_some(cells: Cells) -> int:
-    """Move some nodes with their old versions; how many."""
+    """Move some nodes with their old versions; returns how many."""
     nodes = cells.cells(_OLD_MAIN, limit=MOVED_A_COMMIT_MAX)
     for node_id, value in nodes:
         node = _decode_node(value)

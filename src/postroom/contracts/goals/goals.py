@@ -55,7 +55,7 @@ MERGE_ROUNDS_MAX: Final = 100
 
 
 class GoalStatus(msgspec.Struct, frozen=True):
-    """How a goal stands."""
+    """The status of a goal."""
 
     goal_id: str
     org_id: str
@@ -112,8 +112,8 @@ class Goals:
     async def complete(self, goal_id: str) -> GoalStatus:
         """Merge the branch into main and end the goal.
 
-        A conflict goes to the adviser. While a person has to decide, the goal is MERGING, and it goes on by
-        itself after the answer. Calling this again resumes.
+        A conflict goes to the adviser. While a person has to decide, the goal is MERGING, and the merge
+        continues by itself after the answer. Calling this again resumes it.
         """
         for _ in range(MERGE_ROUNDS_MAX):
             asked = await self._complete_once(goal_id)
@@ -168,7 +168,7 @@ class Goals:
         return await self.status(goal_id)
 
     async def status(self, goal_id: str) -> GoalStatus:
-        """How a goal stands. Raises `UnknownGoal`."""
+        """The status of a goal. Raises `UnknownGoal`."""
         return await self._core.read(lambda operations: status_of(operations.transaction, goal_id))
 
     async def list(self, org_id: str | None = None) -> Statuses:
@@ -256,7 +256,7 @@ class Goals:
         await self._write(
             lambda transaction: rollback.resume(transaction, policy, checkpoint.goal_id, accepted)
         )
-        self._core.ring_answers()
+        self._core.wake_readers()
         await self._note(checkpoint.goal_id)
         return await self.status(checkpoint.goal_id)
 
@@ -352,7 +352,7 @@ def put_context(transaction: Transaction, goal_id: str, goal: Goal, value: dict[
 
 
 def choices_of(transaction: Transaction, goal_id: str) -> dict[tuple[str, str], str]:
-    """What was decided about the merge of a goal: node and property -> side."""
+    """The decisions about the merge of a goal: node and property -> side."""
     found: dict[tuple[str, str], str] = {}
     for key, side in CHOICES.under(transaction, goal_id):
         _, node_id, name = key.split(SEPARATOR, 2)
@@ -374,7 +374,7 @@ def complete(transaction: Transaction, policy: Policy, goal_id: str) -> list[Dec
 
 
 def _merging(transaction: Transaction, goal_id: str) -> bool:
-    """The goal is about to be merged; False when it is completed already."""
+    """Store that a goal is being merged; False when it is completed already."""
     goal = goal_of(transaction, goal_id)
     if goal.state == "COMPLETED":
         return False
@@ -438,7 +438,7 @@ def cancel_open(transaction: Transaction, policy: Policy, goal_id: str) -> None:
 
 
 def status_of(transaction: Transaction, goal_id: str) -> GoalStatus:
-    """How a goal stands. Raises `UnknownGoal`."""
+    """The status of a goal. Raises `UnknownGoal`."""
     goal = goal_of(transaction, goal_id)
     plan = ROLLBACKS.get(transaction, goal_id)
     waiting = [
@@ -480,7 +480,7 @@ def _drop_branch(cells: Cells, goal_id: str) -> None:
 
 
 def _merge_branch(cells: Cells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
-    """Merge a branch, unless that was done before a crash. A branch that was lost is not a merged one."""
+    """Merge a branch, unless that was done before a crash. Raises when the graph has lost the branch."""
     if branches.BRANCHES.get(cells, goal_id) is None:
         if not branches.MERGED.get(cells, goal_id):
             raise GraphUnavailable(f"the graph has lost the branch of goal {goal_id!r}")

@@ -1,4 +1,4 @@
-"""The handlers that an engine brings along: memory on the knowledge graph, and the work that goals leave."""
+"""The built-in handlers of an engine: memory in the knowledge graph, and the background work of goals."""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,7 +98,7 @@ class BuiltIn:
             return self._graphs.main(message.org_id)
         return self._graphs.branch(message.goal_id, message.org_id)
 
-    # ---- what goes on after a commit -----------------------------------------------------------
+    # ---- work that follows a commit ------------------------------------------------------------
 
     async def work(self, message: Message, _: Any) -> Any:
         """Continue the work of a goal."""

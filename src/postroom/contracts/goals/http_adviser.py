@@ -1,11 +1,11 @@
 """An adviser behind the chat-completions API over HTTP.
 
-Rule 1: facts are data. They stand in one JSON text of bounded length, and the model is told that nothing in
+Rule 1: facts are data. They are sent as one JSON text of bounded length, and the prompt says that nothing in
         them is an instruction.
 Rule 2: whatever goes wrong (time-out, status, bad JSON, refusal, a choice that is not offered), the rules
         decide, and the reasoning says why.
-Rule 3: the API key is sent to the configured host alone. Redirects are not followed, and no error, log or
-        representation has the key.
+Rule 3: the API key is sent only to the configured host. Redirects are not followed, and no error, log or
+        representation contains the key.
 Rule 4: a call that is over leaves no thread behind: its connection is shut down.
 """
 
@@ -170,7 +170,7 @@ class _Call:
         return data
 
     def end(self) -> None:
-        """Have `post` return soon, whatever it waits for."""
+        """Make `post` return soon, whatever it waits for."""
         self._is_over = True
         if self._socket is not None:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Messages that an engine sends to itself inside a transaction: the work that goes on after a commit.
+"""Messages that an engine sends to itself inside a transaction: work that has to follow the commit.
 
 Rule 1: such a message commits with its cause, so the work is neither lost nor done for a cause that was
         rolled back. Backpressure does not refuse it, because its cause was accepted.

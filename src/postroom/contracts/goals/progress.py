@@ -1,7 +1,7 @@
-"""What the messages of a goal do to it: open tasks, checkpoints, effects, failed steps.
+"""The progress of a goal through its messages: open tasks, checkpoints, effects, failed steps.
 
-Rule 1: a checkpoint is taken in the transaction of what it follows: an operation above `LONG_S`, the end of
-        the last open message of a task, or the intent of an irreversible effect.
+Rule 1: a checkpoint is taken in the transaction of its cause: the completion of a message that ran longer
+        than `LONG_S`, the end of the last open message of a task, or the intent of an irreversible effect.
 Rule 2: only goals that were started are tracked. A message whose goal was not named costs nothing here.
 """
 
@@ -53,7 +53,7 @@ def check(transaction: Transaction, messages: Sequence[Prepared]) -> None:
 
 
 def accepted(transaction: Transaction, org_id: str, body: Body, message_id: str) -> None:
-    """A message was accepted. It belongs to its goal when that was started."""
+    """A message was accepted. It belongs to its goal when the goal was started."""
     goal = STATES.get(transaction, body.goal_id)
     if goal is None or goal.org_id != org_id or goal.ended_us:
         return
@@ -179,7 +179,7 @@ def take(transaction: Transaction, goal_id: str, goal: Goal, reason: str, messag
 def note(transaction: Transaction, goal_id: str, goal: Goal, **facts: Any) -> None:
     """Write the state of a goal into the graph in the ledger, as the node `goal:<goal_id>`.
 
-    It is no version of main: every branch sees the present state, and no old one is kept.
+    This begins no version of main: every branch sees the current state, and old states are not kept.
     """
     node_id = f"goal:{goal_id}"
     before = branches.MAIN.get(transaction, goal.org_id, node_id)
@@ -210,7 +210,7 @@ def effect_begun(
     reversal: Any,
     reversal_class: ReversalClass | None,
 ) -> int:
-    """An effect of a message begins. Returns its number in the goal; 0 when the message is of none."""
+    """An effect of a message begins. Returns its number in the goal; 0 when the message has no live goal."""
     line = GOAL_OF.get(transaction, message_id)
     goal_id = "" if line is None else line.partition(SEPARATOR)[0]
     goal = STATES.get(transaction, goal_id) if goal_id else None

@@ -1,7 +1,7 @@
-"""Questions that a running handler or a worker asks the adviser, and waits for the answer."""
+"""Questions to the adviser whose answers a running handler or a worker waits for."""
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from postroom.contracts.engine.messages import Message
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PATTERNS_MAX: Final = 100
 EXAMPLES_MAX: Final = 5
+
+_log = logging.getLogger("postroom.engine")
 
 
 async def reversal_class_of(
@@ -59,16 +61,21 @@ async def _decided(core: "EngineCore", question: Question, message: Message) -> 
     if said is None:
         said, by = await _said(core, question)
     subject, taken = {"message_id": message.message_id}, said
-    with suppress(Unavailable):  # what the message did cannot be committed then either
+    try:
         await core.write_raw(
             lambda transaction: decisions.record(transaction, policy, question, org_id, subject, taken, by),
             makes_room=True,
         )
+    except Unavailable as error:  # the outcome of the message cannot be committed either
+        _log.warning("a decision about message %s is not recorded: %s", message.message_id, error)
     return said.choice
 
 
 async def _said(core: "EngineCore", question: Question) -> tuple[Advice, DecidedBy]:
-    """An advice that cannot wait for a person, and who gave it: below the confidence, the safe default."""
+    """An advice and its source, when there is no time for a person to decide.
+
+    The safe default replaces an advice below `Policy.adviser_confidence_min`.
+    """
     said, by = await asked(core.policy.adviser, question)
     if said.confidence < core.policy.adviser_confidence_min:
         unsure = "the adviser is not sure, and there is no time to ask a person"
@@ -92,7 +99,7 @@ async def context_of(
 
 
 async def patterns(core: "EngineCore", letters: Sequence[Any]) -> list[dict[str, Any]]:
-    """What the adviser says about dead letters that are alike: same type, same error."""
+    """What the adviser says about dead letters of the same type and error type."""
     groups: dict[tuple[str, str], list[Any]] = {}
     for letter in letters:
         last = letter.error_history[-1] if letter.error_history else {"error_type": letter.state, "error": ""}

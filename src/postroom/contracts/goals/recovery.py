@@ -1,7 +1,7 @@
 """Recovery of a goal whose step failed for good: the adviser picks a tool, or a person.
 
 Rule 1: a tool is used because of a decision, and the decision is recorded with its reasoning.
-Rule 2: a goal uses at most `Guard.recoveries` tools. Then a person has to look.
+Rule 2: a goal uses at most `Guard.recoveries` tools. After that, an alert asks for a person.
 """
 
 import inspect
@@ -129,7 +129,7 @@ class Recovery:
             lambda operations: decisions.found(operations.transaction, decision_id)
         )
         if decision.choice == PERSON:
-            await self._tell_person(decision)
+            await self._alert_person(decision)
             return None
         run = self.tools.get(decision.choice)
         if run is None:
@@ -141,8 +141,8 @@ class Recovery:
     def _arguments(self, run: Callable[..., Any], decision: Decision) -> dict[str, Any]:
         """The arguments of a tool by name: what the adviser gave, else what is known about the failure.
 
-        An adviser cannot say which goal, message or agent a tool works on: what a message contains may have
-        talked it into that. It may pick one of the checkpoints that the question named.
+        The adviser cannot choose the goal, message or agent that a tool works on, because the content of a
+        message may have manipulated it. It may pick one of the checkpoints that the question named.
         """
         facts, given = decision.question.facts, decision.arguments
         checkpoint_id = decision.subject["checkpoint_id"]
@@ -166,7 +166,7 @@ class Recovery:
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         return {name: value for name, value in known.items() if takes_all or name in names}
 
-    async def _tell_person(self, decision: Decision) -> None:
+    async def _alert_person(self, decision: Decision) -> None:
         goal_id, message_id = decision.subject["goal_id"], decision.subject["message_id"]
         said = f"goal {goal_id} needs a person: message {message_id} failed ({decision.reasoning})"
         await self._core.write_raw(
@@ -234,7 +234,7 @@ class Recovery:
     async def modify_agent_prompts(
         self, agent_id: str, prompt_additions: str, goal_id: str = "", message_id: str = ""
     ) -> list[str]:
-        """Add text to the prompt of an agent, which its later messages get, and replay the step."""
+        """Add text to the prompt of an agent for its later messages, and replay the step."""
         text = str(prompt_additions)[:PROMPT_CHARS_MAX]
 
         def work(transaction: Transaction) -> list[str]:
@@ -281,7 +281,7 @@ class Recovery:
 
 
 def _facts(transaction: Transaction, goal_id: str, goal: Goal, message_id: str) -> dict[str, Any]:
-    """The failure, its history and who depends on it."""
+    """The failure, its history, and the open messages of the goal."""
     stored = transaction.load(message_id)
     latest = _latest(transaction, goal_id, goal)
     return {
@@ -300,7 +300,10 @@ def _facts(transaction: Transaction, goal_id: str, goal: Goal, message_id: str) 
 
 
 def _latest(transaction: Transaction, goal_id: str, goal: Goal) -> list[Checkpoint]:
-    """The last checkpoints that the failed step has not caused: what it did before them would stay."""
+    """The last checkpoints that the failed step did not cause.
+
+    A rollback to a checkpoint of the step itself would keep what the step did before it.
+    """
     failed = goal.failure.get("message_id")
     found: list[Checkpoint] = []
     for number in range(goal.checkpoints, max(0, goal.checkpoints - CHECKPOINTS_LOOKED_MAX), -1):
@@ -334,7 +337,7 @@ def _foreign_irreversible(transaction: Transaction, checkpoint: Checkpoint, mess
 
 
 def _own_irreversible(transaction: Transaction, checkpoint_id: str, message_id: str) -> list[str]:
-    """Irreversible effects of the step itself: its next attempt finds their outcome and repeats none."""
+    """Irreversible effects of the step itself. Its next attempt finds their outcomes, and repeats none."""
     checkpoint = rollback.checkpoint_of(transaction, checkpoint_id)
     return [
         effect.key
@@ -359,7 +362,7 @@ def _used(transaction: Transaction, decision: Decision) -> None:
 
 
 def _roots(transaction: Transaction, goal_id: str) -> list[str]:
-    """The messages of a goal that no other message of it has caused."""
+    """The messages of a goal that no handler submitted."""
     roots: list[str] = []
     for _, message_id in MESSAGES.under(transaction, goal_id, limit=ROOTS_MAX):
         stored = transaction.load(message_id)

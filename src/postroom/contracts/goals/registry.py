@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
 OPERATION: Final = b'"operation":'
-"""Stands in the body of every message with an operation, and perhaps in a payload."""
+"""Every body with an operation contains this; a payload may contain it, too."""
 CONFLICTS_A_CLAIM_MAX: Final = 20  # conflicts of one message that one claim resolves
 WAIT_S_MIN: Final = 0.05
 NANOS_PER_MS: Final = 1_000_000
@@ -54,7 +54,7 @@ class OperationRegistry:
         """Operations that this claim lets run, and whose messages it has not leased yet."""
 
     def admits(self, head: Head, body: Body | None) -> bool:
-        """Whether the operation of a message may run now. Another one is deferred, merged or cancelled."""
+        """Whether the operation of a message may run now. Otherwise the message is deferred or cancelled."""
         if body is None or body.operation is None:
             return True
         return self._resolved(head, body, body.operation)
@@ -111,13 +111,13 @@ class OperationRegistry:
         return [one for other in sorted(found) if (one := self._live(other)) is not None]
 
     def _live(self, message_id: str) -> Active | None:
-        """An operation that is under way; None, and forgotten, when its lease is over."""
+        """An operation that is under way. An operation whose lease is over is forgotten: None."""
         if message_id in self._entered:
             return self._entered[message_id]
         return live(self._transaction, message_id)
 
     def _asked(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> str:
-        """What to do about a conflict that was not met before; empty while nobody has decided."""
+        """The choice about a conflict that no ruling covers; empty while nobody has decided."""
         transaction, record = self._transaction, head.record
         known = WAITING.get(transaction, record.message_id)
         if known is not None and known.other == conflict.other:
@@ -177,7 +177,7 @@ class OperationRegistry:
         )
         other = transaction.record(conflict.other)
         left_ns = (other.lease_until if other is not None else 0) - transaction.steady_ns
-        # Those that wait for the same lease are due one after the other, in the order of their acceptance.
+        # Messages that wait for the same lease become due one after the other, in the order of acceptance.
         delay_ns = max(left_ns, round(WAIT_S_MIN * NANOS_PER_S)) + record.seq % NANOS_PER_MS
         transaction.apply(
             ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
@@ -192,7 +192,10 @@ class OperationRegistry:
 
 
 def _places(operation: Operation) -> list[str]:
-    """Where an operation is found and looks for others: its target, those it rules out, its resources."""
+    """The index keys of an operation: its target, the targets it excludes, and its resources.
+
+    Only operations with a common key can conflict.
+    """
     if not operation.resources and not operation.constraints.not_with:
         return [f"t:{operation.target}"]
     targets = dict.fromkeys((operation.target, *operation.constraints.not_with))
@@ -206,7 +209,7 @@ def _forget(transaction: Transaction, entry: Active) -> None:
 
 
 def live(transaction: Transaction, message_id: str) -> Active | None:
-    """An operation whose lease lives; another one is forgotten."""
+    """An operation that is under way. An operation whose lease is over is forgotten: None."""
     entry = ACTIVE.get(transaction, message_id)
     if entry is None:
         return None
@@ -228,7 +231,10 @@ def _stop_waiting(transaction: Transaction, message_id: str) -> None:
 
 
 def released(transaction: Transaction, policy: Policy, message_id: str, result: bytes | None = None) -> None:
-    """The lease of a message has ended: wake who waits for its operation. `result` is that of a success."""
+    """The lease of a message has ended: wake messages that wait for its operation.
+
+    `result` is the result of a completed message; None when it was not completed.
+    """
     entry = ACTIVE.get(transaction, message_id)
     _stop_waiting(transaction, message_id)
     if entry is None:

@@ -1,7 +1,7 @@
 """A rollback: later messages are cancelled, the branch and the context restored, and effects undone.
 
-Rule 1: a rollback is a sequence of commits. Each one can be repeated, so a rollback that a crash has ended
-        halfway is resumed by the same call and has the same end.
+Rule 1: a rollback is a sequence of commits, each of which can be repeated. So the same call resumes a
+        rollback that a crash has interrupted, with the same result.
 Rule 2: effects are undone in reverse order, one after the other, by ordinary messages.
 Rule 3: nothing is changed when a later effect cannot be undone and the caller has not accepted that.
 """
@@ -24,10 +24,10 @@ from postroom.contracts.goals.cells import (
     EFFECTS,
     GOAL_OF,
     MESSAGES,
+    NOTIFIED,
     OPEN,
     ROLLBACKS,
     STATES,
-    TOLD,
     UNDOES,
     Checkpoint,
     Goal,
@@ -57,6 +57,18 @@ def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint
     return found
 
 
+def _kept_checkpoint(transaction: Transaction, checkpoint_id: str) -> Checkpoint:
+    """As `checkpoint_of`. Raises `GoalEnded` for a checkpoint that was removed at the end of its goal."""
+    try:
+        return checkpoint_of(transaction, checkpoint_id)
+    except UnknownCheckpoint:
+        goal_id = str(checkpoint_id).rpartition("#")[0]
+        goal = STATES.get(transaction, goal_id) if goal_id.isprintable() else None
+        if goal is not None and goal.ended_us:
+            raise GoalEnded(goal_id, goal.state, "roll back") from None
+        raise
+
+
 def goal_of(transaction: Transaction, goal_id: object) -> Goal:
     """A goal by its id. Raises `UnknownGoal`."""
     goal = None
@@ -79,7 +91,7 @@ def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tupl
 
 
 def is_undone(effect: GoalEffect) -> bool:
-    """Whether a rollback undoes an effect."""
+    """Whether a rollback can undo an effect."""
     return effect.reversal_class != "IRREVERSIBLE" and effect.reversal is not None
 
 
@@ -95,7 +107,7 @@ def begin(
     plan: Rollback | None = None,
 ) -> Checkpoint:
     """Begin a rollback, or find the one that is under way. Raises `RollbackRefused`."""
-    checkpoint = checkpoint_of(transaction, checkpoint_id)
+    checkpoint = _kept_checkpoint(transaction, checkpoint_id)
     goal_id = checkpoint.goal_id
     goal = goal_of(transaction, goal_id)
     under_way = ROLLBACKS.get(transaction, goal_id)
@@ -124,10 +136,10 @@ def begin(
 def cancel_some(
     transaction: Transaction, policy: Policy, checkpoint: Checkpoint, after: str = ""
 ) -> str | None:
-    """Cancel later messages of the goal that have not ended, and tell all agents concerned.
+    """Cancel later messages of the goal that have not ended, and notify all agents concerned.
 
-    Whoever waits for a cancelled message gets a `progress` part before its end. Every registered agent with a
-    message in the goal gets one in its inbox. Returns the key to continue from; None at the end.
+    The answer of a cancelled message gets a `progress` part before its end. Every registered agent with a
+    message in the goal gets a part in its inbox. Returns the key to continue from; None at the end.
     """
     goal_id = checkpoint.goal_id
     prefix = goal_id + SEPARATOR
@@ -138,10 +150,10 @@ def cancel_some(
         stored = transaction.load(message_id)
         if stored is None:
             continue
-        _tell_agent(transaction, policy, goal_id, stored, said)
+        _notify_agent(transaction, policy, goal_id, stored, said)
         is_later = int(key.rpartition(SEPARATOR)[2]) >= checkpoint.at
         if is_later and stored.record.state not in lifecycle.ENDED:
-            _tell_waiters(transaction, stored.record, said)
+            _notify_readers(transaction, stored.record, said)
             cancel(transaction, policy, stored.record)
     return own[-1][0] if len(own) == CANCELLED_A_COMMIT_MAX else None
 
@@ -153,15 +165,15 @@ def cancel(transaction: Transaction, policy: Policy, record: Record) -> None:
     Operations(transaction, policy).cancel(record.message_id)
 
 
-def _tell_agent(transaction: Transaction, policy: Policy, goal_id: str, stored: Stored, text: str) -> None:
+def _notify_agent(transaction: Transaction, policy: Policy, goal_id: str, stored: Stored, text: str) -> None:
     """Put a part into the inbox of the agent of a message, once for each rollback."""
     from postroom.contracts.engine.agents import AgentOperations  # noqa: PLC0415 - it imports this module
 
     body = body_of(stored.envelope.payload)
     agent_id = "" if body is None else body.agent_id
-    if not agent_id.isprintable() or not agent_id or TOLD.get(transaction, goal_id, agent_id):
+    if not agent_id.isprintable() or not agent_id or NOTIFIED.get(transaction, goal_id, agent_id):
         return
-    TOLD.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
+    NOTIFIED.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
     part = _progress(transaction, stored.record, text)
     AgentOperations(transaction, policy).notify(org_of(stored.record.queue), agent_id, part)
 
@@ -171,7 +183,7 @@ def _progress(transaction: Transaction, record: Record, text: str) -> Part:
     return Part(record.message_id, "progress", now, attempt=record.attempt, message=text)
 
 
-def _tell_waiters(transaction: Transaction, record: Record, text: str) -> None:
+def _notify_readers(transaction: Transaction, record: Record, text: str) -> None:
     """Add a part to the answer of a message that is about to be cancelled."""
     part = _progress(transaction, record, text)
     known = PARTS.under(transaction, record.message_id, record.attempt, limit=PARTS_MAX)
@@ -293,10 +305,10 @@ def replay(transaction: Transaction, message_id: str) -> None:
 
 
 def finish(transaction: Transaction, policy: Policy, goal_id: str) -> None:
-    """Everything is undone: the goal goes on."""
+    """Everything is undone: the goal is ACTIVE again."""
     plan, goal = ROLLBACKS.get(transaction, goal_id), goal_of(transaction, goal_id)
     ROLLBACKS.put(transaction, None, goal_id)
-    TOLD.drop_under(transaction, goal_id)
+    NOTIFIED.drop_under(transaction, goal_id)
     active = replace(goal, state="ACTIVE")
     STATES.put(transaction, active, goal_id)
     if plan is None:

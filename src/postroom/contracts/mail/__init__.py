@@ -31,6 +31,18 @@ class Link(Protocol):
         """Whose quota the connection uses: the user, or the network address. Stable across reconnects."""
 
     @property
+    def org(self) -> str:
+        """The organization that the client belongs to; empty for none."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the client may use the mailboxes of every organization."""
+
+    @property
+    def recipients(self) -> frozenset[str] | None:
+        """The users whose mailboxes the client may send to; None for all."""
+
+    @property
     def name(self) -> str:
         """The name that the client gave in CONNECT."""
 

@@ -1,17 +1,18 @@
 """The registry of agents: cards, and a search for words in them.
 
 Rule 1: a card is any JSON object that an agent registers. Its text can be searched.
-Rule 2: agents that have more, and rarer, words of a search come first.
+Rule 2: agents that have more, and rarer, words of a search come first. The work of a search is limited.
 Rule 3: a name belongs to the client that registered it. Its connection and its login need no proof; every
         other connection needs the secret that REGISTER returned. When the connection has ended, the same
         network address may use the name, and after `HOLD_S` without a report everybody may.
 Rule 4: a mailbox in a card is owned in the same way: no card of another client may name it.
-Rule 5: the same limit applies to every card, whether it is registered, updated by a report, or restored.
+Rule 5: names belong to an organization, as those of mailboxes: cards of other organizations do not exist. A
+        name of no organization is taken in every one, until it may be used by everybody.
+Rule 6: the same limit applies to every card, whether it is registered, updated by a report, or restored.
 """
 
 import hashlib
 import hmac
-import math
 import re
 import secrets
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.mail import Link
+from postroom.contracts.mail import Link, card_index
+from postroom.contracts.mail.card_index import CardIndex
 from postroom.contracts.mail.mailboxes import Mailboxes
+from postroom.contracts.mail.recovery import AgentKey
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core.mailbox import Account, size_of
@@ -34,11 +37,11 @@ CARD_BYTES_MAX = 64 << 10  # of a card with its last report and the fields that 
 CARD_WORDS_MAX = 500  # distinct words of a card that are indexed
 CARDS_BYTES_MAX = 256 << 20  # memory of all cards
 CLIENT_CARDS_BYTES_MAX = 64 << 20  # memory of the cards of one client
-AGENT_COST_BYTES = 800  # of an agent besides its card and its words, about as measured
+AGENT_COST_BYTES = 880  # of an agent besides its card and its words, about as measured
 WORD_COST_BYTES = 300  # of a word in the index that no other card has, as measured
 WORDS_MAX = 64  # of a search
+SEARCH_CHARS_MAX = 8_192  # of a search; the rest is not looked at
 DEFAULT_DISCOVER = 20
-PREFIX_CHARS_MIN = 3  # of a searched word to match longer words as their prefix
 HOLD_S = 3600  # for which a name is kept for a client without a connection and without a report
 SECRET_BYTES = 16
 MICROS_PER_S = 1_000_000
@@ -65,10 +68,10 @@ class AgentRegistry:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self._mailboxes = mailboxes
-        self._entries: dict[str, _Entry] = {}
-        self._by_mailbox: dict[str, str] = {}  # agents by mailbox
-        self._by_word: dict[str, set[str]] = {}  # agents by word
-        self._held: dict[int, set[str]] = {}  # names by the connection that owns them
+        self._entries: dict[AgentKey, _Entry] = {}
+        self._by_mailbox: dict[AgentKey, AgentKey] = {}  # agents by organization and mailbox
+        self._indexes: dict[str, CardIndex] = {}  # of the cards of each organization that has any
+        self._held: dict[int, set[AgentKey]] = {}  # agents by the connection that owns them
         self._stamp = self._cost = 0
         for agent in mailboxes.agents.values():
             self._stamp = max(self._stamp, agent.stamp)
@@ -80,58 +83,63 @@ class AgentRegistry:
     def register(self, link: Link, payload: bytes) -> dict[str, str]:
         """Add a card, or replace the card of the same name. Returns the secret of the name."""
         card = mq9.card(payload)
-        name = self._checked_names(card)[0]
+        name = self._checked_names(card, link.org)[0]
         secret_given = _pop_secret(card)
-        known = self._agent(name)
+        known = self._agent(link.org, name)
         self._check_mailbox(card, name, link)
         secret = secret_given if known is not None and self._check_holder(known, link, secret_given) else ""
         secret = secret or secrets.token_hex(SECRET_BYTES)
         card = {**card, "name": name, "registered_at": self._now_us() // MICROS_PER_S}
-        self._keep(AgentRecord(name, 0, b"", link.client, _digest(secret)), card, link.number)
+        self._keep(AgentRecord(name, 0, b"", link.client, _digest(secret), org=link.org), card, link.number)
+        if known is not None and known.org != link.org:
+            self._forget(known)  # a name of no organization belongs to this one now
         return {"secret": secret}
 
     def report(self, link: Link, payload: bytes) -> dict[str, str]:
         """Record that an agent is alive, with its report."""
         body = mq9.card(payload)
         secret_given = _pop_secret(body)
-        known = self._known(body)
+        known = self._known(body, link.org)
         self._check_holder(known, link, secret_given)
         facts = {key: value for key, value in body.items() if key not in ("name", "mailbox", "report_info")}
         card = _decoded(known.card)
         card["report_info"] = body.get("report_info", facts or None)
         card["reported_at"] = self._now_us() // MICROS_PER_S
-        self._keep(known, card, self._entries[known.name].link or link.number)
+        self._keep(known, card, self._entries[_key(known)].link or link.number)
         return {}
 
     def unregister(self, link: Link, payload: bytes) -> dict[str, str]:
         """Remove a card, and free its name."""
         body = mq9.card(payload)
         secret_given = _pop_secret(body)
-        known = self._known(body)
+        known = self._known(body, link.org)
         self._check_holder(known, link, secret_given)
-        self._remove(known)
-        self._write(AgentRecord(known.name, 0, b""))
+        self._forget(known)
         return {}
 
-    def discover(self, payload: bytes) -> list[msgspec.Raw]:
-        """One page of the agents that match a search; of all agents without one."""
+    def discover(self, link: Link, payload: bytes) -> list[msgspec.Raw]:
+        """One page of the visible agents that match a search; of all visible ones without it."""
         body = mq9.body(payload, mq9.Discover)
         limit = min(mq9.DISCOVER_MAX, max(1, body.limit or DEFAULT_DISCOVER))
         first = limit * (max(1, body.page or 1) - 1)
         searched = " ".join(text for text in (body.text, body.semantic) if text)
-        names = self._search(searched) if searched else sorted(self._entries)
-        return [msgspec.Raw(self._mailboxes.agents[name].card) for name in names[first : first + limit]]
+        visible = self._visible(link)
+        if searched:
+            keys = card_index.best(visible, _distinct(searched[:SEARCH_CHARS_MAX], WORDS_MAX), first, limit)
+        else:
+            keys = card_index.by_name(visible, first, limit)
+        return [msgspec.Raw(self._mailboxes.agents[key].card) for key in keys]
 
     def close(self, link: Link) -> None:
         """Let other connections of the client use the names of an ended connection."""
-        for name in self._held.pop(link.number, ()):
-            self._entries[name].link = 0
+        for key in self._held.pop(link.number, ()):
+            self._entries[key].link = 0
 
-    def _checked_names(self, card: dict[str, Any]) -> list[str]:
+    def _checked_names(self, card: dict[str, Any], org: str) -> list[str]:
         """The names in a card. New names must not look like others."""
         names = mq9.agent_names(card)
         for name in names:
-            if name not in self._entries and name not in self._by_mailbox:
+            if self._agent(org, name) is None and self._of_mailbox(org, name) is None:
                 mq9.checked_agent_name(name)
         return names
 
@@ -147,7 +155,7 @@ class AgentRegistry:
 
     def _is_holder(self, agent: AgentRecord, link: Link) -> bool:
         """Whether a connection may use a name without its secret."""
-        holder = self._entries[agent.name].link
+        holder = self._entries[_key(agent)].link
         if holder == link.number or (link.user and agent.client == link.client):
             return True
         return holder == 0 and (agent.client in ("", link.client) or self._is_lapsed(agent))
@@ -155,27 +163,35 @@ class AgentRegistry:
     def _check_mailbox(self, card: dict[str, Any], name: str, link: Link) -> None:
         """Refuse a card with the mailbox of another agent, unless the caller owns that agent as well."""
         mailbox = card.get("mailbox")
-        owner = self._agent(self._alias(mailbox)) or self._agent(mailbox)
+        owner = self._of_mailbox(link.org, mailbox) or self._agent(link.org, mailbox)
         if owner is not None and owner.name != name and not self._is_holder(owner, link):
             raise Mq9Error(409, "the mailbox of this card belongs to another agent")
 
     def _is_lapsed(self, agent: AgentRecord) -> bool:
         return self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
 
-    def _known(self, body: dict[str, Any]) -> AgentRecord:
+    def _known(self, body: dict[str, Any], org: str) -> AgentRecord:
         """The agent that a call names, by its name or its mailbox."""
         name, mailbox = body.get("name"), body.get("mailbox")
-        for found in (name, self._alias(mailbox), self._alias(name), mailbox):
-            agent = self._agent(found)
-            if agent is not None:
-                return agent
-        raise Mq9Error(404, "no such agent is registered")
+        found = self._agent(org, name) or self._of_mailbox(org, mailbox)
+        found = found or self._of_mailbox(org, name) or self._agent(org, mailbox)
+        if found is None:
+            raise Mq9Error(404, "no such agent is registered")
+        return found
 
-    def _agent(self, name: object) -> AgentRecord | None:
-        return self._mailboxes.agents[name] if isinstance(name, str) and name in self._entries else None
+    def _agent(self, org: str, name: object) -> AgentRecord | None:
+        """The agent of a name in an organization: its own, else that of no organization."""
+        if not isinstance(name, str):
+            return None
+        key = (org, name) if (org, name) in self._entries else ("", name)
+        return self._mailboxes.agents[key] if key in self._entries else None
 
-    def _alias(self, name: object) -> str | None:
-        return self._by_mailbox.get(name) if isinstance(name, str) else None
+    def _of_mailbox(self, org: str, mailbox: object) -> AgentRecord | None:
+        """The agent whose card names a mailbox."""
+        if not isinstance(mailbox, str):
+            return None
+        key = self._by_mailbox.get((org, mailbox)) or self._by_mailbox.get(("", mailbox))
+        return None if key is None else self._mailboxes.agents[key]
 
     # ---- changes -------------------------------------------------------------------------------
 
@@ -183,16 +199,15 @@ class AgentRegistry:
         """Set the card of an agent, within every limit."""
         agent = replace(agent, card=replies.encode(card), seen_us=self._now_us())
         self._check_limits(agent, card)
-        known = self._agent(agent.name)
-        if known is not None:
-            self._remove(known)
+        if _key(agent) in self._entries:
+            self._remove(self._mailboxes.agents[_key(agent)])
         self._write(agent)
         self._add(agent, link)
 
     def _check_limits(self, agent: AgentRecord, card: dict[str, Any]) -> None:
         if len(agent.card) > CARD_BYTES_MAX:
             raise Mq9Error(400, f"a card has at most {CARD_BYTES_MAX} bytes, with its last report")
-        entry = self._entries.get(agent.name)
+        entry = self._entries.get(_key(agent))
         if entry is None and len(self._entries) >= AGENTS_MAX:
             raise Mq9Error(429, f"there are {AGENTS_MAX} agents, which is the limit")
         account = self._mailboxes.quotas.accounts[agent.client]
@@ -213,35 +228,41 @@ class AgentRegistry:
         account = self._mailboxes.quotas.accounts[agent.client]
         aliases = mq9.agent_names(card)[1:]
         entry = _Entry(account, _cost(agent.card, words), aliases, link)
-        self._entries[agent.name] = entry
+        key = _key(agent)
+        self._entries[key] = entry
         self._cost += entry.cost
         account.agents += 1
         account.card_bytes += entry.cost
         if link:
-            self._held.setdefault(link, set()).add(agent.name)
+            self._held.setdefault(link, set()).add(key)
         for alias in aliases:
-            self._by_mailbox.setdefault(alias, agent.name)  # the first agent of a mailbox wins
-        for word in words:
-            self._by_word.setdefault(word, set()).add(agent.name)
+            self._by_mailbox.setdefault((agent.org, alias), key)  # the first agent of a mailbox wins
+        if agent.org not in self._indexes:
+            self._indexes[agent.org] = CardIndex(agent.org)
+        self._indexes[agent.org].add(key, words)
 
     def _remove(self, agent: AgentRecord) -> None:
-        entry = self._entries.pop(agent.name)
+        key = _key(agent)
+        entry = self._entries.pop(key)
         self._cost -= entry.cost
         entry.account.agents -= 1
         entry.account.card_bytes -= entry.cost
         held = self._held.get(entry.link)
         if held is not None:
-            held.discard(agent.name)
+            held.discard(key)
             if not held:
                 del self._held[entry.link]
         for alias in entry.aliases:
-            if self._by_mailbox.get(alias) == agent.name:
-                del self._by_mailbox[alias]
-        for word in _card_words(_decoded(agent.card)):
-            names = self._by_word[word]
-            names.discard(agent.name)
-            if not names:
-                del self._by_word[word]
+            if self._by_mailbox.get((agent.org, alias)) == key:
+                del self._by_mailbox[agent.org, alias]
+        index = self._indexes[agent.org]
+        index.remove(key, _card_words(_decoded(agent.card)))
+        if not index.size:
+            del self._indexes[agent.org]
+
+    def _forget(self, agent: AgentRecord) -> None:
+        self._remove(agent)
+        self._write(AgentRecord(agent.name, 0, b"", org=agent.org))
 
     def _write(self, agent: AgentRecord) -> None:
         self._stamp += 1
@@ -252,22 +273,15 @@ class AgentRegistry:
 
     # ---- search --------------------------------------------------------------------------------
 
-    def _search(self, text: str) -> list[str]:
-        scores: dict[str, float] = {}
-        for word in islice(dict.fromkeys(_words(text)), WORDS_MAX):
-            names = self._names_with(word)
-            weight = math.log(1 + len(self._entries) / (1 + len(names)))
-            for name in names:
-                scores[name] = scores.get(name, 0.0) + weight
-        return sorted(scores, key=lambda name: (-scores[name], name))
+    def _visible(self, link: Link) -> list[CardIndex]:
+        """The cards that a client sees."""
+        if link.sees_all:
+            return [*self._indexes.values()]
+        return [self._indexes[org] for org in dict.fromkeys(("", link.org)) if org in self._indexes]
 
-    def _names_with(self, word: str) -> set[str]:
-        """Agents with this word; if there is none, those with a longer word that begins with it."""
-        exact = self._by_word.get(word)
-        if exact is not None or len(word) < PREFIX_CHARS_MIN:
-            return exact or set()
-        longer = (names for known, names in self._by_word.items() if known.startswith(word))
-        return set().union(*longer)
+
+def _key(agent: AgentRecord) -> AgentKey:
+    return agent.org, agent.name
 
 
 def _pop_secret(body: dict[str, Any]) -> str:
@@ -292,14 +306,15 @@ def _cost(card: bytes, words: list[str]) -> int:
     return len(card) + AGENT_COST_BYTES + sum(WORD_COST_BYTES + size_of(word) for word in words)
 
 
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+def _distinct(text: str, count: int) -> list[str]:
+    """The first `count` distinct words of a text."""
+    return list(islice(dict.fromkeys(_WORD.findall(text.casefold())), count))
 
 
 def _card_words(card: dict[str, Any]) -> list[str]:
     """The distinct words of a card that are indexed."""
     try:
-        return list(islice(dict.fromkeys(_words(" ".join(_texts(card)))), CARD_WORDS_MAX))
+        return _distinct(" ".join(_texts(card)), CARD_WORDS_MAX)
     except RecursionError:  # a card that an earlier version accepted
         return []
 

@@ -31,7 +31,7 @@ class DeadLetters:
 
     def _move(self, box: Mailbox, letter: Letter, failures: int) -> None:
         mailboxes = self._mailboxes
-        dead = mailboxes.by_id.get(box.mail_id + DEAD_SUFFIX) or self._open(box)
+        dead = mailboxes.by_key.get(box.key + DEAD_SUFFIX) or self._open(box)
         added = b"NATS/1.0\r\nMq9-Dead-Msg-Id: %d\r\nMq9-Dead-Deliveries: %d\r\n" % (letter.number, failures)
         rest = letter.headers[letter.headers.find(b"\r\n") + 2 :] if letter.headers else b"\r\n"
         moved = replace(
@@ -60,6 +60,7 @@ class DeadLetters:
             desc="dead letters",
             creator=box.creator,
             client=box.account.client,
+            org=box.org,
         )
         dead.is_stored = True
         return dead

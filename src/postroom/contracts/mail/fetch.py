@@ -143,7 +143,7 @@ class Fetches:
         if not reply:
             return  # the reply, and the letters in it, would be lost
         body = mq9.body(request.payload, mq9.Fetch)
-        box = self._mailboxes.find(request.call.mail_id)
+        box = self._mailboxes.find(request.call.mail_id, link)
         name = body.group_name or ""
         if len(name) > mq9.NAME_CHARS_MAX:
             raise Mq9Error(400, f"the name of a group has at most {mq9.NAME_CHARS_MAX} characters")
@@ -305,7 +305,7 @@ class Fetches:
     def acknowledge(self, request: Request) -> None:
         link, reply = request.link, request.reply
         body = mq9.body(request.payload, mq9.Ack)
-        box = self._mailboxes.find(request.call.mail_id)
+        box = self._mailboxes.find(request.call.mail_id, link)
         group = box.groups.get(body.group_name)
         if group is None:
             raise Mq9Error(404, "the group has fetched nothing from this mailbox")
@@ -341,7 +341,7 @@ class Fetches:
         """Find letters by key, by tags or since a time, without fetching them."""
         link, reply = request.link, request.reply
         body = mq9.body(request.payload, mq9.Query)
-        query = _RunningQuery(link, reply, self._mailboxes.find(request.call.mail_id), body)
+        query = _RunningQuery(link, reply, self._mailboxes.find(request.call.mail_id, link), body)
         if not reply:
             return
         if query.scan(self._mailboxes.now_ns()):

@@ -27,7 +27,9 @@ class MailboxCalls:
         ttl_s = mailboxes.options.default_ttl_s if body.ttl is None else mq9.checked_ttl_s(body.ttl)
         self._journal.check("group")
         name = body.name or ""
-        if name and self._is_duplicate(request, mq9.checked_name(name, known=name in mailboxes.by_id)):
+        if name and self._is_duplicate(
+            request, mq9.checked_name(name, known=mailboxes.own(name, request.link.org) is not None)
+        ):
             return
         box = mailboxes.open(
             name or mailboxes.private_id(mq9.checked_prefix(body.prefix) if body.prefix else ""),
@@ -37,15 +39,18 @@ class MailboxCalls:
             desc=body.desc or "",
             creator=request.link.user,
             client=request.link.client,
+            org=request.link.org,
         )
         box.creator_link = request.link.number
         self._journal.after("group", self._on_created, box, request, fail=self._on_uncreated)
 
     def _is_duplicate(self, request: Request, name: str) -> bool:
-        """Whether a live public mailbox has this name; if so, the call is answered."""
-        try:
-            box = self._mailboxes.find(name)
-        except Mq9Error:
+        """Answer the call if a public mailbox of this name exists; returns whether it does.
+
+        A client of all organizations creates mailboxes for all: those of one organization do not count.
+        """
+        box = self._mailboxes.own(name, request.link.org)
+        if box is None or not self._mailboxes.is_live(box):
             return False
         if not box.public:
             raise Mq9Error(409, "the name belongs to a mailbox that is not public")
@@ -70,8 +75,8 @@ class MailboxCalls:
         if not self._mailboxes.options.extend:
             raise Mq9Error(403, "this server does not extend lifetimes")
         ttl_s = mq9.checked_ttl_s(mq9.body(request.payload, mq9.Extension).ttl)
-        box = self._mailboxes.find(request.call.mail_id)
         link = request.link
+        box = self._mailboxes.find(request.call.mail_id, link)
         if box.creator != link.user or (not link.user and box.creator_link != link.number):
             raise Mq9Error(403, "only the creator of a mailbox can extend its lifetime")
         self._journal.check("group")
@@ -79,7 +84,7 @@ class MailboxCalls:
         self._responder.answer_when_stored(request, "group", replies.extended(box.mail_id, ttl_s))
 
     def list(self, request: Request) -> None:
-        box = self._mailboxes.find(request.call.mail_id)
+        box = self._mailboxes.find(request.call.mail_id, request.link)
         payloads = mq9.body(request.payload, mq9.ListOptions).payload
         sdk = replies.is_enveloped(self._mailboxes.options.envelope, request.link.name)
         letters = box.replay(EVERY_RANK, self._mailboxes.now_ns())
@@ -88,7 +93,7 @@ class MailboxCalls:
     def delete(self, request: Request) -> None:
         call = request.call
         number = mq9.number(call.detail)
-        box = self._mailboxes.find(call.mail_id)
+        box = self._mailboxes.find(call.mail_id, request.link)
         letter = box.letters.get(number)
         if letter is None:
             self._journal.check("group")  # an earlier removal may not have been written yet

@@ -3,10 +3,13 @@
 Rule 1: a letter is in its mailbox only after its storage class's commit point; until then no client sees it.
 Rule 2: the letters of a mailbox arrive in the order in which they were accepted, whatever their classes.
 Rule 3: an expired mailbox is gone for every caller, also before the next tick.
-Rule 4: one tick does a bounded amount of work; the rest follows in the next turns of the loop.
+Rule 4: a mailbox belongs to the organization of its creator, and a name is one within it. A client sees the
+        mailboxes of its organization and those of no organization; to it, others do not exist.
+Rule 5: one tick does a bounded amount of work; the rest follows in the next turns of the loop.
 """
 
 import hashlib
+import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,19 +18,21 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from postroom.contracts.mail import Link
 from postroom.contracts.mail.deadlines import Deadline, Deadlines
 from postroom.contracts.mail.journal import Journal
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.quotas import RECORD_BYTES, Quotas
 from postroom.contracts.mail.recovery import (
     NANOS_PER_US,
+    AgentKey,
     LogContents,
     letter_of,
     opened_record,
     put_record,
     row_records,
 )
-from postroom.core.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, mailbox_cost
+from postroom.core.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, key_of, mailbox_cost
 from postroom.core.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 from postroom.logs import mail_records
@@ -84,11 +89,15 @@ class Mailboxes:
         self.emit = emit
         self.quotas = Quotas(options)
         self.deadlines = Deadlines()
-        self.by_id: dict[str, Mailbox] = {}
+        self.by_key: dict[str, Mailbox] = {}
+        """By id, and those of an organization by `key_of`."""
+        self._of_orgs: dict[str, tuple[Mailbox, ...]] = {}
+        """The mailboxes of organizations by id, for clients that see all of them."""
         self.by_serial: dict[int, Mailbox] = {}
         self.public = SortedNumbers()
         """The serials of the public mailboxes."""
-        self.agents: dict[str, mail_records.AgentRecord] = {}
+        self.agents: dict[AgentKey, mail_records.AgentRecord] = {}
+        """By organization and name."""
         self._run_soon = run_soon
         self._observer: Observer | None = None
         self._serial = 0
@@ -130,7 +139,7 @@ class Mailboxes:
         self._serial = contents.last_serial()
         for opened in contents.live_mailboxes():
             self._restore_mailbox(opened, contents)
-        self.agents = {name: agent for name, agent in contents.agents.items() if agent.card}
+        self.agents = {key: agent for key, agent in contents.agents.items() if agent.card}
         for agent in self.agents.values():
             self.quotas.count_agent(agent.card, 1)
         if contents.removed or contents.expired:
@@ -144,7 +153,8 @@ class Mailboxes:
         now_us, now_ns = self.clock.wall_us(), self.now_ns()
         accounts = self.quotas.accounts
         end = contents.extended.get(opened.serial) or opened
-        box = self._make(opened.serial, opened.mail_id, public=opened.public, named=opened.named)
+        org, public, named = sys.intern(opened.org), opened.public, opened.named
+        box = self._make(opened.serial, opened.mail_id, org, public=public, named=named)
         box.desc, box.creator, box.created_us = opened.desc, opened.creator, opened.created_us
         box.is_stored = True
         self.quotas.add_mailbox(box, accounts[opened.client])
@@ -166,10 +176,12 @@ class Mailboxes:
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
-    def _make(self, serial: int, mail_id: str, *, public: bool, named: bool) -> Mailbox:
+    def _make(self, serial: int, mail_id: str, org: str, *, public: bool, named: bool) -> Mailbox:
         label = mail_id if public else hashed(mail_id)
-        box = Mailbox(serial, mail_id, public=public, named=named, label=label)
-        self.by_id[mail_id] = self.by_serial[serial] = box
+        box = Mailbox(serial, mail_id, public=public, named=named, label=label, org=org)
+        self.by_key[box.key] = self.by_serial[serial] = box
+        if org:
+            self._of_orgs[mail_id] = (*self._of_orgs.get(mail_id, ()), box)
         if public:
             self.public.add(serial)
         return box
@@ -194,21 +206,25 @@ class Mailboxes:
         desc: str,
         creator: str,
         client: str,
+        org: str,
     ) -> Mailbox:
         """Create a mailbox. It counts as created when the journal has stored it."""
         account = self.quotas.accounts[client]
-        self.quotas.admit_mailbox(account, mailbox_cost(mail_id, desc), len(self.by_id))
+        self.quotas.admit_mailbox(account, mailbox_cost(mail_id, desc, org), len(self.by_key))
         self._serial += 1
-        box = self._make(self._serial, mail_id, public=public, named=named)
+        box = self._make(self._serial, mail_id, org, public=public, named=named)
         box.desc, box.creator, box.created_us = desc, creator, self.clock.wall_us()
         self.quotas.add_mailbox(box, account)
         if ttl_s:
             ends_us = box.created_us + round(ttl_s * MICROS_PER_S)
             self._set_end(box, ttl_s, ends_us, self.now_ns() + round(ttl_s * NANOS_PER_S))
         if named:  # a private id is never drawn twice
-            self._expired.pop(hashed(mail_id), None)
+            self._expired.pop(hashed(box.key), None)
         self.journal.append(opened_record(box))
-        self.emit_event("created", queue=box.label, type="mailbox", sender=creator, detail={"ttl_s": ttl_s})
+        facts = {"org_id": org} if org else {}
+        self.emit_event(
+            "created", queue=box.label, type="mailbox", sender=creator, detail={"ttl_s": ttl_s}, **facts
+        )
         return box
 
     def extend(self, box: Mailbox, ttl_s: float) -> None:
@@ -220,27 +236,49 @@ class Mailboxes:
         self._set_end(box, ttl_s, expires_us, self.now_ns() + round(ttl_s * NANOS_PER_S) if ttl_s else 0)
         self.journal.append(mail_records.Extended(box.serial, ttl_s, expires_us))
 
-    def find(self, mail_id: str) -> Mailbox:
-        """A live mailbox. Raises `Mq9Error` with the reason when there is none."""
-        box = self.by_id.get(mail_id)
-        if box is not None:
-            if box.expires_ns == 0 or box.expires_ns > self.now_ns():
-                return box
-            self.expire(box)
+    def own(self, mail_id: str, org: str) -> Mailbox | None:
+        """The mailbox that an id means in an organization: its own, else that of no organization."""
+        if org and (box := self.by_key.get(key_of(org, mail_id))) is not None:
+            return box
+        return self.by_key.get(mail_id)
+
+    def visible(self, mail_id: str, link: Link) -> Mailbox | None:
+        """The mailbox that an id means to a client. None when there is none, or several."""
+        box = self.own(mail_id, link.org)
+        if box is None and link.sees_all:
+            of_orgs = self._of_orgs.get(mail_id, ())
+            return of_orgs[0] if len(of_orgs) == 1 else None
+        return box
+
+    def is_live(self, box: Mailbox) -> bool:
+        """Whether a mailbox can still be used. If its time is over, it is removed now."""
+        if box.expires_ns == 0 or box.expires_ns > self.now_ns():
+            return True
+        self.expire(box)
+        return False
+
+    def find(self, mail_id: str, link: Link) -> Mailbox:
+        """A live mailbox that the client sees. Raises `Mq9Error` with the reason when there is none."""
+        box = self.visible(mail_id, link)
+        if box is not None and self.is_live(box):
+            return box
+        if link.sees_all and len(self._of_orgs.get(mail_id, ())) > 1:
+            raise Mq9Error(409, "several organizations have a mailbox of this name: use a token of one")
         if "*" in mail_id or ">" in mail_id:
             raise Mq9Error(403, "a wildcard in place of a mailbox is not allowed")
-        if hashed(mail_id) in self._expired:
+        if any(hashed(key) in self._expired for key in {mail_id, key_of(link.org, mail_id)}):
             raise Mq9Error(410, "the mailbox has expired")
         raise Mq9Error(404, "the mailbox does not exist")
 
     def expire(self, box: Mailbox) -> None:
         """End a mailbox. Its letters are released a bounded number at a time."""
         box.has_expired = True
-        del self.by_id[box.mail_id], self.by_serial[box.serial]
+        del self.by_key[box.key], self.by_serial[box.serial]
+        self._drop_of_org(box)
         if box.public:
             self.public.lost(self.by_serial)
         self.quotas.remove_mailbox(box)
-        self._expired[hashed(box.mail_id)] = None
+        self._expired[hashed(box.key)] = None
         if len(self._expired) > EXPIRED_KEPT_MAX:
             del self._expired[next(iter(self._expired))]
         self._released.append(box.letters)
@@ -250,6 +288,11 @@ class Mailboxes:
         self.emit_event("expired", queue=box.label, type="mailbox")
         if self._observer is not None:
             self._observer.expired(box)
+
+    def _drop_of_org(self, box: Mailbox) -> None:
+        others = tuple(each for each in self._of_orgs.pop(box.mail_id, ()) if each is not box)
+        if others:
+            self._of_orgs[box.mail_id] = others
 
     # ---- letters -------------------------------------------------------------------------------
 
@@ -329,7 +372,7 @@ class Mailboxes:
         log = self.journal.log
         if log is not None:
             now_s = self.now_ns() / NANOS_PER_S
-            if log.wants_copy(self.quotas.log_bytes + RECORD_BYTES * len(self.by_id), now_s):
+            if log.wants_copy(self.quotas.log_bytes + RECORD_BYTES * len(self.by_key), now_s):
                 log.copy(self._live_records(), now_s)
             log.tick()
 
@@ -394,7 +437,7 @@ class Mailboxes:
     def _live_records(self) -> Iterator[mail_records.Record]:
         """Every record that the log has to keep. Mailboxes may change while the iterator is used."""
         yield from list(self.agents.values())
-        for box in list(self.by_id.values()):
+        for box in list(self.by_key.values()):
             if box.has_expired:
                 continue
             yield opened_record(box)
@@ -410,10 +453,11 @@ class Mailboxes:
 
     def keep_agent(self, agent: mail_records.AgentRecord) -> None:
         """Replace the record of an agent; without a card the agent is removed."""
-        known = self.agents.pop(agent.name, None)
+        key = agent.org, agent.name
+        known = self.agents.pop(key, None)
         if known is not None:
             self.quotas.count_agent(known.card, -1)
         if agent.card:
-            self.agents[agent.name] = agent
+            self.agents[key] = agent
             self.quotas.count_agent(agent.card, 1)
         self.journal.supersede(agent)

@@ -1,7 +1,8 @@
 """The public list: a subscription gets every existing public mailbox, then each change of the list.
 
 Rule 1: one turn of the loop sends a bounded number of entries to a connection, and none above its window.
-Rule 2: a subscription that is still getting the list gets a new mailbox once: in the list.
+Rule 2: a subscription gets the mailboxes that its client sees: those of its organization, and of none.
+Rule 3: a subscription that is still getting the list gets a new mailbox once: in the list.
 """
 
 from collections.abc import Callable
@@ -77,7 +78,9 @@ class PublicList:
 
     def _send_entry(self, link: Link, sid: str, serial: int) -> None:
         box = self._mailboxes.by_serial.get(serial)
-        if box is not None and box.is_stored and not 0 < box.expires_ns <= self._mailboxes.now_ns():
+        if box is None or not _sees(link, box):
+            return
+        if box.is_stored and not 0 < box.expires_ns <= self._mailboxes.now_ns():
             _deliver(link, sid, replies.announcement("created", box.mail_id, box.desc, box.ttl_s))
 
     def _complete(self, link: Link, sid: str) -> None:
@@ -99,8 +102,12 @@ class PublicList:
         for number, links in list(self._links.items()):
             positions = self._positions.get(number, {})
             for sid, link in list(links.items()):  # a delivery can end a subscription
-                if box.serial <= positions.get(sid, box.serial):
+                if box.serial <= positions.get(sid, box.serial) and _sees(link, box):
                     _deliver(link, sid, entry)
+
+
+def _sees(link: Link, box: Mailbox) -> bool:
+    return box.org in ("", link.org) or link.sees_all
 
 
 def _deliver(link: Link, sid: str, entry: bytes) -> None:

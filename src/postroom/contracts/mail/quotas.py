@@ -102,7 +102,7 @@ class Quotas:
     def add_mailbox(self, box: Mailbox, account: Account) -> None:
         """Count a mailbox against its creator."""
         box.account = account
-        box.cost = mailbox_cost(box.mail_id, box.desc)
+        box.cost = mailbox_cost(box.mail_id, box.desc, box.org)
         account.mailboxes += 1
         self._add_cost(account, box.cost)
 

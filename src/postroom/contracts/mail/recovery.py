@@ -1,8 +1,9 @@
 """Mailboxes and letters as log records, and the contents of a log at a restart."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
-from postroom.core.mailbox import RANKS, Account, Letter, Mailbox, cost_of
+from postroom.core.mailbox import RANKS, Account, Letter, Mailbox, cost_of, key_of
 from postroom.logs.mail_records import (
     ROW_BYTES_MAX,
     AgentRecord,
@@ -20,6 +21,9 @@ from postroom.system.clock import Clock
 
 NANOS_PER_US = 1_000
 
+AgentKey: TypeAlias = tuple[str, str]
+"""The organization and the name of an agent."""
+
 
 def opened_record(box: Mailbox) -> Opened:
     return Opened(
@@ -33,6 +37,7 @@ def opened_record(box: Mailbox) -> Opened:
         box.expires_us,
         box.creator,
         box.account.client,
+        box.org,
     )
 
 
@@ -97,7 +102,7 @@ class LogContents:
         self.puts: dict[int, dict[int, Put]] = {}
         self.removed: dict[int, set[int]] = {}
         self.pulled: dict[int, dict[str, Pulled]] = {}
-        self.agents: dict[str, AgentRecord] = {}
+        self.agents: dict[AgentKey, AgentRecord] = {}
 
     def add(self, record: Record) -> None:
         match record:
@@ -118,8 +123,9 @@ class LogContents:
             case Pulled():
                 self._pull(record)
             case AgentRecord():
-                known = self.agents.get(record.name, record)
-                self.agents[record.name] = max(known, record, key=lambda agent: agent.stamp)
+                key = record.org, record.name
+                known = self.agents.get(key, record)
+                self.agents[key] = max(known, record, key=lambda agent: agent.stamp)
             case Started():
                 self.start = max(self.start, record.start)
 
@@ -147,11 +153,12 @@ class LogContents:
         return max((max(serials) for serials in seen if serials), default=0)
 
     def live_mailboxes(self) -> list[Opened]:
-        """The mailboxes that have not expired: the newest one of each name."""
+        """The mailboxes that have not expired: the newest one of each name in each organization."""
         newest: dict[str, Opened] = {}
         for serial in sorted(self.opened):
             if serial not in self.expired:
-                newest[self.opened[serial].mail_id] = self.opened[serial]
+                opened = self.opened[serial]
+                newest[key_of(opened.org, opened.mail_id)] = opened
         return list(newest.values())
 
     def live_letters(self, serial: int) -> list[Put]:

@@ -1,8 +1,9 @@
 """Events of refused calls: which client was refused, and why.
 
 Rule 1: an event holds a bounded part of what a client sent.
-Rule 2: at most `REFUSAL_EVENTS_MAX` refusals of a client in a second are emitted one by one. The others are
-        summed up in one event.
+Rule 2: at most `REFUSAL_EVENTS_MAX` refusals of a client and `REFUSAL_EVENTS_ALL_MAX` of all clients in a
+        second are emitted one by one. The others of each client are summed up in one event, and those of
+        clients beyond `REFUSAL_CLIENTS_MAX` in a shared one. So a flood cannot fill the disk.
 """
 
 from postroom.contracts.mail import Link
@@ -12,6 +13,10 @@ from postroom.core.times import NANOS_PER_S
 
 EVENT_TEXT_CHARS_MAX = 200  # of a client's name, and of the error sentence
 REFUSAL_EVENTS_MAX = 20  # of one client in a second, one event each
+REFUSAL_EVENTS_ALL_MAX = 100  # of all clients in a second, one event each
+REFUSAL_CLIENTS_MAX = 100  # clients whose further refusals are summed up apart
+OTHERS = ""
+"""The window of the clients beyond `REFUSAL_CLIENTS_MAX`. No client has this name."""
 
 
 class _Window:
@@ -22,7 +27,7 @@ class _Window:
     def __init__(self, began_ns: int, user: str) -> None:
         self.began_ns = began_ns
         self.user = user
-        self.detail: dict[str, object] = {}  # of the last one that was emitted
+        self.detail: dict[str, object] = {}  # of the last one
         self.emitted = self.suppressed = 0
 
 
@@ -32,25 +37,34 @@ class Refusals:
     def __init__(self, mailboxes: Mailboxes) -> None:
         self._mailboxes = mailboxes
         self._windows: dict[str, _Window] = {}  # by client, the oldest first
+        self._emitted = 0  # of all windows
 
     def record(self, link: Link, error: Mq9Error, kind: str, queue: str = "") -> None:
-        window = self._windows.get(link.client)
-        if window is None:
-            window = self._windows[link.client] = _Window(self._mailboxes.now_ns(), link.user)
-        if window.emitted >= REFUSAL_EVENTS_MAX:
+        window = self._window(link)
+        window.detail = {"client": link.name[:EVENT_TEXT_CHARS_MAX], "address": link.address}
+        if window.emitted >= REFUSAL_EVENTS_MAX or self._emitted >= REFUSAL_EVENTS_ALL_MAX:
             window.suppressed += 1
             return
         window.emitted += 1
-        window.detail = {"client": link.name[:EVENT_TEXT_CHARS_MAX], "address": link.address}
+        self._emitted += 1
         self._mailboxes.emit_event(
             "rejected",
             queue=queue,
             type=kind,
             sender=link.user,
+            **({"org_id": link.org} if link.org else {}),
             error_type=str(error.code),
             error=str(error)[:EVENT_TEXT_CHARS_MAX],
             detail=window.detail,
         )
+
+    def _window(self, link: Link) -> _Window:
+        window = self._windows.get(link.client)
+        if window is None:
+            is_full = len(self._windows) >= REFUSAL_CLIENTS_MAX
+            name, user = (OTHERS, "") if is_full else (link.client, link.user)
+            window = self._windows.setdefault(name, _Window(self._mailboxes.now_ns(), user))
+        return window
 
     def tick(self) -> None:
         """Emit the summaries of the windows that have ended."""
@@ -67,10 +81,12 @@ class Refusals:
 
     def _emit_summary(self, client: str) -> None:
         window = self._windows.pop(client)
+        self._emitted -= window.emitted
+        whose = "this client" if client != OTHERS else "further clients"
         if window.suppressed:
             self._mailboxes.emit_event(
                 "rejected",
                 sender=window.user,
-                error=f"{window.suppressed} more calls of this client were refused",
+                error=f"{window.suppressed} more calls of {whose} were refused",
                 detail={**window.detail, "refused": window.suppressed},
             )

@@ -68,7 +68,8 @@ class Responder:
     def refuse(self, request: Request, error: Mq9Error) -> None:
         mail_id = request.call.mail_id
         request.answer(replies.refused(error))
-        self._refusals.record(request.link, error, request.call.verb, self._label(mail_id) if mail_id else "")
+        label = self._label(mail_id, request.link) if mail_id else ""
+        self._refusals.record(request.link, error, request.call.verb, label)
 
     def refuse_subject(self, link: Link, reply: str, error: Mq9Error, call: str = "") -> None:
         """Refuse a message without a look at its content. Without `call`, its subject is no call."""
@@ -76,6 +77,6 @@ class Responder:
             link.answer(reply, replies.refused(error))
         self._refusals.record(link, error, call)
 
-    def _label(self, mail_id: str) -> str:
-        box = self._mailboxes.by_id.get(mail_id)
+    def _label(self, mail_id: str, link: Link) -> str:
+        box = self._mailboxes.visible(mail_id, link)
         return box.label if box is not None else hashed(mail_id)

@@ -35,7 +35,9 @@ class Sends:
         """Store a batch. `Mq9Error` when not all of it fits: then no message of it is stored."""
         mailboxes, journal = self._mailboxes, self._journal
         call, headers, payloads = request.call, request.headers, request.payloads
-        box = mailboxes.find(call.mail_id)
+        box, link = mailboxes.find(call.mail_id, request.link), request.link
+        if link.recipients is not None and box.creator not in link.recipients:
+            raise Mq9Error(403, "the token may not send to the creator of this mailbox")
         options = mq9.send_options(headers) if headers else mq9.PLAIN
         priority = cast("Priority", call.detail) if call.verb == "send" else options.priority
         rank = RANKS[priority]
@@ -43,7 +45,7 @@ class Sends:
         durable = storage != "memory"
         if durable:
             journal.check(storage)
-        account, overhead = self._quotas.accounts[request.link.client], len(headers) + MESSAGE_COST_BYTES
+        account, overhead = self._quotas.accounts[link.client], len(headers) + MESSAGE_COST_BYTES
         if options is not mq9.PLAIN:
             overhead = cost_of(len(headers), options.key, options.tags)
         count = len(payloads)

@@ -102,7 +102,7 @@ class MailService:
 
     def _waits_for_sends(self, request: Request) -> bool:
         """Whether a call waits until earlier sends to its mailbox are stored. It is carried out then."""
-        box = self._mailboxes.by_id.get(request.call.mail_id)
+        box = self._mailboxes.visible(request.call.mail_id, request.link)
         fail = self._responder.refuse_unwritten
         return self._mailboxes.journal.after_earlier(box, self._carry_out, request, fail=fail)
 
@@ -129,7 +129,7 @@ class MailService:
         self._responder.answer_when_stored(request, "group", replies.done(**facts))
 
     def _discover(self, request: Request) -> None:
-        request.answer(replies.done(agents=self._agents.discover(request.payload)))
+        request.answer(replies.done(agents=self._agents.discover(request.link, request.payload)))
 
     # ---- subscriptions and connections ---------------------------------------------------------
 
@@ -204,7 +204,7 @@ class MailService:
         """Totals and limits. They name no mailbox."""
         mailboxes, quotas, options = self._mailboxes, self._mailboxes.quotas, self._mailboxes.options
         return {
-            "mailboxes": len(mailboxes.by_id),
+            "mailboxes": len(mailboxes.by_key),
             "messages": quotas.messages,
             "bytes": quotas.stored_bytes,
             "agents": len(mailboxes.agents),

@@ -50,7 +50,7 @@ class Subscriptions:
         self._delivery_failed = delivery_failed
         self._public_list = PublicList(mailboxes, run_soon)
         self._subscribers: dict[str, Subscribers] = {}
-        """Subscribers by mailbox id."""
+        """Subscribers by the key of the mailbox, as the other keys here."""
         self._by_link: dict[int, dict[str, MailSubscription]] = {}
         """Subscriptions by connection and sid."""
         self._backlogs: dict[int, ConnectionBacklog] = {}
@@ -70,10 +70,10 @@ class Subscriptions:
             self._public_list.subscribe(link, sid)
             return
         mail_id, ranks = mq9.subscription(subject)
-        box = self._mailboxes.find(mail_id)
+        box = self._mailboxes.find(mail_id, link)
         enveloped = replies.is_enveloped(self._mailboxes.options.envelope, link.name)
         subscription = MailSubscription(
-            link, link.number, sid, mail_id, ranks, queue_group, enveloped=enveloped
+            link, link.number, sid, box.key, ranks, queue_group, enveloped=enveloped
         )
         self._by_link.setdefault(link.number, {})[sid] = subscription
         # The replay starts after letters that wait for the disk are stored, so that they are in its order.
@@ -84,10 +84,10 @@ class Subscriptions:
         """Start the replay. From here on the subscription misses nothing."""
         if self._by_link.get(subscription.number, {}).get(subscription.sid) is not subscription:
             return
-        subscribers = self._subscribers.setdefault(subscription.mail_id, Subscribers())
+        subscribers = self._subscribers.setdefault(subscription.key, Subscribers())
         subscribers.add(subscription, self._mailboxes.options.group_window)
         if subscription.queue_group:
-            self._dispatch(subscription.mail_id, subscription.queue_group)
+            self._dispatch(subscription.key, subscription.queue_group)
         else:
             self._enqueue(subscription, 0)
 
@@ -109,17 +109,17 @@ class Subscriptions:
 
     def _detach(self, subscription: MailSubscription) -> None:
         self._leave_backlog(subscription)
-        mail_id = subscription.mail_id
-        subscribers = self._subscribers.get(mail_id)
+        key = subscription.key
+        subscribers = self._subscribers.get(key)
         if subscribers is None:
             return
         orphans = subscribers.remove(subscription)
         if subscribers.empty:
-            del self._subscribers[mail_id]
-        box = self._mailboxes.by_id.get(mail_id)
+            del self._subscribers[key]
+        box = self._mailboxes.by_key.get(key)
         if box is not None and orphans:
             self._redeliver(box, subscribers.queue_groups.get(subscription.queue_group), orphans)
-            self._dispatch(mail_id, subscription.queue_group)
+            self._dispatch(key, subscription.queue_group)
 
     def _redeliver(self, box: Mailbox, group: QueueGroup | None, orphans: list[int]) -> None:
         """Return the letters of a lost member to its group, except those that become dead letters."""
@@ -132,7 +132,7 @@ class Subscriptions:
 
     def push(self, box: Mailbox, letters: list[Letter]) -> None:
         """Deliver new letters of one priority to all current subscriptions."""
-        subscribers = self._subscribers.get(box.mail_id)
+        subscribers = self._subscribers.get(box.key)
         if subscribers is None:
             return
         bit = 1 << letters[0].rank
@@ -142,7 +142,7 @@ class Subscriptions:
             for letter in letters:
                 group.arrived(letter)
             self._promote_members(group, letters[0].rank)
-            self._dispatch(box.mail_id, name)
+            self._dispatch(box.key, name)
 
     def _push_to(self, box: Mailbox, subscription: MailSubscription, letters: list[Letter]) -> None:
         """Deliver new letters at once if they fit the connection's window; otherwise they wait."""
@@ -221,7 +221,7 @@ class Subscriptions:
         self, backlog: ConnectionBacklog, subscription: MailSubscription, limit: int
     ) -> int:
         """Deliver at most `limit` letters of one priority. Returns how many."""
-        box = self._mailboxes.by_id.get(subscription.mail_id)
+        box = self._mailboxes.by_key.get(subscription.key)
         rank = RANK_COUNT if box is None else self._waiting_rank(box, subscription)
         if box is None or rank == RANK_COUNT:
             self._leave_backlog(subscription)
@@ -241,14 +241,14 @@ class Subscriptions:
     def _waiting_rank(self, box: Mailbox, subscription: MailSubscription) -> int:
         if not subscription.queue_group:
             return box.waiting_rank(subscription.through, subscription.ranks)
-        groups = self._subscribers[subscription.mail_id].queue_groups
+        groups = self._subscribers[subscription.key].queue_groups
         return groups[subscription.queue_group].rank_for(subscription, box)
 
     def _next_run(self, box: Mailbox, subscription: MailSubscription, rank: int, limit: int) -> list[Letter]:
         now_ns = self._mailboxes.now_ns()
         if not subscription.queue_group:
             return box.next_run(subscription.through, rank, limit, LINK_FULL_BYTES, now_ns)
-        group = self._subscribers[subscription.mail_id].queue_groups[subscription.queue_group]
+        group = self._subscribers[subscription.key].queue_groups[subscription.queue_group]
         letter = group.take(subscription, rank, box, now_ns)
         return [letter] if letter is not None else []
 
@@ -265,23 +265,23 @@ class Subscriptions:
             self.drained(cast("Link", backlog.first().link))
         self._public_list.tick()
         now_ns = self._mailboxes.now_ns()
-        for (mail_id, name), since_ns in list(self._stalled.items()):
+        for (key, name), since_ns in list(self._stalled.items()):
             if now_ns - since_ns >= GROUP_PATIENCE_S * NANOS_PER_S:
-                del self._stalled[mail_id, name]
-                self._widen(mail_id, name)
+                del self._stalled[key, name]
+                self._widen(key, name)
 
     # ---- queue groups --------------------------------------------------------------------------
 
-    def _group(self, mail_id: str, name: str) -> QueueGroup | None:
-        subscribers = self._subscribers.get(mail_id)
+    def _group(self, key: str, name: str) -> QueueGroup | None:
+        subscribers = self._subscribers.get(key)
         return subscribers.queue_groups.get(name) if subscribers is not None else None
 
-    def _dispatch(self, mail_id: str, name: str) -> None:
+    def _dispatch(self, key: str, name: str) -> None:
         """Deliver the letters of a queue group to its members, as far as their windows allow."""
         if self._is_dispatching:  # a delivery has ended a subscription
-            self._schedule_group(mail_id, name)
+            self._schedule_group(key, name)
             return
-        group, box = self._group(mail_id, name), self._mailboxes.by_id.get(mail_id)
+        group, box = self._group(key, name), self._mailboxes.by_key.get(key)
         if group is None or box is None:
             return
         self._is_dispatching = True
@@ -290,7 +290,7 @@ class Subscriptions:
         finally:
             self._is_dispatching = False
         if group.offer(box) is not None:
-            self._schedule_group(mail_id, name)
+            self._schedule_group(key, name)
         else:
             self._note_stalled(box, name)
 
@@ -308,15 +308,15 @@ class Subscriptions:
             if letter is not None:
                 self._deliver(box, subscription, [letter])
 
-    def _schedule_group(self, mail_id: str, name: str) -> None:
+    def _schedule_group(self, key: str, name: str) -> None:
         if not self._groups_scheduled:
             self._run_soon(self._dispatch_scheduled)
-        self._groups_scheduled[mail_id, name] = None
+        self._groups_scheduled[key, name] = None
 
     def _dispatch_scheduled(self) -> None:
         groups, self._groups_scheduled = self._groups_scheduled, {}
-        for mail_id, name in groups:
-            self._dispatch(mail_id, name)
+        for key, name in groups:
+            self._dispatch(key, name)
 
     def _promote_members(self, group: QueueGroup, rank: int) -> None:
         """Move members in a backlog forward that want a new letter of this rank."""
@@ -326,20 +326,20 @@ class Subscriptions:
                     self._backlogs[subscription.number].promote(subscription, rank)
 
     def _note_stalled(self, box: Mailbox, name: str) -> None:
-        group = self._group(box.mail_id, name)
+        group = self._group(box.key, name)
         if group is not None and not group.is_deleting and group.is_held_up(box):
-            self._stalled.setdefault((box.mail_id, name), self._mailboxes.now_ns())
+            self._stalled.setdefault((box.key, name), self._mailboxes.now_ns())
 
-    def _widen(self, mail_id: str, name: str) -> None:
+    def _widen(self, key: str, name: str) -> None:
         """Let the windows of a group that never deletes grow, because it would wait for ever otherwise."""
-        group, box = self._group(mail_id, name), self._mailboxes.by_id.get(mail_id)
+        group, box = self._group(key, name), self._mailboxes.by_key.get(key)
         if group is not None and box is not None and not group.is_deleting and group.is_held_up(box):
             group.window *= GROUP_GROWTH
-            self._dispatch(mail_id, name)
+            self._dispatch(key, name)
 
     def deleting(self, box: Mailbox, number: int) -> None:
         """A client deletes a letter. The window of a group that held it no longer grows."""
-        subscribers = self._subscribers.get(box.mail_id)
+        subscribers = self._subscribers.get(box.key)
         for group in subscribers.queue_groups.values() if subscribers is not None else ():
             if number in group.held:
                 group.is_deleting = True
@@ -352,19 +352,19 @@ class Subscriptions:
 
     def removed(self, box: Mailbox, number: int) -> None:
         """A letter was removed: the member that held it has room for another."""
-        subscribers = self._subscribers.get(box.mail_id)
+        subscribers = self._subscribers.get(box.key)
         for name, group in subscribers.queue_groups.items() if subscribers is not None else ():
             if group.forget(number):
-                self._schedule_group(box.mail_id, name)
+                self._schedule_group(box.key, name)
 
     def expired(self, box: Mailbox) -> None:
         """Keep the subscriptions of a named mailbox, which can be created again. A private id cannot."""
-        subscribers = self._subscribers.get(box.mail_id)
+        subscribers = self._subscribers.get(box.key)
         if subscribers is not None:
             for group in subscribers.queue_groups.values():
                 group.forget_all()
             if not box.named:
-                del self._subscribers[box.mail_id]
+                del self._subscribers[box.key]
         self._public_list.announce_expired(box)
 
 

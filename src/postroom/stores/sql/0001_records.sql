@@ -1,11 +1,11 @@
--- The first shape of a store. A transaction of one message touches three pages: its record, its turn, its events.
+-- The first schema. A transaction of one message touches three pages: its record, its entry in `turns`, its events.
 
 CREATE TABLE facts (
     name  TEXT PRIMARY KEY,
     value NOT NULL
 ) WITHOUT ROWID;
 
--- `depths` counts the records by state, as of the event number in facts.counted; what came later stands in events.
+-- `depths` counts the records by state, up to the event number in facts.counted. Later changes are in `events`.
 CREATE TABLE queues (
     queue             INTEGER PRIMARY KEY,
     name              TEXT NOT NULL UNIQUE,
@@ -18,7 +18,7 @@ CREATE TABLE queues (
 -- The bulky columns stand last: a row is read up to the last column that is asked for.
 CREATE TABLE records (
     seq               INTEGER PRIMARY KEY,
-    message_id        TEXT,               -- NULL when we named it: then the name is made of seq
+    message_id        TEXT,               -- NULL when the store made the id: then it follows from seq
     queue             INTEGER NOT NULL,
     state             TEXT NOT NULL,
     priority          INTEGER NOT NULL,
@@ -47,13 +47,13 @@ CREATE TABLE records (
     first_priority    INTEGER NOT NULL,
     payload           BLOB NOT NULL,
     result            BLOB,
-    trail             TEXT,               -- what did not go the straight way, an event a line
-    room              BLOB                -- empty bytes, given up by the first claim: a row that grows into them
+    trail             TEXT,               -- events that do not follow from the row, one a line
+    room              BLOB                -- empty bytes that the first claim frees: a row that grows into them
                                           -- does not split its page
 );
 
 CREATE UNIQUE INDEX named ON records (message_id) WHERE message_id IS NOT NULL;
--- Whose turn it is: what can be claimed by its place, delays and leases by their end.
+-- The order of delivery of each lane, and the deadlines of delays and leases.
 CREATE INDEX turns ON records (queue, lane, turn) WHERE lane IS NOT NULL;
 CREATE INDEX expiring ON records (expires) WHERE expires > 0 AND lane < 9;
 
@@ -66,7 +66,7 @@ CREATE TABLE keys (
 ) WITHOUT ROWID;
 CREATE INDEX keys_by_age ON keys (seen_us);
 
--- One row a transaction, under the number of its last event: what it did to the depths, and its events as JSON.
+-- One row per transaction, with the number of its last event, its changes of the depths, and its events as JSON.
 -- The newest row is never purged: the next number follows from it.
 CREATE TABLE events (
     seq    INTEGER PRIMARY KEY,

@@ -1,8 +1,8 @@
--- Which agent sent a task to another; NULL for what operators and the library enqueue.
+-- The agent that sent a task to another agent; NULL for tasks of operators and of the library.
 ALTER TABLE records ADD COLUMN sender TEXT;
 
--- Every task as a row of foreman's table `task_queue`, to read with any SQLite tool. A view cannot be written to, so a
--- task changes by way of its lease alone. The harness's own queue of decisions is left out. Times are RFC 3339 in UTC.
+-- Every task as a row of foreman's table `task_queue`, for any SQLite tool. The view is read-only, so tasks change only
+-- through postroom. The harness's own queue of decisions is left out. Times are RFC 3339 in UTC.
 CREATE VIEW task_queue AS
 SELECT
     coalesce(

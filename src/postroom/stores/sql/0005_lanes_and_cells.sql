@@ -10,7 +10,7 @@ ALTER TABLE records RENAME TO records_before;
 -- The bulky columns stand last: SQLite reads a row up to the last column that is asked for.
 CREATE TABLE records (
     seq               INTEGER PRIMARY KEY,
-    message_id        TEXT,               -- NULL when the store named it: then the name is made of seq
+    message_id        TEXT,               -- NULL when the store made the id: then it follows from seq
     queue             INTEGER NOT NULL,
     state             TEXT NOT NULL,
     priority          INTEGER NOT NULL,   -- as accepted

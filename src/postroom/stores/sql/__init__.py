@@ -1,1 +1,1 @@
-"""The schema: numbered scripts, each a step forward from the one before."""
+"""The schema of a SQLite store as numbered scripts. Each script upgrades from the previous version."""

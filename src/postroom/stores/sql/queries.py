@@ -1,4 +1,8 @@
-"""The queries of a store file, by name."""
+"""The queries of a store file, by name.
+
+The column `line` says where a record is found: the line of its queue and lane while it is QUEUED, the line of
+its state otherwise. `turn` is its position in that line.
+"""
 
 from typing import Any
 
@@ -20,7 +24,7 @@ LINES_OF_STATES: dict[State, int] = {
     "EXPIRED": 13,
     "QUARANTINED": 14,
 }
-"""Lines of all queues. COMPLETED and DONE records, which are most records of a file, have none."""
+"""Lines that all queues share. COMPLETED and DONE records, which are most records of a file, have no line."""
 LINES_PER_QUEUE = 16  # a QUEUED record of an agent is in line 16 * queue + lane
 ENGINE_QUEUES = 1 << 30  # queues of organizations have larger numbers
 ENGINE_LINES = 1 << 40  # QUEUED records of organizations have larger lines: the same lane of all is one range
@@ -82,7 +86,8 @@ NEW = (
     "room) "
 )
 INSERT = f"{NEW} VALUES ({', '.join('?' * 30)}, zeroblob({ROOM_BYTES}))"
-# A record without a name, a key and a sender. What all of them share is no parameter: each one takes time.
+# A record without a name, a key and a sender. Values that all such records share are literals, because each
+# parameter takes time.
 _PLAIN = (
     "{seq}, NULL, ?2, ?3, ?4, ?4, {seq}, 0, 0, 0, ?5, 0, '', 0, ifnull(?6, {seq}), ?7, ?8, ?9, ?10, 0, 0, 0, "
     f"NULL, ?11, ?12, ?13, '', ?14, ?15, {{payload}}, zeroblob({ROOM_BYTES})"
@@ -143,7 +148,12 @@ COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(ar
 # ---- events and counters ---------------------------------------------------------------------------
 
 NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?)"
-STORED_EVENTS = "SELECT seq, batch FROM events WHERE seq > ? ORDER BY seq"
+# As bytes, because damaged text may not be UTF-8.
+STORED_EVENTS = "SELECT seq, CAST(batch AS BLOB) FROM events WHERE seq > ? ORDER BY seq"
+STORED_ROW = (
+    "SELECT ts_us, CAST(batch AS BLOB), (SELECT max(seq) FROM events older WHERE older.seq < events.seq) "
+    "FROM events WHERE seq = ?"
+)
 LAST_STORED = "SELECT coalesce(max(seq), 0) FROM events"
 COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 # Records behind the last row of events imply their own two events.

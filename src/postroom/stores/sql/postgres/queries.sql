@@ -1,5 +1,6 @@
 -- The queries of a PostgreSQL store. {record} is the list of columns in the order of the fields of a record.
--- {lock} is empty in a reading; in a writing transaction it locks the rows.
+-- {lock} is empty in a reading; in a writing transaction it locks the rows. {on_disk} makes the commit of the
+-- transaction wait for the disk.
 
 -- name: by_seqs
 SELECT {record} FROM postroom.records WHERE seq = ANY(%s) AND name IS NULL ORDER BY seq {lock}
@@ -183,6 +184,9 @@ SELECT position, count, number, batch FROM postroom.events WHERE position > %s A
 SELECT position, count, number, batch FROM postroom.events WHERE position <= (SELECT position FROM postroom.feed)
     AND count > 0 ORDER BY position DESC LIMIT 1
 
+-- name: event_row
+SELECT (extract(epoch FROM at) * 1000000)::bigint, batch FROM postroom.events WHERE number = %s AND count > 0
+
 -- name: forget_events
 DELETE FROM postroom.events WHERE position <= %s
     AND position < (SELECT max(position) FROM postroom.events WHERE count > 0)
@@ -236,6 +240,34 @@ SELECT queue, counter, sum(n)::bigint FROM (
     UNION ALL SELECT queue, counter, change FROM postroom.count_changes
 ) AS every GROUP BY queue, counter HAVING sum(n) <> 0
 
+-- name: wrong_counters
+WITH held AS (
+    SELECT queue, CASE state WHEN 'QUEUED' THEN 'P' || lane ELSE state END AS counter, count(*) AS n
+    FROM postroom.records GROUP BY 1, 2
+), counted AS (
+    SELECT queue, counter, n FROM postroom.counts
+    UNION ALL SELECT queue, counter, change FROM postroom.count_changes
+    UNION ALL SELECT '', counter, change FROM postroom.count_changes WHERE left(queue, 4) = 'org:'
+), differences AS (
+    SELECT queue, counter, n AS held, 0 AS counted FROM held
+    UNION ALL SELECT '', counter, n, 0 FROM held WHERE left(queue, 4) = 'org:'
+    UNION ALL SELECT queue, counter, 0, n FROM counted WHERE counter <> 'LAPSES'
+)
+SELECT queue, counter, sum(counted)::bigint, sum(held)::bigint FROM differences
+GROUP BY queue, counter HAVING sum(counted) <> sum(held) ORDER BY queue, counter LIMIT %s
+
+-- name: indexes
+SELECT c.relname, i.indisvalid AND i.indisready FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid
+WHERE c.relnamespace = %s::regnamespace ORDER BY c.relname
+
+-- name: oldest_transaction
+SELECT pid, application_name, extract(epoch FROM clock_timestamp() - xact_start)::float8 FROM pg_stat_activity
+WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()
+    AND xact_start IS NOT NULL ORDER BY xact_start LIMIT 1
+
+-- name: dead_rows
+SELECT relname, n_dead_tup, n_live_tup FROM pg_stat_user_tables WHERE schemaname = %s ORDER BY relname
+
 -- name: newest_time
 SELECT greatest(
     coalesce((SELECT ready_at FROM postroom.records ORDER BY seq DESC LIMIT 1), 0),
@@ -246,10 +278,10 @@ SELECT greatest(
 UPDATE postroom.records SET lease_until = %s + lease_ns WHERE state = 'PROCESSING'
 
 -- name: begin
-SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s)
+SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s), {on_disk}
 
 -- name: begin_with_numbers
-SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s),
+SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, pg_advisory_xact_lock(%s), {on_disk},
     postroom.take_numbers(%s, %s, %s)
 
 -- name: lock_name
@@ -259,7 +291,7 @@ SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))
 SELECT postroom.take_numbers(%s, %s, %s)
 
 -- name: place_events
-SELECT postroom.place_events(%s)
+SELECT postroom.place_events(%s), {on_disk}
 
 -- name: fold_counts
 SELECT postroom.fold_counts()

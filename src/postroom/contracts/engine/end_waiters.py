@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 
-class Endings:
+class EndWaiters:
     """Coroutines that wait for the end of messages."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Endings:
         if not waiting:
             self._waiting.pop(message_id, None)
 
-    def ring(self, message_ids: list[str]) -> None:
+    def wake(self, message_ids: list[str]) -> None:
         """Wake the coroutines that wait for these messages. May be called from any thread."""
         for message_id in message_ids:
             for future in list(self._waiting.get(message_id, ())):
