@@ -33,13 +33,15 @@ def read_rows(files: Iterable[File], schema: StructType) -> pa.Table:
     columns = to_arrow_schema(as_nullable(schema), timezone="UTC")
     known = columns.append(pa.field(FILE, pa.string()))
     parts = [
-        _with_columns(file.read(), {**partition, FILE: address}, known) for address, file, partition in files
+        with_columns(file.read(), {**partition, FILE: address}, known) for address, file, partition in files
     ]
     rows = pa.concat_tables(parts) if parts else known.empty_table()
     return rows.append_column(ROW, pa.array(range(len(rows)), pa.int64()))
 
 
-def _with_columns(rows: pa.Table, partition: Mapping[str, str | None], columns: pa.Schema) -> pa.Table:
+def with_columns(rows: pa.Table, partition: Mapping[str, str | None], columns: pa.Schema) -> pa.Table:
+    """The rows of a file with the columns of its table."""
+
     def values(field: pa.Field) -> Any:
         if field.name in partition:
             return pa.array([partition[field.name]] * len(rows), pa.string()).cast(field.type)

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import duckdb
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.dataset as ds  # type: ignore[import-untyped]
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import ArrayType, DataType, StructType
 
 from postroom.errors import Unavailable
-from postroom.pipeline.arrow_files import as_nullable
+from postroom.pipeline.remote_files import RemoteFiles
 from postroom.pipeline.session import first_sentence, table_errors
 
 if TYPE_CHECKING:
@@ -44,15 +41,18 @@ class Database:
         spill = Path(tempfile.gettempdir()) / f"postroom-{uuid.uuid4().hex}"
         self._con = duckdb.connect(config={**SETTINGS, "temp_directory": str(spill)})
         self._paths: list[str] = []
-        is_local = tables.storage.local is not None
         for name in names:
-            with table_errors(name):
-                if is_local:
-                    rows = _rows_of(tables, name, with_partitions=with_partitions)
-                    self._con.execute(f'CREATE VIEW "{name}" AS {rows}')
-                    self._paths += _paths_of(tables, name, tables.files(name))
-                else:
-                    self._con.register(name, _dataset_of(tables, name))
+            self.open(tables, name, with_partitions=with_partitions)
+
+    def open(self, tables: "Tables", name: str, *, with_partitions: bool = False) -> None:
+        """Add the view of a table."""
+        with table_errors(name):
+            if tables.storage.local is None:
+                self._con.register(name, RemoteFiles(tables, name))
+                return
+            rows = _rows_of(tables, name, with_partitions=with_partitions)
+            self._con.execute(f"CREATE VIEW {name_in_sql(name)} AS {rows}")
+            self._paths += _paths_of(tables, name, tables.files(name))
 
     def seal(self) -> None:
         """Let later statements open the files of the tables and nothing else, and change no setting."""
@@ -109,26 +109,6 @@ def _rows_of(tables: "Tables", name: str, *, with_partitions: bool) -> str:
             f"SELECT *{known} FROM read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"  # noqa: S608 - paths of our own, quoted
         )
     return " UNION ALL BY NAME ".join(parts)
-
-
-def _dataset_of(tables: "Tables", name: str) -> ds.Dataset:
-    """The files of a table at an address, each with the values of its partition."""
-    schema = to_arrow_schema(as_nullable(tables.schema(name)), timezone="UTC")
-    parquet, files = ds.ParquetFileFormat(), tables.storage.fs
-    fragments = [
-        parquet.make_fragment(f"{name}/{file.path}", files, _partition_of(file, schema))
-        for file in tables.files(name)
-    ]
-    return ds.FileSystemDataset(fragments, schema, parquet, files)
-
-
-def _partition_of(file: "DataFile", schema: pa.Schema) -> ds.Expression:
-    """The partition values of a file, as a condition that holds for all of its rows."""
-    condition = ds.scalar(True)  # noqa: FBT003 - a value
-    for column, text in file.partition.items():
-        value = pa.scalar(text, pa.string()).cast(schema.field(column).type)
-        condition &= ds.field(column).is_null() if text is None else ds.field(column) == value
-    return condition
 
 
 def _paths_of(tables: "Tables", name: str, files: Sequence["DataFile"]) -> list[str]:

@@ -6,27 +6,33 @@ Rule 2: other writers are expected. Rows that were computed from one version are
         version. If another writer was faster, the commit is tried again on top of a version that differs only
         by maintenance of other files, and refused (`TableChanged`) otherwise.
 Rule 3: the files of a large table stay in Arrow. Only the chosen ones become Python objects.
+Rule 4: a `LogWriter` commits at exactly one version. Whether a lost commit is tried again is decided here.
 """
 
 import json
+import re
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, cast
+from threading import Lock
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 from pyspark.sql.types import StructType
 
-from postroom.errors import InvalidMessage, TableChanged
+from postroom.errors import InvalidMessage, TableChanged, shown
 from postroom.pipeline.storage import NO_ACCESS, Access, Storage
 
 LOG: Final = "_delta_log"
 LAST_CHECKPOINT: Final = "_last_checkpoint"
 LISTED_MAX: Final = 4  # versions of a table whose file lists are cached
+NANOS_PER_MS: Final = 1_000_000
 COMMIT_TRIES_MAX: Final = 20  # of a commit that maintenance by other writers keeps overtaking
 MAINTENANCE: Final = "retain ended at"
 """The application id of commits by which `retain` deletes rows. Downstream tables keep theirs."""
@@ -39,7 +45,8 @@ RENAMED: Final = "renamed"
 
 Mode = Literal["append", "overwrite"]
 Operation = Literal["WRITE", "MERGE", "DELETE", "PROGRESS"]
-"""What a commit did, in its `userMetadata`: delta-rs names every commit of given files WRITE."""
+"""The operation of a commit, kept in its `userMetadata`: delta-rs itself records each of them as WRITE."""
+FileAction = AddAction | RemoveAction
 
 
 class Txn(NamedTuple):
@@ -47,6 +54,9 @@ class Txn(NamedTuple):
 
     app_id: str
     version: int
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")  # of a table, which is also the name of its folder
 
 
 class DataFile(NamedTuple):
@@ -66,6 +76,15 @@ def rows_of(files: Iterable[DataFile]) -> int:
     return sum(file.rows for file in files)
 
 
+def removals(files: Iterable[DataFile]) -> list[RemoveAction]:
+    """The actions that remove files, with their rows, at the current time."""
+    now_ms = time.time_ns() // NANOS_PER_MS
+    return [
+        RemoveAction(file.path, True, now_ms, file.size, file.partition)  # noqa: FBT003 - it is data that changes
+        for file in files
+    ]
+
+
 class Commit(NamedTuple):
     """What one version of a table changed."""
 
@@ -77,11 +96,51 @@ class Commit(NamedTuple):
     """Whether it changed no row and recorded no progress: a compaction, a new column."""
 
 
+class Change(NamedTuple):
+    """The contents of one commit."""
+
+    columns: Schema
+    partition_by: Sequence[str]
+    actions: Sequence[FileAction]
+    txns: Sequence[Txn]
+    mode: Mode
+    is_blind: bool
+    """Whether its rows were computed without those of the table."""
+
+    @property
+    def operation(self) -> Operation:
+        """The name that people know from other engines. `retain` writes the rows that stay to other files."""
+        kinds = {type(action) for action in self.actions}
+        is_maintenance = MAINTENANCE in {txn.app_id for txn in self.txns}
+        if RemoveAction in kinds and (kinds == {RemoveAction} or is_maintenance):
+            return "DELETE"
+        if self.mode == "append" and RemoveAction in kinds:
+            return "MERGE"
+        return "WRITE" if kinds or self.mode == "overwrite" else "PROGRESS"
+
+
+class LogWriter(Protocol):
+    """Commits a change at exactly one version of a table."""
+
+    def create(self, storage: Storage, name: str, change: Change) -> None:
+        """Commit the first version. Raises `DeltaError` if there is one already."""
+
+    def write(self, storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
+        """Commit the version after that of `delta`; false if this has to be tried on top of the last one.
+
+        An overwrite may change the columns and the partitions of a table.
+        """
+
+
 class FileList:
     """The files of one version of a table."""
 
     def __init__(self, rows: pa.Table) -> None:
         self._rows = rows
+
+    @classmethod
+    def of(cls, delta: DeltaTable) -> "FileList":
+        return cls(pa.table(delta.get_add_actions(flatten=True)))
 
     def __len__(self) -> int:
         return int(self._rows.num_rows)
@@ -156,13 +215,20 @@ class FileList:
 class Logs:
     """The logs of the tables of one folder, each in a folder of its own name."""
 
-    def __init__(self, folder: Path | str | Storage, access: Access = NO_ACCESS) -> None:
-        """The folder, as a path or as an address such as `s3a://bucket/tables`."""
+    def __init__(
+        self, folder: Path | str | Storage, access: Access = NO_ACCESS, writer: LogWriter | None = None
+    ) -> None:
+        """The folder is a path, or an address such as `s3a://bucket/tables`. delta-rs commits by default."""
         self.storage = folder if isinstance(folder, Storage) else Storage(folder, access)
+        self._writer: LogWriter = DeltaRs() if writer is None else writer
         self._listed: dict[str, dict[tuple[str, int], FileList]] = {}
         """The files of some versions of each table, which never change."""
+        self._newest: dict[str, DeltaTable] = {}
+        """The last known version of each table. Pinned copies share it: to open it means to read the log."""
+        self._opening: defaultdict[str, Lock] = defaultdict(Lock)
+        """Of each table: steps that need its new version wait for the one that opens it."""
         self._opened: dict[str, DeltaTable | None] = {}
-        """The last known version of each table."""
+        """Of pinned tables, the version of each that is used."""
         self._is_pinned = False
 
     def pin(self) -> None:
@@ -178,7 +244,8 @@ class Logs:
 
     def names(self) -> list[str]:
         """Every table with at least one commit."""
-        return [name for name in self.storage.folders() if self.storage.files(f"{name}/{LOG}", deep=False)]
+        folders = [name for name in self.storage.folders() if _NAME.fullmatch(name)]
+        return [name for name in folders if self.storage.files(f"{name}/{LOG}", deep=False)]
 
     def require_tables(self) -> None:
         """Raise if the folder has no tables."""
@@ -229,7 +296,7 @@ class Logs:
         if found is None:
             # The current version is not opened again: another writer may have committed meanwhile.
             chosen = delta if is_current else self._at(name, version)
-            found = FileList(pa.table(chosen.get_add_actions(flatten=True)))
+            found = FileList.of(chosen)
             if len(known) >= LISTED_MAX:
                 known.clear()
             known[which] = found
@@ -292,7 +359,7 @@ class Logs:
     def read_commit(self, name: str, version: int) -> Commit | None:
         """What a version changed; None when its commit is no longer in the log."""
         try:
-            lines = self.storage.read(f"{name}/{_log_file(version)}").splitlines()
+            lines = self.storage.read(f"{name}/{log_file(version)}").splitlines()
         except FileNotFoundError:
             return None
         return _commit_of([json.loads(line) for line in lines])
@@ -307,12 +374,19 @@ class Logs:
         """The last version of a table; of pinned tables, the one that was the last at their first use."""
         if self._is_pinned and name in self._opened:
             return self._opened[name]
-        opened = self._opened.get(name)
-        if opened is None or not self._is_last(name, opened):
-            opened = self._opened[name] = self._latest(name)
+        with self._opening[name]:
+            opened = self._newest.get(name)
+            if opened is None or not self._is_last(name, opened):
+                opened = self._latest(name)
+                if opened is not None:
+                    self._newest[name] = opened
+        if self._is_pinned:
+            self._opened[name] = opened
         return opened
 
     def _latest(self, name: str) -> DeltaTable | None:
+        if not _NAME.fullmatch(name):  # such as a path to another folder
+            return None
         try:
             return DeltaTable(self.storage.uri_of(name), storage_options=self.storage.options)
         except TableNotFoundError:
@@ -323,9 +397,7 @@ class Logs:
 
     def _is_last(self, name: str, delta: DeltaTable) -> bool:
         """Whether a version is still the last one. Opening the table would read its whole log."""
-        this, following = (
-            self.storage.size(f"{name}/{_log_file(delta.version() + step)}") for step in (0, 1)
-        )
+        this, following = (self.storage.size(f"{name}/{log_file(delta.version() + step)}") for step in (0, 1))
         return this is not None and following is None
 
     def _require(self, name: str) -> DeltaTable:
@@ -341,77 +413,40 @@ class Logs:
         name: str,
         schema: StructType,
         partition_by: Sequence[str],
-        actions: Sequence[AddAction | RemoveAction],
+        actions: Sequence[FileAction],
         txns: Iterable[Txn],
         base: int | None,
         mode: Mode = "append",
     ) -> None:
         """Commit actions on top of version `base`, or of the last version if it is None."""
-        columns = delta_schema(schema)
+        change = Change(delta_schema(schema), partition_by, actions, list(txns), mode, base is None)
         removed = {action.path for action in actions if isinstance(action, RemoveAction)}
-        txns = list(txns)
-        properties = CommitProperties(
-            custom_metadata={"userMetadata": _operation_of(actions, txns, mode)},
-            app_transactions=[Transaction(*txn) for txn in txns],
-            max_commit_retries=0,
-        )
         delta = self._delta(name)
         for _ in range(COMMIT_TRIES_MAX):
             if delta is None:
                 if base not in (None, -1):
                     raise TableChanged(name)
-                return self._create(name, columns, partition_by, actions, properties)
+                return self._create(name, change)
             if base is not None and delta.version() != base:
                 self._require_harmless(name, range(base + 1, delta.version() + 1), removed)
-            _need_partitions(name, delta, partition_by)
-            try:
-                if mode == "append" and _adds_columns(delta, columns):
-                    delta = self._latest(name)
-                    continue
-                delta.create_write_transaction(
-                    list(actions),
-                    mode,
-                    columns if mode == "overwrite" else delta.schema(),
-                    list(partition_by),
-                    commit_properties=properties,
-                )
-            except CommitFailedError:  # another writer was faster
-                delta = self._latest(name)
-                continue
-            if not self._is_pinned:
-                self._opened.pop(name, None)
-            return None
+            if mode == "append":
+                _need_partitions(name, delta, partition_by)
+            if self._writer.write(self.storage, name, delta, change):
+                return None
+            delta = self._latest(name)
         raise TableChanged(name)
 
-    def _create(
-        self,
-        name: str,
-        columns: Schema,
-        partition_by: Sequence[str],
-        actions: Sequence[AddAction | RemoveAction],
-        properties: CommitProperties,
-    ) -> None:
-        if self.storage.local is not None:
-            (self.storage.local / name).mkdir(parents=True, exist_ok=True)
+    def _create(self, name: str, change: Change) -> None:
         try:
-            create_table_with_add_actions(
-                self.storage.uri_of(name),
-                columns,
-                cast("list[AddAction]", list(actions)),
-                partition_by=list(partition_by),
-                storage_options=self.storage.options,
-                commit_properties=properties,
-            )
+            self._writer.create(self.storage, name, change)
         except DeltaError:
             if self._latest(name) is None:
                 raise
             raise TableChanged(name) from None  # another writer has created it just now
-        finally:
-            if not self._is_pinned:
-                self._opened.pop(name, None)
 
     def forget(self, name: str) -> None:
         """Release the memory that a table takes."""
+        self._newest.pop(name, None)
         self._opened.pop(name, None)
         self._listed.pop(name, None)
 
@@ -423,14 +458,66 @@ class Logs:
                 raise TableChanged(name)
 
 
-def _operation_of(actions: Sequence[AddAction | RemoveAction], txns: Iterable[Txn], mode: Mode) -> Operation:
-    """The name that people know from other engines. `retain` writes the rows that stay to other files."""
-    kinds = {type(action) for action in actions}
-    if RemoveAction in kinds and (kinds == {RemoveAction} or MAINTENANCE in {txn.app_id for txn in txns}):
-        return "DELETE"
-    if mode == "append" and RemoveAction in kinds:
-        return "MERGE"
-    return "WRITE" if kinds or mode == "overwrite" else "PROGRESS"
+class DeltaRs:
+    """Commits by the `deltalake` wheel."""
+
+    def create(self, storage: Storage, name: str, change: Change) -> None:
+        if storage.local is not None:
+            (storage.local / name).mkdir(parents=True, exist_ok=True)
+        create_table_with_add_actions(
+            storage.uri_of(name),
+            change.columns,
+            cast("list[AddAction]", list(change.actions)),
+            partition_by=list(change.partition_by),
+            storage_options=storage.options,
+            commit_properties=_properties(change),
+        )
+
+    def write(self, storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
+        """Commit the version after that of `delta`. New columns or partitions are a commit before it."""
+        is_overwrite = change.mode == "overwrite"
+        try:
+            if not is_overwrite and (new := missing_columns(delta, change.columns)):
+                delta.alter.add_columns(new)
+                return False
+            if is_overwrite and not has_partitions(delta, change.partition_by):
+                delta = _emptied(storage, name, delta.version(), change)
+            delta.create_write_transaction(
+                list(change.actions),
+                change.mode,
+                change.columns if is_overwrite else delta.schema(),
+                list(change.partition_by),
+                commit_properties=_properties(change),
+            )
+        except CommitFailedError:  # another writer was faster
+            return False
+        return True
+
+
+def _emptied(storage: Storage, name: str, version: int, change: Change) -> DeltaTable:
+    """The version after this one, without rows and with the columns and partitions of a change.
+
+    delta-rs changes partitions only by a write of rows, and here files are committed. A job that is killed
+    before the next commit leaves an empty table, whose transactions still say that it has to be rebuilt.
+    """
+    delta = DeltaTable(storage.uri_of(name), version=version, storage_options=storage.options)
+    write_deltalake(
+        delta,
+        pa.schema(change.columns.to_arrow()).empty_table(),
+        mode="overwrite",
+        schema_mode="overwrite",
+        partition_by=list(change.partition_by),
+        commit_properties=_properties(change._replace(txns=())),
+    )
+    return delta
+
+
+def _properties(change: Change) -> CommitProperties:
+    return CommitProperties(
+        custom_metadata={"userMetadata": change.operation},
+        app_transactions=[Transaction(*txn) for txn in change.txns],
+        max_commit_retries=0,
+    )
 
 
 def path_below(name: str, url: str) -> str:
@@ -444,14 +531,14 @@ def delta_schema(schema: StructType) -> Schema:
     return Schema.from_json(json.dumps({"type": "struct", "fields": fields}))
 
 
-def _log_file(version: int) -> str:
+def log_file(version: int) -> str:
     return f"{LOG}/{version:020d}.json"
 
 
 def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> None:
     """Raise if the partitioning differs: a table cannot have files of both."""
-    known = delta.metadata().partition_columns
-    if known != list(wanted):
+    if not has_partitions(delta, wanted):
+        known = delta.metadata().partition_columns
         raise InvalidMessage(
             f"table {name} of an earlier version is partitioned by {', '.join(known) or 'nothing'}, not by"
             f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and rebuild the tables with"
@@ -459,13 +546,15 @@ def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> Non
         )
 
 
-def _adds_columns(delta: DeltaTable, wanted: Schema) -> bool:
-    """Add the columns that a table of an earlier version lacks. They are NULL in its old rows."""
+def has_partitions(delta: DeltaTable, wanted: Sequence[str]) -> bool:
+    """Whether a table is partitioned by these columns."""
+    return delta.metadata().partition_columns == list(wanted)
+
+
+def missing_columns(delta: DeltaTable, wanted: Schema) -> list[Field]:
+    """The columns that a table of an earlier version lacks. They are NULL in its old rows."""
     known = {field.name for field in delta.schema().fields}
-    new = [field for field in wanted.fields if field.name not in known]
-    if new:
-        delta.alter.add_columns(new)
-    return bool(new)
+    return [field for field in wanted.fields if field.name not in known]
 
 
 def _commit_of(actions: Sequence[Mapping[str, Any]]) -> Commit:
@@ -482,12 +571,20 @@ def _logged_file(add: Mapping[str, Any]) -> DataFile:
     stats = json.loads(add.get("stats") or "{}")
     parts = ((stats.get(kind) or {}) for kind in ("minValues", "maxValues", "nullCount"))
     partition = {name: value or None for name, value in add["partitionValues"].items()}
-    return DataFile(unquote(add["path"]), add["size"], stats.get("numRecords") or 0, partition, *parts)
+    return DataFile(_checked_path(add["path"]), add["size"], stats.get("numRecords") or 0, partition, *parts)
+
+
+def _checked_path(logged: str) -> str:
+    """The path of a file of a log. A log of somebody else may name any file of this machine."""
+    path = unquote(logged)
+    if path.startswith("/") or "://" in path or ".." in path.split("/"):
+        raise InvalidMessage(f"the log of the table names a file outside of its folder: {shown(path)}")
+    return path
 
 
 def _file_of(row: Mapping[str, Any]) -> DataFile:
     return DataFile(
-        unquote(row["path"]),
+        _checked_path(row["path"]),
         row["size_bytes"],
         row["num_records"] or 0,
         {name: None if value is None else str(value) for name, value in _prefixed(row, "partition.")},

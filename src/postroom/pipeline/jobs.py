@@ -9,7 +9,7 @@ Rule 3: a run keeps nothing in memory from one table to the next, so a run can r
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +19,20 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
-from postroom.pipeline import queries
+from postroom.pipeline import paths, queries
 from postroom.pipeline.delta_log import Txn
 from postroom.pipeline.file_groups import file_group, is_dense
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
-from postroom.pipeline.ingest.bronze_writer import texts_of, write_carried, write_segments
+from postroom.pipeline.ingest.bronze_writer import (
+    WrittenSegments,
+    hashes_of,
+    texts_of,
+    write_carried,
+    write_segments,
+)
 from postroom.pipeline.ingest.segments import (
     BATCH_BYTES_PER_CORE,
     TABLE,
@@ -37,7 +43,10 @@ from postroom.pipeline.ingest.segments import (
     batches,
     ingest_txns,
     is_last_ingested,
+    named_hashes,
 )
+from postroom.pipeline.lineage import Datasets, JobRun, dataset, emitting
+from postroom.pipeline.log_summaries import SummarizedTables
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
 from postroom.pipeline.schedule import Dependencies, run_in_order
 from postroom.pipeline.session import AWAITED, in_pool, is_classic
@@ -45,7 +54,7 @@ from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Split, Staged, Tables
+from postroom.pipeline.tables import Split, Staged, Tables, require_rows
 
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
@@ -78,7 +87,8 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 def nothing_new(tables: Tables, streams: Sequence[EventStream]) -> RunSummary | None:
     """The summary of a run that finds nothing to do, without Spark; None if there may be something to do."""
-    pending = [stream.pending(tables) for stream in streams]
+    tables = SummarizedTables(tables.storage)
+    pending = [stream.pending(tables, hashes=named_hashes) for stream in streams]
     if any(each.ready or each.gaps for each in pending):
         return None
     inputs = {name: table.inputs for name, table in GOLD.items()}
@@ -88,7 +98,7 @@ def nothing_new(tables: Tables, streams: Sequence[EventStream]) -> RunSummary | 
         versions[name], rows[name] = tables.version(name), tables.row_count(name)
         apps = (FORM_ID, *inputs.get(name, ()))
         known[name] = {app_id: tables.last_txn(name, app_id) for app_id in apps}
-        tables.forget(name)  # the files of one table at a time
+        tables.forget(name)  # the files of one table at a time, if a log has no summary
     for name, sources in inputs.items():
         read = known.get(name, {})
         is_form = name in SILVER or read.get(FORM_ID) == FORM
@@ -108,12 +118,16 @@ class Pipeline:
         gold: Mapping[str, GoldTable] | None = None,
         level: Level = "medium",
         progress: Progress = lambda _: None,
+        lineage: JobRun | None = None,
     ) -> None:
+        """`lineage` emits a run for each table that changes; its own run is the caller's."""
+        tables.open_in(spark)
         self.spark = spark
         self.tables = tables
         self.level: Level = level
         self._gold = GOLD if gold is None else gold
         self._progress = progress
+        self._lineage = lineage
         self._lines = 0
         self._rejects = 0
         self._pending: dict[str, PendingSegments] = {}
@@ -174,7 +188,7 @@ class Pipeline:
             bytes_max=BATCH_BYTES_PER_CORE * self._cores(),
             ingest=lambda batch: self._ingest_carried(streams, batch, skip_missing=skip_missing),
             catch_up=catch_up,
-            is_behind=lambda: any(stream.pending(self.tables).ready for stream in streams),
+            is_behind=lambda: any(self._pending_of(stream).ready for stream in streams),
             progress=self._progress,
         ).follow(every_s)
 
@@ -237,7 +251,7 @@ class Pipeline:
     def _find_new_segments(self, streams: Sequence[EventStream], *, skip_missing: bool = False) -> None:
         """Find the segments that can be ingested now."""
         self._pending = {
-            str(stream): stream.pending(self.tables, skip_missing=skip_missing) for stream in streams
+            str(stream): self._pending_of(stream, skip_missing=skip_missing) for stream in streams
         }
         notes = {place: note for place, each in self._pending.items() if (note := each.sentence())}
         many = len(streams) > 1
@@ -245,6 +259,16 @@ class Pipeline:
         if note not in ("", self._last_note):
             self._progress(note)
         self._last_note = note
+
+    def _pending_of(self, stream: EventStream, *, skip_missing: bool = False) -> PendingSegments:
+        """The new segments of a stream. Executors hash those that no chain lists, unless they are small."""
+
+        def hashes(segments: Sequence[Segment]) -> dict[str, str]:
+            if sum(segment.size for segment in segments) <= paths.SMALL_BYTES:
+                return stream.hashes(segments)
+            return hashes_of(self.spark, stream, segments)
+
+        return stream.pending(self.tables, skip_missing=skip_missing, hashes=hashes)
 
     def _new_bytes(self) -> int:
         return sum(each.bytes for each in self._pending.values())
@@ -256,7 +280,9 @@ class Pipeline:
         for batch in batches(pending.ready, BATCH_BYTES_PER_CORE * self._cores()):
             numbers = f"segment {batch[0].number}" + (f" to {batch[-1].number}" if len(batch) > 1 else "")
             self._progress(f"bronze: {numbers}, {sum(segment.size for segment in batch) / 1e6:,.0f} MB")
-            if not self._ingest_batch(stream, batch, last):
+            with self._emitting_bronze(stream):
+                is_mine = self._ingest_batch(stream, batch, last)
+            if not is_mine:
                 return
             last = batch[-1].number
             yield batch
@@ -272,7 +298,8 @@ class Pipeline:
                 if ready and self.tables.last_txn(TABLE, txn.app_id) < txn.version:
                     self._progress(f"bronze: micro-batch {txn.version} of {stream}")
                     last = self.tables.last_txn(TABLE, stream.ingest_id)
-                    self._ingest_batch(stream, ready, last, batch.events(stream), [txn])
+                    with self._emitting_bronze(stream):
+                        self._ingest_batch(stream, ready, last, batch.events(stream), [txn])
             self._refresh_tables(self._inputs())
 
     def _cores(self) -> int:
@@ -306,7 +333,7 @@ class Pipeline:
         if not batch:
             return False
         try:
-            self._write_rejects(tables, stream, batch, written.bad_segments)
+            self._write_rejects(tables, stream, written)
             progress = [*ingest_txns(app_id, batch[-1]), *txns]
             tables.commit(TABLE, written.staged, txns=progress, base=base)
         except TableChanged:
@@ -315,27 +342,42 @@ class Pipeline:
                 raise
             return self._left_to_another(stream)
         self._lines += written.lines
-        self._rejects += written.lines - written.staged.rows
+        self._rejects += written.rejects
         return True
 
     def _left_to_another(self, stream: EventStream) -> bool:
         self._progress(f"another job ingests the segments of {stream}, which are left to it")
         return False
 
-    def _write_rejects(
-        self, tables: Tables, stream: EventStream, batch: list[Segment], bad_segments: int | None
-    ) -> None:
+    def _write_rejects(self, tables: Tables, stream: EventStream, written: WrittenSegments) -> None:
         """Append the bad lines of a batch. The table is created even without any."""
         app_id, base = stream.ingest_id, tables.version(REJECTS)
+        batch = written.segments
         known = [segment.number for segment in batch if is_last_ingested(tables, REJECTS, app_id, segment)]
-        bad = [segment for segment in batch if bronze.may_have_rejects(segment.file_name, bad_segments)]
+        bad = [seg for seg in batch if bronze.may_have_rejects(seg.file_name, written.bad_segments)]
         new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
-            rows, txns = bronze.rejects(texts_of(self.spark, stream, new)), ingest_txns(app_id, new[-1])
-            tables.swap(REJECTS, rows, (), partition_by=bronze.PARTITIONS, txns=txns, base=base)
+            rows = bronze.rejects(texts_of(self.spark, stream, new))
+            staged = tables.stage(REJECTS, rows, partition_by=bronze.PARTITIONS)
+            if not known:
+                require_rows(REJECTS, staged, written.rejects)
+            tables.commit(REJECTS, staged, txns=ingest_txns(app_id, new[-1]), base=base)
         elif base < 0:
             with suppress(TableChanged):  # another job has created it
                 tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []), base=base)
+
+    # ---- lineage -------------------------------------------------------------------------------------
+
+    def _emitting(
+        self, name: str, sources: Iterable[str], streams: Datasets = ()
+    ) -> AbstractContextManager[None]:
+        return emitting(self._lineage, self.tables, name, sources, streams)
+
+    @contextmanager
+    def _emitting_bronze(self, stream: EventStream) -> Iterator[None]:
+        read = [dataset(stream.storage)]
+        with self._emitting(TABLE, (), read), self._emitting(REJECTS, (), read):
+            yield
 
     # ---- silver and gold -----------------------------------------------------------------------------
 
@@ -345,7 +387,8 @@ class Pipeline:
 
         def refresh_one(name: str) -> None:
             in_pool(self.spark, AWAITED if name in awaited else None)
-            self._refresh_with_retries(name, rebuild=rebuild)
+            with self._emitting(name, self._inputs()[name]):
+                self._refresh_with_retries(name, rebuild=rebuild)
 
         run_in_order(tables, refresh_one, TABLES_AT_ONCE)
 
@@ -379,14 +422,14 @@ class Pipeline:
         return {**SILVER_INPUTS, **{name: table.inputs for name, table in self._gold.items()}}
 
     def _refresh_gold(self, tables: Tables, name: str, table: GoldTable, *, rebuild: bool) -> None:
-        is_other_form = self._is_other_form(name, table)
+        is_other_form = tables.exists(name) and tables.last_txn(name, FORM_ID) != FORM
         base = tables.version(name)
         versions = {source: tables.version(source) for source in table.inputs}
         is_new = rebuild or is_other_form
         known = {source: -1 if is_new else tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
             return
-        self._progress(name)
+        self._progress(f"{name} is of another version, and is rebuilt" if is_other_form else name)
         txns = [*(Txn(source, version) for source, version in versions.items()), Txn(FORM_ID, FORM)]
         refresh = GoldRefresh(self.spark, tables, name, table)
         with ExitStack() as held:
@@ -418,12 +461,3 @@ class Pipeline:
         if groups is None or (groups.may_reopen is None and not is_dense(tables)):
             return None
         return file_group(tables, groups, hours)
-
-    def _is_other_form(self, name: str, table: GoldTable) -> bool:
-        """Whether a table was written by another version. One with other partitions is deleted."""
-        if not self.tables.exists(name) or self.tables.last_txn(name, FORM_ID) == FORM:
-            return False
-        self._progress(f"{name} is of another version, and is rebuilt")
-        if self.tables.partitions(name) != list(table.partition_by):
-            self.tables.drop(name)
-        return self.tables.exists(name)

@@ -2,6 +2,8 @@
 
 import logging
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from py4j.java_gateway import JavaClass  # type: ignore[import-untyped]
@@ -37,7 +39,7 @@ def cache_classes(spark: "SparkSession") -> None:
     PySpark looks them up by name for every column, and the JVM then searches Spark's 280 archives for each of
     several candidate names.
     """
-    jvm = _jvm(spark)
+    jvm = jvm_of(spark)
     for name, full_name in COLUMN_CLASSES.items():
         setattr(jvm, name, CachedJavaClass(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark creates its own
 
@@ -52,13 +54,29 @@ def disable_checksum_files(spark: "SparkSession") -> None:
 
     A table would leave them behind, and Hadoop starts a program for each to set its mode.
     """
-    hadoop = _jvm(spark).org.apache.hadoop.fs
-    local = _jvm(spark).java.net.URI("file:///")
+    hadoop = jvm_of(spark).org.apache.hadoop.fs
+    local = jvm_of(spark).java.net.URI("file:///")
     configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - there is no public way
     hadoop.FileSystem.get(local, configuration).setWriteChecksum(False)
 
 
-def _jvm(spark: "SparkSession") -> Any:
+@contextmanager
+def active_session(spark: "SparkSession", internals: Any) -> Iterator[Any]:
+    """Make a session of the JVM the active session of this thread."""
+    sessions = jvm_of(spark).org.apache.spark.sql.classic.SparkSession
+    before = sessions.getActiveSession()
+    sessions.setActiveSession(internals)
+    try:
+        yield internals
+    finally:
+        if before.isDefined():
+            sessions.setActiveSession(before.get())
+        else:
+            sessions.clearActiveSession()
+
+
+def jvm_of(spark: "SparkSession") -> Any:
+    """The JVM of the driver."""
     return spark.sparkContext._jvm  # noqa: SLF001 - there is no public way
 
 

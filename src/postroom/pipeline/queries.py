@@ -9,7 +9,7 @@ Rule 3: the session is a second barrier. It reads no file by its path, substitut
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from py4j.java_gateway import JavaObject, is_instance_of  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.pipeline.jvm import active_session, jvm_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -97,14 +98,14 @@ def condition(session: "SparkSession", text: str) -> "Column":
     with _active(session) as internals:
         parsed = internals.sessionState().sqlParser().parseExpression(text)
     _Check(session, ()).walk(parsed)
-    return Column(_jvm(session).org.apache.spark.sql.classic.ExpressionUtils.column(parsed))
+    return Column(jvm_of(session).org.apache.spark.sql.classic.ExpressionUtils.column(parsed))
 
 
 def execute(session: "SparkSession", query: CheckedQuery) -> "DataFrame":
     """The rows of a checked plan."""
     from pyspark.sql.classic.dataframe import DataFrame  # noqa: PLC0415 - lazy
 
-    classic = _jvm(session).org.apache.spark.sql.classic
+    classic = jvm_of(session).org.apache.spark.sql.classic
     return DataFrame(classic.Dataset.ofRows(_internals(session), query.plan), session)
 
 
@@ -216,21 +217,6 @@ def _internals(session: "SparkSession") -> Any:
     return found
 
 
-@contextmanager
-def _active(session: "SparkSession") -> Iterator[Any]:
+def _active(session: "SparkSession") -> AbstractContextManager[Any]:
     """The session in the JVM, made the active session of this thread."""
-    internals = _internals(session)
-    sessions = _jvm(session).org.apache.spark.sql.classic.SparkSession
-    before = sessions.getActiveSession()
-    sessions.setActiveSession(internals)
-    try:
-        yield internals
-    finally:
-        if before.isDefined():
-            sessions.setActiveSession(before.get())
-        else:
-            sessions.clearActiveSession()
-
-
-def _jvm(session: "SparkSession") -> Any:
-    return session.sparkContext._jvm  # noqa: SLF001 - the same
+    return active_session(session, _internals(session))

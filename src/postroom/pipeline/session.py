@@ -183,6 +183,11 @@ def is_classic(spark: "SparkSession") -> bool:
     return hasattr(spark, "_jsparkSession")
 
 
+def is_local(spark: "SparkSession") -> bool:
+    """Whether the tasks of a session run in a JVM of this machine, which sees all files of it."""
+    return is_classic(spark) and str(spark.sparkContext.master).startswith("local")
+
+
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
     """Set the scheduler pool of this thread. With Spark Connect the server decides."""
     if is_classic(spark):
@@ -330,17 +335,23 @@ def table_errors(name: str) -> "Iterator[None]":
 
 def _cause(error: Exception) -> str:
     """The message of the innermost exception in the JVM."""
+    return causes(error)[-1]
+
+
+def causes(error: Exception) -> list[str]:
+    """The messages of an exception in the JVM and of its causes, the innermost last."""
     thrown = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     if thrown is None:
-        return str(error)
+        return [str(error)]
+    messages: list[str] = []
     for _ in range(CAUSES_MAX):
-        cause = thrown.getCause()
+        messages.append(str(thrown.getMessage() or thrown.toString()))
+        thrown = thrown.getCause()
         if (
-            cause is None or cause.getClass().getSimpleName() == "ClassNotFoundException"
+            thrown is None or thrown.getClass().getSimpleName() == "ClassNotFoundException"
         ):  # its message is only a name
             break
-        thrown = cause
-    return str(thrown.getMessage() or thrown.toString())
+    return messages
 
 
 def first_sentence(text: str) -> str:

@@ -1,5 +1,7 @@
 """Delta tables without a JVM jar: Spark writes the Parquet files, the `deltalake` wheel commits them.
 
+Where a session has the jar of Delta's connector, the connector may commit instead; see `delta_spark`.
+
 Rule 1: a file is visible when a commit names it. Files that a killed job left behind are invisible to
         readers, and `vacuum` deletes them.
 Rule 2: Spark writes files to their place in the table, under names that begin with a unique one. Nothing is
@@ -21,28 +23,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from deltalake import WriterProperties
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.transaction import AddAction
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import StructType
 
-from postroom.errors import Unavailable
+from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline import arrow_files, paths
 from postroom.pipeline.arrow_files import FILE, NO_VALUE, ROW
 from postroom.pipeline.delta_log import (
-    LAST_CHECKPOINT,
-    LOG,
+    NANOS_PER_MS,
     DataFile,
+    FileAction,
     Logs,
     Mode,
     Txn,
+    removals,
 )
+from postroom.pipeline.delta_spark import Connector
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.session import CONNECTOR
 from postroom.pipeline.storage import NO_ACCESS, Access, Storage, StoredFile
@@ -87,7 +92,7 @@ WRITE_OPTIONS: Final = {
 KEEP_HOURS: Final = 168  # `vacuum` keeps the files of versions of this age, for their readers
 COMPACT_BYTES: Final = 128 << 20
 FOOTERS_AT_ONCE: Final = 16  # files whose footers are read at a time
-NANOS_PER_MS: Final = 1_000_000
+WRITERS: Final = ("delta-rs", "delta-spark")
 
 
 class Staged(NamedTuple):
@@ -128,10 +133,21 @@ class Split(NamedTuple):
 class Tables(Logs):
     """The tables of one folder: their logs, and their rows by Spark."""
 
-    def __init__(self, folder: Path | str | Storage, access: Access = NO_ACCESS) -> None:
-        super().__init__(folder, access)
+    def __init__(
+        self, folder: Path | str | Storage, access: Access = NO_ACCESS, *, writer: str = "delta-rs"
+    ) -> None:
+        """`writer` commits: `delta-rs`, or `delta-spark`, which is Delta's connector in the Spark session."""
+        if writer not in WRITERS:
+            raise InvalidSetting(f"{writer!r} is no writer of tables: it is {' or '.join(WRITERS)}")
+        self._connector = Connector() if writer == "delta-spark" else None
+        super().__init__(folder, access, self._connector)
         self._rows: dict[tuple[str, ...], DataFrame] | None = None
         """The rows of files that were read since `small` was opened; None while it is not."""
+
+    def open_in(self, spark: SparkSession) -> None:
+        """Commit in this session, if delta-spark is the writer. Raises if the session has no connector."""
+        if self._connector is not None:
+            self._connector.open(spark, self.storage)
 
     def pinned(self) -> Self:
         """The same tables, each of them at the version that is the last one when it is first used."""
@@ -403,8 +419,16 @@ class Tables(Logs):
             return [_add(name, *each, partition_by) for each in zip(written, footers, strict=True)]
 
     @contextmanager
-    def copies(self, name: str) -> Iterator[str]:
-        """A folder for temporary files, as Spark opens it. `vacuum` deletes those of killed jobs."""
+    def copies(self, name: str, *, is_here: bool = False) -> Iterator[str]:
+        """A folder for temporary files, as Spark opens it. `vacuum` deletes those of killed jobs.
+
+        It is a folder of the table. If Spark runs on this machine (`is_here`), copies for a small table at an
+        address stay here, so that Spark needs no jar for that address.
+        """
+        if is_here and self.is_small and self.storage.local is None:
+            with TemporaryDirectory(prefix="postroom-") as here:
+                yield f"{here}/{COPIES}"
+            return
         folder = f"{name}/{COPIES}-{uuid.uuid4().hex}"
         try:
             yield self.storage.spark_path(folder)
@@ -430,30 +454,16 @@ class Tables(Logs):
 
         `base` is the version from which the rows were computed. If another writer has changed rows since,
         nothing is committed and `TableChanged` is raised. Rows that do not depend on the table need no base.
-        With `overwrite`, all other files and columns leave the table, which keeps its id.
+        With `overwrite`, all other files, columns and partitions leave the table, which keeps its id.
         """
-        now_ms = time.time_ns() // NANOS_PER_MS
-        gone = [
-            RemoveAction(file.path, True, now_ms, file.size, file.partition)  # noqa: FBT003 - it is data that changes
-            for file in removed
-        ]
-        self._commit(name, staged.schema, staged.partition_by, [*staged.adds, *gone], txns, base, mode)
+        actions: list[FileAction] = [*staged.adds, *removals(removed)]
+        self._commit(name, staged.schema, staged.partition_by, actions, txns, base, mode)
 
     def mark(self, name: str, txns: Iterable[Txn], *, base: int | None = None) -> None:
         """Record the progress of an application without any rows."""
         self._commit(name, self.schema(name), self.partitions(name), [], txns, base)
 
     # ---- maintenance ---------------------------------------------------------------------------------
-
-    def drop(self, name: str) -> None:
-        """Delete the log of a table that can be rebuilt. `vacuum` deletes its files.
-
-        The newest commit goes first: what a killed process leaves behind is an earlier version.
-        """
-        log = sorted((file.path for file in self.storage.files(f"{name}/{LOG}")), reverse=True)
-        for path in sorted(log, key=lambda path: not path.endswith(LAST_CHECKPOINT)):
-            self.storage.delete(path)
-        self._opened.pop(name, None)
 
     def compact(self, name: str) -> int:
         """Merge small files of a partition. Returns the number of removed files."""

@@ -7,30 +7,35 @@ Rule 3: a project has a persistent catalog of its own, so a second run knows the
         reads only the new segments.
 Rule 4: a table is read through a view. Otherwise Spark would bind a definition to the table of an earlier run
         in the catalog, and might build it before its inputs. The views of a pipeline are in no catalog.
-Rule 5: a definition may not query the data. Tables that do, and tables that depend on them, are only built by
+Rule 5: a row that the shipper has redacted is not redacted again, by the rule of `postroom pipeline run`: the
+        lines of the chain are intact, and the segment has the hash that its line records. `bronze_segments`
+        has the hash of each segment, which executors compute when it arrives.
+Rule 6: a definition may not query the data. Tables that do, and tables that depend on them, are only built by
         `postroom pipeline run`: `silver_spans` queries its trees until all places are found.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark import pipelines
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
-from pyspark.sql.types import DateType, StructField, StructType
+from pyspark.sql.types import DateType, StringType, StructField, StructType
 
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
-from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
+from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK
 from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 from postroom.pipeline.silver.declaration import Append, Tree
 from postroom.pipeline.silver.tables import SILVER, rank
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, SparkSession
+    from pyspark.sql import Column, DataFrameReader, SparkSession
+    from pyspark.sql.streaming.readwriter import DataStreamReader
 
     from postroom.pipeline.gold.declaration import GoldTable
     from postroom.pipeline.silver.declaration import SilverTable
@@ -45,6 +50,10 @@ SPEC_NAME: Final = "spark-pipeline.yml"
 CONF_FOLDER: Final = "conf"
 CONF_NAME: Final = "spark-defaults.conf"  # the name that Spark looks for
 DEFINITIONS: Final = "definitions"
+SEGMENTS: Final = "bronze_segments"
+FILE_NAME: Final = "[^/]+$"
+BINARY_FILE: Final = "path string, modificationTime timestamp, length long, content binary"
+MARKED: Final = StructType([StructField(name, StringType()) for name in ("segment", "sha256", MARK)])
 QUERYING: Final = frozenset(name for name, table in SILVER.items() if isinstance(table.update, Tree))
 """Tables whose updates query the data, which a definition may not do."""
 
@@ -115,26 +124,43 @@ def define(spark: "SparkSession") -> None:
         raise InvalidSetting(f"the configuration of the pipeline has no {EVENTS_SETTING}")
     if level not in LEVELS:
         raise InvalidSetting(f"{LEVEL_SETTING} is {', '.join(LEVELS)}, and not {level!r}")
-    # Outside the definitions, because Spark looks up the type of the function, which they may not.
-    columns = redaction.redacted(level)  # type: ignore[arg-type]
+    # Outside the definitions: they may ask Spark for nothing, such as the type of the function.
+    done = redaction.is_done(level)  # type: ignore[arg-type]
+    columns = redaction.redacted(level, done)  # type: ignore[arg-type]
     pipelines.temporary_view(name="lines")(named("lines", partial(arriving, spark, folder)))
     pipelines.table(name="bronze_events", partition_cols=list(bronze.PARTITIONS))(
         named("bronze_events", lambda: bronze.events(spark.readStream.table("lines")))
     )
-    derived = {name: _transform(name, columns) for name in lazy({**SILVER, **GOLD})}
-    for name in ("bronze_events", *derived):
+    pipelines.table(name=SEGMENTS)(named(SEGMENTS, lambda: hashed(spark.readStream, folder)))
+    redacted = Redacted(columns, done, marked_segments(spark, folder))
+    derived = {name: _transform(name, redacted) for name in lazy({**SILVER, **GOLD})}
+    for name in ("bronze_events", SEGMENTS, *derived):
         pipelines.temporary_view(name=view_of(name))(named(view_of(name), partial(spark.read.table, name)))
     for name, (build, inputs, partitions) in derived.items():
         view = pipelines.materialized_view(name=name, partition_cols=list(partitions))
         view(named(name, partial(_built, spark, build, inputs, partitions)))
 
 
-def _transform(name: str, redacted: "Mapping[str, Column]") -> "Transform":
+class Redacted(NamedTuple):
+    """How the events of bronze are redacted."""
+
+    columns: "Mapping[str, Column]"
+    done: "Column"
+    marks: DataFrame
+    """The marks of segments in the chain, with the hash that it records."""
+
+    def build(self, table: "SilverTable", rows: DataFrame, segments: DataFrame) -> DataFrame:
+        intact = self.marks.join(segments, ["segment", "sha256"]).select("segment", MARK).distinct()
+        marked = rows.join(F.broadcast(intact), "segment", "left")
+        return once(table.build(marked, self.columns, self.done))
+
+
+def _transform(name: str, redacted: Redacted) -> "Transform":
     if name in GOLD:
         return GOLD[name].build, GOLD[name].inputs, GOLD[name].partition_by
     table = SILVER[name]
     if isinstance(table.update, Append):
-        return lambda rows: once(table.build(rows, redacted)), (table.source,), table.partition_by
+        return partial(redacted.build, table), (table.source, SEGMENTS), table.partition_by
     return table.build, (table.source,), table.partition_by
 
 
@@ -178,6 +204,24 @@ def arriving(spark: "SparkSession", folder: str) -> DataFrame:
     reader = spark.readStream.schema(schema).option("columnNameOfCorruptRecord", CORRUPT)
     found = reader.option("mode", "PERMISSIVE").json(folder)
     return found.select(*LINES.names, F.col("_metadata.file_name").alias("segment"), "date")
+
+
+def hashed(reader: "DataStreamReader | DataFrameReader", folder: str) -> DataFrame:
+    """Grain: a segment. The hash of its bytes."""
+    found = reader.format("binaryFile").schema(BINARY_FILE).option("recursiveFileLookup", "true")
+    segments = found.option("pathGlobFilter", "*.jsonl").load(folder)
+    name = F.regexp_extract("path", FILE_NAME, 0).alias("segment")
+    return segments.select(name, F.sha2("content", 256).alias("sha256"))
+
+
+def marked_segments(spark: "SparkSession", folder: str) -> DataFrame:
+    """Grain: a segment with a mark in the chain. None if the chain is damaged, or not on this machine."""
+    try:
+        chain = EventStream(folder).sound_chain()
+    except (InvalidMessage, Unavailable):
+        chain = []
+    known = [(entry.name.rpartition("/")[2], entry.sha256, entry.redaction) for entry in chain]
+    return spark.createDataFrame([row for row in known if all(row)], MARKED)
 
 
 def once(rows: DataFrame) -> DataFrame:

@@ -87,7 +87,7 @@ class Hours(NamedTuple):
 
 
 class Running(NamedTuple):
-    """For a running total: a change affects its hour and all later hours, until it is balanced.
+    """A running total. A change affects its hour and all later hours, until later changes cancel it out.
 
     `build` gets the totals before its first row, and the days of the table. On each day it begins with a row
     for every key whose total is not 0, so that no earlier day has to be read.

@@ -10,9 +10,10 @@ Rule 4: a row has the mark of the redaction that the chain records for its segme
         one by one have none, so they are redacted again.
 """
 
+import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from deltalake.transaction import AddAction
@@ -27,10 +28,13 @@ from postroom.pipeline.ingest.lines import Inspected
 from postroom.pipeline.ingest.segments import EventStream, Segment
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.schema import MARK, REQUIRED
+from postroom.pipeline.session import is_local
 from postroom.pipeline.tables import Staged, Tables, require_rows
 
 DATES_AT_ONCE: Final = 3  # one starts and one ends while another uses all cores
 TABLE: Final = "bronze_events"
+EMPTY_SHA256: Final = hashlib.sha256().hexdigest()
+SHA256_BITS: Final = 256
 INSPECTED: Final = "lines bigint, is_plain boolean, sha256 string"
 
 cloudpickle.register_pickle_by_value(lines)  # type: ignore[no-untyped-call]  # executors have no postroom
@@ -52,6 +56,11 @@ class WrittenSegments(NamedTuple):
     lines: int
     bad_segments: int | None
     """The segments with a bad line, as bits; see `bronze.segment_bits`."""
+
+    @property
+    def rejects(self) -> int:
+        """The number of bad lines."""
+        return self.lines - self.staged.rows
 
 
 def write_segments(
@@ -117,14 +126,27 @@ def _inspected(
         contents = ((each.name, stream.storage.read(each.name)) for each in segments)
         found = {name: Inspected(*lines.inspect(data)) for name, data in contents}
     else:
-        files = spark.read.format("binaryFile").load([stream.path_of(segment) for segment in segments])
         look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
-        rows = files.select("path", look("content").alias("found")).collect()
+        rows = _contents(spark, stream, segments).select("path", look("content").alias("found")).collect()
         found = {_name_in(row["path"]): Inspected(*row["found"]) for row in rows}
     is_trusted = found.keys() == {each.name for each in segments} and all(
         found[each.name].is_plain and found[each.name].sha256.startswith(each.seal) for each in segments
     )
     return _Inspection(sum(each.lines for each in found.values()), is_trusted)
+
+
+def hashes_of(spark: SparkSession, stream: EventStream, segments: Sequence[Segment]) -> dict[str, str]:
+    """The SHA-256 of the bytes of segments, by their names, which executors compute."""
+    found = {segment.name: EMPTY_SHA256 for segment in segments}
+    if full := [segment for segment in segments if segment.size]:  # Spark reads no empty file
+        rows = _contents(spark, stream, full).select("path", F.sha2("content", SHA256_BITS)).collect()
+        found |= {_name_in(path): sha256 for path, sha256 in rows}
+    return found
+
+
+def _contents(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> DataFrame:
+    """The whole files of segments that are not empty: `path`, `content`."""
+    return spark.read.format("binaryFile").load([stream.path_of(segment) for segment in segments])
 
 
 def _name_in(path: str) -> str:
@@ -197,9 +219,12 @@ def write_validated_lines(
     seen = Observation()
     texts = bronze.validated(texts_of(spark, stream, segments))
     bad = bronze.segment_bits(F.col("reason").isNotNull()).alias("bad_segments")
-    texts = texts.observe(seen, bad, F.count("*").alias("lines"))
-    with tables.copies(TABLE) as copies:
+    rejects = F.count_if(F.col("reason").isNotNull()).alias("rejects")
+    texts = texts.observe(seen, bad, rejects, F.count("*").alias("lines"))
+    with tables.copies(TABLE, is_here=is_local(spark)) as copies:
         bronze.write_valid_lines(texts, copies)
         rows = bronze.read_valid_lines(spark, copies)
         staged = tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS)
-    return WrittenSegments(segments, staged, seen.get["lines"], seen.get["bad_segments"])
+    found = seen.get
+    require_rows(TABLE, staged, found["lines"] - found["rejects"])
+    return WrittenSegments(segments, staged, found["lines"], found["bad_segments"])

@@ -16,7 +16,7 @@ Rule 5: the hash and the redaction that the chain records for a segment count on
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ from postroom.errors import InvalidMessage
 from postroom.pipeline.delta_log import Txn
 from postroom.pipeline.storage import Storage, as_storage
 from postroom.sinks.chain import Chain, Entry, parse_chain
-from postroom.sinks.layout import CHAIN, DIGITS_OF_HASH, SEGMENT, STREAM
+from postroom.sinks.layout import CHAIN, SEGMENT, STREAM
 
 if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
@@ -111,6 +111,15 @@ class PendingSegments(NamedTuple):
         return f"{missing} missing, and {n} later segment{'s wait' if n > 1 else ' waits'} for it"
 
 
+Hashes = Callable[[Sequence[Segment]], Mapping[str, str]]
+"""Computes the SHA-256 of the bytes of segments, by their names."""
+
+
+def named_hashes(segments: Sequence[Segment]) -> dict[str, str]:
+    """The hashes in the names of segments, as if none were truncated: for a caller to whom all are new."""
+    return {segment.name: segment.hash for segment in segments}
+
+
 class EventStream:
     """The folder of an audit stream, and what a table has ingested of it."""
 
@@ -186,43 +195,53 @@ class EventStream:
 
     # ---- what is new -----------------------------------------------------------------------------------
 
-    def pending(self, tables: "Tables", *, skip_missing: bool = False) -> "PendingSegments":
-        """The segments that a table has not ingested."""
+    def pending(
+        self, tables: "Tables", *, skip_missing: bool = False, hashes: Hashes | None = None
+    ) -> "PendingSegments":
+        """The segments that a table has not ingested; for `hashes` see `pending_after`."""
         ingested, listed, is_all = self._last_ingested(tables)
-        found = self.pending_after(ingested, listed, skip_missing=skip_missing)
+        found = self.pending_after(ingested, listed, skip_missing=skip_missing, hashes=hashes)
         if found.gaps and not is_all:  # a clock that was set back puts a segment into an earlier folder
-            found = self.pending_after(ingested, self.segments(), skip_missing=skip_missing)
+            found = self.pending_after(ingested, self.segments(), skip_missing=skip_missing, hashes=hashes)
         return found
 
     def pending_after(
-        self, ingested: int, listed: Sequence[Segment] | None = None, *, skip_missing: bool = False
+        self,
+        ingested: int,
+        listed: Sequence[Segment] | None = None,
+        *,
+        skip_missing: bool = False,
+        hashes: Hashes | None = None,
     ) -> "PendingSegments":
-        """The segments after number `ingested`, which is -1 when none was ingested."""
+        """The segments after number `ingested`, which is -1 when none was ingested.
+
+        `hashes` hashes the segments that the chain does not list. By default this process reads them.
+        """
         listed = self.segments() if listed is None else listed
         found = self._chain(ingested)
         chain = found.entries
         covered = {entry.name: entry for entry in chain} if _is_sound(found) else {}
         new = [_as_sealed(segment, covered) for segment in listed if segment.number > ingested]
-        sealed = {entry.n: entry.bytes for entry in chain}
-        short = [segment.number for segment in new if self._is_short(segment, sealed.get(segment.number))]
+        short = _truncated(new, chain, hashes or self.hashes)
         whole = [segment for segment in new if segment.number not in short]
         # A truncated segment is a gap even without a later segment.
         there = {segment.number for segment in whole} | {number + 1 for number in short[-1:]}
-        # Without a chain, the first segment that exists is the first one.
-        expected = ingested + 1 if ingested >= 0 else chain[0].n if chain else None
-        gaps = list(_gaps(sorted(there), expected))
+        # The first segment is the first one of the chain, or the first one that exists, truncated or not.
+        first = min([*(entry.n for entry in chain[:1]), *(segment.number for segment in new[:1])], default=0)
+        gaps = list(_gaps(sorted(there), ingested + 1 if ingested >= 0 else first))
         if skip_missing:
             return PendingSegments(new, [], gaps, tuple(short), skips_missing=True)
         ready = [segment for segment in whole if not gaps or segment.number < gaps[0].first]
         return PendingSegments(ready, whole[len(ready) :], gaps, tuple(short))
 
-    def _is_short(self, segment: Segment, sealed: int | None) -> bool:
-        return segment.size < sealed if sealed is not None else not self._is_as_sealed(segment)
+    def hashes(self, segments: Sequence[Segment]) -> dict[str, str]:
+        """The hashes of the bytes of segments, which this process reads one at a time."""
+        return {each.name: hashlib.sha256(self.storage.read(each.name)).hexdigest() for each in segments}
 
-    def _is_as_sealed(self, segment: Segment) -> bool:
-        """Whether the bytes match the hash in the file name."""
-        digest = hashlib.sha256(self.storage.read(segment.name)).hexdigest()
-        return digest[:DIGITS_OF_HASH] == segment.hash
+    def sound_chain(self) -> list[Entry]:
+        """The whole chain; nothing if one of its lines is damaged or does not follow from the line before."""
+        chain = self._chain(-1)
+        return list(chain.entries) if _is_sound(chain) else []
 
     def _chain(self, after: int) -> Chain:
         """The entries of the chain after a number, and some before. The chain is read from its end."""
@@ -243,6 +262,19 @@ class EventStream:
 def _is_sound(chain: Chain) -> bool:
     """Whether every line that was read is intact and follows from the line before it."""
     return not chain.faults and all(later.prev == earlier.hash for earlier, later in pairwise(chain.entries))
+
+
+def _truncated(new: Sequence[Segment], chain: Sequence[Entry], hashes: Hashes) -> list[int]:
+    """The numbers of truncated segments."""
+    sealed = {entry.n: entry.bytes for entry in chain}
+    found = hashes([segment for segment in new if segment.number not in sealed])
+
+    def is_truncated(segment: Segment) -> bool:
+        if segment.number in sealed:
+            return segment.size < sealed[segment.number]
+        return not found.get(segment.name, "").startswith(segment.hash)
+
+    return [segment.number for segment in new if is_truncated(segment)]
 
 
 def _as_sealed(segment: Segment, covered: Mapping[str, Entry]) -> Segment:
@@ -279,9 +311,9 @@ def is_last_ingested(tables: "Tables", table: str, app_id: str, segment: Segment
     return noted == (segment.number, int(segment.hash, 16))
 
 
-def _gaps(numbers: Iterable[int], expected: int | None) -> Iterator[Gap]:
+def _gaps(numbers: Iterable[int], expected: int) -> Iterator[Gap]:
     for number in numbers:
-        if expected is not None and number > expected:
+        if number > expected:
             yield Gap(expected, number - 1)
         expected = number + 1
 

@@ -7,7 +7,8 @@ Rule 3: percentiles over several groups are computed from the histograms in `gol
         summed.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -20,7 +21,7 @@ from postroom.core.message_checker import ENDLESS
 from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
 from postroom.pipeline.delta_log import DataFile, rows_of
-from postroom.pipeline.expectations import EXPECTATIONS, breaches, measure
+from postroom.pipeline.expectations import EXPECTATIONS, Expectation, breaches, measure
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
 from postroom.pipeline.report.facts import (
     KEPT,
@@ -88,13 +89,17 @@ def write_report(
     speedscope_out: Path | None = None,
     *,
     targets_us: Targets | None = None,
+    expected: Sequence[Expectation] | None = None,
     progress: Progress | None = None,
 ) -> ReportFacts:
-    """Write the page, and a file for speedscope if its path is given."""
+    """Write the page, and a file for speedscope if its path is given.
+
+    The page names breaches of what is `expected`, by default of the built-in expectations.
+    """
     report = progress or (lambda _: None)
     _need_all(tables)
     report("reading the tables")
-    reader = ReportReader(tables, targets_us or {})
+    reader = ReportReader(tables, targets_us or {}, expected)
     facts = reader.facts()
     report("drawing")
     replace_file(out, page(facts).encode(), "os")
@@ -126,8 +131,11 @@ def step_of(since_us: int, until_us: int) -> int:
 class ReportReader:
     """Reads the facts of one report from one folder of tables."""
 
-    def __init__(self, tables: Tables, targets_us: Targets) -> None:
+    def __init__(
+        self, tables: Tables, targets_us: Targets, expected: Sequence[Expectation] | None = None
+    ) -> None:
         self._tables = tables
+        self._expected = expected
         self._targets_us = dict(targets_us)
         self._db = Database(tables, [name for name in TABLES if tables.exists(name)])
         first_us, last_us, is_whole = self._extent()
@@ -167,13 +175,12 @@ class ReportReader:
         )
 
     def _breaches(self) -> tuple[str, ...]:
-        """Breached expectations of the tables that a report reads, and of the rejected lines."""
-        expected = [
-            one
-            for one in EXPECTATIONS
-            if one.table in TABLES or (one.kind == "reject_rate" and self._tables.exists(one.table))
-        ]
-        return tuple(one.sentence for one in breaches(measure(self._tables, expected, self._until_us)))
+        """Breached expectations: what `expect` reports at this moment."""
+        expected = self._expected
+        if expected is None:  # tables of an earlier version may lack some
+            expected = [one for one in EXPECTATIONS if self._tables.exists(one.table)]
+        found = measure(self._tables, expected, time.time_ns() // 1000)
+        return tuple(one.sentence for one in breaches(found))
 
     def _extent(self) -> tuple[int, int, bool]:
         """The first and the last time of the history, and whether silver has all of it.

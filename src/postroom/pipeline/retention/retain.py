@@ -14,6 +14,7 @@ Rule 6: gold keeps its aggregates. Its days are deleted by an age of their own (
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -29,6 +30,7 @@ from postroom.pipeline.arrow_files import FILE
 from postroom.pipeline.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
 from postroom.pipeline.file_groups import file_group
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
+from postroom.pipeline.lineage import JobRun, emitting
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Staged, Tables
@@ -179,6 +181,7 @@ class RetentionJob:
         now_us: int,
         archive: str | None = None,
         progress: Progress = lambda _: None,
+        lineage: JobRun | None = None,
     ) -> None:
         if 0 < policy.gold_days < policy.keep_days:
             raise InvalidSetting(
@@ -191,10 +194,15 @@ class RetentionJob:
         self._now_us = now_us
         self._archive = archive
         self._progress = progress
+        self._lineage = lineage
 
     def run(self, *, dry_run: bool = False) -> list[Retained]:
         """Delete expired rows from every table; returns the result for each."""
         self._require_up_to_date()
+        with self._tables.profile(0):
+            return self._run(dry_run=dry_run)
+
+    def _run(self, *, dry_run: bool) -> list[Retained]:
         there = [name for name in ORDER if self._tables.exists(name)]
         if DECIDES not in there:
             raise InvalidSetting(
@@ -205,11 +213,15 @@ class RetentionJob:
         ).persist()
         try:
             if not dry_run:
-                self._record_numbers(expired)
+                with self._emitting(deleted_numbers.TABLE, "silver_events"):
+                    self._record_numbers(expired)
             left = [self._retain(name, expired, dry_run=dry_run) for name in there]
         finally:
             expired.unpersist()
         return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
+
+    def _emitting(self, name: str, *sources: str) -> AbstractContextManager[None]:
+        return emitting(self._lineage, self._tables, name, sources)
 
     def _require_up_to_date(self) -> None:
         """Raise if a table is behind its inputs: new events may belong to a message that would be deleted."""
@@ -264,7 +276,8 @@ class RetentionJob:
         archived = None
         if not dry_run:
             if deletion.rows:
-                archived = self._delete(name, expired, deletion, base)
+                with self._emitting(name, name, *(() if name == DECIDES else (DECIDES,))):
+                    archived = self._delete(name, expired, deletion, base)
             self._catch_up(name)
             self._tables.vacuum(name)
         return Retained(name, before, deletion.rows, archived)
@@ -280,7 +293,8 @@ class RetentionJob:
         self._progress(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
         if over and not dry_run:
             staged = Staged(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
-            self._tables.commit(name, staged, over, base=base)
+            with self._emitting(name, name):
+                self._tables.commit(name, staged, over, base=base)
         return Retained(name, rows_of(files), rows_of(over), None)
 
     def _split(self, name: str, expired: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
