@@ -12,6 +12,7 @@
     │   │   └── KeyReused         an idempotency key that came with another message
     │   ├── InvalidName           an agent, session or recipient name that is not allowed
     │   ├── InvalidSetting        a wrong value in the environment or in postroom.toml
+    │   ├── KeyInUse              a key cannot be retired: stored values need it, or new ones would
     │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
@@ -173,10 +174,12 @@ class SinceIdNotFound(Rejected, LookupError):
 class LockTimeout(Unavailable, TimeoutError):
     """Another process held the lock for the whole timeout."""
 
-    def __init__(self, path: Path | str, timeout_s: float) -> None:
+    def __init__(self, path: Path | str, timeout_s: float, holder: str = "") -> None:
         self.path = path
         self.timeout_s = timeout_s
-        super().__init__(f"could not lock {path} within {timeout_s:g} s: another process holds it")
+        self.holder = holder
+        """The process that holds the lock, such as " (process 7)"; empty when it is unknown."""
+        super().__init__(f"could not lock {path} within {timeout_s:g} s: another process{holder} holds it")
 
 
 class WriteFailed(Unavailable, OSError):
@@ -221,6 +224,10 @@ class StoreRefused(Unavailable):
 
 class KeyMissing(Unavailable):
     """Stored values are encrypted, and their key was not given. Nothing was read or written."""
+
+
+class KeyInUse(Rejected):
+    """A key cannot be retired: stored values need it, or it encrypts new ones. Nothing was changed."""
 
 
 class UnreadableValue(Unavailable):
@@ -467,7 +474,7 @@ class UnknownCheckpoint(Rejected, LookupError):
 
     def __init__(self, checkpoint_id: object) -> None:
         self.checkpoint_id = checkpoint_id
-        super().__init__(f"there is no checkpoint {checkpoint_id!r}")
+        super().__init__(f"there is no checkpoint {checkpoint_id!r}: its id has the form GOAL_ID#NUMBER")
 
 
 class UnknownDecision(Rejected, LookupError):

@@ -326,14 +326,14 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             le=RATE_MAX,
             description="Calls a second that a token without a rate of its own may make, on HTTP and on "
             "NATS. 0: no limit.",
-            extra={"env": ("POSTROOM_TOKEN_RATE",), "wants": f"a number from 0 to {RATE_MAX:g}"},
+            extra={"env": ("POSTROOM_TOKEN_RATE",), "wants": f"a number from 0 to {RATE_MAX:,.0f}"},
         ),
     ] = 0.0
     page_redaction: Annotated[
         Redaction,
         Meta(
-            description="What the live page hides in payloads and errors: none, medium (secrets and personal "
-            "data) or full (all text). `[audit]` may add patterns and fields.",
+            description="What the live page hides in texts that senders and workers write: none, medium "
+            "(secrets and personal data) or full (all text). `[audit]` may add patterns and fields.",
             extra={"env": ("POSTROOM_PAGE_REDACTION",), "wants": "none, medium or full"},
         ),
     ] = "medium"

@@ -20,6 +20,7 @@ from postroom.cli.shell import (
     Stopped,
     StoreAddress,
     add_json_option,
+    as_folder,
     as_path,
     path_option,
     reader_gone,
@@ -86,8 +87,9 @@ def _as_stream(context: click.Context, parameter: click.Parameter, value: str | 
 )
 @click.option(
     "--data",
-    type=PATH,
+    type=click.Path(),
     multiple=True,
+    callback=lambda context, parameter, names: tuple(as_folder(context, parameter, name) for name in names),
     metavar="DIR",
     help="A harness's data folder.",
 )
@@ -141,7 +143,9 @@ def ship(
         )
     settings = shell.settings.audit
     shell.show_warnings()
-    with _shipping(_folder(shell, folder), Sources(stores, roots, buses, mail), settings) as shipping:
+    with _shipping(
+        _folder(shell, folder, "--to FOLDER"), Sources(stores, roots, buses, mail), settings
+    ) as shipping:
         if once:
             shipped = shipping.once()
         else:
@@ -187,12 +191,12 @@ def export(shell: Shell, address: str, folder: Path | None) -> None:
     if not address.startswith(POSTGRES):
         raise click.UsageError("URL is the address of a database: postgres://user@host/db")
     shell.show_warnings()
-    exported = export_table(address, _folder(shell, folder), shell.settings.audit)
+    exported = export_table(address, _folder(shell, folder, "--to FOLDER"), shell.settings.audit)
     shell.output.facts({"exported": exported}, f"{exported} events exported")
 
 
 @audit.command()
-@click.option("--data", type=PATH, metavar="DIR", help="A harness's data folder.")
+@path_option("--data", metavar="DIR", text="A harness's data folder.")
 @click.option("--store", metavar="URL", help="A store, such as sqlite:///run/queue.db.")
 @click.pass_obj
 def detach(shell: Shell, data: Path | None, store: str | None) -> None:
@@ -230,13 +234,17 @@ def _check_exists(what: str, paths: tuple[Path, ...]) -> None:
 def _database(data: Path) -> Path:
     database = data.absolute() / DATABASE
     if not database.exists():
-        raise click.ClickException(f"there are no tasks in {data} yet: serve and enqueue create the store")
+        from postroom.runtime.data_folder import nothing_in
+
+        raise nothing_in(data, "tasks")
     return database
 
 
 def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callable[[float], bool]:
     """A wait that ends at once at a signal, and prints the progress on a terminal."""
     import signal
+
+    from postroom.system.heartbeat import BEAT_EVERY_S, HEARTBEAT
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -250,6 +258,10 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
         if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
             noted_at = time.monotonic()
             shell.note(f"{progress.shipped} events shipped, {progress.waiting} waiting")
+        HEARTBEAT.beat()
+        while wait_s > BEAT_EVERY_S and not stop.wait(BEAT_EVERY_S):
+            HEARTBEAT.beat()
+            wait_s -= BEAT_EVERY_S
         return stop.wait(wait_s)
 
     return stopped
@@ -310,8 +322,10 @@ def key(shell: Shell, file: Path, name: str) -> None:
     Example:
       postroom audit key audit.keys 2026-11
     """
+    from postroom.runtime.data_folder import check_key_place
     from postroom.system.key_file import add_key
 
+    check_key_place(file)
     add_key(file, name)
     shell.output.facts({"key": name}, f"{file} has the key {name}")
 
@@ -505,10 +519,10 @@ def _folder_and_message(shell: Shell, first: str | None, second: str | None) -> 
     return (None, message) if second is None else (Path(first), message)
 
 
-def _folder(shell: Shell, folder: Path | None) -> Path:
+def _folder(shell: Shell, folder: Path | None, option: str = "its FOLDER") -> Path:
     found = folder or shell.settings.audit.folder
     if found is None:
-        raise click.UsageError("there is no stream to use: name its FOLDER, or set POSTROOM_AUDIT")
+        raise click.UsageError(f"there is no stream to use: name {option}, or set POSTROOM_AUDIT")
     return found
 
 

@@ -44,9 +44,7 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
     """
     from postroom.runtime.backup import back_up
 
-    place = data or shell.settings.up.data
-    if place is None:
-        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    place = shell.data_place(data)
     if isinstance(place, StoreAddress):
         raise click.UsageError(f"{place} is a database: back it up with pg_dump --schema=postroom")
     done = back_up(

@@ -40,9 +40,7 @@ def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
     """
     from postroom.core.diagnosis import diagnose, worst
 
-    place = data or shell.settings.up.data
-    if place is None:
-        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    place = shell.data_place(data)
     findings = diagnose(_facts(shell, place, deep=not quick))
     level = worst(findings)
     if shell.output.readable:
@@ -60,31 +58,41 @@ def _facts(shell: Shell, place: Path, *, deep: bool) -> "Facts":
     from postroom.stores.open import POSTGRES
 
     if isinstance(place, StoreAddress):
-        return _facts_of_store(place)
+        return _facts_of_store(place, deep=deep)
     settings = shell.settings.up
     facts = facts_of_folder(checked_data_folder(place), settings, deep=deep, report=shell.note)
     if settings.store is None or not settings.store.startswith(POSTGRES):
         return facts
-    beside = _facts_of_store(StoreAddress.of(settings.store))
-    checked = (*facts.checked, *beside.checked)
-    return msgspec.structs.replace(facts, store=beside.store, clock=beside.clock, checked=checked)
+    beside = _facts_of_store(StoreAddress.of(settings.store), deep=deep)
+    return msgspec.structs.replace(
+        facts,
+        store=beside.store,
+        database=beside.database,
+        clock=beside.clock,
+        encryption=beside.encryption,
+        faults=(*facts.faults, *beside.faults),
+        checked=(*facts.checked, *beside.checked),
+    )
 
 
-def _facts_of_store(place: StoreAddress) -> "Facts":
-    from postroom.runtime.diagnosis import facts_of_store
-    from postroom.stores.open import open_store
+def _facts_of_store(place: StoreAddress, *, deep: bool) -> "Facts":
+    from postroom.runtime.diagnosis import facts_of_other_format, facts_of_store
+    from postroom.stores.open import POSTGRES
+    from postroom.stores.postgres import PostgresStore
     from postroom.stores.postgres_connection import versions
+    from postroom.system.encryption import key_file_encryption
 
+    if not place.url.startswith(POSTGRES):
+        raise click.UsageError(f"{place} is a broker, which holds no records: give the place of its ledger")
     found, newest = versions(place.url)
-    if found != newest:  # opening it would make or upgrade it
-        raise click.ClickException(
-            f"{place} has format {found}, and this version uses {newest}"
-            if found
-            else f"there is no store at {place}"
-        )
-    store = open_store(place.url)
+    if not found:  # opening it would make it
+        raise click.ClickException(f"there is no store at {place}")
+    if found != newest:
+        return facts_of_other_format(str(place), found, newest)
+    store = PostgresStore(place.url, encryption=key_file_encryption(None))
+    store.notes_keys = False
     try:
-        return facts_of_store(store, str(place))
+        return facts_of_store(store, str(place), deep=deep)
     finally:
         store.close()
 
@@ -109,9 +117,9 @@ def _show(shell: Shell, place: Path, findings: "list[Finding]", level: "Level") 
             output.sentence(f"{INDENT}{finding.why}")
         if finding.command:
             output.sentence(f"{INDENT}{finding.command}")
-    counts = [sum(finding.level == each for finding in findings) for each in ("problem", "warning")]
-    said = "is well" if level == "ok" else f"has {counts[0]} problems and {counts[1]} warnings"
-    output.sentence(f"{place} {said}")
+    counts = {each: sum(finding.level == each for finding in findings) for each in ("problem", "warning")}
+    found = [f"{n} {each}{'' if n == 1 else 's'}" for each, n in counts.items() if n]
+    output.sentence(f"{place} is well" if level == "ok" else f"{place} has {' and '.join(found)}")
 
 
 doctor.params.append(json_option())

@@ -57,14 +57,16 @@ def keys() -> None:
 @name_option
 @click.pass_obj
 def create(shell: Shell, file: Path, name: str | None) -> None:
-    """Make a key file with one new key. Only its owner can read it; an existing file stays as it is.
+    """Create a key file with one new key, readable by its owner only. Existing files are not overwritten.
 
     \b
     Example:
       postroom keys create postroom.keys
     """
+    from postroom.runtime.data_folder import check_key_place
     from postroom.system.key_file import add_key
 
+    check_key_place(file)
     if file.exists():
         raise click.ClickException(f"{file} exists already, and stays as it is: add a key with `keys rotate`")
     chosen = name or _new_name(())
@@ -120,7 +122,7 @@ def rotate(shell: Shell, data: Path | None, key_file: Path | None, name: str | N
     from postroom.system.key_file import add_key, read_keys
 
     path = _key_file(shell, key_file)
-    place = _place(shell, data)
+    place = shell.data_place(data)
     chosen = name or _new_name(tuple(read_keys(path)))
     _data(shell, place, path).check()  # refuses a wrong place or key file before a key is added
     add_key(path, chosen)
@@ -140,7 +142,7 @@ def encrypt(shell: Shell, data: Path | None, key_file: Path | None) -> None:
     Example:
       postroom keys encrypt --data run --key-file postroom.keys
     """
-    _encrypt(shell, _place(shell, data), _key_file(shell, key_file))
+    _encrypt(shell, shell.data_place(data), _key_file(shell, key_file))
 
 
 def _encrypt(shell: Shell, place: Path, path: Path) -> None:
@@ -179,28 +181,23 @@ def retire(shell: Shell, name: str, data: Path | None, key_file: Path | None) ->
       postroom keys retire 2026-10-01 --data run --key-file postroom.keys
     """
     path = _key_file(shell, key_file)
-    _data(shell, _place(shell, data), path).retire(name)
+    _data(shell, shell.data_place(data), path).retire(name)
     shell.output.facts({"key": name, "retired": True}, f"the key {name} is removed from {path}")
 
 
 def _key_file(shell: Shell, given: Path | None) -> Path:
+    """The key file that an option, the environment or the settings name. It must exist."""
     if given is not None:
         shell.use_key_file(given)
-        return given
-    found = os.environ.get(KEY_FILE_VARIABLE)
+    found = given or os.environ.get(KEY_FILE_VARIABLE)
     if not found:
         raise click.UsageError(
             f"name the key file: --key-file FILE, {KEY_FILE_VARIABLE}, or key_file in [encryption] of the "
             "settings"
         )
+    if not Path(found).exists():
+        raise click.ClickException(f"there is no key file {found}: `postroom keys create {found}` makes one")
     return Path(found)
-
-
-def _place(shell: Shell, data: Path | None) -> Path:
-    place = data or shell.settings.up.data
-    if place is None:
-        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
-    return place
 
 
 def _data(shell: Shell, place: Path, path: Path) -> "EncryptedData":

@@ -286,8 +286,11 @@ def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | No
         identity = agents.identify(token)
         if identity is None or identity.permissions.is_read_only:  # every call over NATS is a publish
             return None
-        user = f"{identity.org}/{identity.name}" if identity.org else identity.name
-        return TokenOwner(user, identity.caller, identity.rate or token_rate, identity.org)
+        prefix = f"{identity.org}/" if identity.org else ""
+        user, only = f"{prefix}{identity.name}", identity.permissions.only_message
+        recipients = frozenset((user, *(f"{prefix}{name}" for name in only))) if only else None
+        rate = identity.rate or token_rate
+        return TokenOwner(user, identity.caller, rate, identity.org, identity.is_operator, recipients)
 
     return owner_of
 

@@ -1,12 +1,13 @@
 """The command `postroom`."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from postroom.cli.shell import HELP_FLAGS, HELP_OPTIONS, Shell, leave, path_option, run
+from postroom.cli.shell import CONFIG_VARIABLE, HELP_FLAGS, HELP_OPTIONS, Shell, leave, path_option, run
 
 PROGRAM = "postroom"
 COMMANDS = {  # name: module and function
@@ -51,6 +52,20 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(f"postroom.cli.{module}"), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with a similar name for one that is unknown: click looks at imported commands only."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            from difflib import get_close_matches
+
+            similar = get_close_matches(args[0], COMMANDS, 1)
+            if similar:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {similar[0]!r}?")
+            raise
+
 
 @click.group(cls=_Commands, context_settings=HELP_OPTIONS)
 @click.version_option(package_name="postroom", prog_name=PROGRAM, message="%(prog)s %(version)s")
@@ -81,9 +96,13 @@ def cli(context: click.Context, config: Path | None, key_file: Path | None, as_j
       postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
     """
     shell = context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
+    if HELP_FLAGS.intersection(sys.argv):
+        return
     if key_file is not None:
         shell.use_key_file(key_file)
-    elif context.invoked_subcommand in OPENS_STORES and not HELP_FLAGS.intersection(sys.argv):
+    if config is not None or (os.environ.get(CONFIG_VARIABLE) and context.invoked_subcommand != "init"):
+        shell.check_settings()
+    if key_file is None and context.invoked_subcommand in OPENS_STORES:
         shell.use_key_file_of_settings()
 
 

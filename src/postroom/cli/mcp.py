@@ -8,7 +8,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.shell import HELP_OPTIONS, Shell, path_option
-from postroom.cli.tasks.options import FOLDER
+from postroom.cli.tasks.options import FOLDER, starting_folder
 
 
 @click.command(context_settings=HELP_OPTIONS)
@@ -58,4 +58,8 @@ def mcp(
     if url is not None:
         serve_url(url, token, agent, org)
     elif data is not None:
+        from postroom.system.atomic import make_folder
+
+        with starting_folder(shell, data):
+            make_folder(data, "os")
         serve_folder(data, token, agent, org, role, shell.settings.up.store)

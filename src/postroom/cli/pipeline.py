@@ -1,7 +1,7 @@
 """`postroom pipeline`: tables, checks and reports of the whole audit stream."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,8 +9,10 @@ import click
 from postroom.cli.pipeline_messages import replay, retain
 from postroom.cli.pipeline_options import (
     TablesPlace,
+    asks_spark,
     events_option,
     lineage_option,
+    optional_spark_options,
     pipeline_on_spark,
     progress_on_stderr,
     redaction_option,
@@ -18,6 +20,7 @@ from postroom.cli.pipeline_options import (
     spark_options,
     tables_option,
     with_lineage,
+    writer_option,
 )
 from postroom.cli.pipeline_queries import check, expect, register, report, sql
 from postroom.cli.render import warn
@@ -26,7 +29,10 @@ from postroom.cli.stopping import beside_spark, follower
 from postroom.errors import InvalidMessage
 
 if TYPE_CHECKING:
+    from postroom.pipeline.ingest.segments import EventStream
     from postroom.pipeline.jobs import RunSummary
+    from postroom.pipeline.lineage import JobRun
+    from postroom.pipeline.tables import Tables
 
 PROGRESS_EVERY_S = 2.0
 MESSAGES = click.IntRange(1, 1_000_000_000)
@@ -148,11 +154,13 @@ def prepare(shell: Shell, anew: bool) -> None:
 @pipeline.command()
 @events_option()
 @tables_option
+@writer_option
 @skip_option
 @spark_options
 @redaction_option
 @lineage_option
 @click.pass_obj
+@with_lineage
 @beside_spark
 def run(
     shell: Shell,
@@ -161,7 +169,7 @@ def run(
     tables: TablesPlace,
     skip_missing: bool,
     redaction: str,
-    lineage: str | None,
+    lineage: "JobRun | None",
     **where: Any,
 ) -> None:
     """Ingest new segments and update every table.
@@ -178,13 +186,11 @@ def run(
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
     _need_places(events, tables)
-    if lineage is None and _finds_nothing(shell, tables, events):
+    if _finds_nothing(shell, tables, events):
         return
     is_small = _is_small(tables, events, skip_missing=skip_missing)
-    with pipeline_on_spark(shell, tables, where, redaction, is_small=is_small) as job:
-        with with_lineage(shell, lineage, "pipeline.run", job, events):
-            summary = job.run(events, skip_missing=skip_missing)
-        _print_summary(shell, summary)
+    with pipeline_on_spark(shell, tables, where, redaction, is_small=is_small, lineage=lineage) as job:
+        _print_summary(shell, job.run(events, skip_missing=skip_missing))
 
 
 def _need_places(events: tuple[str, ...], tables: TablesPlace) -> None:
@@ -210,20 +216,34 @@ def _finds_nothing(shell: Shell, tables: TablesPlace, events: tuple[str, ...]) -
 
 def _is_small(tables: TablesPlace, events: tuple[str, ...], *, skip_missing: bool = False) -> bool:
     """Whether the tables and the new segments are small."""
+    from postroom.pipeline.ingest.segments import named_hashes
+
     opened = tables.open()
-    pending = [stream.pending(opened, skip_missing=skip_missing) for stream in tables.streams(events)]
+    pending = [
+        stream.pending(opened, skip_missing=skip_missing, hashes=named_hashes)
+        for stream in tables.streams(events)
+    ]
     return opened.is_small_with(sum(each.bytes for each in pending))
 
 
 @pipeline.command()
 @events_option(required=False)
 @tables_option
+@writer_option
 @spark_options
 @redaction_option
+@lineage_option
 @click.pass_obj
+@with_lineage
 @beside_spark
 def backfill(
-    shell: Shell, /, events: tuple[str, ...], tables: TablesPlace, redaction: str, **where: Any
+    shell: Shell,
+    /,
+    events: tuple[str, ...],
+    tables: TablesPlace,
+    redaction: str,
+    lineage: "JobRun | None",
+    **where: Any,
 ) -> None:
     """Rebuild the silver and gold tables from bronze.
 
@@ -240,13 +260,14 @@ def backfill(
         need_tables(tables.place)
     _need_places(events, tables)
     is_small = _is_small(tables, events)
-    with pipeline_on_spark(shell, tables, where, redaction, is_small=is_small) as job:
+    with pipeline_on_spark(shell, tables, where, redaction, is_small=is_small, lineage=lineage) as job:
         _print_summary(shell, job.backfill(events))
 
 
 @pipeline.command()
 @events_option()
 @tables_option
+@writer_option
 @click.option(
     "--every",
     "every_s",
@@ -257,7 +278,9 @@ def backfill(
 @skip_option
 @spark_options
 @redaction_option
+@lineage_option
 @click.pass_obj
+@with_lineage
 @follower
 @beside_spark
 def stream(
@@ -268,6 +291,7 @@ def stream(
     every_s: float | None,
     skip_missing: bool,
     redaction: str,
+    lineage: "JobRun | None",
     **where: Any,
 ) -> None:
     """Follow the audit stream: ingest new segments in batches, and update the tables after each batch.
@@ -283,20 +307,26 @@ def stream(
     """
     _need_places(events, tables)
     is_endless = every_s is not None
-    with pipeline_on_spark(shell, tables, where, redaction, is_small=False, is_endless=is_endless) as job:
+    is_small = not is_endless and _is_small(tables, events, skip_missing=skip_missing)
+    with pipeline_on_spark(
+        shell, tables, where, redaction, is_small=is_small, is_endless=is_endless, lineage=lineage
+    ) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
 
 @pipeline.command()
 @events_option(required=False)
 @tables_option
+@optional_spark_options
 @click.pass_obj
-def status(shell: Shell, events: tuple[str, ...], tables: TablesPlace) -> None:
+@beside_spark
+def status(shell: Shell, /, events: tuple[str, ...], tables: TablesPlace, **where: Any) -> None:
     """Show how far each table is. Needs no Spark.
 
     `behind` is the number of commits of its source that a silver table has not processed; for bronze and gold
     it is empty. With --events, the first line counts the segments that are not ingested yet, and a line on
-    stderr names missing segments that others wait for.
+    stderr names missing segments that others wait for. The numbers of rows are those of the tables' logs;
+    with --master, Spark reads the files and counts.
 
     \b
     Example:
@@ -313,14 +343,31 @@ def status(shell: Shell, events: tuple[str, ...], tables: TablesPlace) -> None:
             raise
         warn(shell.program, f"warning: {error}")  # before the first run
     opened = tables.open()
-    from postroom.pipeline.status import status_of
 
     streams = tables.streams(events)
     for stream in streams:
         if note := stream.pending(opened).sentence():
             warn(shell.program, f"{stream}: {note}" if len(streams) > 1 else note)
     columns = ("table", "version", "rows", "files", "bytes", "behind")
-    shell.output.rows(columns, status_of(opened, streams), f"there are no tables in {tables}")
+    rows = _status(shell, tables, opened, streams, where)
+    shell.output.rows(columns, rows, f"there are no tables in {tables}")
+
+
+def _status(
+    shell: Shell,
+    place: TablesPlace,
+    tables: "Tables",
+    streams: "list[EventStream]",
+    where: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """The rows of `status`, counted by Spark if it is asked."""
+    from postroom.pipeline.status import status_of
+
+    if not asks_spark(where):
+        yield from status_of(tables, streams)
+        return
+    with pipeline_on_spark(shell, place, where) as job, job.tables.queried():
+        yield from status_of(tables, streams, lambda name: job.tables.read(job.spark, name).count())
 
 
 @pipeline.command("tables")

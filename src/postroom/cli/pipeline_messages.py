@@ -2,26 +2,33 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from postroom.cli.pipeline_options import (
     TablesPlace,
+    lineage_option,
     pipeline_on_spark,
     progress_on_stderr,
     spark_options,
     tables_option,
+    with_lineage,
+    writer_option,
 )
 from postroom.cli.shell import Shell, path_option
 from postroom.cli.stopping import beside_spark
 from postroom.errors import EXIT_RUNTIME
+
+if TYPE_CHECKING:
+    from postroom.pipeline.lineage import JobRun
 
 DAYS = click.IntRange(1, 36_500)
 
 
 @click.command()
 @tables_option
+@writer_option
 @click.option(
     "--keep-days",
     type=DAYS,
@@ -50,7 +57,9 @@ DAYS = click.IntRange(1, 36_500)
 @click.option("--archive", metavar="PATH", help="Write removed rows to this Hadoop path first.")
 @click.option("--dry-run", is_flag=True, help="Only count, change nothing.")
 @spark_options
+@lineage_option
 @click.pass_obj
+@with_lineage
 @beside_spark
 def retain(
     shell: Shell,
@@ -63,6 +72,7 @@ def retain(
     hold: Path | None,
     archive: str | None,
     dry_run: bool,
+    lineage: "JobRun | None",
     **where: Any,
 ) -> None:
     """Remove messages from the tables whose end or last event is older than their time to keep.
@@ -104,6 +114,7 @@ def retain(
             now_us=time.time_ns() // 1000,
             archive=archive,
             progress=progress_on_stderr(shell),
+            lineage=lineage,
         )
         found = retention.run(dry_run=dry_run)
     rows = (msgspec.to_builtins(each) for each in found)

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from postroom.pipeline.ingest.segments import EventStream
     from postroom.pipeline.jobs import Pipeline
+    from postroom.pipeline.lineage import JobRun
     from postroom.pipeline.tables import Tables
 
 Command = Callable[..., Any]
+DELTA_RS, DELTA_SPARK = "delta-rs", "delta-spark"
 
 
 class TablesPlace(NamedTuple):
@@ -28,6 +30,7 @@ class TablesPlace(NamedTuple):
     place: str
     storage: Mapping[str, str]
     mounts: Mapping[str, str]
+    writer: str = DELTA_RS
 
     def __str__(self) -> str:
         return self.place
@@ -39,7 +42,7 @@ class TablesPlace(NamedTuple):
         from postroom.pipeline.storage import Access
         from postroom.pipeline.tables import Tables
 
-        return Tables(self.place, Access(self.storage, self.mounts))
+        return Tables(self.place, Access(self.storage, self.mounts), writer=self.writer)
 
     def streams(self, events: tuple[str, ...]) -> "list[EventStream]":
         from postroom.pipeline.ingest.segments import EventStream
@@ -109,6 +112,26 @@ def tables_option(command: Command) -> Command:
     return _tables_options(with_place)
 
 
+def writer_option(command: Command) -> Command:
+    """Who commits to the tables. For commands with `tables_option`, below it, that write tables."""
+
+    @wraps(command)
+    def with_writer(*arguments: Any, tables: TablesPlace, writer: str, **options: Any) -> Any:
+        if writer == DELTA_SPARK and options["remote"] is not None:
+            raise click.UsageError(
+                "--writer delta-spark has no --remote: it commits in the JVM of the driver; use --master"
+            )
+        return command(*arguments, tables=tables._replace(writer=writer), **options)
+
+    return click.option(
+        "--writer",
+        type=click.Choice([DELTA_RS, DELTA_SPARK]),
+        default=DELTA_RS,
+        show_default=True,
+        help="Who commits to the tables. delta-spark is Delta's own connector: the session needs its jar.",
+    )(with_writer)
+
+
 def _master_option(default: str | None, text: str) -> Callable[[Command], Command]:
     return click.option("--master", default=default, show_default=True, metavar="URL", help=text)
 
@@ -162,12 +185,30 @@ def redaction_option(command: Command) -> Command:
     )(command)
 
 
-def lineage_option(command: Command) -> Command:
-    return click.option(
-        "--lineage",
-        metavar="PLACE",
-        help="Emit OpenLineage events to this file or HTTP address.  [default: none]",
-    )(command)
+lineage_option = click.option(
+    "--lineage",
+    metavar="PLACE",
+    help="Emit OpenLineage events to this file or HTTP address.  [default: none]",
+)
+
+
+def with_lineage(command: Command) -> Command:
+    """Emit the run of a job, if a place for its lineage is given. For commands with `lineage_option`.
+
+    It stands outside of `beside_spark`, so that a job that is stopped emits its end, too.
+    """
+
+    @wraps(command)
+    def emitting(shell: Shell, /, *, lineage: str | None, **options: Any) -> Any:
+        if lineage is None:
+            return command(shell, lineage=None, **options)
+        from postroom.pipeline.lineage import JobRun
+
+        run = JobRun(lineage, f"pipeline.{command.__name__}", lambda text: warn(shell.program, text))
+        with run.running():
+            return command(shell, lineage=run, **options)
+
+    return emitting
 
 
 def skip_option(command: Command) -> Command:
@@ -200,22 +241,6 @@ def progress_on_stderr(shell: Shell) -> Callable[[str], None]:
 
 
 @contextmanager
-def with_lineage(
-    shell: Shell, place: str | None, name: str, job: "Pipeline", events: tuple[str, ...]
-) -> "Iterator[None]":
-    """Emit the lineage of a job that writes the tables, if a place for it is given."""
-    if place is None:
-        yield
-        return
-    from postroom.pipeline import lineage
-
-    emitter = lineage.Lineage(place, name, lambda text: warn(shell.program, text))
-    inputs = [lineage.dataset(stream.storage) for stream in job.streams(events)]
-    with emitter.run(inputs, lambda: lineage.written(job.tables, job.tables.names())):
-        yield
-
-
-@contextmanager
 def pipeline_on_spark(
     shell: Shell,
     place: TablesPlace,
@@ -224,6 +249,7 @@ def pipeline_on_spark(
     *,
     is_small: bool | None = None,
     is_endless: bool = False,
+    lineage: "JobRun | None" = None,
 ) -> "Iterator[Pipeline]":
     """The tables on Spark. If it is not said whether data are small, the size of the tables decides.
 
@@ -243,7 +269,7 @@ def pipeline_on_spark(
         if is_classic(spark) and (url := spark.sparkContext.uiWebUrl):
             say(f"Spark's UI: {url}")
         with spark_errors():
-            yield Pipeline(spark, tables, level=redaction, progress=say)
+            yield Pipeline(spark, tables, level=redaction, progress=say, lineage=lineage)
 
 
 def _event_log(tables: "Tables", remote: str | None, say: Callable[[str], None]) -> dict[str, str]:

@@ -17,14 +17,17 @@ from postroom.cli.pipeline_options import (
     progress_on_stderr,
     spark_options,
     tables_option,
+    with_lineage,
 )
 from postroom.cli.render import warn
 from postroom.cli.shell import Shell, parse_wait, path_option
 from postroom.cli.stopping import beside_spark
-from postroom.errors import EXIT_OK, EXIT_RUNTIME
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, Unavailable
 
 if TYPE_CHECKING:
     from postroom.pipeline.check import CheckResult
+    from postroom.pipeline.lineage import JobRun
+    from postroom.pipeline.tables import Tables
 
 CHECK_HORIZON_S = 86_400.0
 
@@ -70,6 +73,13 @@ def _answers(shell: Shell, folder: TablesPlace, query: str, where: dict[str, Any
         yield from answers(tables, query)
 
 
+_rules_option = path_option(
+    "--rules",
+    metavar="FILE",
+    text="Expectations in TOML instead of the built-in ones: tables [[expect]].",
+)
+
+
 @click.command()
 @tables_option
 @path_option(
@@ -89,15 +99,23 @@ def _answers(shell: Shell, folder: TablesPlace, query: str, where: dict[str, Any
     callback=lambda _c, _p, texts: _targets(texts),
     help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
 )
+@_rules_option
 @click.pass_obj
 def report(
-    shell: Shell, /, tables: TablesPlace, out: Path, speedscope: Path | None, targets: dict[int, int]
+    shell: Shell,
+    /,
+    tables: TablesPlace,
+    out: Path,
+    speedscope: Path | None,
+    targets: dict[int, int],
+    rules: Path | None,
 ) -> None:
     """Write a report of the tables as one HTML file. Needs no Spark.
 
     It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
     agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
-    were delivered in time. The file works offline and has no script.
+    were delivered in time. Its first findings are breached expectations: those of --rules, or the built-in
+    ones. The file works offline and has no script.
 
     \b
     Example:
@@ -112,9 +130,17 @@ def report(
         if file is not None:
             need_place(file)
     opened = tables.open()
+    from postroom.pipeline.expectations import read_expectations
     from postroom.pipeline.report.queries import write_report
 
-    facts = write_report(opened, out, speedscope, targets_us=targets, progress=progress_on_stderr(shell))
+    facts = write_report(
+        opened,
+        out,
+        speedscope,
+        targets_us=targets,
+        expected=None if rules is None else read_expectations(rules),
+        progress=progress_on_stderr(shell),
+    )
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
         f"{out} is a report of {facts.messages:,} messages",
@@ -140,8 +166,9 @@ def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) 
     The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
     message never overlap, a message ends once, and no number of a source is missing or used twice. The output
     is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
-    `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Tables of up to
-    200,000 events, from which nothing was removed, are checked without Spark, unless --master asks for it.
+    `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Needs no Spark:
+    DuckDB sorts the events, and one process checks them. With --master, Spark checks large tables on many
+    cores.
 
     \b
     Example:
@@ -161,34 +188,32 @@ def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) 
 
 
 def _verdict(shell: Shell, folder: TablesPlace, horizon_s: float, where: dict[str, Any]) -> "CheckResult":
-    """By the engine that fits the size of the tables."""
+    """By DuckDB and Python, unless Spark is asked."""
+    if asks_spark(where):
+        with pipeline_on_spark(shell, folder, where) as job:
+            from postroom.pipeline.check import check_tables
+
+            return check_tables(job.spark, job.tables, horizon_s=horizon_s)
     tables = folder.open()
-    from postroom.pipeline.small_check import check_small, is_small
+    from postroom.pipeline.local_check import check_locally
 
-    if not asks_spark(where) and is_small(tables):
-        return check_small(tables, horizon_s=horizon_s)
-    with pipeline_on_spark(shell, folder, where) as job:
-        from postroom.pipeline.check import check_tables
-
-        return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+    return check_locally(tables, horizon_s=horizon_s)
 
 
 @click.command()
 @tables_option
-@path_option(
-    "--rules",
-    metavar="FILE",
-    text="Expectations in TOML instead of the built-in ones: tables [[expect]].",
-)
+@_rules_option
 @lineage_option
 @click.pass_obj
-def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: str | None) -> int:
+@with_lineage
+def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "JobRun | None") -> int:
     """Measure what is expected of the tables, and print each expectation. Needs no Spark.
 
     The kinds are not_null, unique, known_values, freshness and reject_rate. An expectation is breached if
     the share of rows that break it exceeds its `most`; of freshness, if the newest row is older than `most`
-    seconds. The exit code is 0 without a breach, and 1 otherwise. With --lineage, an OpenLineage event tells
-    the result of every expectation. A report names breaches of the built-in expectations.
+    seconds. The exit code is 0 without a breach, and 1 otherwise. The results of a breach are also an event,
+    a file in `_breaches` beside the tables; --lineage emits it, and the results without a breach. `report`
+    names breaches, with the same --rules.
 
     \b
     Example:
@@ -207,14 +232,25 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: st
     wanted = EXPECTATIONS if rules is None else read_expectations(rules)
     measured = measure(there, wanted, time.time_ns() // 1000)
     broken = breaches(measured)
-    if lineage is not None:
-        emitter = emitting.Lineage(lineage, "pipeline.expect", lambda text: warn(shell.program, text))
-        emitter.emit("FAIL" if broken else "COMPLETE", emitting.measured(there, measured), ())
+    run = lineage or emitting.JobRun(None, "pipeline.expect")
+    event = run.end("FAIL" if broken else "COMPLETE", emitting.measured(there, measured))
+    if broken:
+        _keep_breach(shell, there, event)
     columns = ("table", "kind", "columns", "rows", "broken", "most", "holds")
     shell.output.rows(columns, map(msgspec.to_builtins, measured), "nothing is expected")
     for one in broken:
         warn(shell.program, f"breached: {one.sentence}")
     return EXIT_RUNTIME if broken else EXIT_OK
+
+
+def _keep_breach(shell: Shell, tables: "Tables", event: dict[str, Any]) -> None:
+    """Write the event beside the tables. A reader without the right to write there still gets the result."""
+    from postroom.pipeline.breaches import FOLDER, keep_breach
+
+    try:
+        keep_breach(tables.storage, event)
+    except (OSError, Unavailable) as error:
+        warn(shell.program, f"warning: no event was written to {tables.storage}/{FOLDER}: {error}")
 
 
 @click.command()
@@ -235,7 +271,7 @@ def register(shell: Shell, /, tables: TablesPlace, database: str, catalog: str |
     \b
     Example:
       postroom pipeline register --tables s3a://lake/postroom --database postroom \\
-          --conf spark.jars.packages=io.delta:delta-spark_4.3_2.13:VERSION \\
+          --conf spark.jars=/opt/delta/delta-spark.jar,/opt/delta/delta-storage.jar \\
           --conf spark.sql.catalogImplementation=hive
     """
     from postroom.pipeline.paths import need_tables

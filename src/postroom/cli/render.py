@@ -110,7 +110,7 @@ class Output:
             self.json_line(facts)
 
     def document(self, facts: Mapping[str, Any]) -> None:
-        """Print an object: indented for people, as one line for programs."""
+        """Print an object as indented JSON on a terminal, and as one line of JSON otherwise."""
         if self.readable:
             self.pretty(facts)
         else:
@@ -232,6 +232,8 @@ def json_text(value: object) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, Mapping):
         return " ".join(f"{key}={_cell(item)}" for key, item in value.items()) or "-"
     if isinstance(value, list | tuple):

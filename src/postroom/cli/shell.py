@@ -45,6 +45,7 @@ COUNT_MAX = 1_000_000_000  # of messages in one result
 COUNT = click.IntRange(0, COUNT_MAX)
 _PLAIN_WORDS = (
     (re.compile(r"\s*\n\s*"), " "),
+    (re.compile(r"Directory ('.*') is a file"), r"\1 is a file, and not a folder"),
     (re.compile(r"is not a valid integer(?: range)?"), "is not a whole number"),
     (re.compile(r"is not a valid float(?: range)?"), "is not a number"),
     (re.compile(r"is not in the range (\S+)<=x<=(\S+?)(\.?)$"), r"is not a number from \1 to \2\3"),
@@ -75,6 +76,19 @@ class Shell:
         from postroom.settings import load
 
         return load(self.config_file(), os.environ)
+
+    def check_settings(self) -> None:
+        """Refuse a named settings file that is absent or invalid, even if the command needs no setting."""
+        _ = self.settings
+
+    def data_place(self, given: Path | None) -> Path:
+        """The place of the data that an option or the settings name."""
+        place = given or self.settings.up.data
+        if place is None:
+            raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+        if not isinstance(place, StoreAddress):
+            check_key_file(place)
+        return place
 
     def use_key_file(self, path: Path) -> None:
         """Let every store of this process and of its children use a key file."""
@@ -374,11 +388,28 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str | Non
     return Path(value)
 
 
+def as_folder(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """A data folder, which must not hold the key file in use."""
+    folder = as_path(context, parameter, value)
+    if folder is not None:
+        check_key_file(folder)
+    return folder
+
+
+def check_key_file(folder: Path) -> None:
+    """Refuse the key file of this command inside a data folder."""
+    if os.environ.get(KEY_FILE_VARIABLE):
+        from postroom.system.key_file import check_outside
+
+        check_outside(Path(os.environ[KEY_FILE_VARIABLE]), folder)
+
+
 def path_option(
     *names: str, metavar: str, text: str, required: bool = False, kind: click.Path = ANY_PATH
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option that names a file or a folder."""
-    return click.option(*names, type=kind, callback=as_path, required=required, metavar=metavar, help=text)
+    """An option that names a file or a folder. `--data` names a data folder in every command."""
+    callback = as_folder if "--data" in names else as_path
+    return click.option(*names, type=kind, callback=callback, required=required, metavar=metavar, help=text)
 
 
 class StoreAddress(PosixPath):
@@ -413,7 +444,7 @@ def as_place(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(
             "it must be a data folder, or an address as postgres://user@host/db or amqp://host/?ledger=URL"
         )
-    return as_path(context, parameter, value)
+    return as_folder(context, parameter, value)
 
 
 def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -432,7 +463,7 @@ def parse_rate(text: str) -> float:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= RATE_MAX:
-        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:g}")
+        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:,.0f}")
     return rate
 
 

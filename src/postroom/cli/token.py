@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.render import rfc3339
+from postroom.cli.render import rfc3339, warn
 from postroom.cli.shell import HELP_OPTIONS, Decorated, Shell, add_json_option, parse_rate, parse_wait
-from postroom.cli.tasks.options import needed_data_option
+from postroom.cli.tasks.options import needed_data_option, starting_folder
 
 if TYPE_CHECKING:
     from postroom.runtime.tokens import NewToken, Tokens
@@ -67,8 +67,9 @@ def create(
     """Make a token and print it. It is shown only once; the folder keeps its checksum.
 
     An agent works on its own queue and for its own organization. An operator sees and does everything. An
-    admin may also make and revoke tokens. With --org, both keep to that organization. The options --may-…
-    give the token of an agent more rights, the options --only-… fewer.
+    admin may also make and revoke tokens, over HTTP too. With --org, both keep to that organization. The
+    options --may-… give the token of an agent more rights, the options --only-… fewer. A folder that is
+    absent or empty becomes a data folder.
 
     \b
     Example:
@@ -76,11 +77,36 @@ def create(
       postroom token create --data run --role operator --expires-s 86400
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
+    from postroom.runtime.agents import Agents
     from postroom.runtime.tokens import Permissions
 
+    if role == "agent" and not (agent and org):
+        raise click.UsageError("the token of an agent needs --agent NAME and --org NAME")
+    _check_effect(role, org, allowed)
     permissions = Permissions(only_buses=only_bus, is_read_only=read_only, **allowed)
-    made = _tokens(data).create(role, org, agent, expires_s, permissions, rate)
+    agents = Agents(data)
+    owner = agents.task_owner(agent) if agent else ""
+    with starting_folder(shell, data):
+        made = agents.tokens.create(role, org, agent, expires_s, permissions, rate)
+    if org and owner not in ("", org):
+        warn(
+            shell.program,
+            f"warning: the tasks of {agent!r} belong to the agent of that name in organization {owner!r}, so "
+            f"this token gets none of them: choose another name for the agent of {org!r}",
+        )
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
+
+
+def _check_effect(role: str, org: str, allowed: dict[str, Any]) -> None:
+    """Refuse permissions that a token has anyway."""
+    from postroom.runtime.tokens import MORE_RIGHTS
+
+    given = [name for name in MORE_RIGHTS if allowed[name]]
+    if given and role != "agent" and not org:
+        raise click.UsageError(
+            f"--{given[0].replace('_', '-')} is for the token of an agent: an {role} of all organizations "
+            "may send to every agent, and claim and read all tasks"
+        )
 
 
 @token.command(name="list")
@@ -145,6 +171,25 @@ def rotate(shell: Shell, token_id: str, data: Path, overlap_s: float, token_only
     _print(shell, made, {"replaces": token_id}, token_only=token_only)
 
 
+@token.command()
+@click.argument("agent", metavar="NAME")
+@needed_data_option
+@click.pass_obj
+def release(shell: Shell, agent: str, data: Path) -> None:
+    """Let another organization own the name of an agent, and get its tasks.
+
+    The organization that was the first to use the name owns it, also when its tokens have ended. Revoke all
+    its tokens of the name first. The next owner is the organization of the oldest token of the name that is
+    left, or of the next one that is made.
+
+    \b
+    Example:
+      postroom token release triage --data run
+    """
+    owner = _existing(data).release(agent)
+    shell.output.facts({"agent": agent, "released_by": owner}, f"{owner!r} owns the name {agent!r} no longer")
+
+
 def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only: bool) -> None:
     if token_only:
         shell.output.sentence(made.token)
@@ -153,15 +198,10 @@ def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only:
 
 
 def _existing(data: Path) -> "Tokens":
-    if not data.is_dir():
-        raise click.ClickException(f"there is no data folder {data}")
-    return _tokens(data)
-
-
-def _tokens(data: Path) -> "Tokens":
+    from postroom.runtime.data_folder import checked_data_folder
     from postroom.runtime.tokens import Tokens
 
-    return Tokens(data)
+    return Tokens(checked_data_folder(data))
 
 
 add_json_option(token)

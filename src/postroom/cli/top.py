@@ -29,7 +29,10 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@path_option("--data", metavar="DIR", text="A data folder. It needs no server and no token.", kind=FOLDER)
+@path_option(
+    "--data", metavar="DIR", kind=FOLDER,
+    text="A data folder. It needs no server and no token.  [default: data in [up] of the settings]",
+)  # fmt: skip
 @click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 @token_option
 @click.option(
@@ -51,8 +54,10 @@ def top(
       postroom top --data run --once --json
       POSTROOM_TOKEN=pr_... postroom top --url http://127.0.0.1:8800
     """
-    if (data is None) == (url is None):
-        raise click.UsageError("say what to look at: --data DIR or --url URL, one of them")
+    if data is not None and url is not None:
+        raise click.UsageError("--data and --url name two places to look at: give one of them")
+    if url is None:
+        data = shell.data_place(data)
     with _reader(shell, data, url, token) as look:
         where = url or str(data)
         with suppress(Stopped):  # Ctrl-C is the usual end
@@ -86,9 +91,12 @@ def _reader(
     from postroom.page.terminal import StoreReader
 
     store = shell.settings.up.store
-    if store is None and not (Path(str(data)) / DATABASE).exists():
-        raise click.ClickException(f"there is no store in {data} yet: postroom up makes one")
-    with Engine.open(store or f"sqlite:///{Path(str(data)) / DATABASE}") as engine:
+    folder = Path(str(data))
+    if store is None and not (folder / DATABASE).exists():
+        from postroom.runtime.data_folder import nothing_in
+
+        raise nothing_in(folder, "messages")
+    with Engine.open(store or f"sqlite:///{folder / DATABASE}") as engine:
         yield StoreReader(engine.store, engine.policy).snapshot
 
 

@@ -18,6 +18,7 @@ from postroom.cli.server_options import (
     with_store,
 )
 from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, path_option
+from postroom.cli.tasks.options import FOLDER
 
 if TYPE_CHECKING:
     from postroom.runtime.parts import Part
@@ -30,7 +31,9 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@path_option("--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]")
+@path_option(
+    "--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]", kind=FOLDER
+)
 @store_option("The store of Tasks and Engine, such as postgres://user@host/db, instead of DIR/queue.db.")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--http-port", type=PORT, metavar="N", help="The port of HTTP; 0: a free one.  [default: 8800]")
@@ -52,7 +55,8 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
     addresses are printed once all parts are ready. The first start of a folder also prints the token of an
-    admin, once. The log is JSON lines on stderr. SIGTERM ends all parts cleanly.
+    admin, once: a folder that has a token of an operator or admin gets no other one. The log is JSON lines on
+    stderr. SIGTERM ends all parts cleanly.
 
     \b
     Example:
@@ -69,14 +73,13 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
     if demo and given["data"] is None:
         given["data"] = Path(DEMO_FOLDER)
     settings = _chosen(shell, given)
-    data = settings.data
-    if data is None:
-        raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
+    data = shell.data_place(settings.data)
     if key_file is not None:
         shell.use_key_file(key_file)
     _check_parts(settings, demo=demo)
     _check_address(settings, insecure=insecure)
     _check_store(settings.store)
+    _check_data(data, settings.store)
     _check_key_file(data, settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
@@ -151,6 +154,20 @@ def _check_store(store: str | None) -> None:
         open_store(store).close()  # opens no connection, and refuses an address that is none
 
 
+def _check_data(data: Path, store: str | None) -> None:
+    """Refuse a folder of something else, and a store that was moved: every write to it would fail."""
+    from postroom.errors import StoreMoved
+    from postroom.runtime.data_folder import DATABASE, is_new_data_folder
+    from postroom.stores.sqlite_snapshot import SqliteSnapshot
+
+    is_new_data_folder(data)  # raises for a folder of something else
+    path = data / DATABASE
+    if store is None and path.exists():
+        with SqliteSnapshot(path) as snapshot:
+            if moved_to := snapshot.fact("moved_to"):
+                raise StoreMoved(str(path), moved_to)
+
+
 def _check_key_file(data: Path, store: str | None) -> None:
     """Refuse a key file that does not fit the data, before a part stores anything with its keys."""
     from postroom.runtime.key_rotation import EncryptedData
@@ -169,11 +186,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def _first_token(data: Path) -> "NewToken | None":
-    """The token of an admin, when the folder has no token yet."""
+    """The token of an admin, when the folder has no token of an operator or admin."""
     from postroom.runtime.agents import Agents
 
     agents = Agents(data)
-    if agents.list() or agents.tokens.list():
+    roles = [known.role for known in agents.list()] + [known.role for known in agents.tokens.list()]
+    if any(role != "agent" for role in roles):
         return None
     return agents.tokens.create("admin")
 
@@ -216,7 +234,7 @@ def _demo_part(data: Path, ready: Any) -> "Part":
 
     where = ("--url", ready["http"]["url"], "--nats", ready.get("mail", {}).get("url", ""))
     command = (sys.executable, "-m", "postroom.runtime.demo", *where, "--data", str(data))
-    return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True)
+    return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True, beats=False)
 
 
 def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None, *, demo: bool) -> None:

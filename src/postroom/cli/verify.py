@@ -78,10 +78,16 @@ def verify_command(
     from postroom.core.history_checker import History
     from postroom.stores.open import SERVERS
 
-    if (folder is None) == (data is None):
+    if folder is None and data is None:
         raise click.UsageError("say what to check: the FOLDER of an audit stream, or --data DIR")
-    if data is not None and (store is not None or since is not None or until is not None):
-        raise click.UsageError("--data checks the whole folder, so it cannot be used with the other options")
+    if folder is not None and data is not None:
+        raise click.UsageError(
+            f"--data checks the audit stream of {data}, too: leave out the FOLDER {folder}, or --data"
+        )
+    given = {"--store": store, "--since": since, "--until": until, "--horizon-s": horizon_s}
+    unused = [name for name, value in given.items() if value is not None]
+    if data is not None and unused:
+        raise click.UsageError(f"--data checks the whole folder, so {unused[0]} has no effect: leave it out")
     if data is not None:
         return _verify_data(shell, data, unordered=unordered)
     assert folder is not None  # noqa: S101 - for the type checker: checked above
@@ -121,7 +127,7 @@ def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, 
 
     segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
     if not holds_stream(segments.folder):
-        raise Unavailable(f"{segments.folder} holds no audit stream")
+        raise Unavailable(f"{segments.folder} holds no audit stream{_hint(folder)}")
     add = history.add
     n = 0
     noted_at = time.monotonic()
@@ -132,6 +138,15 @@ def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, 
         if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
             noted_at = time.monotonic()
             shell.note(f"{n:,} events read")
+
+
+def _hint(folder: Path) -> str:
+    """What to call instead, for a data folder."""
+    from postroom.runtime.data_folder import is_data_folder
+
+    return (
+        f": a data folder is checked with `postroom verify --data {folder}`" if is_data_folder(folder) else ""
+    )
 
 
 def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) -> "Iterator[list[AuditEvent]]":

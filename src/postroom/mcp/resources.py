@@ -8,7 +8,7 @@ import msgspec
 
 from postroom.errors import InvalidMessage
 from postroom.mcp.backend import Backend
-from postroom.mcp.excerpts import WARNING
+from postroom.mcp.excerpts import labelled
 from postroom.mcp.tools import BUDGET_TOKENS_MAX, ReadBusArguments, info_of, read_bus
 
 _encode = msgspec.json.Encoder().encode
@@ -50,7 +50,7 @@ async def read(backend: Backend, uri: str) -> str:
         case _:
             known = ", ".join(template.uri for template in TEMPLATES)
             raise InvalidMessage(f"there is no resource {uri[:200]!r}: use one of {known}")
-    return _encode({"warning": WARNING, "untrusted": True, **found}).decode()
+    return _encode(labelled(found)).decode()
 
 
 # ---- prompts -----------------------------------------------------------------------------------------

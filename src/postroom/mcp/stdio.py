@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcp.server.stdio import stdio_server
 
+from postroom.contracts.engine import Engine
 from postroom.contracts.tasks import Tasks
 from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBackend
@@ -16,10 +17,11 @@ from postroom.mcp.server import create_server
 from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.http import TasksApp, create_app
 from postroom.runtime.server_log import ServerLog
+from postroom.runtime.telemetry import exporting
 from postroom.runtime.tokens import Role
-from postroom.system.atomic import make_folder
 
 LOCAL_AGENT = "local"
+SERVICE = "postroom-mcp"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
 def serve_url(url: str, token: str, agent: str, org: str) -> None:
@@ -28,19 +30,21 @@ def serve_url(url: str, token: str, agent: str, org: str) -> None:
 
 
 def serve_folder(data: Path, token: str, agent: str, org: str, role: Role, store: str | None = None) -> None:
-    """Serve a data folder until stdin ends. Without a token, write access to the folder is enough.
+    """Serve an existing data folder until stdin ends. Without a token, write access to the folder is enough.
 
     The messages are in `store`, or in the file queue.db of the folder.
     """
-    make_folder(data, "os")
     agents = Agents(data)
     identity = _local_identity(agents, token, agent, org, role)
     with (
         Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability="group") as tasks,
         Path(os.devnull).open("w") as nowhere,  # agent programs show stderr as errors
+        exporting(SERVICE) as telemetry,
     ):
-        app = create_app(data, tasks, agents=agents, server_log=ServerLog(nowhere))
-        asyncio.run(_serve_app(app, identity, agent, org, token))
+        engine, server_log = Engine(tasks.store), ServerLog(nowhere)
+        app = create_app(data, tasks, agents=agents, engine=engine, server_log=server_log)
+        served = app if telemetry is None else telemetry.serving(app, engine, server_log)
+        asyncio.run(_serve_app(app, LocalBackend(served, identity, agent, org, token)))
 
 
 def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role) -> Identity:
@@ -53,9 +57,9 @@ def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role
     return identity
 
 
-async def _serve_app(app: TasksApp, identity: Identity, agent: str, org: str, token: str) -> None:
+async def _serve_app(app: TasksApp, backend: LocalBackend) -> None:
     async with app.router.lifespan_context(app):
-        await _serve(LocalBackend(app, identity, agent, org, token))
+        await _serve(backend)
 
 
 async def _serve(backend: Backend) -> None:

@@ -1,7 +1,8 @@
 """The tools: their arguments, their descriptions for a model, and the routes that they call.
 
 Rule 1: the docstring of a struct is the description of its tool, and says all that an agent has to know.
-Rule 2: a tool waits at most `WAIT_S_MAX`. An answer that is not there yet says which call to make next.
+Rule 2: an answer that can have text of others is `labelled`.
+Rule 3: a tool waits at most `WAIT_S_MAX`. An answer that is not there yet says which call to make next.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from msgspec import Meta
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.mcp.backend import Backend
-from postroom.mcp.excerpts import WARNING, Entry, page
+from postroom.mcp.excerpts import Entry, labelled, page
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
 
 BUDGET_TOKENS = 2_000
@@ -173,10 +174,10 @@ async def _reply_to(backend: Backend, question_id: str, wait_s: float) -> dict[s
             letter = _letter(line["payload"])
             if letter.get("reply_to") == question_id:
                 await _done(backend, [line["key"]])
-                return {
+                return labelled({
                     "status": "answered", "question_id": question_id, "from": line["sender"],
-                    "warning": WARNING, "untrusted": True, "body": letter["body"],
-                }  # fmt: skip
+                    "body": letter["body"],
+                })  # fmt: skip
         if time.monotonic() >= deadline:
             return {
                 "status": "waiting", "question_id": question_id,
@@ -233,24 +234,38 @@ async def _is_question(backend: Backend, message_id: str) -> bool:
 
 
 class WhoIsThereArguments(Arguments, frozen=True, kw_only=True):
-    """List the agents of your organization and whether they are alive. Calling it makes you visible."""
+    """List the agents of your organization and their health. Calling it makes you visible.
+
+    alive: it gets your messages. suspect: it missed a heartbeat, and its messages wait. dead: it was silent
+    for 35 s, and messages to it bounce until it is back.
+    """
 
 
 async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str, Any]:  # noqa: ARG001
     await backend.call("POST", _own(backend, "beat"), as_agent=True)
     answer = await backend.call("GET", "/engine/agents", as_agent=True)
     agents = [
-        {"agent": one["agent_id"], "health": one["health"], "silent_s": round(one["silent_s"], 1)}
+        {"agent": one["agent_id"], "health": _health(one), "silent_s": round(one["silent_s"], 1)}
         for one in answer["agents"]
     ]
-    return {"you": backend.agent, "organization": backend.org, "role": backend.role, "agents": agents}
+    own = {"you": backend.agent, "organization": backend.org, "role": backend.role}
+    return labelled({**own, "agents": agents})
+
+
+def _health(agent: dict[str, Any]) -> str:
+    """An agent that has just registered is alive, too."""
+    return "alive" if agent["health"] == "registered" else str(agent["health"])
 
 
 # ---- tasks -------------------------------------------------------------------------------------------
 
 
 class EnqueueArguments(Arguments, frozen=True, kw_only=True):
-    """Put a task into the queue of an agent. One worker of that agent claims and completes it."""
+    """Put a task into the queue of an agent, or into your own. One worker of that agent claims it.
+
+    The task waits until somebody claims it: the agent need not be there. A warning says that no token is for
+    an agent of this name, which may be a typing error.
+    """
 
     agent: Annotated[str, Meta(min_length=1, description="The agent whose queue gets the task.")]
     payload: Content
@@ -282,7 +297,7 @@ async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
     task = await backend.call("POST", "/queue/next", body, as_agent=True, wait_s=given.wait_s)
     if task is None:
         return {"task": None, "next": "there is no task now: call claim again with wait_s, or inbox"}
-    return {"warning": WARNING, "task": {**task, "untrusted": True}}
+    return labelled({"task": {**task, "untrusted": True}})
 
 
 class CompleteArguments(Arguments, frozen=True, kw_only=True):
@@ -404,13 +419,14 @@ class ResultArguments(Arguments, frozen=True, kw_only=True):
 
 async def result(backend: Backend, given: ResultArguments) -> dict[str, Any]:
     info = await info_of(backend, given.id, given.wait_s)
-    ended = info["state"] in _ENDED
+    ended, errors = info["state"] in _ENDED, info["errors"]
     found = {"id": given.id, "state": info["state"], "ended": ended, "attempt": info["attempt"]}
     if ended:
-        found |= {"warning": WARNING, "untrusted": True, "result": info["result"]}
+        found |= {"result": info["result"]}
     else:
         found |= {"next": "it has not ended: call wait_for with this id, or explain to see what holds it"}
-    return found | ({"errors": info["errors"]} if info["errors"] else {})
+    found |= {"errors": errors} if errors else {}
+    return labelled(found) if ended or errors else found
 
 
 async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dict[str, Any]:
@@ -431,7 +447,7 @@ class ExplainArguments(Arguments, frozen=True, kw_only=True):
 
 async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
     answer = await backend.call("GET", f"/engine/messages/{quoted(given.id)}/explain")
-    return {"id": given.id, "explanation": answer["explanation"]}
+    return labelled({"id": given.id, "explanation": answer["explanation"]})
 
 
 class SearchArguments(Arguments, frozen=True, kw_only=True):
@@ -450,14 +466,14 @@ async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
     query |= {"state": given.state} if given.state else {}
     if given.where == "tasks":
         lines = (await backend.call("GET", f"/tasks?{urlencode(query)}"))["tasks"]
-        return {"tasks": lines, "cursor": lines[-1]["seq"] if len(lines) == given.limit else 0}
+        cursor = lines[-1]["seq"] if len(lines) == given.limit else 0
+        return labelled({"tasks": lines, "cursor": cursor})
     query |= {name: value for name in ("text", "type") if (value := getattr(given, name))}
     query |= {"org_id": backend.org} if backend.is_operator else {}
     answer = await backend.call("GET", f"/engine/messages?{urlencode(query)}")
     found: dict[str, Any] = {"messages": answer["messages"], "cursor": answer["next_after"]}
-    return found | (
-        {"next": "there may be more: call search with this cursor"} if answer["next_after"] else {}
-    )
+    more = {"next": "there may be more: call search with this cursor"} if answer["next_after"] else {}
+    return labelled(found | more)
 
 
 # ---- for operators -----------------------------------------------------------------------------------
@@ -476,7 +492,7 @@ class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
 async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[str, Any]:
     query = urlencode({**_filled(given), "limit": given.limit})
     answer = await backend.call("GET", f"/engine/dlq?{query}")
-    return {"warning": WARNING, "untrusted": True, "letters": answer["letters"]}
+    return labelled({"letters": answer["letters"]})
 
 
 class ReplayArguments(Arguments, frozen=True, kw_only=True):

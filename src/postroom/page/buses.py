@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom.message import BusMessage
-from postroom.page.redaction import shown_body
+from postroom.page.redaction import shown_body, shown_name
 from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
 from postroom.runtime.event_streams import EventStream, bus_name, bus_pages, read_checked
 from postroom.runtime.http_messages import HttpReply, HttpRequest
@@ -37,9 +37,14 @@ async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 def _shown(request: HttpRequest, message: BusMessage) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(message)
-    del fields["extra"]
-    return {**fields, "body": shown_body(request, message.body)}
+    names = ("type", "project_id", "task_id", "run_id")
+    return {
+        "msg_id": message.msg_id,
+        "ts": message.ts,
+        "parents": message.parents,
+        "body": shown_body(request, message.body),
+        **{name: shown_name(request, getattr(message, name)) for name in names},
+    }
 
 
 async def stream(server: TaskServer, request: HttpRequest, is_allowed: Callable[[], bool]) -> None:

@@ -9,14 +9,14 @@ from postroom.contracts.engine.cells import SEPARATOR
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.goals import branches
 from postroom.contracts.goals import decisions as decision_cells
-from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision
+from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect
 from postroom.contracts.goals.goals import GoalStatus, status_of
 from postroom.contracts.goals.progress import CHECKPOINTS_MAX
 from postroom.contracts.goals.rollback import checkpoint_of, goal_of, is_undone, later_effects
-from postroom.errors import UnknownCheckpoint, UnknownGoal
+from postroom.errors import RollbackRefused, UnknownCheckpoint, UnknownGoal
 from postroom.page.live import scope_of
 from postroom.page.messages import read
-from postroom.page.redaction import shown_json
+from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import RollbackBody
 from postroom.runtime.agents import Identity
 from postroom.runtime.goal_handlers import answered
@@ -44,15 +44,19 @@ async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(decision)
     question = decision.question
+    subject = {name: str(value) for name, value in decision.subject.items()}
     return {
-        **fields,
+        "decision_id": decision.decision_id,
+        "kind": decision.kind,
+        "org_id": decision.org_id,
         "state": decision.state,
+        "deadline_us": decision.deadline_us,
         "options": list(question.options),
         "default": question.default,
         "question": shown_json(request, question.facts),
-        "subject": {name: str(value) for name, value in decision.subject.items()},
+        "reasoning": shown_text(request, decision.reasoning),
+        "subject": shown_texts(request, subject),
     }
 
 
@@ -102,8 +106,9 @@ async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
     scope = scope_of(request.identity)
     found = await read(server, request, lambda operations: goal_lines(operations.transaction, scope))
     active = await server.engine.conflicts.active(scope)
-    conflicts = {"active": active, "waiting": await server.engine.conflicts.waiting(scope)}
-    return HttpReply(200, _encode({"goals": found, "conflicts": conflicts}))
+    waiting = await server.engine.conflicts.waiting(scope)
+    conflicts = msgspec.to_builtins({"active": active, "waiting": waiting})
+    return HttpReply(200, _encode({"goals": found, "conflicts": shown_texts(request, conflicts)}))
 
 
 async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -118,12 +123,24 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
     status, checkpoints = await read(server, request, work)
     context, _ = await server.engine.goals.context(goal_id)
     answer = {
-        "goal": status,
-        "checkpoints": checkpoints,
+        "goal": _shown_status(request, status),
+        "checkpoints": [_shown_checkpoint(request, one) for one in checkpoints],
         "context": shown_json(request, context),
         "branch": await _branch(server, request, goal_id),
     }
     return HttpReply(200, _encode(answer))
+
+
+def _shown_status(request: HttpRequest, status: GoalStatus) -> dict[str, Any]:
+    names = ("goal_id", "org_id", "state", "open_messages", "effects", "created_us", "ended_us", "undoing")
+    shown = {name: getattr(status, name) for name in names}
+    return {**shown, "tried": shown_texts(request, status.tried)}
+
+
+def _shown_checkpoint(request: HttpRequest, checkpoint: Checkpoint) -> dict[str, Any]:
+    names = ("checkpoint_id", "created_us", "effects")
+    shown = {name: getattr(checkpoint, name) for name in names}
+    return {**shown, "reason": shown_text(request, checkpoint.reason)}
 
 
 def _check_seen(transaction: Transaction, identity: Identity, goal_id: str) -> None:
@@ -140,7 +157,7 @@ async def _branch(server: TaskServer, request: HttpRequest, goal_id: str) -> lis
     staged = await read(server, request, work)
     return [
         {
-            "node_id": key.partition(SEPARATOR)[2],
+            "node_id": shown_name(request, key.partition(SEPARATOR)[2]),
             "changes": shown_json(request, {name: value for name, (_, value) in one.changes.items()}),
             "edges": len(one.edges),
         }
@@ -149,29 +166,35 @@ async def _branch(server: TaskServer, request: HttpRequest, goal_id: str) -> lis
 
 
 async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """Preview or do a rollback."""
+    """Preview or do a rollback. A person accepts effects by their keys as the page shows them."""
     body: RollbackBody = request.body
     goal_id = request.path_param("id")
 
-    def work(operations: Operations) -> dict[str, Any]:
+    def work(operations: Operations) -> tuple[int, list[GoalEffect]]:
         transaction = operations.transaction
         _check_seen(transaction, request.identity, goal_id)
         checkpoint = checkpoint_of(transaction, body.checkpoint_id)
         if checkpoint.goal_id != goal_id:
             raise UnknownCheckpoint(body.checkpoint_id)
         effects = [effect for _, effect in later_effects(transaction, checkpoint)]
-        return {
-            "checkpoint": checkpoint,
-            "open_messages": status_of(transaction, goal_id).open_messages,
-            "undone": [effect.key for effect in effects if is_undone(effect)],
-            "irreversible": list(dict.fromkeys(effect.key for effect in effects if not is_undone(effect))),
-        }
+        return status_of(transaction, goal_id).open_messages, effects
 
-    seen = await read(server, request, work)
-    if body.is_preview:
-        return HttpReply(200, _encode(seen))
-    status = await server.engine.goals.rollback(
-        body.checkpoint_id, accept_irreversible=body.accept_irreversible
-    )
+    open_messages, effects = await read(server, request, work)
+    if not body.is_preview:
+        await _roll_back(server, request, effects)
+    undone = [shown_name(request, effect.key) for effect in effects if is_undone(effect)]
+    left = dict.fromkeys(shown_name(request, effect.key) for effect in effects if not is_undone(effect))
+    answer = {"open_messages": open_messages, "undone": undone, "irreversible": list(left)}
+    return HttpReply(200, _encode(answer))
+
+
+async def _roll_back(server: TaskServer, request: HttpRequest, effects: list[GoalEffect]) -> None:
+    body: RollbackBody = request.body
+    chosen = set(body.accept_irreversible)
+    accepted = [effect.key for effect in effects if shown_name(request, effect.key) in chosen]
+    try:
+        await server.engine.goals.rollback(body.checkpoint_id, accept_irreversible=accepted)
+    except RollbackRefused as error:
+        keys = [shown_name(request, key) for key in error.irreversible]
+        raise RollbackRefused(error.goal_id, dict.fromkeys(keys)) from None
     server.server_log.write("rolled_back", checkpoint=body.checkpoint_id, agent=request.identity.name)
-    return HttpReply(200, _encode({**seen, "goal": status}))

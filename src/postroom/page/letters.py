@@ -13,7 +13,7 @@ from postroom.contracts.engine.inspection import EngineStatus, status_of
 from postroom.contracts.engine.operations import Operations
 from postroom.page.live import scope_of
 from postroom.page.messages import read
-from postroom.page.redaction import shown_text
+from postroom.page.redaction import shown_name, shown_text
 from postroom.page.schemas import LettersQuery, ReplayBody
 from postroom.runtime.engine_handlers import operated_org, visible
 from postroom.runtime.http_messages import HttpReply, HttpRequest
@@ -49,9 +49,7 @@ class LetterLine(msgspec.Struct, frozen=True):
     state: str
     error_type: str
     error: str
-    reason: str
     at: str
-    attempts: int
     can_replay: bool
 
 
@@ -86,12 +84,19 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     answer = {
         "letters": [_line(request, letter) for letter in found.letters],
         "after": found.last,
-        "patterns": [
-            msgspec.structs.replace(one, error=shown_text(request, one.error)) for one in patterns(sample)
-        ],
+        "patterns": [_shown_pattern(request, one) for one in patterns(sample)],
         "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
     }
     return HttpReply(200, _encode(answer))
+
+
+def _shown_pattern(request: HttpRequest, pattern: Pattern) -> Pattern:
+    return msgspec.structs.replace(
+        pattern,
+        type=shown_name(request, pattern.type),
+        error_type=shown_name(request, pattern.error_type),
+        error=shown_text(request, pattern.error),
+    )
 
 
 def _own_filters(request: HttpRequest, filters: dict[str, Any]) -> dict[str, Any] | None:
@@ -133,9 +138,8 @@ def _last_error(letter: DeadLetter) -> dict[str, Any]:
 def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
     org_id, kind, error_type = _pattern_of(letter)
     return LetterLine(
-        letter.message_id, org_id, kind, letter.state, error_type,
-        shown_text(request, str(_last_error(letter)["error"])), letter.failure_reason, letter.dlq_timestamp,
-        len(letter.error_history), letter.can_replay,
+        letter.message_id, org_id, shown_name(request, kind), letter.state, shown_name(request, error_type),
+        shown_text(request, str(_last_error(letter)["error"])), letter.dlq_timestamp, letter.can_replay,
     )  # fmt: skip
 
 
@@ -160,7 +164,9 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
         for message_id in seen.message_ids:
             server.server_log.write("replayed", task_id=message_id, agent=request.identity.name)
         server.wake_streams()
-    return HttpReply(200, _encode(seen))
+    kinds = {shown_text(request, kind): count for kind, count in seen.kinds.items()}
+    notes = [shown_text(request, note) for note in seen.notes]
+    return HttpReply(200, _encode(msgspec.structs.replace(seen, kinds=kinds, notes=notes)))
 
 
 def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> tuple[list[DeadLetter], bool]:

@@ -10,22 +10,26 @@ Rule 3: a slow page keeps no memory: it gets what the shared buffer still has wh
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from postroom.contracts.engine.operations import Operations
-from postroom.errors import PostroomError, Unavailable, clipped
+from postroom.errors import PostroomError, Unavailable
 from postroom.message import Event, EventKind, org_of
 from postroom.page.activity import Activity
-from postroom.page.overview import Facts, Snapshot, read_facts, seen_by, snapshot
+from postroom.page.overview import Facts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
+from postroom.page.redaction import Hide, names_hidden
 from postroom.runtime.agents import Identity
-from postroom.runtime.event_streams import STREAM_STARTS, chunk, is_number, sse
+from postroom.runtime.event_streams import STREAM_STARTS, chunk, end_stream, is_number, sse
 from postroom.runtime.http_messages import HttpRequest, disconnection
 from postroom.runtime.server_log import error_location
 from postroom.runtime.shares import Shares
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.core.redaction import Redactor
 
 TICK_S: Final = 0.1
 BUSY_TICK_S: Final = 0.25
@@ -56,26 +60,22 @@ class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     org_id: str
     message_id: str
-    state: str
     type: str = ""
-    priority: int = 2
-    attempt: int = 0
-    worker_id: str = ""
     error_type: str = ""
-    error: str = ""
     parent_message_id: str = ""
 
 
 class Batch:
     """The events of one tick, encoded once for each organization that looks."""
 
-    def __init__(self, after: int, last: int, events: Sequence[Event], skipped: int = 0) -> None:
+    def __init__(self, after: int, last: int, events: Sequence[Event], hide: Hide, skipped: int = 0) -> None:
         self.after = after
         """The position before the batch."""
         self.last = last
         self.skipped = skipped
         """Events at the beginning that were not read, because there were too many."""
         self._events = [event for event in events if event.kind not in _QUIET]
+        self._hide = hide
         self._encoded: dict[str | None, bytes] = {}
 
     @property
@@ -87,7 +87,7 @@ class Batch:
         """The batch as a server-sent event for an organization, or for all; empty when nothing is for it."""
         found = self._encoded.get(org_id)
         if found is None:
-            seen = [_happening(event) for event in self._events if is_seen(event, org_id)]
+            seen = [_happening(event, self._hide) for event in self._events if is_seen(event, org_id)]
             data = _encode({"events": seen, "skipped": self.skipped})
             found = sse(str(self.last), "events", data) if seen or self.skipped else b""
             self._encoded[org_id] = found
@@ -99,11 +99,10 @@ def is_seen(event: Event, org_id: str | None) -> bool:
     return org_id is None or (bool(org_id) and org_of(event.queue) == org_id)
 
 
-def _happening(event: Event) -> Happening:
+def _happening(event: Event, hide: Hide) -> Happening:
     return Happening(
-        event.seq, event.ts_us, event.kind, org_of(event.queue), event.message_id, event.state, event.type,
-        event.priority, event.attempt, event.worker_id, event.error_type,
-        clipped(event.error), event.parent_message_id,
+        event.seq, event.ts_us, event.kind, org_of(event.queue), event.message_id, hide(event.type),
+        hide(event.error_type), hide(event.parent_message_id),
     )  # fmt: skip
 
 
@@ -124,8 +123,10 @@ class _Look(msgspec.Struct):
 class Live:
     """The shared reader, and the streams of the open pages."""
 
-    def __init__(self, server: TaskServer) -> None:
+    def __init__(self, server: TaskServer, redactor: "Callable[[], Redactor]") -> None:
         self._server = server
+        self._redactor = redactor
+        self._hide: Hide | None = None
         self._loop = asyncio.get_running_loop()
         self._share = Shares("open pages", PAGES_MAX, PAGES_A_TOKEN_MAX, OPERATOR_PAGES_RESERVE)
         self._activity = Activity()
@@ -170,27 +171,34 @@ class Live:
         self._activity, self._position, self._snapshot_due = Activity(), 0, 0.0
         self._has_begun = False
         self._batches.clear()
+        hide = await self._hiding()
         while self._share.used or self._loop.time() < self._wanted_until or self._shown is None:
             pause_s = TICK_S
             try:
-                pause_s = await self._tick()
+                pause_s = await self._tick(hide)
             except PostroomError as error:
                 if self._shown is None:
                     raise
                 self._server.server_log.write_rarely("page_failed", error=error_location(error))
             await asyncio.sleep(pause_s)
 
-    async def _tick(self) -> float:
+    async def _hiding(self) -> Hide:
+        """What hides secrets. It is made in a thread, because its rules take long to compile."""
+        if self._hide is None:
+            self._hide = names_hidden(await asyncio.to_thread(self._redactor))
+        return self._hide
+
+    async def _tick(self, hide: Hide) -> float:
         """Read once. Returns the pause before the next read."""
         is_due = self._loop.time() >= self._snapshot_due
         is_first, self._has_begun = not self._has_begun, True
         look = await self._server.read(lambda: self._look(is_due, is_first))
         has_events = look.newest > self._position
         if has_events:
-            self._note_events(look, is_first)
+            self._note_events(look, hide, is_first)
         if look.facts is not None:
             self._snapshot_due = self._loop.time() + SNAPSHOT_S
-            await self._note_facts(look.facts)
+            await self._note_facts(look.facts, hide)
         if has_events or look.facts is not None:
             self._changed.set_result(None)
             self._changed = self._loop.create_future()
@@ -209,7 +217,7 @@ class Live:
 
         return self._server.engine.store.read(work)
 
-    def _note_events(self, look: _Look, is_first: bool) -> None:
+    def _note_events(self, look: _Look, hide: Hide, is_first: bool) -> None:
         skipped = 0 if is_first else look.after - self._position
         if look.events:
             self._activity.add(look.events, len(look.events) / (len(look.events) + skipped))
@@ -218,12 +226,13 @@ class Live:
         if is_first and events:
             events = events[-RECENT_EVENTS:]
             after = events[0].seq - 1
-        self._batches.append(Batch(after, last, events, skipped))
+        self._batches.append(Batch(after, last, events, hide, skipped))
         self._position = last
 
-    async def _note_facts(self, facts: Facts) -> None:
+    async def _note_facts(self, facts: Facts, hide: Hide) -> None:
         self._activity.forget(facts.now_us)
-        self._shown = facts, snapshot(facts, self._activity, await self._server.degraded())
+        whole = snapshot(facts, self._activity, (await self._server.health())[1])
+        self._shown = facts, with_names_hidden(whole, hide)
         self._encoded = {}
         self._snapshot_number += 1
 
@@ -254,7 +263,7 @@ class Live:
                 changed = self._changed
                 await page.send_news()
                 await asyncio.wait((*ends, changed), timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
-            await request.send({"type": "http.response.body", "body": b""})
+            await end_stream(request, disconnected, is_allowed)
         finally:
             self._share.give_back(identity)
             self._wanted_until = self._loop.time() + LINGER_S
@@ -283,7 +292,7 @@ class Live:
         events = await self._server.read(lambda: self._server.engine.store.events(position, CATCH_UP_MAX))
         found = [event for event in events if event.seq <= upto]
         is_whole = bool(found) and found[0].seq == position + 1
-        return [Batch(position, upto, found)] if is_whole else None
+        return [Batch(position, upto, found, await self._hiding())] if is_whole else None
 
     def news(self, position: int, snapshot_number: int, org_id: str | None) -> tuple[bytes, int, int, bool]:
         """What a page has not got: its bytes, the new position and snapshot, and whether events are gone."""

@@ -22,9 +22,9 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
-from postroom.message import ENGINE_PREFIX, Record, State, Stored, org_of
+from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.live import scope_of
-from postroom.page.redaction import shown_json, shown_text
+from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import operated_org, visible
@@ -45,6 +45,11 @@ TREE_LOOKED_MAX: Final = 2_000
 PARENTS_MAX: Final = 50
 FREE_FIELDS: Final = ("context", "metadata", "resource_limits", "extra")
 """Fields that a sender may fill with anything."""
+PLAIN_FIELDS: Final = (
+    "message_id", "state", "priority", "accepted_priority", "attempt", "retry_count", "crashes", "created_at",
+    "ended_at",
+)  # fmt: skip
+"""Fields of a message that postroom writes itself."""
 REPLAYABLE: Final = ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED")
 
 _encode = msgspec.json.Encoder().encode
@@ -95,7 +100,17 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
         return HttpReply(200, _encode(Lines([], 0)))
     found = await read(server, request, partial(lines, query=query, org_id=org_id))
-    return HttpReply(200, _encode(found))
+    shown = [_shown_line(request, line) for line in found.messages]
+    return HttpReply(200, _encode(msgspec.structs.replace(found, messages=shown)))
+
+
+def _shown_line(request: HttpRequest, line: Line) -> Line:
+    return msgspec.structs.replace(
+        line,
+        type=shown_name(request, line.type),
+        agent_id=shown_name(request, line.agent_id),
+        error_type=shown_name(request, line.error_type),
+    )
 
 
 def lines(operations: Operations, query: MessagesQuery, org_id: str | None) -> Lines:
@@ -209,36 +224,65 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         }
 
     found = await read(server, request, work)
-    shown = _shown(request, found.pop("info"), identity)
-    explanation = shown_text(request, found["explanation"])
-    return HttpReply(200, _encode({**found, **shown, "explanation": explanation}))
+    answer = {
+        **_shown(request, found["info"], identity),
+        "has_goal": found["has_goal"],
+        "explanation": shown_text(request, found["explanation"]),
+        "lease_left_s": found["lease_left_s"],
+        "tree": [_shown_node(request, node) for node in found["tree"]],
+    }
+    return HttpReply(200, _encode(answer))
 
 
 def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[str, Any]:
-    """A message for the page: everything that a sender wrote is redacted text."""
-    fields: dict[str, Any] = msgspec.to_builtins(info)
-    message = fields["message"]
+    """A message for the page: everything that others wrote is redacted text."""
+    message = msgspec.to_builtins(info.message)
     payload = message.pop("payload", None)
     free = {name: message.pop(name) for name in FREE_FIELDS if message.get(name)}
     org_id = info.message.get("org_id", "")
     may_change = not identity.permissions.is_read_only
-    for event in fields["history"]:
-        event["error"] = shown_text(request, event.get("error", ""))
-    for error in fields["errors"]:
-        error["error"] = shown_text(request, str(error.get("error", "")))
     return {
-        **fields,
+        **{name: getattr(info, name) for name in PLAIN_FIELDS},
+        "worker_id": shown_name(request, info.worker_id),
+        "history": [_shown_event(request, event) for event in info.history],
+        "errors": [_shown_error(request, error) for error in info.errors],
         "org_id": org_id,
-        "message": msgspec.json.format(_encode(message), indent=2).decode(),
+        "message": msgspec.json.format(_encode(shown_texts(request, message)), indent=2).decode(),
         "free": shown_json(request, free) if free else None,
         "payload": shown_json(request, payload),
         "result": None if info.result is None else shown_json(request, info.result),
-        "type": info.message.get("type", ""),
-        "parent_message_id": info.message.get("parent_message_id", ""),
+        "type": shown_name(request, info.message.get("type", "")),
+        "parent_message_id": shown_name(request, info.message.get("parent_message_id", "")),
         "goal_id": info.message.get("goal_id", ""),
         "can_cancel": may_change and not info.ended,
         "can_retry": may_change and info.state in REPLAYABLE and identity.operates(org_id),
     }
+
+
+def _shown_event(request: HttpRequest, event: Event) -> dict[str, Any]:
+    return {
+        "ts_us": event.ts_us,
+        "kind": event.kind,
+        "worker_id": shown_name(request, event.worker_id),
+        "error_type": shown_name(request, event.error_type),
+        "error": shown_text(request, event.error),
+    }
+
+
+def _shown_error(request: HttpRequest, error: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attempt": error["attempt"],
+        "error_type": shown_name(request, error["error_type"]),
+        "error": shown_text(request, error["error"]),
+    }
+
+
+def _shown_node(request: HttpRequest, node: Node) -> Node:
+    return msgspec.structs.replace(
+        node,
+        type=shown_name(request, node.type),
+        parent_message_id=shown_name(request, node.parent_message_id),
+    )
 
 
 def _lease_left_s(operations: Operations, record: Record) -> float | None:

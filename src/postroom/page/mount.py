@@ -21,9 +21,10 @@ from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.page import buses, goals, letters, messages, reports, teams
+from postroom.page import buses, goals, letters, messages, teams
 from postroom.page.live import Live, scope_of
 from postroom.page.redaction import REDACTOR
+from postroom.page.reports import Reports
 from postroom.page.schemas import (
     BusQuery,
     LettersQuery,
@@ -93,6 +94,7 @@ class PageMount:
         self._redactor = cache(redactor)
         self._known_sessions: Sessions | None = None
         self._live: Live | None = None
+        self._reports = Reports()
         endpoints = [Endpoint(app.running_server, served, self._identify) for served in self._routes()]
         self._router = Router(routes_of(endpoints))
         self._router.redirect_slashes = False
@@ -115,9 +117,10 @@ class PageMount:
             await response(scope, receive, send_with_headers)
 
     async def close(self) -> None:
-        """End the reader of live events."""
+        """End the reader of live events, and the process that writes a report."""
         if self._live is not None:
             await self._live.close()
+        await self._reports.close()
 
     # ---- callers -------------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class PageMount:
 
     def _running_live(self, server: TaskServer) -> Live:
         if self._live is None:
-            self._live = Live(server)
+            self._live = Live(server, self._redactor)
         return self._live
 
     async def _overview(self, server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -239,8 +242,8 @@ class PageMount:
             _read("/page/buses", buses.find),
             _read("/page/buses/{name}", buses.read, BusQuery),
             _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
-            _read("/page/report", reports.state, operators=True, within_org=False),
-            _read("/page/report.html", reports.page, operators=True, within_org=False, answers=TEXT),
+            _read("/page/report", self._reports.state, operators=True, within_org=False),
+            _read("/page/report.html", self._reports.page, operators=True, within_org=False, answers=TEXT),
         ]
 
 

@@ -24,6 +24,7 @@ from postroom.core.agents import Health
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.page.activity import Activity, Rates, Second, Wait
+from postroom.page.redaction import Hide
 
 AGENTS_SHOWN_MAX: Final = 200
 WORKERS_SHOWN_MAX: Final = 200
@@ -204,6 +205,17 @@ def _needs(organizations: list[Organization]) -> dict[str, int]:
         "dead_letters": sum(one.states.get("DEAD_LETTER", 0) for one in organizations),
         "quarantined": sum(one.states.get("QUARANTINED", 0) for one in organizations),
     }
+
+
+def with_names_hidden(whole: Snapshot, hide: Hide) -> Snapshot:
+    """The overview without secrets in names that workers and senders choose."""
+    return replace(
+        whole,
+        workers=[replace(one, worker_id=hide(one.worker_id)) for one in whole.workers],
+        breakers={hide(service): one for service, one in whole.breakers.items()},
+        pauses=[{**pause, "type": hide(pause["type"])} for pause in whole.pauses],
+        degraded={part: hide(why) for part, why in whole.degraded.items()},
+    )
 
 
 def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> Snapshot:

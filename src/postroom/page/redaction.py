@@ -1,7 +1,14 @@
-"""What a page shows of payloads: redacted as the settings say, and cut to a length."""
+"""What a page shows of texts that others wrote: redacted as the settings say, and cut to a length.
 
+Rule 1: every text that a sender, a worker or an agent can choose passes through here before it is sent to a
+        page. Only names and ids that are addresses do not: those of organizations, agents, goals, buses,
+        checkpoints, decisions and messages.
+"""
+
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -13,26 +20,60 @@ if TYPE_CHECKING:
 REDACTOR: Final = "postroom.redactor"
 """The key of the function that gives the redactor, in the scope of a request."""
 PAYLOAD_CHARS_MAX: Final = 100_000
+NAMES_KEPT_MAX: Final = 1_024
+"""How many types, workers and errors the stream remembers in their redacted form."""
+_ID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _CUT: Final = "\n... cut: it is longer than the page shows"
+
+Hide: TypeAlias = Callable[[str], str]
+"""Redacts a text."""
 
 
 def shown_json(request: HttpRequest, value: Any) -> str:
     """A value as indented JSON, redacted."""
-    redactor: Callable[[], Redactor] = request.scope[REDACTOR]
-    redacted = redactor().payload(msgspec.json.encode(value).decode())
+    redacted = _redactor(request).payload(msgspec.json.encode(value).decode())
     return _cut(msgspec.json.format(redacted, indent=2))
 
 
 def shown_body(request: HttpRequest, text: str) -> str:
     """The body of a message that is text, redacted."""
-    redactor: Callable[[], Redactor] = request.scope[REDACTOR]
-    return _cut(redactor().payload(text))
+    return _cut(_redactor(request).payload(text))
 
 
 def shown_text(request: HttpRequest, text: str) -> str:
     """The text of an error or of another program, redacted."""
-    redactor: Callable[[], Redactor] = request.scope[REDACTOR]
-    return _cut(redactor().text(text))
+    return _cut(_redactor(request).text(text))
+
+
+def shown_name(request: HttpRequest, text: str) -> str:
+    """A name that others chose, redacted. An id stays, because links are made of ids."""
+    return text if _ID.fullmatch(text) else shown_text(request, text)
+
+
+def shown_texts(request: HttpRequest, value: Any) -> Any:
+    """A JSON-like value in which each name and each string is redacted as a text. Ids stay."""
+    if isinstance(value, str):
+        return shown_name(request, value)
+    if isinstance(value, dict):
+        return {shown_name(request, name): shown_texts(request, one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown_texts(request, one) for one in value]
+    return value
+
+
+def names_hidden(redactor: "Redactor") -> Hide:
+    """Redacts names, of which the same few come again and again. Ids stay."""
+
+    @lru_cache(NAMES_KEPT_MAX)
+    def hide(text: str) -> str:
+        return text if not text or _ID.fullmatch(text) else redactor.text(text)
+
+    return hide
+
+
+def _redactor(request: HttpRequest) -> "Redactor":
+    found: Callable[[], Redactor] = request.scope[REDACTOR]
+    return found()
 
 
 def _cut(text: str) -> str:

@@ -1,7 +1,6 @@
 """The view of agents and mailboxes. The ids of private mailboxes are never shown."""
 
 import asyncio
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -9,9 +8,10 @@ import msgspec
 from postroom.contracts.engine.agents import AgentInfo, AgentOperations
 from postroom.page.live import scope_of
 from postroom.page.messages import read
+from postroom.page.redaction import shown_texts
 from postroom.runtime.agent_handlers import shown_to
 from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.mail_status import MailStatus, read_status
+from postroom.runtime.mail_status import read_status
 from postroom.runtime.task_server import TaskServer
 
 AGENTS_LISTED_MAX: Final = 1_000
@@ -37,13 +37,10 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
         "registered": [],
     }
     if identity.is_operator:
-        answer["mail"] = await asyncio.to_thread(_mail, server.agents.data)
+        mail = await asyncio.to_thread(read_status, server.agents.data / "mail")
+        answer["mail"] = shown_texts(request, msgspec.to_builtins(mail))
         answer["registered"] = [
             {"name": one.name, "role": one.role, "org_id": one.org}
             for one in server.agents.list()[:REGISTERED_LISTED_MAX]
         ]
     return HttpReply(200, _encode(answer))
-
-
-def _mail(data: Path) -> MailStatus | None:
-    return read_status(data / "mail")

@@ -70,7 +70,7 @@ class Identity(msgspec.Struct, frozen=True):
     permissions: Permissions = NO_PERMISSIONS
     has_tasks: bool = True
     """Whether the tasks of this name are the caller's. Tasks knows agents by their names alone, so the tasks
-    of a name that several organizations use belong to the first of them."""
+    of a name that several organizations use belong to the one that owns the name."""
 
     @property
     def caller(self) -> str:
@@ -89,8 +89,12 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def is_admin(self) -> bool:
-        """Whether the caller may make and revoke tokens."""
-        return self.role == "admin" and not self.org
+        """Whether the caller may make and revoke tokens, of its organization or of all."""
+        return self.role == "admin"
+
+    def administers(self, org: str) -> bool:
+        """Whether the caller may make and revoke tokens of an organization; empty for those of all."""
+        return self.role == "admin" and self.org in ("", org)
 
     def acting_as(self, agent: str, org: str) -> "Identity":
         """The identity of an agent that an operator of all organizations acts for."""
@@ -163,11 +167,14 @@ class Agents:
         return token
 
     def remove(self, name: str) -> None:
-        """Remove an agent or operator. Its token is invalid from now on."""
+        """Remove an agent or operator. Its token is invalid from now on. Its organization keeps the name."""
         with self._file.changing() as agents:
             kept = [agent for agent in agents if agent.name != name]
             if len(kept) == len(agents):
                 raise UnknownAgent(name)
+            org = next(agent.org for agent in agents if agent.name == name)
+            if org:
+                self.tokens.keep_owner(name, org)
             agents[:] = kept
 
     def allow(self, name: str, targets: Iterable[str]) -> tuple[str, ...]:
@@ -229,7 +236,7 @@ class Agents:
         return known[1]
 
     def _identity_of(self, token: RegisteredToken, agent: RegisteredAgent | None) -> Identity:
-        owner = (agent.org if agent is not None else "") or self.tokens.first_org(token.agent) or token.org
+        owner = (agent.org if agent is not None else "") or self.tokens.recent_owner(token.agent) or token.org
         has_tasks = owner == token.org
         url, may_send_to = (agent.url, agent.may_send_to) if agent is not None and has_tasks else (None, ())
         targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
@@ -237,6 +244,15 @@ class Agents:
             token.agent or token.token_id, token.role, url, targets, token.org, token.token_id, token.rate,
             token.permissions, has_tasks,
         )  # fmt: skip
+
+    def task_owner(self, name: str) -> str:
+        """The organization whose agent of this name has the tasks of the name; empty when there is none."""
+        agent = self._index().by_name.get(name)
+        return (agent.org if agent is not None else "") or self.tokens.owner(name)
+
+    def is_free(self, name: str) -> bool:
+        """Whether no agent is registered under this name, and no token has it."""
+        return name not in self._index().by_name and not self.tokens.names(name)
 
     def knows(self, name: str) -> bool:
         """Whether an agent or operator of this name is registered, or has a token."""

@@ -25,7 +25,7 @@ from postroom.settings import AuditSettings
 from postroom.sinks.cipher import Cipher
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
-from postroom.stores.postgres_connection import SCHEMA_DEFAULT, Address, unreachable
+from postroom.stores.postgres_connection import ON_DISK, SCHEMA_DEFAULT, Address, unreachable
 from postroom.stores.postgres_trips import Connection
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class AuditTable:
                     self._connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 4)", [self.schema])
                     self._connection.run(self.sql(_TABLES))
             with self._connection.watched(), self._connection.transaction():
+                self._connection.run(f"SELECT {ON_DISK}")  # the shipper forgets what the stream has
                 return work(self._connection)
         except psycopg.errors.InsufficientPrivilege as error:
             self.close()

@@ -65,7 +65,7 @@ class BackupResult(NamedTuple):
     bytes: int
     """The size of the archive."""
     is_encrypted: bool
-    """Whether the values of the store or of Mail are encrypted."""
+    """Whether the values of the store are encrypted."""
 
 
 def known_formats() -> dict[str, int]:

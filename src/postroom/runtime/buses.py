@@ -24,7 +24,7 @@ from postroom.logs import busfile
 from postroom.message import BusMessage, Durability
 from postroom.runtime.agents import Identity
 from postroom.runtime.schemas import BUS_ANSWER_BYTES_MAX, NewBusMessage
-from postroom.system.atomic import read_file, replace_file
+from postroom.system.atomic import PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE, read_file, replace_file
 from postroom.system.diskspace import free_bytes
 
 FOLDER = "buses"
@@ -218,7 +218,7 @@ class Buses:
     def _bus(self, name: str) -> Bus:
         path = self.path(name)
         with self._mutex:
-            bus = self._open.pop(name, None) or Bus(
+            bus = self._open.pop(name, None) or _PrivateBus(
                 path, durability=self._durability, rotate_bytes=self._rotate_bytes
             )
             self._open[name] = bus
@@ -232,6 +232,12 @@ class Buses:
             for bus in self._open.values():
                 bus.close()
             self._open.clear()
+
+
+class _PrivateBus(Bus):
+    """A bus in a data folder, which is for the server's user alone."""
+
+    _file_mode, _folder_mode = PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE
 
 
 class Follower:

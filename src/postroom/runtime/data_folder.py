@@ -5,12 +5,14 @@ from pathlib import Path
 
 from postroom.errors import Unavailable
 from postroom.runtime import agents, buses, parts, tokens
+from postroom.system.key_file import check_outside
 
 DATABASE = "queue.db"
 MAIL_FOLDER = "mail"
 AUDIT_FOLDER = "audit"
 
-_MARKS = (DATABASE, agents.FILE_NAME, tokens.FILE_NAME, buses.FOLDER, MAIL_FOLDER, AUDIT_FOLDER)
+_OWN_FILES = (DATABASE, agents.FILE_NAME, tokens.FILE_NAME)
+_MARKS = (*_OWN_FILES, buses.FOLDER, MAIL_FOLDER, AUDIT_FOLDER)
 _TRANSIENT = re.compile(
     r".*\.lock|.*\.gate|.*\.ballast|.*\.db-(?:wal|shm|journal)|.*\.bells"
     rf"|\..*\.tmp|{re.escape(parts.STATES_FILE)}"
@@ -26,7 +28,7 @@ def is_data_folder(folder: Path) -> bool:
 def checked_data_folder(folder: Path) -> Path:
     """The folder, or one sentence that says why it is no data folder."""
     if not folder.exists():
-        raise Unavailable(f"there is no data folder {folder}")
+        raise Unavailable(f"there is no data folder {folder}: {_how_to_start(folder)}")
     if not folder.is_dir():
         raise Unavailable(f"{folder} is a file, and not a data folder")
     try:
@@ -34,8 +36,37 @@ def checked_data_folder(folder: Path) -> Path:
     except PermissionError:
         raise Unavailable(f"this user may not read {folder}") from None
     if not found:
-        raise Unavailable(f"{folder} is no data folder: it holds neither {DATABASE} nor another part")
+        raise Unavailable(f"{folder} holds no postroom data: {_how_to_start(folder)}")
     return folder
+
+
+def check_key_place(path: Path) -> None:
+    """Refuse a new key file inside a data folder. A folder `mail` alone is no sign of one: /var has it."""
+    for folder in path.absolute().parents:
+        if any((folder / name).exists() for name in _OWN_FILES):
+            check_outside(path, folder)
+
+
+def nothing_in(folder: Path, what: str) -> Unavailable:
+    """The error for a folder without a store, which a command needs."""
+    return Unavailable(f"there are no {what} in {folder}: {_how_to_start(folder)}")
+
+
+def _how_to_start(folder: Path) -> str:
+    return f"check the path, or start a data folder there with `postroom up --data {folder}`"
+
+
+def is_new_data_folder(folder: Path) -> bool:
+    """Whether a data folder can be started here: the folder is absent or empty. False for a data folder.
+
+    A folder with files of something else is refused, because its path is probably a typing error.
+    """
+    is_taken = folder.exists() and (
+        not folder.is_dir() or any(not is_transient(path.name) for path in folder.iterdir())
+    )
+    if is_taken:
+        checked_data_folder(folder)
+    return not is_taken
 
 
 def is_transient(name: str) -> bool:

@@ -92,7 +92,7 @@ class Demo:
 
     def _revoke(self) -> None:
         for known in self._tokens.list():
-            if known.org in ORGANIZATIONS and known.agent.startswith("demo-"):
+            if known.org in ORGANIZATIONS and known.is_demo:
                 self._tokens.revoke(known.token_id)
 
     def _token(self, org: str, agent: str, may_send_to: Sequence[str]) -> str:

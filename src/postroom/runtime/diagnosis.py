@@ -9,9 +9,10 @@ import platform
 import resource
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import apsw
 import msgspec
@@ -20,6 +21,7 @@ from postroom.core.diagnosis import (
     LEASE_LATE_S,
     LEASE_LONG_S,
     ClockFacts,
+    DatabaseFacts,
     EncryptionFacts,
     EnvironmentFacts,
     Facts,
@@ -35,7 +37,7 @@ from postroom.core.diagnosis import (
 )
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import epoch_ns_of
-from postroom.errors import KeyMissing, PostroomError
+from postroom.errors import KeyMissing, PostroomError, UnreadableValue
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.runtime.agents import Agents
@@ -49,16 +51,25 @@ from postroom.runtime.parts import STATES_FILE, States
 from postroom.runtime.verification import DataCheck, Report
 from postroom.settings import UpSettings
 from postroom.stores.base import NEWEST, Ending, Listing, by_state, waiting
+from postroom.stores.event_quarantine import QUARANTINE
 from postroom.stores.sqlite_file import check_library
-from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
-from postroom.stores.store import Store
+from postroom.stores.sqlite_snapshot import (
+    FAULTS_SHOWN_MAX,
+    SqliteSnapshot,
+    newest_version,
+    read_at_rest_or_live,
+)
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import SystemClock
 from postroom.system.diskspace import free_bytes
-from postroom.system.encryption import PLAIN, key_file_encryption
+from postroom.system.encryption import PLAIN, Encryption, key_file_encryption
+
+if TYPE_CHECKING:  # needs the extra of PostgreSQL
+    from postroom.stores.postgres import PostgresStore
 
 LEASES_READ_MAX = 1_000
 FILES_READ_MAX = 10_000  # whose permissions are looked at
+QUARANTINED_READ_MAX = 100  # rows of events that are counted
 MICROS_PER_S = 1_000_000
 MOUNTS = Path("/proc/mounts")
 
@@ -110,20 +121,12 @@ def environment() -> EnvironmentFacts:
 def _folder(data: Path) -> FolderFacts:
     disk = os.statvfs(data)
     free = disk.f_bavail * disk.f_frsize
-    exposed, foreign = [], []
-    for path in _files(data):
-        info = path.lstat()
-        name = path.relative_to(data).as_posix()
-        if info.st_mode & 0o044 and stat.S_ISREG(info.st_mode):
-            exposed.append(name)
-        if not os.access(path, os.R_OK | os.W_OK):
-            foreign.append(name)
+    foreign = [path for path in _files(data) if not os.access(path, os.R_OK | os.W_OK)]
     return FolderFacts(
         path=str(data),
         mode=stat.S_IMODE(data.stat().st_mode),
         is_writable=os.access(data, os.W_OK | os.X_OK),
-        exposed=tuple(exposed),
-        foreign=tuple(foreign),
+        foreign=tuple(path.relative_to(data).as_posix() for path in foreign),
         free_bytes=free,
         total_bytes=disk.f_blocks * disk.f_frsize,
         reserve_bytes=free - free_bytes(data),
@@ -163,7 +166,7 @@ def _server(data: Path, settings: UpSettings) -> ServerFacts:
     if states is not None:
         return ServerFacts(
             is_running=True,
-            parts={name: part.state for name, part in states.parts.items()},
+            parts={name: part.shown for name, part in states.parts.items()},
             restarts={name: part.restarts for name, part in states.parts.items()},
         )
     wanted = [("http", settings.http_port)] + ([("nats", settings.nats_port)] if settings.mail else [])
@@ -209,7 +212,7 @@ def _tokens(data: Path) -> tuple[TokenFacts, ...] | None:
         return tuple(
             TokenFacts(
                 token.token_id, token.role, token.agent,
-                None if token.expires is None else epoch_ns_of(token.expires) // 1000,
+                None if token.expires is None else epoch_ns_of(token.expires) // 1000, token.is_demo,
             )
             for token in registry.tokens.list()
         )  # fmt: skip
@@ -235,6 +238,10 @@ def _encryption_in(data: Path) -> EncryptionFacts | None:
     if encryption is None or not path.exists():
         return None
     counts = read_at_rest_or_live(path, lambda snapshot: snapshot.count_keys(encryption))
+    return _encryption_facts(encryption, counts)
+
+
+def _encryption_facts(encryption: Encryption, counts: Mapping[str, int]) -> EncryptionFacts:
     outdated = sum(n for key, n in counts.items() if key not in (PLAIN, encryption.current))
     return EncryptionFacts(encryption.names[encryption.current], counts.get(PLAIN, 0), outdated)
 
@@ -264,17 +271,59 @@ def _newest_in(snapshot: SqliteSnapshot) -> int:
 # ---- a store -----------------------------------------------------------------------------------------
 
 
-def facts_of_store(store: Store, url: str) -> Facts:
-    """The facts about a store on a server."""
+def facts_of_store(store: "PostgresStore", url: str, *, deep: bool) -> Facts:
+    """The facts about a store on a server. With `deep`, records are counted, and encrypted values decrypted.
+
+    Nothing is changed, so `store.notes_keys` has to be False.
+    """
+    facts = Facts(data=url, environment=environment(), clock=ClockFacts(SystemClock().wall_us(), 0))
     known = StoreFacts(store.url, 1, 1, is_folder=False)
-    newest_us = store.read(_newest_event_us)
-    return Facts(
-        data=url,
-        environment=environment(),
-        clock=ClockFacts(SystemClock().wall_us(), newest_us),
-        store=store.read(lambda transaction: _with_messages(known, transaction)),
-        checked=(store.url,),
+    try:
+        newest_us = store.read(_newest_event_us)
+        found = store.read(lambda transaction: _with_messages(known, transaction))
+    except (KeyMissing, UnreadableValue) as error:
+        fault = FileFault("store", store.url, str(error), isinstance(error, KeyMissing))
+        return msgspec.structs.replace(facts, faults=(fault,))
+    encryption = None
+    if deep and store.encryption is not None:
+        found = msgspec.structs.replace(found, faults=tuple(store.unreadable_values(FAULTS_SHOWN_MAX)))
+        encryption = _encryption_facts(store.encryption, store.count_keys())
+    return msgspec.structs.replace(
+        facts,
+        clock=ClockFacts(facts.clock.now_us, newest_us),
+        store=found,
+        database=_database(store, deep=deep),
+        encryption=encryption,
+        checked=(store.url,) if deep else (),
     )
+
+
+def _database(store: "PostgresStore", *, deep: bool) -> DatabaseFacts:
+    from postroom.stores.postgres_inspection import Inspection  # noqa: PLC0415 - needs the extra of PostgreSQL
+
+    address = store.address
+    with store.connected() as connection:
+        asked = Inspection(connection, address)
+        oldest = asked.oldest_transaction()
+        return DatabaseFacts(
+            psql=address.psql,
+            schema=address.schema,
+            wrong_counters=tuple(asked.wrong_counters(FAULTS_SHOWN_MAX)) if deep else (),
+            broken_indexes=tuple(asked.broken_indexes()),
+            missing_indexes=asked.missing_indexes(),
+            oldest_s=0.0 if oldest is None else oldest.age_s,
+            oldest_pid=0 if oldest is None else oldest.pid,
+            oldest_program="" if oldest is None else oldest.program,
+            dead_rows={one.table: (one.dead, one.live) for one in asked.dead_rows()},
+            hears=asked.hears() if address.listens else None,
+        )
+
+
+def facts_of_other_format(url: str, found: int, newest: int) -> Facts:
+    """What can be said about a store on a server without opening it, which would upgrade it."""
+    clock = ClockFacts(SystemClock().wall_us(), 0)
+    store = StoreFacts(url, found, newest, is_folder=False)
+    return Facts(data=url, environment=environment(), clock=clock, store=store)
 
 
 def _newest_event_us(transaction: Transaction) -> int:
@@ -288,6 +337,7 @@ def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
         queues=tuple(_queue(transaction, name) for name in transaction.queues()),
         leases=tuple(_leases(transaction, late=known.has_clock)),
         shipper=_shipper(transaction),
+        quarantined_rows=len(transaction.cells(QUARANTINE, limit=QUARANTINED_READ_MAX)),
     )
 
 

@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import (
@@ -50,6 +49,7 @@ from postroom.errors import (
     UnknownGoal,
     UnknownNode,
     UnknownTask,
+    UnknownToken,
     UnsafePath,
     WriteFailed,
     WrongState,
@@ -58,7 +58,6 @@ from postroom.errors import (
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     IDENTITY,
-    JSON_HEADERS,
     JSON_TYPE,
     NO_CONTENT,
     TOKEN,
@@ -66,8 +65,9 @@ from postroom.runtime.http_messages import (
     HttpReply,
     HttpRequest,
     Refusal,
+    StreamRefused,
 )
-from postroom.runtime.listener import CONNECTION, write_json_reply
+from postroom.runtime.listener import CONNECTION
 from postroom.runtime.openapi import Route
 from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
@@ -95,6 +95,7 @@ STATUS_OF: dict[type[BaseException], int] = {
     ContextChanged: 409,
     RollbackRefused: 409,
     UnknownAgent: 404,
+    UnknownToken: 404,
     SinceIdNotFound: 404,
     Rejected: 400,
     QueueFull: 429,
@@ -138,6 +139,8 @@ class ServedRoute(NamedTuple):
     operators_only: bool = False
     within_org: bool = False
     """Whether an operator of one organization may also send it. The handler keeps to that organization."""
+    admins_only: bool = False
+    """Whether only admins may send it, those of one organization too. The handler keeps to it."""
 
 
 class Endpoint:
@@ -164,12 +167,9 @@ class Endpoint:
         except asyncio.CancelledError:
             reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
-            reply = _error_to_reply(error)
-            self._log_refusal(server, request, reply, error)
-            if IDENTITY not in scope:  # a part of this process notes the refusal of its own call
-                call = f"{self.route.method} {self.route.path}"
-                client = scope.get("client")
-                note_refusal(server, call, error, request.identity, client, token=request.token)
+            refusal = _error_to_reply(error)
+            self._note_refusal(server, request, refusal.status, error)
+            reply = None if isinstance(error, StreamRefused) else refusal
         finally:
             if request.body_bytes_held:
                 server.body_share.give_back(request.identity, request.body_bytes_held)
@@ -200,6 +200,10 @@ class Endpoint:
             whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
             who = "an operator" if identity.role == "agent" else "an operator of all organizations"
             raise Refusal(403, "Forbidden", f"only {who} may do that, and this is the token of {whose}")
+        if self._served.admins_only and not identity.is_admin:
+            raise Refusal(
+                403, "Forbidden", f"only an admin may do that, and this is a token of an {identity.role}"
+            )
         if identity.permissions.is_read_only and self.route.method != "GET":
             raise Refusal(403, "Forbidden", "this token may only read")
 
@@ -226,14 +230,24 @@ class Endpoint:
                 return field_fault(first, "the body", self.route.bodies[0])
         return field_fault(error, "the body", self.route.bodies[-1])
 
+    def _note_refusal(
+        self, server: TaskServer, request: HttpRequest, status: int, error: BaseException
+    ) -> None:
+        """Write a refusal into the log, and make an event of it."""
+        self._log_refusal(server, request, status, error)
+        if IDENTITY not in request.scope:  # a part of this process notes the refusal of its own call
+            call = f"{self.route.method} {self.route.path}"
+            client = request.scope.get("client")
+            note_refusal(server, call, error, request.identity, client, token=request.token)
+
     def _log_refusal(
-        self, server: TaskServer, request: HttpRequest, reply: HttpReply, error: BaseException
+        self, server: TaskServer, request: HttpRequest, status: int, error: BaseException
     ) -> None:
         name = error.error if isinstance(error, Refusal) else type(error).__name__
-        if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             name = error_location(error)
-        facts = {"route": self.route.path, "status": reply.status, "error": name}
-        if reply.status == HTTPStatus.UNAUTHORIZED:
+        facts = {"route": self.route.path, "status": status, "error": name}
+        if status == HTTPStatus.UNAUTHORIZED:
             server.server_log.write_rarely("refused", **facts)  # callers without a token can flood the log
             return
         task_id = getattr(request.body, "task_id", None) or ""
@@ -402,13 +416,6 @@ def _error_reply(status: int, error: str, message: str, retry_after_s: float = R
 
 async def send_reply(send: Send, reply: HttpReply) -> None:
     """Send a whole reply."""
-    cycle = getattr(send, "__self__", None)
-    if (
-        reply.headers is JSON_HEADERS
-        and isinstance(cycle, RequestResponseCycle)
-        and write_json_reply(cycle, reply.status, reply.body)
-    ):
-        return
     headers = [*reply.headers]
     if reply.status != NO_CONTENT.status:
         headers.append((b"content-length", b"%d" % len(reply.body)))

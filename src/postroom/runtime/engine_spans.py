@@ -25,6 +25,7 @@ from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.telemetry import NoteOutcome, Submit
 from postroom.errors import PostroomError
 from postroom.message import ENGINE_PREFIX
+from postroom.runtime.child_spans import ChildSpans
 
 SYSTEM = "postroom"
 ATTEMPTS_KEPT_MAX = 10_000  # spans of attempts whose outcome is not committed yet
@@ -41,8 +42,9 @@ _propagator = TraceContextTextMapPropagator()
 class EngineSpans:
     """The `EngineTelemetry` of a process."""
 
-    def __init__(self, tracer: Tracer, meter: Meter) -> None:
+    def __init__(self, tracer: Tracer, meter: Meter, child_spans: ChildSpans | None = None) -> None:
         self._tracer = tracer
+        self._child_spans = child_spans
         self._attempts: OrderedDict[tuple[str, int], contexts.Context] = OrderedDict()
         self._sent = meter.create_counter("messaging.client.sent.messages", "{message}")
         self._consumed = meter.create_counter("messaging.client.consumed.messages", "{message}")
@@ -143,6 +145,21 @@ class EngineSpans:
                 yield note
             finally:
                 self._process_s.record(time.perf_counter() - started, measured)
+
+    # ---- handlers in forked processes ----------------------------------------------------------------
+
+    def in_child(self) -> None:
+        if self._child_spans is not None:
+            self._child_spans.collect()
+
+    def from_child(self) -> bytes:
+        return b"" if self._child_spans is None else self._child_spans.collected()
+
+    def add(self, spans: bytes) -> None:
+        if self._child_spans is not None and spans:
+            self._child_spans.add(spans)
+
+    # ---- outcomes ------------------------------------------------------------------------------------
 
     def _keep_attempt(self, outcome: Outcome, context: contexts.Context) -> None:
         self._attempts[outcome.message_id, outcome.lease] = context

@@ -26,6 +26,7 @@ from postroom.contracts.engine.inspection import EngineStatus, promoted_share
 from postroom.contracts.engine.worker import DRAIN_S, new_worker_id
 from postroom.core.admission import SCALE_DOWN_COOLDOWN_S, SCALE_UP_COOLDOWN_S, wanted_workers
 from postroom.errors import InvalidSetting, PostroomError
+from postroom.system.heartbeat import HEARTBEAT
 
 _log = logging.getLogger("postroom.engine")
 
@@ -111,6 +112,7 @@ class WorkerProcesses:
         looked = 0.0
         try:
             while not self._stopping.is_set():
+                HEARTBEAT.beat()
                 self._reap()
                 now = time.monotonic()
                 if now >= looked + SCALE_LOOK_S:

@@ -18,7 +18,7 @@ from starlette.types import Message
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
 from postroom.runtime.handlers import is_valid, visible_queue
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, disconnection
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, StreamRefused, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
 from postroom.runtime.schemas import (
     PAGE_DEFAULT,
@@ -178,7 +178,7 @@ class EventStream(Generic[T]):
             await request.send(chunk(data or b": ready\n\n"))
             if reached is not None:
                 await self._follow(reached, (disconnected, server.long_polls.ending), woken)
-            await request.send({"type": "http.response.body", "body": b""})
+            await end_stream(request, disconnected, self._is_allowed)
         finally:
             server.stream_share.give_back(request.identity)
             disconnected.cancel()
@@ -229,6 +229,16 @@ STREAM_STARTS: Message = {
 def chunk(data: bytes) -> Message:
     """Part of the body of a stream."""
     return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def end_stream(
+    request: HttpRequest, disconnected: "asyncio.Future[None]", is_allowed: Callable[[], bool]
+) -> None:
+    """Complete the reply of a stream. Raises `StreamRefused` when its token or session has ended."""
+    is_refused = not disconnected.done() and not is_allowed()
+    await request.send({"type": "http.response.body", "body": b""})
+    if is_refused:
+        raise StreamRefused
 
 
 def is_number(text: str) -> bool:

@@ -3,14 +3,11 @@
 Rule 1: an operator of one organization sees and decides only what belongs to it. Everything else is unknown.
 """
 
-from typing import Protocol
-
 import msgspec
 
 from postroom.contracts.goals.cells import Decision
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.errors import UnknownDecision, UnknownGoal
-from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import AnswerBody
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
@@ -18,21 +15,13 @@ from postroom.runtime.task_server import TaskServer
 _encode = msgspec.json.Encoder().encode
 
 
-class _Owned(Protocol):
-    @property
-    def org_id(self) -> str: ...
-
-
-def _is_seen(identity: Identity, owned: _Owned) -> bool:
-    return identity.operates(owned.org_id)
-
-
 # ---- decisions -------------------------------------------------------------------------------------
 
 
 async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
     found = await server.engine.decisions.list()
-    return HttpReply(200, _encode({"decisions": [one for one in found if _is_seen(request.identity, one)]}))
+    visible = [one for one in found if request.identity.operates(one.org_id)]
+    return HttpReply(200, _encode({"decisions": visible}))
 
 
 async def decision(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -56,7 +45,7 @@ async def answered(server: TaskServer, request: HttpRequest, body: AnswerBody) -
 async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
     decision_id = request.path_param("id")
     found = await server.engine.decisions.show(decision_id)
-    if not _is_seen(request.identity, found):
+    if not request.identity.operates(found.org_id):
         raise UnknownDecision(decision_id)
     return found
 
@@ -81,7 +70,7 @@ async def checkpoints(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def _goal(server: TaskServer, request: HttpRequest) -> GoalStatus:
     goal_id = request.path_param("id")
     found = await server.engine.goals.status(goal_id)
-    if not _is_seen(request.identity, found):
+    if not request.identity.operates(found.org_id):
         raise UnknownGoal(goal_id)
     return found
 

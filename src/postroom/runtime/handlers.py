@@ -257,7 +257,7 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     sender = visible_queue(request.identity) or ""
     if sender:
         _check_may_send(request.identity, agents)
-    warning = _unregistered_warning(server, agents)
+    warning = _unknown_warning(server, agents - {request.identity.name})
     server.tasks.check_backlog()
     tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
     started_ns = time.time_ns()
@@ -284,10 +284,10 @@ def _check_may_send(identity: Identity, agents: set[str]) -> None:
         )
 
 
-def _unregistered_warning(server: TaskServer, agents: set[str]) -> str:
-    """A warning that names unregistered agents, which cannot claim their tasks here; else empty."""
+def _unknown_warning(server: TaskServer, agents: set[str]) -> str:
+    """A warning that names agents without a token, which cannot claim their tasks here; else empty."""
     missing = sorted(agent for agent in agents if not server.agents.knows(agent))
-    return f"no agent {', '.join(map(repr, missing))} is registered here" if missing else ""
+    return f"no token is for the agent {', '.join(map(repr, missing))}: check the name" if missing else ""
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:

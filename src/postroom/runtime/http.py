@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -37,12 +37,17 @@ from postroom.runtime.endpoint import Endpoint, identified, note_refusal, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.runtime.http_messages import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.runtime.listener import HttpServer, listener_config
+from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import ErrorAnswer
 from postroom.runtime.server_log import ServerLog, ServerLogHandler
-from postroom.runtime.task_server import TaskServer, TaskSpansNoted
+from postroom.runtime.task_server import TaskServer
 from postroom.runtime.telemetry import exporting
 from postroom.system.atomic import make_folder
+from postroom.system.heartbeat import BEAT_EVERY_S, HEARTBEAT
+
+if TYPE_CHECKING:
+    from postroom.runtime.engine_spans import TaskSpans
 
 HOST = "127.0.0.1"
 SERVICE = "postroom-http"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
@@ -93,7 +98,7 @@ class TasksApp(Starlette):
     ) -> None:
         self.server: TaskServer | None = None
         """None before the start."""
-        self.task_spans: TaskSpansNoted | None = None
+        self.task_spans: TaskSpans | None = None
         """Given to the server when it starts."""
         self.mounted = None if mounted is None else mounted(self)
         """Serves paths of its own, to callers with a token."""
@@ -143,6 +148,11 @@ class TasksApp(Starlette):
             note_refusal(server, call, error, request.identity, scope.get("client"), token=request.token)
         else:
             await mounted(scope, receive, _noting(server, request, send, f"{scope['method']} {mounted.path}"))
+
+    def note_refused(self, refused: RefusedCall) -> None:
+        """Make an event of a call that was refused before it had a route."""
+        if self.server is not None:
+            self.server.refusals.note(refused)
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""
@@ -256,9 +266,11 @@ def create_app(
         server.task_spans = app.task_spans
         server.lease_s_max = lease_s_max
         harness.start()
+        beats = asyncio.create_task(_beat())
         try:
             yield
         finally:
+            beats.cancel()
             for beside in (app.mounted, app.page):
                 if beside is not None:
                     await beside.close()
@@ -268,6 +280,13 @@ def create_app(
             await asyncio.to_thread(server.close)
 
     return TasksApp(lifespan, mounted, page)
+
+
+async def _beat() -> None:
+    """Tell the supervisor that the event loop goes on."""
+    while True:
+        HEARTBEAT.beat()
+        await asyncio.sleep(BEAT_EVERY_S)
 
 
 # ---- the process -----------------------------------------------------------------------------------
@@ -349,11 +368,7 @@ def serve(
             page=page,
         )
 
-        if telemetry is not None:
-            telemetry.attach(engine)
-            app.task_spans = telemetry.task_spans()
-            telemetry.follow(server_log)
-        served = app if telemetry is None else telemetry.traced(app)
+        served = app if telemetry is None else telemetry.serving(app, engine, server_log)
         _run(served, listening, server_log, ready, tls)
     server_log.close()
 
@@ -373,7 +388,8 @@ def _run(
         if ready is not None:
             ready(port)
 
-    HttpServer(listener_config(app, tls), end_waits=app.end_waits, started=started).run(sockets=[listening])
+    config = listener_config(app, app.note_refused, tls)
+    HttpServer(config, end_waits=app.end_waits, started=started).run(sockets=[listening])
     server_log.write("stopped")
 
 

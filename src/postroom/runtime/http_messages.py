@@ -8,7 +8,6 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.openapi import JSON
 
 JSON_TYPE = (b"content-type", JSON.encode())
-JSON_HEADERS = (JSON_TYPE,)
 IDENTITY = "postroom.identity"
 """The key of the caller in the scope of a request that a part of this process makes for it."""
 TOKEN = "postroom.token"  # noqa: S105 - a key, and no token
@@ -26,6 +25,13 @@ class Refusal(Exception):
         self.error = error
 
 
+class StreamRefused(Refusal):
+    """A stream whose token or session ended. Its reply is complete, so no other one is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(401, "Unauthorized", "the token or session of an open stream has ended")
+
+
 class ClientDisconnected(Exception):
     """The client closed its connection: no reply can be sent."""
 
@@ -35,7 +41,7 @@ class HttpReply(NamedTuple):
 
     status: int
     body: bytes
-    headers: tuple[tuple[bytes, bytes], ...] = JSON_HEADERS
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
 
 
 NO_CONTENT = HttpReply(204, b"", ())

@@ -3,22 +3,25 @@
 Rule 1: a key is removed from its file only when no value of any part needs it.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from postroom.errors import InvalidSetting, KeyMissing
+from postroom.errors import KeyInUse, KeyMissing
 from postroom.logs.mail_log import count_keys as count_mail_keys
 from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE, MAIL_FOLDER, upgrade_copies
 from postroom.stores.conversion import Progress
 from postroom.stores.open import SQLITE, open_store
 from postroom.stores.store import Store
 from postroom.system.encryption import PLAIN, Encryption
-from postroom.system.key_file import fingerprint, read_keys, remove_key
+from postroom.system.key_file import check_outside, fingerprint, read_keys, remove_key
 
 SEGMENT_BLOCK_BYTES = 1 << 20
+
+_log = logging.getLogger("postroom.keys")
 
 
 class KeyUse(msgspec.Struct, frozen=True):
@@ -37,22 +40,19 @@ class EncryptedData:
     def __init__(self, encryption: Encryption, folder: Path | None, store_url: str | None) -> None:
         self.encryption = encryption
         self._folder = folder
-        if folder is not None and encryption.path.resolve().is_relative_to(folder.resolve()):
-            raise InvalidSetting(
-                f"key file {encryption.path} is inside the data folder, and would be stored and copied with "
-                "what it protects: keep it elsewhere"
-            )
+        if folder is not None:
+            check_outside(encryption.path, folder)
         if store_url is None and folder is not None and (folder / DATABASE).exists():
             store_url = f"{SQLITE}{folder / DATABASE}"
         self._store_url = store_url
 
-    def _store(self) -> Store | None:
+    def _store(self, *, notes_keys: bool = False) -> Store | None:
         if self._store_url is None:
             return None
-        return open_store(self._store_url, key_file=self.encryption.path)
+        return open_store(self._store_url, key_file=self.encryption.path, notes_keys=notes_keys)
 
     def check(self) -> None:
-        """Raise when the key file lacks a key that the data need. Nothing is made or changed."""
+        """Raise when the key file lacks a key of the data. Call it before another key encrypts anything."""
         store = self._store()
         if store is None:
             self._check_mail()
@@ -63,25 +63,27 @@ class EncryptedData:
             store.close()
 
     def _check_mail(self) -> None:
-        missing = [key for key in self._mail_counts() if key not in (PLAIN, *self.encryption.names)]
+        missing = {key: "" for key in self._mail_counts() if key not in (PLAIN, *self.encryption.names)}
         if missing:
-            raise KeyMissing(
-                f"the mail log of {self._folder} needs the key with the fingerprint {missing[0]}, which key "
-                f"file {self.encryption.path} does not have"
-            )
+            raise self.encryption.lacks(f"the mail log of {self._folder}", missing)
 
     def convert(self, report: Callable[[Progress], None]) -> Progress | None:
         """Encrypt every value of the store with the newest key. None without a store."""
-        store = self._store()
+        store = self._store(notes_keys=True)
         if store is None:
             return None
         try:
             while not (progress := store.convert()).is_done:
                 report(progress)
-            if progress.was_plain:
-                store.wipe()
+            if progress.was_plain and not store.wipe():
+                _log.warning(
+                    "free pages of %s may still hold values that were not encrypted: run `postroom keys "
+                    "encrypt` again when no long read uses it",
+                    store.url,
+                )
         finally:
             store.close()
+        self.encryption.reload_if_changed()  # another rotation may have added a newer key
         return progress
 
     def plain_copies(self) -> list[str]:
@@ -118,18 +120,20 @@ class EncryptedData:
         """Remove a key that no value needs from the key file."""
         keys = read_keys(self.encryption.path)
         if name not in keys:
-            raise InvalidSetting(f"key file {self.encryption.path} has no key {name!r}")
+            raise KeyMissing(
+                f"key file {self.encryption.path} has no key {name!r}: its keys are {', '.join(keys)}"
+            )
         key = fingerprint(keys[name]).hex()
         if key == self.encryption.current:
-            raise InvalidSetting(f"{name!r} encrypts new values: rotate to another key first")
+            raise KeyInUse(f"{name!r} encrypts new values: rotate to another key first")
         mail = self._mail_counts().get(key, 0)
         if mail:
-            raise InvalidSetting(
+            raise KeyInUse(
                 f"{mail} records of Mail are encrypted with the key {name!r}: a mail server converts them "
                 "within a minute of its start"
             )
         if self._is_in_audit(name):
-            raise InvalidSetting(f"the audit stream has payloads that are encrypted with the key {name!r}")
+            raise KeyInUse(f"the audit stream has payloads that are encrypted with the key {name!r}")
         store = self._store()
         if store is not None:
             try:

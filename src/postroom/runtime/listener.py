@@ -4,6 +4,8 @@ Rule 1: every byte of a request is counted: its head, its body, and the framing 
 Rule 2: a request that is refused before it has arrived closes its connection. Part of the rest is read and
         discarded first, because a client that is still sending would not see the reply otherwise.
 Rule 3: every reply is JSON, even to bytes that are not HTTP.
+Rule 4: every refusal is given to `ListenerConfig.refused`, because no handler sees it. A connection that is
+        closed while it is idle has made no call, and is no refusal.
 """
 
 import signal
@@ -19,11 +21,13 @@ from typing import Any
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
 from postroom.runtime.connections import Connections, allowed_connections
+from postroom.runtime.http_messages import ANONYMOUS
+from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import ErrorAnswer
 
 HEAD_BYTES_MAX = 32 * 1024
@@ -39,6 +43,11 @@ LINGER_S = 2.0
 KEEP_ALIVE_S = 75.0
 SHUTDOWN_TIMEOUT_S = 10.0
 RETRY_AFTER_S = 1
+
+UNROUTED = "request"
+"""What the event of a refusal names when the request has no route yet."""
+UNREAD = "reply"
+"""The same, for a reply that the client does not read."""
 
 CONNECTION = "postroom.connection"
 """The key of the connection in a request's scope, while the connection is anonymous."""
@@ -101,7 +110,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Close this connection in favour of another one."""
-        self._refuse(503, "Unavailable", "there are too many connections without a token: try again soon")
+        message = "there are too many connections without a token: try again soon"
+        self._refuse(503, "Unavailable", message, "connect")
         self.transport.close()
 
     def shutdown(self) -> None:
@@ -205,6 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._overfull and not self.pipeline and not self.transport.is_closing():
             message = f"at most {PIPELINED_MAX} requests may wait on a connection"
             self.transport.write(_refusal_bytes(429, "TooMany", message))
+            self._note(429, "TooMany", message)
             self.transport.resume_reading()
             self.end()
         else:
@@ -246,10 +257,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         self._refuse(431, "TooLong", f"the head of a request may have at most {HEAD_BYTES_MAX} bytes")
 
-    def _refuse(self, status: int, error: str, message: str) -> None:
+    def _note(self, status: int, error: str, message: str, call: str = UNROUTED) -> None:
+        address = f"{self.client[0]}:{self.client[1]}" if self.client else ""
+        identity = self._identity or ANONYMOUS
+        self.config.refused(RefusedCall(identity, address, "http", call, status, error, message))
+
+    def _refuse(self, status: int, error: str, message: str, call: str = UNROUTED) -> None:
         """Refuse the request that is being read, unless an earlier one is unanswered, and close."""
         if self._ending or self.transport.is_closing():
             return
+        self._note(status, error, message, call)
         cycle = self.cycle
         unanswered = cycle is not None and not cycle.response_complete
         if not unanswered or (not self._head_open and not cycle.response_started and not self.pipeline):
@@ -297,7 +314,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection. A reply that is still unread is dropped."""
         if self.transport.get_write_buffer_size():
-            self.transport.abort()
+            self._abort_unread()
         super().timeout_keep_alive_handler()
 
     # ---- unread replies -----------------------------------------------------------------------
@@ -305,15 +322,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Count the unsent bytes, because the client reads too slowly."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._abort_unread)
         if self._identity is not None:
             unsent = self.transport.get_write_buffer_size()
             try:
                 self.config.connections.unsent.take(self._identity, unsent)
-            except (TooMany, Unavailable):
+            except (TooMany, Unavailable) as error:
+                self._note(429, type(error).__name__, str(error), UNREAD)
                 self.transport.abort()
             else:
                 self._unsent = unsent
+
+    def _abort_unread(self) -> None:
+        self._note(408, "TooSlow", f"a reply has to be read within {WRITE_TIMEOUT_S:g} s", UNREAD)
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         """Stop counting: the client has read most of the reply, or the connection is lost."""
@@ -338,31 +360,6 @@ class _UntilComplete:
         self._protocol.end()
 
 
-def write_json_reply(cycle: RequestResponseCycle, status: int, body: bytes) -> bool:
-    """Write a whole reply as one piece, which is one packet and one system call.
-
-    Returns whether it was written. As `RequestResponseCycle.send` for a head and a body, without the checks
-    of headers.
-    """
-    if cycle.response_started or cycle.flow.write_paused or cycle.disconnected:
-        return False
-    if cycle.scope["method"] == "HEAD":
-        return False
-    cycle.response_started = cycle.response_complete = True
-    cycle.waiting_for_100_continue = False
-    head = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
-    close = b"" if cycle.keep_alive else b"connection: close\r\n"
-    cycle.transport.write(
-        b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-        % (STATUS_LINE[status], head, close, len(body), body)
-    )
-    cycle.message_event.set()
-    if not cycle.keep_alive:
-        cycle.transport.close()
-    cycle.on_response()
-    return True
-
-
 def _refusal_bytes(status: int, error: str, message: str) -> bytes:
     """The bytes of a refusal that ends the connection."""
     body = msgspec.json.encode(ErrorAnswer(error, message))
@@ -377,9 +374,13 @@ class ListenerConfig(uvicorn.Config):
     """uvicorn's configuration with the connections of the server."""
 
     connections: Connections
+    refused: Callable[[RefusedCall], None]
+    """Called for each refusal that no handler sees."""
 
 
-def listener_config(app: Any, tls: tuple[Path, Path | None] | None = None) -> ListenerConfig:
+def listener_config(
+    app: Any, refused: Callable[[RefusedCall], None], tls: tuple[Path, Path | None] | None = None
+) -> ListenerConfig:
     """The configuration of uvicorn for an application; `tls` is a certificate and its key."""
     certificate, key = tls or (None, None)
     config = ListenerConfig(
@@ -398,6 +399,7 @@ def listener_config(app: Any, tls: tuple[Path, Path | None] | None = None) -> Li
         ssl_keyfile=key,
     )
     config.connections = Connections(allowed_connections())
+    config.refused = refused
     return config
 
 

@@ -35,6 +35,8 @@ class PublicMailbox(msgspec.Struct, frozen=True):
     messages: int
     ttl_s: float
     created_us: int
+    org_id: str = ""
+    """Empty for a mailbox of all organizations."""
 
 
 class MailStatus(msgspec.Struct, frozen=True):
@@ -76,7 +78,8 @@ def status_of(service: "MailService") -> MailStatus:
     """The state of a mail server."""
     stats, public = service.stats(), service.public_mailboxes(PUBLIC_LISTED_MAX)
     boxes = [
-        PublicMailbox(box.mail_id, box.desc, len(box.letters), box.ttl_s, box.created_us) for box in public
+        PublicMailbox(box.mail_id, box.desc, len(box.letters), box.ttl_s, box.created_us, box.org)
+        for box in public
     ]
     private = stats["mailboxes"] - service.public_count
     return MailStatus(stats["mailboxes"], private, stats["messages"], stats["bytes"], stats["agents"], boxes)

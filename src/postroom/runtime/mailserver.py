@@ -28,6 +28,7 @@ from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
 from postroom.system.atomic import open_safely
+from postroom.system.heartbeat import HEARTBEAT
 
 EVENTS_WAITING_BYTES_MAX = 8 << 20  # of events that could not be written yet
 
@@ -38,8 +39,8 @@ _encode = msgspec.json.Encoder().encode
 class FolderTaken(Unavailable):
     """Another server uses this data folder."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} belongs to a mail server that is running")
+    def __init__(self, folder: Path, holder: str) -> None:
+        super().__init__(f"{folder} belongs to a mail server that is running{holder}")
 
 
 class EventLog:
@@ -196,6 +197,7 @@ class _Service(MailService):
         self._status = StatusFile(folder)
 
     def tick(self) -> None:
+        HEARTBEAT.beat()
         super().tick()
         self._status.write(self)
 
@@ -208,8 +210,8 @@ def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callab
         events = EventLog(data / eventfiles.GROWING, run_soon)
         try:
             service = _Service(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
-        except LockTimeout:
-            raise FolderTaken(data) from None
+        except LockTimeout as error:
+            raise FolderTaken(data, error.holder) from None
         try:
             events.open()
         except BaseException:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, cast
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
-from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner
 from postroom.runtime.natsoutput import ConnectionOutput
 
 _log = logging.getLogger("postroom.mail")
@@ -31,6 +31,7 @@ AUTHORIZATION_VIOLATION = "Authorization Violation"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
 STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
+TLS_REQUIRED = "Secure Connection - TLS Required"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
 INTERNAL_ERROR = "Internal Server Error"
@@ -39,6 +40,7 @@ TOO_MUCH_INCOMPLETE = "too many bytes of incomplete messages from this address"
 TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exceeded"
+BAD_REQUEST, UNAUTHORIZED, TOO_SLOW, TOO_MANY = 400, 401, 408, 429  # codes of refused calls, as in HTTP
 
 
 def _encoded(text: str) -> bytes:
@@ -118,6 +120,9 @@ class Hub(Protocol):
         `options` is None for a client that has not sent CONNECT.
         """
 
+    def refused(self, link: "ServerConnection", why: str, code: int, call: str = "connect") -> str:
+        """Make an event of a refused call. Returns the reason."""
+
     def take_calls(self, link: "ServerConnection", head: wire.ControlLine, count: int) -> int:
         """Count messages of a connection with a rate. Returns how many are allowed; others are refused."""
 
@@ -144,22 +149,38 @@ class ServerConnection(asyncio.Protocol):
     """One connection of the server; to the handler, a `Link`."""
 
     __slots__ = (
-        *("_backlog", "_released", "_held_bytes", "_holds", "_hub", "_insecure", "_login_bytes", "_reader"),
-        *("_transport", "admitted", "caller", "client", "echo", "headers", "heard", "name", "network"),
+        "_backlog",
+        "_held_bytes",
+        "_holds",
+        "_hub",
+        "_insecure",
+        "_login_bytes",
+        "_reader",
+        "_released",
+        "_transport",
+        "admitted",
+        "caller",
+        "client",
+        "echo",
+        "headers",
+        "heard",
+        "login",
+        "name",
+        "network",
         "no_responders",
-        *(
-            "number",
-            "org",
-            "output",
-            "pings_out",
-            "rate",
-            "send",
-            "slice_ends",
-            "subscription_bytes",
-            "subscriptions",
-            "token",
-            "user",
-        ),
+        "number",
+        "org",
+        "output",
+        "pings_out",
+        "rate",
+        "recipients",
+        "sees_all",
+        "send",
+        "slice_ends",
+        "subscription_bytes",
+        "subscriptions",
+        "token",
+        "user",
         "verbose",
     )
 
@@ -169,6 +190,10 @@ class ServerConnection(asyncio.Protocol):
         self.user = self.name = self.client = self.network = self.token = self.caller = self.org = ""
         self.rate = 0.0
         """Messages a second that the token may publish; 0 for no limit."""
+        self.sees_all = False
+        self.recipients: frozenset[str] | None = None
+        self.login: TokenOwner | None = None
+        """Who has logged in by CONNECT. A later CONNECT cannot change it."""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, ServerSubscription] = {}
@@ -232,6 +257,7 @@ class ServerConnection(asyncio.Protocol):
         if self.output.closed:
             return
         if self._insecure:
+            self._hub.refused(self, TLS_REQUIRED, BAD_REQUEST)
             self.cut()
             return
         if not self.admitted and self._hub.needs_auth:
@@ -243,7 +269,7 @@ class ServerConnection(asyncio.Protocol):
         if held_bytes != self._held_bytes:
             more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
             if not self._hub.usage.add_incomplete(self.network, more):
-                self.fail(TOO_MUCH_INCOMPLETE)
+                self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
                 return
         if self._backlog:
             self._backlog += commands
@@ -257,11 +283,11 @@ class ServerConnection(asyncio.Protocol):
         line_end = data.find(b"\n") + 1 or len(data)
         self._login_bytes += line_end
         if self._login_bytes > LOGIN_BYTES_MAX:
-            self.fail(wire.LINE_TOO_LONG)
+            self._refuse(wire.LINE_TOO_LONG, BAD_REQUEST)
             return b""
         commands = self._reader.feed(data[:line_end])
         if not commands and data[line_end - 1 : line_end] == b"\n":  # a message before the login
-            self.fail(AUTHORIZATION_VIOLATION)
+            self._refuse(AUTHORIZATION_VIOLATION, UNAUTHORIZED)
         self._handle(commands)
         return data[line_end:] if self.admitted and not self.output.closed else b""
 
@@ -304,7 +330,7 @@ class ServerConnection(asyncio.Protocol):
             self.fail(refusal)
             return None
         if head.header_bytes >= 0 and not self.headers:
-            self.fail(HEADERS_NOT_SUPPORTED)
+            self._refuse(HEADERS_NOT_SUPPORTED, BAD_REQUEST, "publish")
             return None
         if self.rate:
             bodies = bodies[: self._hub.take_calls(self, head, len(bodies))]
@@ -325,7 +351,7 @@ class ServerConnection(asyncio.Protocol):
             case _Remainder():
                 return self._publish(command.head, command.bodies)
             case wire.Fault():
-                self.fail(command.text)
+                self._refuse(command.text, BAD_REQUEST, "command")
             case wire.Connect():
                 self._connect(command.options)
             case _ if not self.admitted and (refusal := self._hub.admit(self, None)):
@@ -344,14 +370,14 @@ class ServerConnection(asyncio.Protocol):
         try:
             options = wire.connect_options(text)
         except wire.Broken as error:
-            self.fail(error.args[0])
+            self._refuse(error.args[0], BAD_REQUEST)
             return
         refusal = self._hub.admit(self, options)
         if refusal:
             self._refuse_login(refusal)
             return
         if options.no_responders and not options.headers:
-            self.fail(NO_RESPONDERS_NEEDS_HEADERS)
+            self._refuse(NO_RESPONDERS_NEEDS_HEADERS, BAD_REQUEST)
             return
         self.name, self.verbose, self.echo = options.name, options.verbose, options.echo
         self.headers, self.no_responders = options.headers, options.no_responders
@@ -371,7 +397,7 @@ class ServerConnection(asyncio.Protocol):
             self._send_ok()
             return
         if not is_pattern(request.subject):
-            self.send(wire.error(INVALID_SUBJECT))
+            self.send(wire.error(self._hub.refused(self, INVALID_SUBJECT, BAD_REQUEST, "subscribe")))
             return
         subscription = ServerSubscription(self, request)
         self.subscriptions[request.sid] = subscription
@@ -417,8 +443,8 @@ class ServerConnection(asyncio.Protocol):
         Organizations do not hear each other. Only a subscription that names an inbox gets messages of all:
         the sender knows that name from its owner.
         """
-        own, other = self.org, subscription.link.org
-        return own == other or not own or not other or _names_inbox(subscription.subject)
+        other = subscription.link
+        return self.org == other.org or self.sees_all or other.sees_all or _names_inbox(subscription.subject)
 
     def _push(
         self,
@@ -475,6 +501,10 @@ class ServerConnection(asyncio.Protocol):
         self._holds -= 1
         if not self._holds and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _refuse(self, why: str, code: int, call: str = "connect") -> None:
+        """Make an event of a refused call, send the error, and end."""
+        self.fail(self._hub.refused(self, why, code, call))
 
     def fail(self, text: str) -> None:
         """Send an error, and end."""

@@ -44,7 +44,11 @@ class TokenOwner(NamedTuple):
     rate: float = 0.0
     """Messages a second that clients with the token may publish; 0 for no limit."""
     org: str = ""
-    """The organization of the token; empty for all of them."""
+    """The organization of the token; empty for none."""
+    sees_all: bool = True
+    """Whether messages and mailboxes of every organization are for it."""
+    recipients: frozenset[str] | None = None
+    """The users whose mailboxes it may send to; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)

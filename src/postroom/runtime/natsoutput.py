@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 from postroom.contracts.mail import LINK_FULL_BYTES
 
+SLOW_CONSUMER = "Slow Consumer"
+TOO_MANY = 429  # the code of this refusal, as in HTTP
+
 if TYPE_CHECKING:
     from postroom.runtime.natsconn import Hub, ServerConnection
 
@@ -109,6 +112,8 @@ class ConnectionOutput:
 
     def _overflow(self) -> None:
         """Too many bytes wait. Drop everything now, and close the connection after the current callback."""
+        if not self.closed:
+            self._hub.refused(self._link, SLOW_CONSUMER, TOO_MANY, "deliver")
         self.discard()
         # Uncounted at once, so that other connections of the client can continue.
         self._hub.usage.add_pending(self._link.client, -self.counted_bytes)

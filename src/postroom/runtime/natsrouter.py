@@ -12,7 +12,8 @@ class Router:
         self._index: SubjectIndex[ServerSubscription] = SubjectIndex()
         self._turns = 0  # rotates the members of queue groups
         self.is_divided = False
-        """Whether a connection of an organization has logged in, so that receivers depend on the sender."""
+        """Whether a connection that does not see all organizations has logged in, so that receivers depend on
+        the sender."""
         self.match = self._index.match
         self.literal = self._index.literal
 

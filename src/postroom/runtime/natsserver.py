@@ -25,11 +25,15 @@ from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     AUTHORIZATION_VIOLATION,
+    BAD_REQUEST,
     STALE_CONNECTION,
     TOO_LARGE_SUBSCRIPTIONS,
+    TOO_MANY,
     TOO_MANY_CONNECTIONS,
     TOO_MANY_LOGINS,
     TOO_MANY_SUBSCRIPTIONS,
+    TOO_SLOW,
+    UNAUTHORIZED,
     ServerConnection,
     ServerSubscription,
 )
@@ -45,6 +49,7 @@ from postroom.runtime.natsoptions import (
     network_of,
     token_of,
 )
+from postroom.runtime.natsoutput import SLOW_CONSUMER
 from postroom.runtime.natsrouter import Router
 from postroom.runtime.rates import Rates
 from postroom.system.callbacks import attempt
@@ -56,7 +61,7 @@ TLS_TIMEOUT_S = 5.0
 TICK_S = 0.25
 HANDLER_BODIES_MAX = 200  # messages for the handler between two checks of the clock
 CLOSE_TIMEOUT_S = 0.4
-UNAUTHORIZED, TOO_MANY = 401, 429  # codes of refused calls, as in HTTP
+TLS_FAILED = "the TLS handshake failed"
 TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # noqa: S105 - a sentence
 
 RunSoon = Callable[[Callable[[], None]], object]
@@ -201,9 +206,9 @@ class NatsServer:
         is_full = len(self.connections) >= self.options.connections_max
         link.client = client
         if self._lame or is_full or not self.usage.may_connect(client):
-            return self._refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
+            return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not self._may_log_in(link):
-            return self._refused(link, TOO_MANY_LOGINS, TOO_MANY)
+            return self.refused(link, TOO_MANY_LOGINS, TOO_MANY)
         self.connections.add(link)
         self.usage.add_connection(client)
         self._empty.clear()
@@ -218,9 +223,9 @@ class NatsServer:
 
     def _check_login(self, link: ServerConnection) -> None:
         if not link.admitted and not link.is_closing:
-            link.fail(self._refused(link, AUTHENTICATION_TIMEOUT, UNAUTHORIZED))
+            link.fail(self.refused(link, AUTHENTICATION_TIMEOUT, UNAUTHORIZED))
 
-    def _refused(
+    def refused(
         self, link: ServerConnection, why: str, code: int, call: str = "connect", reply: str = ""
     ) -> str:
         """Make an event of a refused call, and answer it at `reply`. Returns the reason."""
@@ -284,6 +289,7 @@ class NatsServer:
                 transport, link, context, server_side=True, ssl_handshake_timeout=TLS_TIMEOUT_S
             )
         except OSError:
+            self.refused(link, TLS_FAILED, BAD_REQUEST)
             link.cut()
             return
         if secured is not None:
@@ -299,16 +305,20 @@ class NatsServer:
     def admit(self, link: ServerConnection, options: wire.ConnectOptions | None) -> str:
         owner = self.options.owner_of(options or wire.ConnectOptions())
         if owner is None:
-            return self._refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
+            return self.refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
+        token = "" if options is None else token_of(options)
+        if link.login is not None and (link.login, link.token) != (owner, token):
+            # Its subscriptions and waiting calls would go on after the end of their token.
+            return self.refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
         client = client_of(owner.user, link.network)
         if client != link.client and not self._move(link, client):
-            return self._refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
+            return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
-        link.user, link.caller, link.rate, link.org = owner
-        link.admitted = True
-        self._router.is_divided |= bool(owner.org)
-        link.token = "" if options is None else token_of(options)
+        link.user, link.caller, link.rate, link.org, link.sees_all, link.recipients = owner
+        link.admitted, link.login = True, None if options is None else owner
+        self._router.is_divided |= not owner.sees_all
+        link.token = token
         return ""
 
     def _move(self, link: ServerConnection, client: str) -> bool:
@@ -324,12 +334,12 @@ class NatsServer:
     def subscribe(self, subscription: ServerSubscription) -> str:
         link = subscription.link
         if len(link.subscriptions) > self.options.subscriptions_max:
-            return self._refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
+            return self.refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         text = self._owned(subscription.subject)
         subscription.owned = text is not None
         subscription.cost = _cost_of(subscription)
         if not self.usage.may_subscribe(link.client, subscription.cost):
-            return self._refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
+            return self.refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         self._count_subscription(link, subscription.cost)
         if text is None or self._handler is None:
             self._router.add(subscription)
@@ -367,7 +377,7 @@ class NatsServer:
             link.send(wire.permissions_violation("Publish", head.subject, why))
             reply = head.reply.decode("utf-8", "replace")
             for _ in range(refused):
-                self._refused(link, why, TOO_MANY, "publish", reply)
+                self.refused(link, why, TOO_MANY, "publish", reply)
         return found.calls
 
     def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> int:
@@ -460,6 +470,7 @@ class NatsServer:
         for link in [each for each in self.connections if each.output.paused]:
             link.output.count_waiting()
             if link.output.is_stuck(now_s, self.options.write_timeout_s):
+                self.refused(link, SLOW_CONSUMER, TOO_SLOW, "deliver")
                 link.cut()
         if now_s >= self._next_ping_s:
             self._next_ping_s = now_s + self.options.ping_interval_s
@@ -480,7 +491,7 @@ class NatsServer:
             if owner is not None:
                 link.rate = owner.rate
             elif not link.is_closing:
-                self._refused(link, TOKEN_ENDED, UNAUTHORIZED)
+                self.refused(link, TOKEN_ENDED, UNAUTHORIZED)
                 link.fail(AUTHORIZATION_VIOLATION)
 
     def _ping_silent_clients(self) -> None:

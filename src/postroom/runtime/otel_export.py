@@ -1,14 +1,12 @@
-"""The providers of OpenTelemetry in one process, with exporters over OTLP/HTTP."""
+"""The providers of OpenTelemetry in one process, with exporters over OTLP."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
-from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
@@ -19,36 +17,56 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from postroom.contracts.engine import Engine
+from postroom.runtime.child_spans import ChildSpans
 from postroom.runtime.engine_spans import EngineGauges, EngineSpans, TaskSpans
 from postroom.runtime.http_spans import TracedApp
 from postroom.runtime.log_records import OtelHandler, line_emitter
 from postroom.runtime.server_log import ServerLog
+from postroom.runtime.telemetry import Signal, protocol_of
+
+if TYPE_CHECKING:
+    from postroom.runtime.http import TasksApp
 
 SCOPE = "postroom"
 FLUSH_MS = 5_000  # for the last export at the end of a process
+_EXPORTERS: Final[Mapping[Signal, tuple[str, str]]] = {
+    "traces": ("trace_exporter", "OTLPSpanExporter"),
+    "metrics": ("metric_exporter", "OTLPMetricExporter"),
+    "logs": ("_log_exporter", "OTLPLogExporter"),
+}
+
+
+def _exporter(signal: Signal, environ: Mapping[str, str]) -> Any:
+    """The exporter of a signal. Only the library of its protocol is imported."""
+    library = "grpc" if protocol_of(signal, environ) == "grpc" else "http"
+    module, name = _EXPORTERS[signal]
+    return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{library}.{module}"), name)()
 
 
 class Telemetry:
     """The providers of one process."""
 
-    def __init__(self, service: str, signals: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, service: str, signals: Sequence[Signal], environ: Mapping[str, str]) -> None:
         attributes = environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         is_named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
+        self._environ = environ
         resource = Resource.create({} if is_named else {"service.name": service})
         self._closers: list[Callable[[], object]] = []
+        self._child_spans: ChildSpans | None = None
         self._traces = self._trace_provider(resource) if "traces" in signals else None
         self._metrics = self._metric_provider(resource) if "metrics" in signals else None
         self._logs = self._log_provider(resource) if "logs" in signals else None
 
     def _trace_provider(self, resource: Resource) -> TracerProvider:
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._child_spans = ChildSpans(BatchSpanProcessor(_exporter("traces", self._environ)), resource)
+        provider.add_span_processor(self._child_spans)
         trace.set_tracer_provider(provider)  # for the spans that handlers make
         self._closers.append(provider.shutdown)
         return provider
 
     def _metric_provider(self, resource: Resource) -> MeterProvider:
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        reader = PeriodicExportingMetricReader(_exporter("metrics", self._environ))
         provider = MeterProvider([reader], resource, shutdown_on_exit=False)
         metrics.set_meter_provider(provider)
         self._closers.append(lambda: provider.shutdown(FLUSH_MS))
@@ -56,7 +74,7 @@ class Telemetry:
 
     def _log_provider(self, resource: Resource) -> LoggerProvider:
         provider = LoggerProvider(resource, shutdown_on_exit=False)
-        provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
+        provider.add_log_record_processor(BatchLogRecordProcessor(_exporter("logs", self._environ)))
         handler = OtelHandler(provider.get_logger(SCOPE))
         logger = logging.getLogger(SCOPE)
         logger.addHandler(handler)
@@ -67,7 +85,7 @@ class Telemetry:
         """Trace and measure an engine."""
         tracer = (self._traces or trace.NoOpTracerProvider()).get_tracer(SCOPE)
         meter = (self._metrics or metrics.NoOpMeterProvider()).get_meter(SCOPE)
-        engine.core.telemetry = EngineSpans(tracer, meter)
+        engine.core.telemetry = EngineSpans(tracer, meter, self._child_spans)
         EngineGauges(engine, meter)
 
     def task_spans(self) -> TaskSpans | None:
@@ -87,7 +105,14 @@ class Telemetry:
         if self._logs is not None:
             server_log.listener = line_emitter(self._logs.get_logger(SCOPE))
 
-    def traced(self, app: Any) -> Any:
+    def serving(self, app: "TasksApp", engine: Engine, server_log: ServerLog) -> Any:
+        """An app whose requests, engine and log are exported."""
+        self.attach(engine)
+        app.task_spans = self.task_spans()
+        self.follow(server_log)
+        return self._traced(app)
+
+    def _traced(self, app: "TasksApp") -> Any:
         """An ASGI app with a span for each request; the app itself when spans are not exported."""
         return app if self._traces is None else TracedApp(app, self._traces.get_tracer(SCOPE))
 

@@ -1,15 +1,17 @@
 """The parts of `postroom up`: one process each, supervised, with their states in a file of the data folder.
 
 Rule 1: a part that dies is restarted with a growing pause. Meanwhile the server says that it is degraded.
-Rule 2: the parts end when this process ends, in any way.
-Rule 3: every line of a part's log is one JSON object on stderr, with the name of the part.
+Rule 2: a part that has not beaten for `BEAT_LATE_S` is degraded, too. It goes on, because it may be at work.
+Rule 3: the parts end when this process ends, in any way.
+Rule 4: every line of a part's log is one JSON object on stderr, with the name of the part. The lines of a
+        start are held back until all parts are ready: a start that fails is one sentence.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ LOCK_FILE = "up.lock"
 READY_TIMEOUT_S = 30.0
 READY_CHECK_S = 0.02
 CHECK_EVERY_S = 0.5
+BEAT_LATE_S = 15.0  # without a beat, after which a part counts as hung
 LOG_LINE_CHARS_MAX = 10_000
+LOG_LINES_HELD_MAX = 1_000  # of a start
+ENDED = "ended"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,6 +45,8 @@ class Part(msgspec.Struct, frozen=True):
     """The parts that have to be ready before this one starts."""
     is_silent: bool = False
     """Whether it prints no such line, and counts as ready once it runs."""
+    beats: bool = True
+    """Whether it gives signs of life. One that does not is never hung."""
 
 
 class PartState(msgspec.Struct, frozen=True):
@@ -48,6 +55,20 @@ class PartState(msgspec.Struct, frozen=True):
     state: State
     restarts: int
     pid: int | None
+    is_hung: bool = False
+    """Whether it runs, and has not beaten for `BEAT_LATE_S`."""
+
+    @property
+    def shown(self) -> str:
+        """The state in one word."""
+        return "hung" if self.is_hung else self.state
+
+    @property
+    def fault(self) -> str:
+        """Why the part is degraded; empty when it is not."""
+        if self.is_hung:
+            return f"hung: it has given no sign of life for {BEAT_LATE_S:g} s"
+        return "" if self.state in ("running", "starting") else f"{self.state} after {self.restarts} failures"
 
 
 class States(msgspec.Struct, frozen=True):
@@ -68,14 +89,18 @@ class Parts:
         *,
         stop_grace_s: float,
         environment: Mapping[str, str] | None = None,
+        beat_late_s: float = BEAT_LATE_S,
     ) -> None:
         self._data = data
+        self._beat_late_s = beat_late_s
         self._parts = {part.name: part for part in parts}
         self._ready: dict[str, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._log_mutex = threading.Lock()
         self._written: States | None = None
         self._last_text: dict[str, str] = {}
+        self._held: list[dict[str, Any]] | None = []
+        """The log of a start that is under way; None when the log is written at once."""
         self._stop_grace_s = stop_grace_s
         self._environment = environment
         self._supervisors = {part.name: self._supervisor(part) for part in parts}
@@ -103,8 +128,10 @@ class Parts:
             with self._changed:
                 self._changed.wait(READY_CHECK_S)
             if time.monotonic() > deadline:
+                self._write_held()
                 missing = ", ".join(name for name in self._parts if not self._is_ready(name))
                 raise Unavailable(f"not ready within {READY_TIMEOUT_S:g} s: {missing}")
+        self._write_held()
         self.write_states()
         return self._ready
 
@@ -119,6 +146,10 @@ class Parts:
         """A part that ends before it was ready once has a wrong option or port. A restart would not help."""
         for name, supervisor in self._supervisors.items():
             if supervisor.restarts and not self._is_ready(name):
+                log = [line for line in self._held or () if line["part"] == name]
+                said = [line for line in log if line.get("event") != ENDED]
+                if len(said) != 1:  # such as a traceback: the sentence alone would hide the rest
+                    self._write_held()
                 why = self._last_text.get(name, "see the log above")
                 raise Unavailable(f"the part {name} cannot start: {why}")
 
@@ -147,13 +178,22 @@ class Parts:
         states = States(
             os.getpid(),
             {
-                name: PartState(supervisor.state, supervisor.restarts, supervisor.pid)
+                name: PartState(
+                    supervisor.state,
+                    supervisor.restarts,
+                    supervisor.pid,
+                    self._is_hung(name, supervisor),
+                )
                 for name, supervisor in self._supervisors.items()
             },
         )
         if states != self._written:
             replace_file(self._data / STATES_FILE, _encode(states), "os")
             self._written = states
+
+    def _is_hung(self, name: str, supervisor: Supervisor) -> bool:
+        late = supervisor.silent_s() > self._beat_late_s  # also reads the beats
+        return late and self._parts[name].beats and supervisor.state == "running"
 
     def _note_ready(self, name: str) -> Callable[[str], None]:
         def note(line: str) -> None:
@@ -170,7 +210,7 @@ class Parts:
 
     def _note_exit(self, name: str) -> Callable[[int], None]:
         def note(code: int) -> None:
-            self._write_log({"ts": _now(), "part": name, "event": "ended", "exit_code": code})
+            self._write_log({"ts": _now(), "part": name, "event": ENDED, "exit_code": code})
 
         return note
 
@@ -188,8 +228,20 @@ class Parts:
 
     def _write_log(self, facts: dict[str, Any]) -> None:
         with self._log_mutex:
-            sys.stderr.write(_encode(facts).decode() + "\n")
-            sys.stderr.flush()
+            if self._held is not None and len(self._held) < LOG_LINES_HELD_MAX:
+                self._held.append(facts)
+                return
+            self._write_lines([*(self._held or ()), facts])
+
+    def _write_held(self) -> None:
+        """Write the log of the start. From now on, lines are written at once."""
+        with self._log_mutex:
+            self._write_lines(self._held or ())
+
+    def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
+        self._held = None
+        sys.stderr.write("".join(_encode(facts).decode() + "\n" for facts in lines))
+        sys.stderr.flush()
 
 
 def _now() -> str:
@@ -206,14 +258,9 @@ def with_port(command: Sequence[str], url: str | None) -> list[str]:
     return [*command[:place], str(port), *command[place + 1 :]]
 
 
-def degraded_parts(data: Path) -> dict[str, str]:
-    """The parts of `postroom up` that do not run, with the reason; empty when `up` does not run."""
+def part_states(data: Path) -> dict[str, PartState]:
+    """The parts of `postroom up` by name; empty when `up` does not run."""
     try:
-        states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
+        return msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States).parts
     except (OSError, msgspec.MsgspecError):
         return {}
-    return {
-        name: f"{part.state} after {part.restarts} failures"
-        for name, part in states.parts.items()
-        if part.state not in ("running", "starting")
-    }

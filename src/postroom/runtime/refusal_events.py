@@ -15,6 +15,7 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.refusals import RefusalSum, RefusalWindow
 from postroom.errors import PostroomError
 from postroom.runtime.agents import Identity
+from postroom.runtime.natsoptions import network_of
 from postroom.runtime.server_log import ServerLog, error_location
 
 WINDOW_S = 10.0
@@ -38,14 +39,20 @@ class RefusedCall(msgspec.Struct, frozen=True):
     via: str
     """`http` or `mcp`."""
     call: str
-    """The route or the tool, without what the caller wrote."""
+    """The route or the tool, without what the caller wrote.
+
+    `request`, `reply` or `connect` for a refusal without a route.
+    """
     status: int
     error_type: str
     error: str
 
     @property
     def client(self) -> str:
-        return self.identity.caller if self.identity.name else f"address:{self.address}"
+        """Whose refusals are counted together. A new connection has another port, and is the same client."""
+        if self.identity.name:
+            return self.identity.caller
+        return f"address:{network_of(self.address.rpartition(':')[0])}"
 
     def facts(self, **further: Any) -> dict[str, Any]:
         """The facts of an event about the call."""

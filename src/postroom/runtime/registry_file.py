@@ -6,17 +6,18 @@ Rule 2: a file that cannot be read is an error, never an empty registry.
 
 import os
 import time
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import StoreDamaged
 from postroom.system import lock
-from postroom.system.atomic import make_folder, open_safely, read_file, replace_file
+from postroom.system.atomic import make_folder, read_file, replace_file
 
 LOCK_TIMEOUT_S = 10.0
 CHECK_EVERY_S = 0.2  # between checks of the file, so that not every request needs one
@@ -24,15 +25,28 @@ CHECK_EVERY_S = 0.2  # between checks of the file, so that not every request nee
 E = TypeVar("E", bound=msgspec.Struct)
 
 
+@dataclass(slots=True)
+class Content(Generic[E]):
+    """What one file holds, to be changed."""
+
+    entries: list[E]
+    owners: dict[str, str]
+    """By name: the organization that owns it, for as long as the file exists. Most files have none."""
+
+
 class RegistryFile(Generic[E]):
-    """The entries of one file, which is an object with one list."""
+    """The entries of one file, which is an object with one list, and perhaps the owners of names."""
 
     def __init__(self, path: Path, field: str, entry: type[E]) -> None:
         self._path = path
         self._field = field
-        self._decoder = msgspec.json.Decoder(dict[str, list[entry]])  # type: ignore[valid-type]
+        fields: list[tuple[str, Any, Any]] = [
+            (field, list[entry] | msgspec.UnsetType, msgspec.UNSET),  # type: ignore[valid-type]
+            ("owners", dict[str, str], msgspec.field(default_factory=dict)),
+        ]
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(msgspec.defstruct("Registry", fields))
         self._checked = -CHECK_EVERY_S
-        self._entries: tuple[E, ...] = ()
+        self._content: tuple[tuple[E, ...], dict[str, str]] = (), {}
         self.version: tuple[int, int, int] = (0, 0, 0)
         """Differs when the file was changed."""
 
@@ -43,41 +57,57 @@ class RegistryFile(Generic[E]):
 
     def read(self) -> Sequence[E]:
         """The entries. A file that was changed by another process is read again."""
+        return self.read_all()[0]
+
+    def read_all(self) -> tuple[Sequence[E], Mapping[str, str]]:
+        """The entries as `read`, and the owners of names."""
         self._checked = time.monotonic()
         try:
             found = self._path.stat()
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
         except FileNotFoundError:
-            self._entries, self.version = (), (0, 0, 0)
-            return ()
+            self._content, self.version = ((), {}), (0, 0, 0)
+            return self._content
         except OSError as error:
             raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
         if version != self.version:
-            self._entries, self.version = self._load(), version
-        return self._entries
+            self._content, self.version = self._load(), version
+        return self._content
 
     @contextmanager
     def changing(self) -> Iterator[MutableSequence[E]]:
         """The entries as a list under the lock. The list is written at the end of the block."""
+        with self.changing_all() as content:
+            yield content.entries
+
+    @contextmanager
+    def changing_all(self) -> Iterator[Content[E]]:
+        """The entries and the owners of names, as `changing`."""
         make_folder(self._path.parent, "fsync")
-        fd = open_safely(self._path.with_name(f"{self._path.name}.lock"), os.O_RDWR | os.O_CREAT)
+        fd = lock.open_lock_file(self._path.with_name(f"{self._path.name}.lock"))
         try:
             lock.acquire(fd, LOCK_TIMEOUT_S, self._path)
-            entries = [*self.read()]
-            yield entries
-            data = msgspec.json.format(msgspec.json.encode({self._field: entries}), indent=1)
+            entries, owners = self.read_all()
+            content = Content([*entries], {**owners})
+            yield content
+            written: dict[str, Any] = {self._field: content.entries}
+            if content.owners:
+                written["owners"] = content.owners
+            data = msgspec.json.format(msgspec.json.encode(written), indent=1)
             replace_file(self._path, data + b"\n", "fsync")
             self._checked = -CHECK_EVERY_S
         finally:
             os.close(fd)
 
-    def _load(self) -> tuple[E, ...]:
+    def _load(self) -> tuple[tuple[E, ...], dict[str, str]]:
         try:
-            return tuple(self._decoder.decode(read_file(self._path))[self._field])
+            read = self._decoder.decode(read_file(self._path))
         except msgspec.ValidationError as error:
             fault = field_fault(error, "the file")
             raise StoreDamaged(f"{self._path} is not a list of {self._field}: {fault}") from error
-        except KeyError:
-            raise StoreDamaged(f"{self._path} is not a list of {self._field}: it has no such list") from None
         except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
             raise StoreDamaged(f"{self._path} is not a list of {self._field}: {error}") from error
+        entries = getattr(read, self._field)
+        if entries is msgspec.UNSET:
+            raise StoreDamaged(f"{self._path} is not a list of {self._field}: it has no such list")
+        return tuple(entries), read.owners

@@ -17,6 +17,7 @@ from postroom.runtime import (
     goal_handlers,
     handlers,
     monitoring,
+    token_handlers,
 )
 from postroom.runtime.endpoint import ServedRoute
 from postroom.runtime.engine_schemas import (
@@ -78,14 +79,19 @@ from postroom.runtime.schemas import (
     HealthAnswer,
     HolderBody,
     LinesAnswer,
+    MadeTokenAnswer,
     NewBusMessage,
     NewTaskAnswer,
     NewTasksAnswer,
+    NewTokenBody,
     NextBody,
     ResultBody,
+    RevokedAnswer,
+    RotateBody,
     ShowQuery,
     StatusAnswer,
     TaskAnswer,
+    TokensAnswer,
 )
 
 # Refusals of routes that change a task, and of routes that read.
@@ -534,6 +540,40 @@ ROUTES: Sequence[ServedRoute] = (
         goal_handlers.conflicts,
         operators_only=True,
         within_org=True,
+    ),
+    ServedRoute(
+        Route("GET", "/tokens", "Tokens, without their texts", {200: (TokensAnswer,)}, _READ),
+        token_handlers.tokens,
+        admins_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/tokens",
+            "Make a token, which is answered only now",
+            {201: (MadeTokenAnswer,)},
+            (400, 401, 403, 413, 429, 503),
+            (NewTokenBody,),
+        ),
+        token_handlers.create,
+        admins_only=True,
+    ),
+    ServedRoute(
+        Route("POST", "/tokens/{id}/revoke", "Revoke a token", {202: (RevokedAnswer,)}, _CHANGE),
+        token_handlers.revoke,
+        admins_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/tokens/{id}/rotate",
+            "Replace a token by one with the same rights",
+            {201: (MadeTokenAnswer,)},
+            _CHANGE,
+            (RotateBody,),
+        ),
+        token_handlers.rotate,
+        admins_only=True,
     ),
     ServedRoute(
         Route("GET", "/events", "Events as they happen", {200: EVENT_STREAM}, _READ, query=EventsQuery),

@@ -4,6 +4,7 @@ Rule 1: the server decodes with these structs, and the OpenAPI document is gener
 Rule 2: an unknown field is refused, because its sender expects an effect.
 """
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ from postroom.contracts.tasks import LEASE_S, AgentStatus, Status, TaskLine
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.message import BusMessage, Durability, State
 from postroom.runtime.harness import HarnessStatus
+from postroom.runtime.tokens import EXPIRES_S_MAX, NAMES_MAX, Role
+from postroom.settings import RATE_MAX
 from postroom.stores.base import CLAIM_MAX
 
 WAIT_S_MAX = 30.0
@@ -39,6 +42,7 @@ URL_QUERY_FIELDS_MAX = 16
 Name = Annotated[
     str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]  # fmt: skip
+Names = Annotated[tuple[Name, ...], Meta(max_length=NAMES_MAX)]
 Id = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 Number = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
@@ -228,8 +232,71 @@ class CallerAnswer(msgspec.Struct, frozen=True):
     org: str
 
 
+class TokenLine(msgspec.Struct, frozen=True):
+    """A token without its text. An empty `org` means all organizations."""
+
+    token_id: str
+    role: Role
+    org: str
+    agent: str
+    created: datetime
+    expires: datetime | None
+    valid: bool
+    rate: float
+    may_send_to: tuple[str, ...]
+    may_claim: tuple[str, ...]
+    may_read: tuple[str, ...]
+    only_message: tuple[str, ...]
+    only_buses: tuple[str, ...]
+    read_only: bool
+
+
+class TokensAnswer(msgspec.Struct, frozen=True):
+    """The tokens that the admin may change, in the order in which they were made."""
+
+    tokens: list[TokenLine]
+
+
+class NewTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokens`. Without `org`, the token is for the organization of the admin, or for all."""
+
+    role: Role
+    org: Name | None = None
+    agent: Name | None = None
+    expires_s: Annotated[float, Meta(ge=1, le=EXPIRES_S_MAX)] | None = None
+    rate: Annotated[float, Meta(ge=0, le=RATE_MAX)] = 0.0
+    may_send_to: Names = ()
+    may_claim: Names = ()
+    may_read: Names = ()
+    only_message: Names = ()
+    only_buses: Names = ()
+    read_only: bool = False
+
+
+class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokens/{id}/rotate`. The old token stays valid for `overlap_s` more seconds."""
+
+    overlap_s: Annotated[float, Meta(ge=0, le=EXPIRES_S_MAX)] = 0.0
+
+
+class MadeTokenAnswer(msgspec.Struct, frozen=True):
+    """A new token, which is never answered again, and the id that names it."""
+
+    token: str
+    token_id: str
+
+
+class RevokedAnswer(msgspec.Struct, frozen=True):
+    """The id of a token that is refused from now on."""
+
+    token_id: str
+
+
 class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`ok`, or `degraded` when the server works except for the named `parts`."""
+    """`ok`, or `degraded` when a part does not work.
+
+    `parts` has the state of each part of `postroom up`, or why it does not work.
+    """
 
     status: Literal["ok", "degraded"]
     parts: dict[str, str] = {}

@@ -30,6 +30,7 @@ from postroom.sinks.shipper import Shipper
 from postroom.stores.base import Outbox
 from postroom.stores.open import open_store
 from postroom.system.atomic import absolute_path, replace_file
+from postroom.system.heartbeat import HEARTBEAT
 
 _log = logging.getLogger("postroom.audit")
 
@@ -75,6 +76,7 @@ class Shipping(msgspec.Struct):
 
     def tend(self) -> None:
         """Seal a segment that is due, record the head of the chain, and publish."""
+        HEARTBEAT.beat()
         sealed = self.sink.seal_if_due()
         self._note_head()
         if sealed:

@@ -5,11 +5,14 @@ of the pipe and stops.
 """
 
 import logging
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Literal
+
+from postroom.system.heartbeat import VARIABLE, Pulse
 
 PAUSE_S = 1.0  # before a restart, doubled each time
 PAUSE_S_MAX = 30.0
@@ -53,6 +56,7 @@ class Supervisor:
         self._on_exit = on_exit
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._pulse: Pulse | None = None
         self._mutex = threading.Lock()
         self._thread = threading.Thread(target=self._keep_running, name=f"postroom-{name}", daemon=True)
 
@@ -60,6 +64,11 @@ class Supervisor:
     def pid(self) -> int | None:
         process = self._process
         return None if process is None else process.pid
+
+    def silent_s(self) -> float:
+        """For how long the process has not beaten; 0 for one that does not run."""
+        with self._mutex:
+            return 0.0 if self._pulse is None else self._pulse.silent_s(time.monotonic())
 
     def start(self) -> None:
         self._thread.start()
@@ -108,13 +117,18 @@ class Supervisor:
             if self._stopping.is_set():
                 return None
             output = subprocess.DEVNULL if self._on_output is None else subprocess.PIPE
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-            )
+            self._pulse = pulse = Pulse(time.monotonic())
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 - our own program
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.PIPE,
+                    env={**(self._environment or os.environ), VARIABLE: str(pulse.writing)},
+                    pass_fds=(pulse.writing,),
+                )
+            finally:
+                pulse.started()
             if self._on_output is None:
                 self.state = "running"
             return self._process
@@ -127,7 +141,14 @@ class Supervisor:
             for line in process.stderr or ():
                 self._on_log(_text(line))
             reader.join()
+        self._end_pulse()
         return process.returncode
+
+    def _end_pulse(self) -> None:
+        with self._mutex:
+            pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
 
     def _read_output(self, output: IO[bytes] | None) -> None:
         for line in output or ():

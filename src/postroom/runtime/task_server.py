@@ -7,10 +7,10 @@ Rule 2: one token cannot use all threads, long polls, streams or buffer bytes.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from postroom.contracts.engine import Coordinator, Engine
 from postroom.contracts.engine.agent import Agent
@@ -21,13 +21,16 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.http_messages import HttpRequest
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
-from postroom.runtime.parts import degraded_parts
+from postroom.runtime.parts import part_states
 from postroom.runtime.rates import Rates
 from postroom.runtime.refusal_events import RefusalEvents
 from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.shares import Shares
 from postroom.runtime.writer import StoreWriter
+
+if TYPE_CHECKING:
+    from postroom.runtime.engine_spans import TaskSpans
 
 T = TypeVar("T")
 
@@ -45,13 +48,7 @@ BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
-
-
-class TaskSpansNoted(Protocol):
-    """Takes notes of operations on task queues, for telemetry."""
-
-    def note(self, operation: str, agent: str, task_ids: Sequence[str], started_ns: int) -> None:
-        """Note an operation on the queue of an agent that was committed now."""
+BROKER = "broker"  # its name among the degraded parts
 
 
 class TaskServer:
@@ -77,7 +74,7 @@ class TaskServer:
         self.openapi_json: Callable[[], bytes] = lambda: b"{}"
         self.lease_s_max = LEASE_S_MAX
         """Longer leases are shortened to this; the reply says how long the lease is."""
-        self.task_spans: TaskSpansNoted | None = None
+        self.task_spans: TaskSpans | None = None
         """None without telemetry."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
@@ -87,7 +84,7 @@ class TaskServer:
         self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._health_checked = -HEALTH_CHECK_S
-        self._degraded: dict[str, str] = {}
+        self._health: tuple[dict[str, str], dict[str, str]] = ({}, {})
         self._coordinator: Coordinator | None = None
         self._coordinator_starts = asyncio.Lock()
         self._beats: dict[tuple[str, str], float] = {}
@@ -129,14 +126,17 @@ class TaskServer:
             self.streams_woken.set_result(None)
             self.streams_woken = self._loop.create_future()
 
-    async def degraded(self) -> dict[str, str]:
-        """What does not work, by name. Cached for `HEALTH_CHECK_S`, because `/health` needs no token."""
+    async def health(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The state of every part, and of them what does not work, by name.
+
+        Cached for `HEALTH_CHECK_S`, because `/health` needs no token.
+        """
         if self._loop.time() >= self._health_checked + HEALTH_CHECK_S:
             self._health_checked = self._loop.time()
-            self._degraded = await self._loop.run_in_executor(self._health_thread, self._check_health)
-        return self._degraded
+            self._health = await self._loop.run_in_executor(self._health_thread, self._check_health)
+        return self._health
 
-    def _check_health(self) -> dict[str, str]:
+    def _check_health(self) -> tuple[dict[str, str], dict[str, str]]:
         """Callers without a token see this, so no bus is named."""
         parts: dict[str, str] = {}
         if self.buses.disk_is_nearly_full():
@@ -144,7 +144,11 @@ class TaskServer:
         full = len(self.buses.full())
         if full:
             parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
-        return parts | degraded_parts(self.agents.data)
+        if self.tasks.store.broker_trouble:
+            parts[BROKER] = f"{self.tasks.store.broker_trouble}; messages come from the database meanwhile"
+        states = part_states(self.agents.data)
+        degraded = parts | {name: part.fault for name, part in states.items() if part.fault}
+        return {name: part.shown for name, part in states.items()} | degraded, degraded
 
     async def coordinator(self) -> Coordinator:
         """The coordinator of this server. It starts with the first call for an agent."""

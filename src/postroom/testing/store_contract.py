@@ -1,7 +1,9 @@
 """The tests that every backend passes, and the helpers they are written with."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +12,15 @@ from msgspec.structs import replace
 
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import InvalidMessage, QueueFull, StaleLease, UnknownTask, WrongState
+from postroom.errors import (
+    InvalidMessage,
+    InvalidSetting,
+    QueueFull,
+    StaleLease,
+    StoreMoved,
+    UnknownTask,
+    WrongState,
+)
 from postroom.message import Envelope, Event, Moment, Record, State, Step
 from postroom.stores.base import (
     FOREVER_NS,
@@ -31,6 +41,7 @@ from postroom.testing.events import CHECKED_MAX, check_consistency
 MINE = "mine"
 OTHER = "other"
 LEASE_S = 300.0
+TOGETHER_S = 60.0  # two transactions wait for each other at most this long
 
 
 @contextmanager
@@ -996,6 +1007,37 @@ class StoreContract(ABC):
             assert record(store, name).state == "QUEUED"
             store.reopen()
             assert names_of(claim(store)) == [name]
+
+    def test_what_a_store_cannot_do_is_refused(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            if not store.capabilities.is_encryptable:
+                with raises(InvalidSetting):
+                    store.convert()
+            if not store.capabilities.is_movable:
+                with raises(InvalidMessage):
+                    store.set_moved("elsewhere")
+                return
+            store.set_moved("elsewhere")
+            with raises(StoreMoved):
+                put_in(store)
+            store.set_moved("")
+            put_in(store)
+
+    def test_commits_of_two_threads_run_at_once_where_the_store_says_so(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            if not store.capabilities.is_concurrent:
+                return
+            put_in(store)  # opened before
+            both = threading.Barrier(2, timeout=TOGETHER_S)
+
+            def work(transaction: Transaction) -> None:
+                transaction.insert([new()])
+                both.wait()
+
+            with ThreadPoolExecutor(2) as pool:
+                found = [*pool.map(store.write_many, [[work], [work]])]
+            assert found == [[None], [None]]
+            assert len(store.find(Listing())) == 3
 
     def test_another_handle_sees_every_commit(self, tmp_path: Path) -> None:
         if not self.keeps:

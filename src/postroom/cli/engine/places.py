@@ -225,7 +225,7 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
         from postroom.runtime.engine_workers import load_app
 
         return load_app(str(app))
-    store = data.url if isinstance(data, StoreAddress) else _store_in(shell, data, create=create)
+    store = data.url if isinstance(data, StoreAddress) else store_in(shell, data, create=create)
     if app is None:
         return Engine.open(store)
     from postroom.runtime.engine_workers import load_app
@@ -234,14 +234,14 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
     return load_app(app).on(open_store(store))
 
 
-def _store_in(shell: Shell, data: Path, *, create: bool) -> str:
+def store_in(shell: Shell, data: Path, *, create: bool) -> str:
     """The address of the store of a data folder."""
     database = data / DATABASE
     if not database.exists():
         if not create:
-            raise click.ClickException(
-                f"there are no messages in {data}: {DATABASE} is not there. `engine submit` and `up` make it"
-            )
+            from postroom.runtime.data_folder import nothing_in
+
+            raise nothing_in(data, "messages")
         warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     return f"sqlite:///{database}"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from postroom.cli.engine.places import store_in
 from postroom.cli.server_options import FROM_ENVIRONMENT, STORE_VARIABLE, store_option, with_store
-from postroom.cli.shell import Shell, stop_with_stdin
+from postroom.cli.shell import Shell, path_option, stop_with_stdin
 from postroom.cli.tasks.options import FOLDER
-from postroom.cli.tasks.places import DATABASE
 from postroom.errors import InvalidSetting
 
 if TYPE_CHECKING:
@@ -38,11 +38,8 @@ SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME s
     "--max-workers", "most", type=WORKERS, default=MAX_WORKERS_DEFAULT, show_default=True, metavar="N",
     help="How many run at most, when many messages wait.",
 )  # fmt: skip
-@click.option(
-    "--data",
-    type=FOLDER,
-    metavar="DIR",
-    help="Work on the store of this folder, not on that of the app.",
+@path_option(
+    "--data", metavar="DIR", text="Work on the store of this folder, not on that of the app.", kind=FOLDER
 )
 @store_option("Work on this store, such as postgres://user@host/db, not on that of the app.")
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
@@ -57,7 +54,7 @@ def work(
     app: str,
     least: int,
     most: int,
-    data: str | None,
+    data: Path | None,
     store: str | None,
     while_stdin: bool,
     as_worker: str | None,
@@ -86,7 +83,7 @@ def work(
     shell.show_warnings()
     if data is not None and store is not None:
         raise click.UsageError("--data and --store exclude each other")
-    store = store if data is None else f"sqlite:///{Path(data).absolute() / DATABASE}"
+    store = store if data is None else store_in(shell, data.absolute(), create=False)
     engine = load_app(app) if store is None else load_app(app).on(open_store(store))
     if as_worker is not None:
         with exporting(SERVICE) as telemetry:

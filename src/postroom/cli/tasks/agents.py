@@ -7,7 +7,7 @@ import click
 
 from postroom.cli.render import rfc3339
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
-from postroom.cli.tasks.options import needed_data_option
+from postroom.cli.tasks.options import needed_data_option, starting_folder
 
 if TYPE_CHECKING:
     from postroom.runtime.agents import Agents
@@ -60,7 +60,8 @@ def add(
 ) -> None:
     """Register an agent and print its token.
 
-    The token is shown only once; the harness keeps its checksum.
+    The token is shown only once; the harness keeps its checksum. A folder that is absent or empty becomes a
+    data folder.
 
     \b
     Example:
@@ -72,7 +73,8 @@ def add(
     from postroom.runtime.agents import Agents
 
     role = "operator" if operator else "agent"
-    token = Agents(data).add(name, url, role, may_send_to, org)  # type: ignore[arg-type]
+    with starting_folder(shell, data):
+        token = Agents(data).add(name, url, role, may_send_to, org)  # type: ignore[arg-type]
     if token_only:
         shell.output.sentence(token)
         return
@@ -138,10 +140,9 @@ def deny(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
 def registered(data: Path) -> "Agents":
     """The agents of a data folder, which must exist."""
     from postroom.runtime.agents import Agents
+    from postroom.runtime.data_folder import checked_data_folder
 
-    if not data.is_dir():
-        raise click.ClickException(f"there is no data folder {data}")
-    return Agents(data)
+    return Agents(checked_data_folder(data))
 
 
 def print_targets(shell: Shell, name: str, may_send_to: tuple[str, ...]) -> None:

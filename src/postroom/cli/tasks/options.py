@@ -2,14 +2,24 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
+from postroom.cli.render import warn
 from postroom.cli.server_options import token_option
-from postroom.cli.shell import Decorated, TimeoutOption, parse_wait, path_option, place_option, together
+from postroom.cli.shell import (
+    Decorated,
+    Shell,
+    TimeoutOption,
+    parse_wait,
+    path_option,
+    place_option,
+    together,
+)
 from postroom.errors import InvalidMessage, reason
 
 FOLDER = click.Path(file_okay=False)
@@ -18,6 +28,22 @@ data_option = place_option("The data folder of a harness, or the address of its 
 needed_data_option = path_option(
     "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
 )
+
+
+@contextmanager
+def starting_folder(shell: Shell, data: Path) -> Iterator[None]:
+    """The block may make the data folder, if that is absent or empty. A new folder is a warning.
+
+    Its path may be a typing error.
+    """
+    from postroom.runtime.data_folder import is_new_data_folder
+
+    is_new = is_new_data_folder(data)
+    yield
+    if is_new:
+        warn(shell.program, f"warning: there was no data folder {data}: a new one is made")
+
+
 url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
 where_options = together(data_option, url_option, token_option)
 agent_option = click.option(

@@ -30,18 +30,21 @@ class Folder:
 
     def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
         task_ids = self._tasks.enqueue_many(tasks)
-        self._warn_of_unregistered({task["agent"] for task in tasks})
+        self._warn_of_unknown({task["agent"] for task in tasks})
         return task_ids
 
-    def _warn_of_unregistered(self, agents: set[str]) -> None:
+    def _warn_of_unknown(self, agents: set[str]) -> None:
         """Warn of agents that have no token. A folder without any registered agent needs none."""
         from postroom.runtime.agents import FILE_NAME, Agents
 
         if isinstance(self._data, StoreAddress) or not (self._data / FILE_NAME).exists():
             return
-        known = {agent.name for agent in Agents(self._data).list()}
-        for agent in sorted(agents - known):
-            warn(self._shell.program, f"warning: no agent {agent!r} is registered in {self._data}")
+        known = Agents(self._data)
+        for agent in sorted(agent for agent in agents if not known.knows(agent)):
+            warn(
+                self._shell.program,
+                f"warning: no token in {self._data} is for the agent {agent!r}: check the name",
+            )
 
     def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
         return _builtins(self._tasks.wait(task_id, timeout_s))
@@ -172,9 +175,9 @@ def open_folder(data: Path, *, create: bool = False) -> "Tasks":
     if create:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif not database.exists():
-        raise click.ClickException(
-            f"there are no tasks in {data}: {DATABASE} is not there, and only serve and enqueue make it"
-        )
+        from postroom.runtime.data_folder import nothing_in
+
+        raise nothing_in(data, "tasks")
     return Tasks.open(f"sqlite:///{database}")
 
 

@@ -39,13 +39,14 @@ function mailboxes(mail) {
   if (!mail) return "";
   const columns = [
     ["mailbox", (one) => h("span", { class: "id" }, one.mail_id)],
+    ["organization", (one) => one.org_id],
     ["description", (one) => one.desc],
     ["messages", (one) => number(one.messages), "number"],
     ["made", (one) => time(one.created_us)],
   ];
   return section(
     "Mailboxes",
-    h("p", {}, `${number(mail.mailboxes)} mailboxes with ${number(mail.messages)} messages; ${number(mail.private)} of them are private, and their ids are not shown.`),
+    h("p", {}, `Mailboxes: ${number(mail.mailboxes)}, with ${number(mail.messages)} messages. Private ones, whose ids are not shown: ${number(mail.private)}.`),
     table("Public mailboxes", columns, mail.public, { empty: "There is none." }),
   );
 }

@@ -161,7 +161,7 @@ function showSignIn(text = "") {
   session.csrf = "";
   nav.hidden = true;
   document.getElementById("account").replaceChildren();
-  document.getElementById("dialog").close();
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close();
   quiet();
   if (text) complain(text);
   document.title = "Sign in · postroom";
@@ -183,7 +183,7 @@ function showSignIn(text = "") {
       h("h1", {}, "Sign in"),
       h("label", { for: "token" }, "Token"),
       field,
-      h("p", { class: "hint" }, "`postroom up` prints the first token; `postroom token create` makes more."),
+      h("p", { class: "hint" }, h("code", {}, "postroom up"), " prints the first token; ", h("code", {}, "postroom token create"), " makes more."),
       h("button", { type: "submit", class: "primary" }, "Sign in"),
     ),
   );

@@ -147,8 +147,9 @@ export function quiet() {
 }
 
 // Asks in a dialog. Resolves to what `confirm` returns, or null when the person leaves it.
+// Each question has a dialog of its own: the late "close" event of one must not answer the next.
 export function ask(title, content, confirmLabel, value = () => true) {
-  const dialog = document.getElementById("dialog");
+  const dialog = h("dialog", { "aria-labelledby": "dialog-title" });
   return new Promise((resolve) => {
     let answer = null;
     const submit = (event) => {
@@ -156,7 +157,7 @@ export function ask(title, content, confirmLabel, value = () => true) {
       answer = value(event.target);
       dialog.close();
     };
-    dialog.replaceChildren(
+    dialog.append(
       h(
         "form",
         { onsubmit: submit },
@@ -170,7 +171,11 @@ export function ask(title, content, confirmLabel, value = () => true) {
         ),
       ),
     );
-    dialog.addEventListener("close", () => resolve(answer), { once: true });
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(answer);
+    });
+    document.body.append(dialog);
     dialog.showModal();
   });
 }

@@ -9,11 +9,13 @@ export async function show(content, { argument, isCurrent, fail }) {
   const body = h("div");
   let ids = new Set([argument]);
   let timer = 0;
+  let turn = 0;
   content.append(h("h1", {}, "Message ", h("span", { class: "id" }, argument)), body);
 
   async function load() {
+    const mine = ++turn;
     const found = await get("/page/messages/" + encodeURIComponent(argument));
-    if (!isCurrent()) return;
+    if (mine !== turn || !isCurrent()) return;
     ids = new Set([argument, ...found.tree.map((one) => one.message_id)]);
     replace(body, draw(found, load));
   }

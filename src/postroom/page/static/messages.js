@@ -31,7 +31,7 @@ function form(filters, session, change) {
   return h(
     "form",
     { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-    h("label", {}, "Search", h("input", { name: "text", type: "search", value: filters.text, placeholder: "an id, or text in the message", oninput: later })),
+    h("label", {}, "Search", h("input", { name: "text", type: "search", value: filters.text, placeholder: "an id, or any text", oninput: later })),
     !session.org_id && h("label", {}, "Organization", h("input", { name: "org_id", value: filters.org_id, list: "organizations", placeholder: "all", onchange: now }), h("datalist", { id: "organizations" })),
     h("label", {}, "State", h("select", { name: "state", onchange: now }, h("option", { value: "" }, "all"), STATES.map((one) => h("option", { value: one, selected: one === filters.state }, one)))),
     h("label", {}, "Type", h("input", { name: "type", value: filters.type, placeholder: "all", onchange: now })),
@@ -73,6 +73,8 @@ class List {
   change(name, value) {
     if (this.filters[name] === value) return;
     this.filters[name] = value;
+    this.rows = []; // A refresh that overtakes the load would keep rows of the earlier filter.
+    this.before = 0;
     const query = new URLSearchParams(Object.entries(this.filters).filter(([, one]) => one));
     history.replaceState(null, "", "#/messages" + (query.size ? "?" + query : ""));
     this.load();

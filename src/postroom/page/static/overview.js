@@ -63,20 +63,20 @@ const SECTIONS = {
 
 function needs([counts, degraded]) {
   const items = [
-    [counts.decisions, "decisions", "#/decisions"],
-    [counts.dead_letters, "dead letters", "#/dead-letters"],
-    [counts.quarantined, "quarantined messages", "#/dead-letters"],
+    [counts.decisions, "decision", "#/decisions"],
+    [counts.dead_letters, "dead letter", "#/dead-letters"],
+    [counts.quarantined, "quarantined message", "#/dead-letters"],
   ].filter(([count]) => count);
   const parts = Object.entries(degraded);
   return section(
     "Needs a person",
     !items.length && !parts.length && h("p", { class: "empty" }, "Nothing waits for a person."),
-    items.length > 0 && h("ul", { class: "todo" }, items.map(([count, what, hash]) => h("li", {}, link(hash, [h("b", {}, number(count)), " ", what])))),
+    items.length > 0 && h("ul", { class: "todo" }, items.map(([count, what, hash]) => h("li", {}, link(hash, [h("b", {}, number(count)), " ", what, count === 1 ? "" : "s"])))),
     parts.map(([name, why]) => h("p", { class: "bad" }, "The part ", name, " does not work: ", why)),
   );
 }
 
-function rates([now, history, depth, stage]) {
+export function rates([now, history, depth, stage]) {
   return section(
     "Throughput",
     h(
