@@ -75,6 +75,11 @@ def die() -> None:
 
 def die_at(step: int, names: Iterable[str], *, after: bool = False) -> None:
     """In a child: die at the n-th call (from 0) of these functions of `os`, before it or right after it."""
+    die_at_calls(step, [(os, name) for name in names], after=after)
+
+
+def die_at_calls(step: int, calls: Iterable[tuple[Any, str]], *, after: bool = False) -> None:
+    """As `die_at`, for functions of modules and methods of classes."""
     made = 0
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,5 +95,5 @@ def die_at(step: int, names: Iterable[str], *, after: bool = False) -> None:
 
         return call
 
-    for name in names:
-        setattr(os, name, counted(getattr(os, name)))
+    for owner, name in calls:
+        setattr(owner, name, counted(getattr(owner, name)))

@@ -1,7 +1,7 @@
 """What holds for every test: the Hypothesis profiles, and a summary that hides nothing.
 
-At the end of a run it says how long each part took (a part is a folder below tests/), and names every test
-that did not run, with the reason.
+At the end of a run it says how long each part took (a part is a folder below tests/) and which broker was
+tested, and names every test that did not run, with the reason.
 """
 
 import os
@@ -12,9 +12,14 @@ from pathlib import PurePath
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.postgresserver import EmptyStores, running_stores
 from tests.rabbitmqserver import RabbitServer, is_installed, rabbitmq
 
 TESTS = "tests"
+BROKER = pytest.StashKey[str]()
+"""The version of the broker that was tested."""
+DATABASE = pytest.StashKey[str]()
+"""The version of PostgreSQL that was tested."""
 
 # No deadline and no speed check: how fast the machine is today is not a property of the code.
 settings.register_profile(
@@ -29,12 +34,29 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(scope="session")
-def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+def rabbit(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[RabbitServer]:
     """One RabbitMQ for all tests that need a broker. Each store has its own lanes in it."""
     if not is_installed():
         pytest.skip("RabbitMQ was NOT tested: install the Debian package rabbitmq-server")
     with rabbitmq(tmp_path_factory.mktemp("rabbitmq")) as server:
+        pytestconfig.stash[BROKER] = server.version
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_stores(pytestconfig: pytest.Config) -> Iterator[EmptyStores]:
+    """The stores of one PostgreSQL server for all tests."""
+    with running_stores() as stores:
+        pytestconfig.stash[DATABASE] = stores.server.version
+        yield stores
+
+
+@pytest.fixture
+def emptied_database(postgres_stores: EmptyStores) -> Iterator[str]:
+    """The address of an empty store, which an earlier test may have used."""
+    url = postgres_stores.take()
+    yield url
+    postgres_stores.give_back(url)
 
 
 def part_of(nodeid: str) -> str:
@@ -46,6 +68,7 @@ def part_of(nodeid: str) -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     write_times(terminalreporter)
+    write_servers(terminalreporter)
     write_not_run(terminalreporter)
 
 
@@ -64,6 +87,13 @@ def write_times(terminal: pytest.TerminalReporter) -> None:
         terminal.line(f"{part:<12} {spent_s[part]:8.1f} s {len(tests[part]):6} tests")
     total_tests = sum(len(names) for names in tests.values())
     terminal.line(f"{'all':<12} {sum(spent_s.values()):8.1f} s {total_tests:6} tests")
+
+
+def write_servers(terminal: pytest.TerminalReporter) -> None:
+    for what, key in (("broker", BROKER), ("database", DATABASE)):
+        version = terminal.config.stash.get(key, None)
+        if version is not None:
+            terminal.line(f"The {what} was {version}.")
 
 
 def write_not_run(terminal: pytest.TerminalReporter) -> None:

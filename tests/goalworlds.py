@@ -1,12 +1,12 @@
 """Fixtures: engines with goals on every store, and what tests of goals look at."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postroom import Advice, Adviser, Policy, Retry
+from postroom import Advice, Adviser, Policy, Retry, ValidationError
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
@@ -21,8 +21,10 @@ __all__ = [
     "database",
     "nothing",
     "opened",
+    "opened_engines",
     "postgres",
     "reasons",
+    "run_failing_step",
     "url",
     "world",
 ]
@@ -37,11 +39,16 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def opened(url: Any) -> Any:
+def opened(url: str) -> Iterator[Opened]:
+    yield from opened_engines(url, retries=ONCE)
+
+
+def opened_engines(url: str, **defaults: Any) -> Iterator[Opened]:
+    """What opens engines on a store. They are checked and closed at the end."""
     made: list[EngineUnderTest] = []
 
     def open_engine(adviser: Adviser | None = None, **rules: Any) -> EngineUnderTest:
-        made.append(EngineUnderTest(url, Policy(retries=ONCE, adviser=adviser, **rules)))
+        made.append(EngineUnderTest(url, Policy(adviser=adviser, **{**defaults, **rules})))
         return made[-1]
 
     yield open_engine
@@ -53,6 +60,18 @@ def opened(url: Any) -> Any:
 @pytest.fixture
 def world(opened: Opened) -> EngineUnderTest:
     return opened()
+
+
+def run_failing_step(world: EngineUnderTest) -> None:
+    """Run the only step of goal `g`. It fails for good."""
+
+    @world.engine.handler("tool_call")
+    async def step(message: Any, ctx: Any) -> None:
+        raise ValidationError("never")
+
+    world.wait(world.engine.goals.start("acme", "g"))
+    world.submit(goal_id="g")
+    world.run_all()
 
 
 def nothing(*_: Any) -> None:

@@ -36,13 +36,22 @@ class FakeLink:
     last_number = 0
 
     def __init__(
-        self, name: str = "", user: str = "", address: str = "192.0.2.1", *, headers: bool = True
+        self,
+        name: str = "",
+        user: str = "",
+        address: str = "192.0.2.1",
+        *,
+        headers: bool = True,
+        org: str = "",
+        sees_all: bool = True,
     ) -> None:
         FakeLink.last_number += 1
         self.number = FakeLink.last_number
         self.name = name
         self.user = user
         self.client = f"user:{user}" if user else f"address:{address}"
+        self.org, self.sees_all = org, sees_all and not org
+        self.recipients: frozenset[str] | None = None
         self.headers = headers
         self.address = f"{address}:{self.number}"
         self.pending_bytes = 0

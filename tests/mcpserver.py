@@ -19,6 +19,10 @@ def note(line: str) -> None:
         file.write(line + "\n")
 
 
+def is_noted(line: str) -> bool:
+    return CALLS.exists() and line in CALLS.read_text().splitlines()
+
+
 @server.tool(annotations=types.ToolAnnotations(read_only_hint=True))
 async def count(steps: int, ctx: Context[Any, Any]) -> str:
     for step in range(steps):
@@ -35,6 +39,26 @@ async def delete(name: str, ctx: Context[Any, Any]) -> str:
     if name == "missing":
         raise ToolError("there is no such thing")
     return f"deleted {name}"
+
+
+@server.tool(annotations=types.ToolAnnotations(destructive_hint=False))
+async def add(name: str) -> str:
+    return f"added {name}"
+
+
+@server.tool(annotations=types.ToolAnnotations(idempotent_hint=True))
+async def put(name: str) -> str:
+    """Ends the process when it is called first."""
+    is_first = not is_noted(f"put {name}")
+    note(f"put {name}")
+    if is_first:
+        os._exit(1)
+    return f"put {name}"
+
+
+@server.tool()
+async def write(name: str) -> str:
+    return f"wrote {name}"
 
 
 @server.tool(annotations=types.ToolAnnotations(read_only_hint=True))

@@ -1,15 +1,29 @@
-"""A receiver of OTLP over HTTP: it decodes what exporters send."""
+"""Receivers of OTLP over HTTP and over gRPC: they decode what exporters send."""
 
 import gzip
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+import grpc  # type: ignore[import-untyped, unused-ignore]
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import (
+    ExportLogsServiceRequest,
+    ExportLogsServiceResponse,
+)
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 
 class Receiver:
@@ -29,6 +43,9 @@ class Receiver:
         }
         request = kinds[signal]()
         request.ParseFromString(body)
+        self.note(signal, request)
+
+    def note(self, signal: str, request: Any) -> None:
         with self._mutex:
             self._requests[signal].append(request)
 
@@ -110,3 +127,33 @@ def receiving() -> Iterator[Receiver]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def receiving_grpc() -> Iterator[Receiver]:
+    """As `receiving`, over gRPC."""
+
+    class Service:
+        def __init__(self, signal: str, answer: Any) -> None:
+            self._signal = signal
+            self._answer = answer
+
+        def Export(self, request: Any, _context: Any) -> Any:  # noqa: N802 - the name of the method
+            receiver.note(self._signal, request)
+            return self._answer()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    traces, metrics, logs = (
+        Service("traces", ExportTraceServiceResponse),
+        Service("metrics", ExportMetricsServiceResponse),
+        Service("logs", ExportLogsServiceResponse),
+    )
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(traces, server)  # type: ignore[no-untyped-call]
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)  # type: ignore[no-untyped-call]
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(logs, server)  # type: ignore[no-untyped-call]
+    receiver = Receiver(f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from postroom.contracts.goals.adviser import Adviser
 from postroom.core.advice import Advice, Question
 from postroom.errors import ValidationError
 from postroom.runtime.agents import Agents
+from tests import warmpython
+from tests.pagereport import report
 
 HOSTILE = {
     "html": "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">",
@@ -28,21 +31,26 @@ PRIVATE_NOTE = "a private mailbox"
 class Unsure(Adviser):
     """Leaves everything to a person."""
 
+    def __init__(self, reasoning: str = "this adviser is never sure") -> None:
+        self.reasoning = reasoning
+
     async def advise(self, question: Question) -> Advice:
-        return Advice(question.default or question.options[0], 0.1, "this adviser is never sure")
+        return Advice(question.default or question.options[0], 0.1, self.reasoning)
 
 
 class PageWorld:
     """A running server, and an engine with a worker on the same store."""
 
-    def __init__(self, data: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, data: Path, facts: dict[str, Any], adviser: Adviser) -> None:
         self.data = data
         self.url: str = facts["http"]
         self.nats: str = facts["nats"]
         self.token: str = facts["token"]
         self.agents = Agents(data)
-        self.engine = Engine.open(f"sqlite:///{data / 'queue.db'}", adviser=Unsure())
+        self.engine = Engine.open(f"sqlite:///{data / 'queue.db'}", adviser=adviser)
         self.wait = self.engine.blocking.wait
+        self.released = asyncio.Event()
+        """Handlers that hold their message wait for it."""
         self.private_id = ""
         self.parent_id = ""
         self.hostile_id = ""
@@ -55,6 +63,8 @@ class PageWorld:
                 raise ValidationError(message.payload["fail"])
             if message.payload.get("effect"):
                 await ctx.effect(message.payload["effect"], lambda: "done")
+            if message.payload.get("hold"):
+                await self.released.wait()
             for number in range(message.payload.get("children", 0)):
                 await ctx.submit(type="model_call", payload={"child": number})
             return {"ok": True}
@@ -93,6 +103,25 @@ class PageWorld:
         await worker
         return [handle.message_id for handle in handles]
 
+    @contextmanager
+    def working(self, worker_id: str) -> Iterator[None]:
+        """A worker runs meanwhile."""
+
+        async def start() -> "asyncio.Task[None]":
+            self.released.clear()
+            return asyncio.create_task(self.engine.run(worker_id=worker_id))
+
+        async def stop(worker: "asyncio.Task[None]") -> None:
+            self.released.set()
+            await self.engine.stop()
+            await worker
+
+        worker = self.wait(start())
+        try:
+            yield
+        finally:
+            self.wait(stop(worker))
+
     # ---- the story -----------------------------------------------------------------------------
 
     def seed(self) -> None:
@@ -114,9 +143,7 @@ class PageWorld:
                 org_id="beta" if number % 2 else "acme", priority=number % 4, payload={"step": number}
             )
         self._seed_team()
-        (self.data / "report.html").write_text(
-            "<!doctype html><title>r</title><h1>The report of the pipeline</h1>"
-        )
+        (self.data / "report.html").write_text(report())
 
     def _seed_goals(self) -> None:
         async def story() -> None:
@@ -153,15 +180,20 @@ class PageWorld:
 
 
 @contextmanager
-def page_world(data: Path) -> Iterator[PageWorld]:
-    """Start `postroom up` in a folder, without seeds."""
+def page_world(
+    data: Path, *, adviser: Adviser | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[PageWorld]:
+    """Start `postroom up` in a folder, without seeds. `variables` are added to its environment."""
     words = ["up", "--data", str(data), "--http-port", "0", "--nats-port", "0", "--no-audit"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "postroom.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    process = warmpython.popen(
+        [sys.executable, "-m", "postroom.cli.main", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=None if variables is None else {**os.environ, **variables},
     )
     try:
         assert process.stdout is not None
-        world = PageWorld(data, json.loads(process.stdout.readline()))
+        world = PageWorld(data, json.loads(process.stdout.readline()), adviser or Unsure())
         try:
             yield world
         finally:

@@ -29,12 +29,16 @@ class Report:
         self.failed = 0
         """Calls that ended with another `Unavailable`."""
         self.lost = self.duplicated = 0
-        self.healed = 0.0
+        self._heals: list[float] = []
         self._times: list[float] = []
 
     def note(self, completed: list[str]) -> None:
         self.completed.update(completed)
         self._times.append(time.monotonic())
+
+    def heal(self) -> None:
+        """The cause of a fault is gone now."""
+        self._heals.append(time.monotonic())
 
     def work_on(self, more: int = MORE) -> None:
         """Wait until so many further messages are completed."""
@@ -49,8 +53,8 @@ class Report:
 
     @property
     def first_after_heal_s(self) -> float:
-        """How long after the end of the fault the first message was completed."""
-        return min(at - self.healed for at in self._times if at > self.healed)
+        """How long after a heal the first message was completed; the longest of all heals."""
+        return max(min(at - healed for at in self._times if at > healed) for healed in self._heals)
 
     def __str__(self) -> str:
         return (
@@ -91,7 +95,7 @@ def under_load(url: str, fault: Callable[[Report], object]) -> Report:
     try:
         report.work_on()
         fault(report)
-        report.healed = time.monotonic()
+        report.heal()
         report.work_on()
     finally:
         stopped.set()

@@ -1,22 +1,30 @@
-"""Messages that are submitted and handled while something happens to a broker."""
+"""Messages of an engine that are submitted and handled while something happens to its servers.
+
+Rule 1: a fault calls `heal` at the moment in which the server, the network or the disk is well again, not
+        when the engine has recovered: the engine's recovery is what is measured.
+Rule 2: on RabbitMQ the ledger delivers while the broker is away. So `broker_after_heal_s` is measured, too:
+        the time until the broker delivers a message that was submitted after the heal.
+"""
 
 import asyncio
 import itertools
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
 from postroom.stores.rabbitmq import RabbitStore
+from postroom.stores.rabbitmq_lanes import Delivery
 from tests.tcpproxy import TcpProxy
 
 TYPE = "tool_call"
 HOW = ("reset", "reset-after")
 PATIENCE_S = 40.0
+BROKER_PATIENCE_S = 120.0  # two heartbeats have to be missed, and a broker starts slowly on a busy machine
 LOAD_PAUSE_S = 0.01
 LOOK_S = 0.02
 MORE = 20
@@ -33,7 +41,10 @@ class Load:
         self.refused = 0
         self.unsure = 0
         """Submits whose outcome is unknown, and says so: they may be done."""
-        self.healed: float | None = None
+        self._heals: list[tuple[float, int]] = []
+        """When the fault ended each time, and how many messages were accepted before."""
+        self._delivered: dict[str, float] = {}
+        """When the broker delivered a message first."""
         self.done: Counter[str] = Counter()
         self._times: list[float] = []
         self._stopping = False
@@ -42,6 +53,22 @@ class Load:
         async def handle(message: Any, _context: Any) -> None:
             self.done[message.message_id] += 1
             self._times.append(time.monotonic())
+
+        if isinstance(engine.store, RabbitStore):
+            self._note_deliveries()
+
+    def _note_deliveries(self) -> None:
+        add = self.store.deliveries.add
+
+        def noted(delivery: Delivery) -> bool:
+            self._delivered.setdefault(delivery.note.message_id, time.monotonic())
+            return add(delivery)
+
+        self.store.deliveries.add = noted  # type: ignore[method-assign]
+
+    def heal(self) -> None:
+        """The cause of a fault is gone now."""
+        self._heals.append((time.monotonic(), len(self.accepted)))
 
     async def submit(self) -> None:
         for number in itertools.count():
@@ -90,9 +117,19 @@ class Load:
 
     @property
     def first_after_heal_s(self) -> float | None:
-        """How long after the end of the fault the first message was done."""
-        healed = self.healed
-        return None if healed is None else next((at - healed for at in self._times if at > healed), None)
+        """How long after a heal the first message was done; the longest of all heals."""
+        return _longest(
+            next((at - healed for at in self._times if at > healed), None) for healed, _ in self._heals
+        )
+
+    @property
+    def broker_after_heal_s(self) -> float | None:
+        """How long after the last heal the broker delivered a message that was submitted after it."""
+        if not self._heals:
+            return None
+        healed, count = self._heals[-1]
+        found = (self._delivered.get(message_id) for message_id in self.accepted[count:])
+        return min((at - healed for at in found if at is not None), default=None)
 
     @property
     def pause_s(self) -> float:
@@ -104,19 +141,30 @@ class Load:
         text = f"{name}: accepted {len(self.accepted)}, lost {self.lost}, duplicated {self.doubled}, "
         text += f"longest pause {self.pause_s:.1f} s"
         first = self.first_after_heal_s
-        return text if first is None else f"{text}, first delivery {first:.2f} s after the heal"
+        if first is not None:
+            text += f", first delivery {first:.2f} s after the heal"
+        broker = self.broker_after_heal_s
+        return text if broker is None else f"{text}, by the broker {broker:.2f} s after it"
 
 
-async def under_load(url: str, fault: Callable[[Load], Awaitable[float | None]]) -> Load:
-    """Run a fault while messages are submitted and worked on."""
+def _longest(times: Iterable[float | None]) -> float | None:
+    """The longest time; None when there is none, or when one of them never came."""
+    found = list(times)
+    return None if None in found else max(cast("list[float]", found), default=None)
+
+
+async def under_load(url: str, fault: Callable[[Load], Awaitable[None]]) -> Load:
+    """Run a fault while messages are submitted and worked on, until the broker carries them again."""
     engine = Engine.open(url)
     load = Load(engine)
     worker = asyncio.create_task(engine.run())
     submitting = asyncio.create_task(load.submit())
     try:
         await load.work_on()
-        load.healed = await fault(load)
+        await fault(load)
         await load.work_on()
+        if isinstance(engine.store, RabbitStore):
+            await load.until(lambda: load.broker_after_heal_s is not None, BROKER_PATIENCE_S)
         await load.finish()
     finally:
         submitting.cancel()

@@ -1,12 +1,18 @@
-"""A private RabbitMQ for tests: on free loopback ports, with its own folder, stopped at the end."""
+"""A private RabbitMQ for tests: on free loopback ports, with its own folder, stopped at the end.
+
+`TEST_RABBITMQ_BIN` is the folder of another version's programs: `rabbitmq-server` and `rabbitmqctl`, and
+`epmd` when it is not on the PATH.
+"""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,12 +20,19 @@ HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 LOOK_S = 0.05
 ERLANG_ARGUMENTS = "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"
-PROGRAMS = Path("/usr/lib/rabbitmq/bin")  # the wrappers on the PATH require another user
+PROGRAMS_VARIABLE = "TEST_RABBITMQ_BIN"
+INSTALLED = Path("/usr/lib/rabbitmq/bin")  # the wrappers on the PATH require another user
+PROGRAMS = Path(os.environ.get(PROGRAMS_VARIABLE) or INSTALLED)
+PATH = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
+_STARTING = re.compile(r"Starting (RabbitMQ \S+ on Erlang \S+)")
 
 
 def is_installed() -> bool:
-    """Whether RabbitMQ can be started here."""
-    return (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
+    """Whether RabbitMQ can be started here. A version that was asked for and is missing is an error."""
+    found = (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd", path=PATH) is not None
+    if not found and PROGRAMS != INSTALLED:
+        raise RuntimeError(f"{PROGRAMS_VARIABLE}: {PROGRAMS} has no rabbitmq-server, or there is no epmd")
+    return found
 
 
 def free_port() -> int:
@@ -35,18 +48,20 @@ class RabbitServer:
         self.port = free_port()
         self.node = f"{name}{self.port}@localhost"
         folder.mkdir(parents=True, exist_ok=True)
+        self._logs = folder / "log"
         config = self._config = folder / "rabbitmq.conf"
         config.write_text(f"listeners.tcp.default = {HOST}:{self.port}\nloopback_users = none\n")
         (folder / ".erlang.cookie").write_text("postroom-tests")
         (folder / ".erlang.cookie").chmod(0o400)
         self._environment = os.environ | {
+            "PATH": PATH,
             "HOME": str(folder),
             "ERL_EPMD_PORT": str(mapper_port),
             "ERL_EPMD_ADDRESS": HOST,
             "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_MNESIA_BASE": str(folder / "data"),
-            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_LOG_BASE": str(self._logs),
             "RABBITMQ_CONFIG_FILE": str(config),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
@@ -98,6 +113,14 @@ class RabbitServer:
         )
         await_listening(self.port, self._process)
 
+    @property
+    def version(self) -> str:
+        """The versions of RabbitMQ and Erlang, from the log of a node that has started."""
+        for log in self._logs.glob("*.log"):
+            if found := _STARTING.search(log.read_text()):
+                return found[1]
+        return "RabbitMQ of an unknown version"
+
     def kill(self) -> None:
         """Kill the node as a power cut would."""
         self._end(signal.SIGKILL)
@@ -129,7 +152,7 @@ class RabbitServer:
 def port_mapper() -> Iterator[int]:
     """The name server of Erlang nodes. Started here, because one that a node starts would outlive it."""
     port = free_port()
-    environment = os.environ | {"ERL_EPMD_PORT": str(port), "ERL_EPMD_ADDRESS": HOST}
+    environment = os.environ | {"PATH": PATH, "ERL_EPMD_PORT": str(port), "ERL_EPMD_ADDRESS": HOST}
     process = subprocess.Popen(
         ["epmd"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -151,6 +174,14 @@ def rabbitmq(folder: Path) -> Iterator[RabbitServer]:
             yield server
         finally:
             server.stop()
+
+
+def start_together(nodes: Sequence[RabbitServer]) -> None:
+    """Form a cluster. At its first start, a node of RabbitMQ 4 waits for the other nodes."""
+    for node in nodes:
+        node.join([each.node for each in nodes])
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(RabbitServer.start, nodes))
 
 
 def await_listening(port: int, process: "subprocess.Popen[bytes]") -> None:

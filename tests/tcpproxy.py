@@ -49,7 +49,7 @@ class TcpProxy:
             _reset(*pair)
 
     def freeze_all(self) -> None:
-        """Make every connection half open: it stays, and whatever is sent on it is swallowed."""
+        """Make every connection half open: whatever is sent on it is swallowed, and so is its end."""
         with self._mutex:
             self._frozen.update(one for pair in self._pairs for one in pair)
 
@@ -86,7 +86,8 @@ class TcpProxy:
                     _reset(source)  # the server goes on, and nobody hears its answer
                     time.sleep(ANSWER_S)
                     break
-        _reset(source, target)
+        if source not in self._frozen:
+            _reset(source, target)
 
 
 def _reset(*sockets: socket.socket) -> None:

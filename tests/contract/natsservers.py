@@ -20,6 +20,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests import warmpython
+
 HOST = "127.0.0.1"
 HANG_GUARD_S = 60.0
 LOOK_S = 0.01
@@ -126,7 +128,7 @@ def _ours(_folder: Path, wanted: Wanted) -> Server:
     words = [sys.executable, "-W", "error", "-c", OURS, wanted.for_ours()]
     if wanted.files_max:
         words = ["sh", "-c", f'ulimit -n {wanted.files_max} && exec "$@"', "sh", *words]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE)
+    process = warmpython.popen(words, stdout=subprocess.PIPE)
     assert process.stdout is not None
     return Server("ours", process, int(process.stdout.readline()))
 

@@ -26,18 +26,22 @@ from postroom.contracts.feeds import (
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import Level, Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
+from postroom.runtime import shipping as shipping_module
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
 from postroom.sinks.redaction_marks import mark_of
+from postroom.sinks.remote import Publisher
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
 from postroom.sinks.verify import verify
 from postroom.stores.base import Outbox
+from tests import children
+from tests.children import no_child_left
 from tests.smalldisk import fill, small_disk
 
-__all__ = ["small_disk"]  # a fixture
+__all__ = ["no_child_left", "small_disk"]  # fixtures
 
 
 @contextmanager
@@ -170,6 +174,41 @@ def enqueue(database: Path, *payloads: str) -> None:
     with Tasks.open(f"sqlite:///{database}") as tasks:
         for payload in payloads:
             tasks.enqueue(agent="ada", payload=payload)
+
+
+STEPS = (
+    (SegmentSink, "write"), (StoreFeed, "kept"), (SegmentSink, "seal"), (StoreFeed, "sealed"),
+    (shipping_module, "note_head"), (Publisher, "_put"),
+)  # fmt: skip
+"""What a shipper does with its last events."""
+
+
+def publish(data: Path, copy: Path) -> None:
+    settings = AuditSettings(environment="dev", publish=f"file://{copy}")
+    with opened(data / "audit", Sources(stores=(f"sqlite:///{data}/queue.db",)), settings) as shipping:
+        shipping.once()
+
+
+def test_a_shipper_that_is_killed_after_its_last_steps_loses_and_repeats_nothing(
+    tmp_path: Path, no_child_left: None
+) -> None:
+    data, copy, steps = tmp_path / "run", tmp_path / "copy", 0
+
+    def ship_and_die() -> None:
+        children.die_at_calls(steps, STEPS, after=True)
+        publish(data, copy)
+
+    enqueue(data / "queue.db", "first")
+    while children.killed(ship_and_die):
+        publish(data, copy)
+        steps += 1
+        enqueue(data / "queue.db", f"payload {steps}")
+    assert steps > len(STEPS)
+    with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:
+        newest = tasks.store.newest_event()
+    for folder in (data / "audit", copy):
+        assert [event.seq for event in shipped_events(folder)] == list(range(1, newest + 1))
+        assert verify(folder) == []
 
 
 def test_restored_store_is_refused_even_after_new_events(tmp_path: Path) -> None:

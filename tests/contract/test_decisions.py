@@ -14,7 +14,17 @@ from postroom.errors import (
     WrongState,
 )
 from tests.engines import EngineUnderTest
-from tests.goalworlds import Choosing, Opened, alerts, database, opened, postgres, url, world
+from tests.goalworlds import (
+    Choosing,
+    Opened,
+    alerts,
+    database,
+    opened,
+    postgres,
+    run_failing_step,
+    url,
+    world,
+)
 
 __all__ = ["database", "opened", "postgres", "url", "world"]  # fixtures
 
@@ -22,14 +32,7 @@ __all__ = ["database", "opened", "postgres", "url", "world"]  # fixtures
 def unsure(opened: Opened, **rules: Any) -> EngineUnderTest:
     """A goal whose failed step waits for a person."""
     world = opened(Choosing(0.2, recovery="restart_entire_goal"), **rules)
-
-    @world.engine.handler("tool_call")
-    async def step(message: Any, ctx: Any) -> None:
-        raise ValidationError("never")
-
-    world.wait(world.engine.goals.start("acme", "g"))
-    world.submit(goal_id="g")
-    world.run_all()
+    run_failing_step(world)
     return world
 
 
@@ -174,14 +177,7 @@ class Broken(Adviser):
 @pytest.mark.parametrize("answer", [ValueError("no"), None, "person", Advice("jump"), Advice("person", 7)])
 def test_an_adviser_that_fails_is_replaced_by_the_rules(opened: Opened, answer: Any) -> None:
     world = opened(Broken(answer), guard=Guard(recoveries=1))
-
-    @world.engine.handler("tool_call")
-    async def step(message: Any, ctx: Any) -> None:
-        raise ValidationError("never")
-
-    world.wait(world.engine.goals.start("acme", "g"))
-    world.submit(goal_id="g")
-    world.run_all()
+    run_failing_step(world)
     [taken] = world.wait(world.engine.decisions.list(decided=True))
     assert (taken.by, taken.choice) == ("rule", "rollback_to_checkpoint")
     assert taken.reasoning.startswith("the adviser ")

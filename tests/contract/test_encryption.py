@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,12 +19,13 @@ import pytest
 from postroom import Engine, Policy, Retry, Tasks, open_store
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.move import move_store
-from postroom.errors import InvalidSetting, KeyMissing, UnreadableValue
+from postroom.errors import InvalidSetting, KeyInUse, KeyMissing, UnreadableValue
 from postroom.logs.mail_log import count_keys, damaged_stretches, log_segments
 from postroom.logs.mail_records import Framing, Started
 from postroom.message import Envelope
 from postroom.stores import conversion, postgres_keys
 from postroom.stores.base import CHUNKS, ByIds
+from postroom.stores.event_runs import UNREADABLE
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.sqlite_snapshot import SqliteSnapshot
 from postroom.stores.store import Store
@@ -185,6 +185,26 @@ def test_a_store_without_a_key_holds_what_messages_say(tmp_path: Path) -> None:
 # ---- keys ------------------------------------------------------------------------------------------
 
 
+def test_keys_of_a_store_in_a_broker_are_those_of_its_ledger(tmp_path: Path, keys: Path) -> None:
+    ledger = f"sqlite:///{tmp_path}/queue.db"
+    with Tasks.open(ledger) as tasks:
+        tasks.enqueue(agent="a", payload={"text": MARKER})
+    store = open_store(f"amqp://127.0.0.1:1/?ledger={ledger}", key_file=keys)
+    while not store.convert().is_done:
+        pass
+    assert store.count_keys().keys() == {Encryption(keys).current}
+    assert store.keys_in_use() is not None
+    with pytest.raises(KeyInUse, match="encrypts with this key"):
+        store.retire_key(Encryption(keys).current)
+    assert store.wipe()
+    store.close()
+
+
+def test_p0_that_only_the_broker_has_is_refused_with_encryption(tmp_path: Path, keys: Path) -> None:
+    with pytest.raises(InvalidSetting, match="p0=broker-only keeps P0 in the broker"):
+        open_store(f"amqp://127.0.0.1:1/?p0=broker-only&ledger=sqlite:///{tmp_path}/queue.db", key_file=keys)
+
+
 def test_a_missing_or_wrong_key_is_refused_and_nothing_changes(place: tuple[str, Path], keys: Path) -> None:
     url, _ = place
     with Tasks.open(url, key_file=keys) as tasks:
@@ -193,7 +213,10 @@ def test_a_missing_or_wrong_key_is_refused_and_nothing_changes(place: tuple[str,
     add_key(other, "first")
     for wrong, said in (
         (None, "is encrypted: name its key file"),
-        (other, r"is encrypted with the key 'first' \(fingerprint [0-9a-f]{16}\), which key file .*other"),
+        (
+            other,
+            r"needs the key 'first' \(fingerprint \w{16}\), and key file .*other.keys has the key 'first' \(",
+        ),
         (keys.with_name("none.keys"), "none.keys cannot be read: No such file"),
     ):
         with pytest.raises(KeyMissing, match=said):
@@ -274,7 +297,6 @@ def test_swapped_ciphertexts_are_detected_and_quarantined(tmp_path: Path, keys: 
     [
         ("UPDATE records SET result = payload WHERE seq = 1", lambda tasks, one: tasks.get(one)),
         ("UPDATE cells SET key = 'b' WHERE kind = 'note'", lambda tasks, _: tasks.store.read(note)),
-        ("UPDATE events SET seq = seq + 100", lambda tasks, _: tasks.store.events(0, 10)),
         ("UPDATE records SET payload = substr(payload, 1, 20)", lambda tasks, one: tasks.get(one)),
     ],
 )
@@ -293,6 +315,17 @@ def test_a_value_in_another_place_cannot_be_read(
         look(tasks, task_id)
 
 
+def test_events_in_another_place_are_replaced_by_alerts(tmp_path: Path, keys: Path) -> None:
+    path = tmp_path / "queue.db"
+    with Tasks.open(f"sqlite:///{path}", key_file=keys) as tasks:
+        tasks.enqueue(agent="a", payload={"n": 1})
+        tasks.claim(agent="a", worker="w")
+        assert [event.kind for event in tasks.store.events()] == ["created", "enqueued", "dequeued"]
+    changed(path, "UPDATE events SET seq = seq + 100")
+    with Tasks.open(f"sqlite:///{path}", key_file=keys) as tasks:
+        assert {event.error_type for event in tasks.store.events()} == {UNREADABLE}
+
+
 def note(transaction: Any) -> object:
     return transaction.cells("note")
 
@@ -308,7 +341,6 @@ def work_until_killed(url: str, keys: Path) -> None:
         for one in tasks.claim(agent="b", limit=2):
             assert one.payload == {"text": MARKER}
             tasks.complete(one.task_id, one.lease, {"text": MARKER})
-        time.sleep(0.005)  # leaves the other processes some of the machine
 
 
 def rotate_slowly(url: str, keys: Path, steps: int) -> None:
@@ -364,12 +396,12 @@ def test_a_key_is_not_retired_while_a_value_needs_it(place: tuple[str, Path], ke
     store = open_store(url, key_file=keys)
     store.write(lambda t: t.insert([Envelope(queue="a", payload=b"{}")]))
     first = Encryption(keys).current
-    with pytest.raises(InvalidSetting, match="encrypts with this key: rotate"):
+    with pytest.raises(KeyInUse, match="encrypts with this key: rotate"):
         store.retire_key(first)
     store.close()
     second(keys)
     store = open_store(url, key_file=keys)
-    with pytest.raises(InvalidSetting, match=r"\d values in .* are encrypted with this key"):
+    with pytest.raises(KeyInUse, match=r"\d values in .* are encrypted with this key"):
         store.retire_key(first)
     store.write(lambda t: t.insert([Envelope(queue="a", payload=b"{}")]))  # the refusal changed nothing
     converted(store)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine, MessageFailed, Policy, Retry
+from postroom.contracts.goals.cells import EFFECTS
 from postroom.errors import InvalidSetting
 
 TEST_SERVER = Path(__file__).resolve().parents[1] / "mcpserver.py"
@@ -99,6 +100,32 @@ def test_a_destructive_tool_whose_server_died_is_not_repeated(tmp_path: Path) ->
         assert calls(tmp_path) == [f"delete crash {handle.message_id}"]
         answer = await engine.request(**calling("delete", name="file"), timeout_s=WAIT_S)  # a new connection
         assert "deleted file" in str(answer)
+
+    run(opened(tmp_path), check)
+
+
+def test_hints_of_a_tool_say_whether_a_rollback_can_undo_its_call(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        await engine.goals.start("acme", "g")
+        for tool in ("delete", "add", "write"):
+            await engine.request(**calling(tool, name="file"), goal_id="g", timeout_s=WAIT_S)
+        await engine.request(**calling("count", steps=1), goal_id="g", timeout_s=WAIT_S)
+        effects = engine.store.read(EFFECTS.all)
+        assert [(effect.key, effect.reversal_class) for _, effect in effects] == [
+            ("mcp/test/delete", "IRREVERSIBLE"),
+            ("mcp/test/add", "COMPENSATABLE"),
+            ("mcp/test/write", "IRREVERSIBLE"),  # without a hint, as MCP says; and `count` only reads
+        ]
+
+    run(opened(tmp_path), check)
+
+
+def test_an_idempotent_tool_whose_server_died_is_repeated(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        handle = await engine.submit(**calling("put", name="file"))
+        assert "put file" in str(await handle.result(timeout_s=WAIT_S))
+        assert calls(tmp_path) == ["put file", "put file"]
+        assert (await engine.get(handle.message_id)).attempt == 2
 
     run(opened(tmp_path), check)
 

@@ -21,7 +21,7 @@ from postroom.contracts.engine.retention import (
     take_turn,
 )
 from postroom.stores.base import Outbox
-from postroom.stores.sqlite_transaction import FOLD_EVENTS
+from postroom.stores.sqlite_ledger import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
 from tests.engines import EngineUnderTest
 

@@ -186,7 +186,7 @@ def test_message_waits_for_the_earliest_reset_and_explain_says_so(make: Make) ->
     assert len(engine.claim(2)) == 1
     waiting = engine.submit(tokens=400, models=["small"])
     said = engine.wait(engine.engine.explain(waiting.message_id))
-    assert "token budget: its 400 tokens are more than P2 has free of small. They are filled" in said
+    assert "token budget: its 400 tokens are more than P2 has free of small. The budget is refilled" in said
     assert engine.claim() == []
     assert engine.state(waiting) == "SCHEDULED"
     said = engine.wait(engine.engine.explain(waiting.message_id))

@@ -71,6 +71,15 @@ def test_what_does_not_exist_is_named(world: EngineUnderTest) -> None:
             world.wait(goals.rollback(name))
 
 
+def test_a_rollback_of_an_ended_goal_says_that_the_goal_has_ended(world: EngineUnderTest) -> None:
+    goals = world.engine.goals
+    world.wait(goals.start("acme", "g"))
+    taken = world.wait(goals.checkpoint("g"))
+    world.wait(goals.complete("g"))
+    with pytest.raises(GoalEnded, match="cannot roll back goal 'g': it is COMPLETED"):
+        world.wait(goals.rollback(taken.checkpoint_id))
+
+
 def test_context_changes_by_compare_and_set(world: EngineUnderTest) -> None:
     goals = world.engine.goals
     world.wait(goals.start("acme", "g"))

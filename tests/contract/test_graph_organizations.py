@@ -8,14 +8,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from postroom import Advice, Adviser, Engine
 from postroom.contracts.goals import handlers
 from postroom.contracts.goals.branches import HISTORY, HISTORY_AT
 from postroom.errors import InvalidMessage, InvalidName, MessageFailed, UnknownGoal, UnknownNode
-from postroom.stores import postgres_connection
 from postroom.testing import ManualClock
 from tests.engines import soon
 from tests.graphplaces import database, engine, falkordb, place, postgres, run
@@ -218,23 +216,6 @@ def in_sqlite(request: Any, folder: Path) -> dict[str, str]:
     return {"url": f"sqlite:///{folder}/queue.db"}
 
 
-def in_postgres(request: Any, folder: Path) -> dict[str, str]:
-    url = request.getfixturevalue("database")
-    known = postgres_connection.migrations
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postgres_connection, "migrations", lambda schema: {1: known(schema)[1]})
-        with Engine.open(url) as engine:
-            engine.blocking.status()
-    address = postgres_connection.Address(url)
-    with address.connect() as connection, connection.transaction(), connection.cursor() as cursor:
-        table = psycopg.sql.Identifier(address.schema, "cells")
-        cursor.executemany(
-            psycopg.sql.SQL("INSERT INTO {} VALUES (%s, %s, %s)").format(table),
-            golden_cells("graph") + golden_cells("goal"),
-        )
-    return {"url": url}
-
-
 def in_falkordb(request: Any, folder: Path) -> dict[str, str]:
     from falkordb import FalkorDB
 
@@ -254,7 +235,7 @@ def in_falkordb(request: Any, folder: Path) -> dict[str, str]:
     return {**in_sqlite(request, folder), "graph": f"{server.url}/{name}"}
 
 
-@pytest.mark.parametrize("earlier", [in_sqlite, in_postgres, in_falkordb])
+@pytest.mark.parametrize("earlier", [in_sqlite, in_falkordb])
 def test_nodes_of_earlier_versions_are_kept(request: Any, tmp_path: Path, earlier: Any) -> None:
     """The file has a shared node, nodes of two organizations, and a branch over old versions of them."""
 

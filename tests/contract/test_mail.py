@@ -1002,7 +1002,7 @@ def test_an_acknowledgement_of_an_unknown_letter_is_not_remembered(harness: Harn
     assert fetch_ids(harness, link, mail_id, group_name="g", deliver="earliest") == [first, second]
     for number in (first, first, 10**9, 2**62, -1):
         assert ack(harness, link, mail_id, "g", number) == {"error": ""}
-    assert harness.service._mailboxes.by_id[mail_id].groups["g"].done == set()
+    assert harness.service._mailboxes.by_key[mail_id].groups["g"].done == set()
     assert fetch_ids(harness, link, mail_id, group_name="g") == [second]
 
 

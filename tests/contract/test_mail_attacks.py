@@ -13,9 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, deadlines, fetch
+from postroom.contracts.mail import agents, card_index, deadlines, fetch
 from postroom.contracts.mail.quotas import RECORD_BYTES
-from postroom.contracts.mail.refusals import EVENT_TEXT_CHARS_MAX, REFUSAL_EVENTS_MAX
+from postroom.contracts.mail.refusals import (
+    EVENT_TEXT_CHARS_MAX,
+    REFUSAL_CLIENTS_MAX,
+    REFUSAL_EVENTS_ALL_MAX,
+    REFUSAL_EVENTS_MAX,
+)
 from postroom.core import mq9
 from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
 from postroom.logs import mail_log
@@ -142,6 +147,23 @@ def test_a_client_that_is_refused_in_a_loop_writes_few_events(harness: Harness) 
     assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3
     harness.tick(1)
     assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was suppressed this time
+
+
+def test_refusals_of_many_clients_are_few_events_and_all_are_counted(harness: Harness) -> None:
+    calls = 0
+    for number in range(2 * REFUSAL_CLIENTS_MAX):
+        link = FakeLink(address=f"192.0.{number}.1")
+        for _ in range(3):
+            harness.publish(link, f"{MSG}nobody", b"x")
+            calls += 1
+    assert len(refusals(harness)) == REFUSAL_EVENTS_ALL_MAX
+    harness.tick(1)
+    found = refusals(harness)
+    assert len(found) <= REFUSAL_EVENTS_ALL_MAX + REFUSAL_CLIENTS_MAX + 1
+    assert sum(event["detail"].get("refused", 1) for event in found) == calls
+    assert found[-1]["error"].endswith("more calls of further clients were refused")
+    harness.publish(FakeLink(), f"{MSG}nobody", b"x")
+    assert len(refusals(harness)) == len(found) + 1  # the next second begins anew
 
 
 def test_every_accepted_call_between_refusals_is_emitted(harness: Harness) -> None:
@@ -392,7 +414,7 @@ def test_cards_count_as_live_bytes_of_the_log(harness: Harness) -> None:
     before = mailboxes.quotas.log_bytes
     agent(harness, link, "REGISTER", name="ada", text="x" * 10_000)
     agent(harness, link, "REPORT", name="ada", report_info="x" * 10_000)
-    size = len(mailboxes.agents["ada"].card)
+    size = len(mailboxes.agents["", "ada"].card)
     assert mailboxes.quotas.log_bytes == before + size + RECORD_BYTES
     harness.reopen()
     assert harness.service._mailboxes.quotas.log_bytes == before + size + RECORD_BYTES
@@ -472,6 +494,64 @@ def test_the_words_of_a_card_cost_their_bytes(harness: Harness) -> None:
     assert harness.service._agents._cost - cost >= agents.AGENT_COST_BYTES + 2 * 40_000
 
 
+def test_a_search_looks_at_a_limited_number_of_longer_words(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    for number in range(20):
+        text = " ".join(f"zzzz{number:02}{word:02}" for word in range(20))
+        agent(harness, link, "REGISTER", name=f"a{number:02}", text=text)
+    looked, since = [], card_index.SortedTexts.since
+
+    def counted(texts: card_index.SortedTexts, text: str) -> Iterator[str]:
+        for each in since(texts, text):
+            looked.append(each)
+            yield each
+
+    monkeypatch.setattr(card_index.SortedTexts, "since", counted)
+    assert len(agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]) == 20
+    assert len(looked) == 2 * 400
+    looked.clear()
+    monkeypatch.setattr(card_index, "PREFIX_WORDS_MAX", 60)
+    found = agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]
+    assert [card["name"] for card in found] == ["a00", "a01"]  # 30 words each
+    assert len(looked) == 60
+
+
+def test_a_search_looks_at_a_limited_number_of_cards_those_with_rare_words_first(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    for number in range(20):
+        agent(
+            harness, link, "REGISTER", name=f"a{number:02}", text="common rare" if number > 16 else "common"
+        )
+
+    def found(text: str) -> list[str]:
+        return [card["name"] for card in agent(harness, link, "DISCOVER", text=text, limit=100)["agents"]]
+
+    assert len(found("common rare")) == 20
+    monkeypatch.setattr(card_index, "CARDS_LOOKED_MAX", 5)
+    assert found("common rare") == ["a17", "a18", "a19", "a00", "a01"]
+    monkeypatch.setattr(card_index, "CARDS_LOOKED_MAX", 2)
+    assert found("common rare") == found("common ra rar rare") == ["a17", "a18"]
+
+
+def test_the_end_of_a_long_search_is_not_looked_at(harness: Harness) -> None:
+    link = FakeLink()
+    agent(harness, link, "REGISTER", name="a", text="plumber")
+    for count, found in ((agents.SEARCH_CHARS_MAX - 7, 1), (agents.SEARCH_CHARS_MAX, 0)):
+        assert len(agent(harness, link, "DISCOVER", text=" " * count + "plumber")["agents"]) == found
+
+
+def test_a_page_beyond_the_last_agent_is_empty(harness: Harness) -> None:
+    link = FakeLink()
+    agent(harness, link, "REGISTER", name="a", text="plumber")
+    for page in (2, 10**18):
+        for search in ({}, {"text": "plumber"}):
+            assert agent(harness, link, "DISCOVER", page=page, limit=100, **search)["agents"] == []
+
+
 def fetched(harness: Harness, link: FakeLink, mail_id: str, group: str, count: int = 10) -> Any:
     config = {"num_msgs": count, "max_wait_ms": 0}
     body = {"group_name": group, "deliver": "earliest", "config": config}
@@ -523,7 +603,7 @@ def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     monkeypatch.setattr(fetch, "CLIENT_REMEMBERED_MAX", 50)
     owner, workers = FakeLink(), [FakeLink(address="192.0.2.2") for _ in range(3)]
     mail_id = filled(harness, owner, 100)
-    numbers = list(harness.service._mailboxes.by_id[mail_id].letters)
+    numbers = list(harness.service._mailboxes.by_key[mail_id].letters)
     account = harness.service._mailboxes.quotas.accounts[workers[0].client]
     assert len(fetched(harness, workers[0], mail_id, "g", 40)["messages"]) == 40
     assert len(fetched(harness, workers[1], mail_id, "g", 40)["messages"]) == 10
@@ -558,7 +638,7 @@ def test_usage_shrinks_exactly_when_messages_leave_a_mailbox(harness: Harness) -
     harness.tick(3)
     assert harness.service.stats()["messages"] == 2 + 4 + 6
     harness.tick(3)  # the lifetimes of the short ones are over
-    box = harness.service._mailboxes.by_id[mail_id]
+    box = harness.service._mailboxes.by_key[mail_id]
     assert box.bytes == sum(letter.cost for letter in box.letters.values())
     for number in list(box.letters):
         harness.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{number}")
@@ -736,7 +816,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     assert again["msg_id"] == number  # a refused acknowledgement does not count
     stats = harness.service.stats()
     assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
-    box = harness.service._mailboxes.by_id[mail_id]
+    box = harness.service._mailboxes.by_key[mail_id]
     assert (box.reserved, box.reserved_bytes, box.syncing) == (0, 0, 0)
     harness.send(link, mail_id, b"after", "critical")
     harness.create(link, name="other", public=True)

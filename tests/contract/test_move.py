@@ -1,16 +1,23 @@
 """`postroom move`: a live SQLite store becomes a PostgreSQL store."""
 
+import re
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 
-from postroom import Engine, Tasks
+from postroom import Engine, Tasks, open_store
 from postroom.cli.main import cli
 from postroom.contracts.move import end_move, move_store
 from postroom.errors import InvalidMessage, StoreDamaged, StoreMoved, Unavailable
 from postroom.stores.base import Listing
+from postroom.stores.postgres_import import differences
+from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
+from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres
 
 __all__ = ["database", "postgres"]  # fixtures
@@ -56,6 +63,74 @@ def test_everything_moves_and_goes_on(tmp_path: Path, database: str) -> None:
             range(1, moved.store.newest_event() + 1)
         )
         check_consistency(moved.store)
+
+
+def test_cells_whose_keys_are_empty_or_have_nul_are_moved(tmp_path: Path, database: str) -> None:
+    source = f"sqlite:///{tmp_path}/queue.db"
+    cells = [(f"a{character}", character.encode()) for character in ("\0", "\x01")]
+    cells.append(("", b"as the position of the shipper"))
+    with closing(open_store(source)) as store:
+        store.write(lambda transaction: [transaction.put_cell("k", key, value) for key, value in cells])
+    assert move_store(source, database)["cells"] == len(cells)
+    with closing(open_store(database)) as store:
+        assert {key: store.read(partial(cell_of, key)) for key, _ in cells} == dict(cells)
+
+
+def cell_of(key: str, transaction: Transaction) -> bytes | None:
+    return transaction.cell("k", key)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("UPDATE S.events SET batch = replace(batch::text, '62726f6b656e', '6d656e646564')::bytea",
+         "the events differ"),
+        ("DELETE FROM S.events WHERE position = (SELECT min(position) FROM S.events)", "the events differ"),
+        ("UPDATE S.cells SET value = 'other' WHERE kind = 'key'", "the cells differ"),
+        ("DELETE FROM S.cells WHERE kind = 'key'", "the cells differ"),
+        ("UPDATE S.records SET result = 'other' WHERE result IS NOT NULL", "record .* differs"),
+        ("INSERT INTO S.count_changes VALUES ('a', 'COMPLETED', 1)", "the counters differ"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_difference_is_found(
+    tmp_path: Path, database: str, change: str, difference: str
+) -> None:
+    source = f"sqlite:///{tmp_path}/queue.db"
+    filled(source)
+    move_store(source, database)
+    address, _, schema = database.partition("?schema=")
+    with closing(open_store(source)) as one, closing(open_store(database)) as other:
+        assert differences(one, other) == []
+        with psycopg.connect(address) as connection:
+            connection.execute(change.replace("S.", f"{schema}."))  # type: ignore[arg-type, unused-ignore]
+        [found] = differences(one, other)
+    assert re.fullmatch(difference, found)
+
+
+def test_shipping_goes_on_into_the_same_stream_after_a_move(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(monkeypatch, tmp_path)
+    source = "sqlite:///run/queue.db"
+    Path("run").mkdir()
+    names, _ = filled(source)
+    shipped = postroom("audit", "ship", "--store", source, "--to", "audit", "--once").line["shipped"]
+    with Tasks.open(source) as tasks:
+        tasks.enqueue(agent="a", payload="not shipped before the move")
+    assert postroom("move", source, database).code == 0
+    with Tasks.open(database) as tasks:
+        tasks.retry(names[1])
+        newest = tasks.store.newest_event()
+    again = postroom("audit", "ship", "--store", database, "--to", "audit", "--once")
+    assert again.line == {"shipped": newest - shipped}, again.errors
+    for command in (
+        ("verify", "audit", "--store", database),
+        ("audit", "verify", "audit", "--store", database),
+    ):
+        proved = postroom(*command)
+        assert proved.code == 0, proved
+    numbers = [line["seq"] for line in postroom("audit", "query", "audit").lines]
+    assert numbers == list(range(1, newest + 1))
 
 
 def test_target_must_be_empty_and_a_failed_move_leaves_the_source_as_it_was(

@@ -67,6 +67,15 @@ def test_after_a_wrong_password_there_is_no_second_try(tmp_path: Path) -> None:
         assert wire.rest() == VIOLATION
 
 
+def test_a_connection_cannot_log_in_again_as_somebody_else(tmp_path: Path) -> None:
+    with running("ours", tmp_path, Wanted(users={**USERS, "bob": "other"})) as server:
+        with Wire(server, LOGIN + b"SUB a 1\r\n" + LOGIN) as again:  # as itself
+            assert again.ask() == b""
+        other = LOGIN.replace(b"ann", b"bob").replace(b"secret", b"other")
+        with Wire(server, LOGIN + b"SUB a 1\r\n" + other) as wire:
+            assert wire.rest() == VIOLATION
+
+
 TOO_MANY = b"-ERR 'maximum connections exceeded'\r\n"
 OTHER_ADDRESS = "127.0.0.2"
 

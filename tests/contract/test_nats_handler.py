@@ -4,12 +4,12 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from postroom.contracts.mail import Link
-from postroom.runtime.natsoptions import ServerOptions
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, ServerOptions
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S, key_beside, made_certificate
 
@@ -189,6 +189,55 @@ def test_a_refused_subscription_is_an_error_that_clients_survive() -> None:
         assert handler.notes("unsubscribed") == []
 
     serve(work)
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        (b"CONNECT {nonsense\r\n", ("connect", 400)),
+        (b'CONNECT {"no_responders":true,"headers":false}\r\n', ("connect", 400)),
+        (b"NONSENSE\r\n", ("command", 400)),
+        (b"PUB a 99999999999\r\n", ("command", 400)),
+        (b"SUB a..b 1\r\n", ("subscribe", 400)),
+        (b'CONNECT {"headers":false}\r\nHPUB a 12 12\r\nNATS/1.0\r\n\r\n\r\n', ("publish", 400)),
+    ],
+)
+def test_calls_that_break_the_protocol_are_reported_to_the_handler(
+    said: bytes, refused: tuple[str, int]
+) -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
+        client = await connect()
+        client.send(said)
+        error = await client.until(b"'\r\n")
+        [(_, (call, code, text))] = cast("list[tuple[str, Any]]", handler.notes("refused"))
+        assert (call, code) == refused
+        assert text.encode() in error
+
+    serve(work)
+
+
+@pytest.mark.parametrize("said", [b"PUB a 1\r\n", b"CONNECT " + b"x" * LOGIN_BYTES_MAX])
+def test_calls_before_the_login_are_reported_to_the_handler(said: bytes) -> None:
+    async def work(server: NatsServer, handler: KeepingHandler, _connect: Connect) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(said)
+        await reader.readuntil(b"-ERR")
+        assert len(handler.notes("refused")) == 1
+        writer.close()
+
+    serve(work, token="secret")  # noqa: S106 - of this test
+
+
+def test_a_client_that_does_not_read_is_reported_to_the_handler() -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
+        slow, sender = await connect(), await connect()
+        await slow.ask(b"SUB flood 1\r\n")
+        cast("asyncio.Transport", slow.writer.transport).pause_reading()
+        while not handler.notes("refused"):
+            await sender.ask(b"PUB flood %d\r\n%b\r\n" % (len(BODY), BODY) * 100)
+        assert handler.notes("refused") == [("refused", ("deliver", 429, "Slow Consumer"))]
+
+    serve(work, pending_bytes_max=1 << 20)
 
 
 def test_a_replay_begins_with_subscribe_and_unsub_counts_it() -> None:

@@ -1,35 +1,26 @@
 """Conflicting operations never run at the same time."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postroom import Advice, Adviser, Policy
+from postroom import Advice, Adviser
 from postroom.contracts.engine.cells import PAGE
 from postroom.contracts.goals.cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
 from postroom.errors import InvalidMessage
 from postroom.stores.memory import MemoryTransaction
-from postroom.testing import check_consistency
 from tests.engines import EngineUnderTest
+from tests.goalworlds import Opened, opened_engines
 from tests.postgresserver import database, postgres, store_url
 
 __all__ = ["database", "postgres"]  # fixtures
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    made: list[EngineUnderTest] = []
-    url = store_url(request, tmp_path)
-
-    def open_engine(**rules: Any) -> Any:
-        made.append(EngineUnderTest(url, Policy(**rules)))
-        return made[-1]
-
-    yield open_engine
-    for one in made:
-        check_consistency(one.engine.store)
-        one.close()
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
+    yield from opened_engines(store_url(request, tmp_path))
 
 
 @pytest.fixture

@@ -1,67 +1,69 @@
 """A store behind PgBouncer in transaction mode: no LISTEN, no prepared statements, sessions that change."""
 
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psycopg
 import pytest
 
 from postroom import Tasks
+from postroom.core import lifecycle
+from postroom.message import Envelope
+from postroom.stores import postgres_watchdog
+from postroom.stores.base import ByIds, Listing
+from postroom.stores.postgres import PostgresStore
+from postroom.stores.transaction import Transaction
 from postroom.testing import World
-from postroom.testing.postgres_server import PostgresServer, free_port
+from postroom.testing.postgres_server import PostgresServer
+from tests.pgbouncer import behind, program, running_bouncer
+from tests.postgresload import under_load
 from tests.postgresserver import database, postgres
+from tests.tcpproxy import TcpProxy
 from tests.waiting import until
 
 __all__ = ["database", "postgres"]  # fixtures
 
-CONFIG = """[databases]
-postroom = host=127.0.0.1 port={server} user=postroom
-
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 2
-"""
+POOL = 2
+NEVER_S = 3_600.0  # longer than a test may run
+_SESSION = "SELECT 1 FROM pg_stat_activity WHERE pid = %s::int"
+WORKING_S = 1.2  # of a server; longer than it takes to look up and close a connection here
 
 
 @pytest.fixture(scope="module")
-def bouncer(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def bouncer(postgres: PostgresServer) -> Iterator[int]:
     """The port of a PgBouncer with two connections to the server."""
-    program = shutil.which("pgbouncer") or shutil.which("/usr/sbin/pgbouncer")
-    if program is None:
+    if program() is None:
         pytest.skip("PgBouncer was NOT tested: install the Debian package pgbouncer")
-    port = free_port()
-    config = postgres.folder / f"pgbouncer{port}.ini"
-    config.write_text(CONFIG.format(server=postgres.port, port=port))
-    config.chmod(0o644)
-    log = tmp_path_factory.mktemp("pgbouncer") / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen([program, config], stdout=file, stderr=file, **postgres.as_user())
-    try:
-        until(lambda: _accepts(port) or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
+    with running_bouncer(postgres, size=POOL) as port:
         yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _accepts(port: int) -> bool:
-    try:
-        psycopg.connect(f"postgres://postroom@127.0.0.1:{port}/postroom").close()
-    except psycopg.OperationalError:
-        return False
-    return True
 
 
 @pytest.fixture
-def url(bouncer: int, postgres: PostgresServer, database: str) -> str:
-    return database.replace(f":{postgres.port}/", f":{bouncer}/") + "&listen=off&prepare=off"
+def url(bouncer: int, database: str) -> str:
+    return behind(bouncer, database)
+
+
+@pytest.fixture
+def probes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are looked up on the server early, and the client gives none up for another reason."""
+    monkeypatch.setattr(postgres_watchdog, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
+    monkeypatch.setattr(postgres_watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
+
+
+def insert(store: PostgresStore) -> str:
+    envelope = Envelope(queue="q", payload=b"{}", durability="group")
+    return store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
+
+
+def setting_of_commits(url: str) -> str:
+    """`synchronous_commit` as a session of the pool has it between two transactions."""
+    with psycopg.connect(url.partition("?")[0], autocommit=True) as connection:
+        found = connection.execute("SELECT current_setting('synchronous_commit') FROM pg_sleep(0.3)")
+        [(value,)] = found.fetchall()
+    return str(value)
 
 
 def test_handles_share_two_sessions_and_poll(url: str) -> None:
@@ -86,6 +88,111 @@ def test_handles_share_two_sessions_and_poll(url: str) -> None:
         tasks.close()
 
 
+def test_store_that_listens_behind_a_pooler_notices_it_and_polls(url: str) -> None:
+    url = url.replace("&listen=off", "")
+    with Tasks.open(url) as sender, Tasks.open(url) as receiver:
+        waiting = threading.Thread(target=lambda: found.extend(receiver.claim(agent="a", wait_s=60)))
+        found: list[Any] = []
+        waiting.start()
+        task_id = sender.enqueue(agent="a", payload=1)
+        waiting.join(60)
+        assert [task.task_id for task in found] == [task_id]
+        assert not receiver.notifier.hears_other_processes
+        with ThreadPoolExecutor(POOL) as pool:  # all sessions of the pool at once
+            assert [*pool.map(setting_of_commits, [url] * POOL)] == ["on"] * POOL
+
+
 def test_seeded_world_keeps_every_rule(url: str) -> None:
     report = World(7, store=url).run()
     assert report.ok, str(report)
+
+
+@pytest.mark.usefixtures("probes_alone")
+def test_half_open_connections_are_found_by_the_locks_of_their_transactions(
+    bouncer: int, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TcpProxy(bouncer) as proxy:
+        report = under_load(behind(proxy.port, database), lambda _report: proxy.freeze_all())
+    with capsys.disabled():
+        print(f"\nhalf-open connections to PgBouncer: {report}")
+    assert (report.lost, report.duplicated) == (0, 0)
+
+
+@pytest.mark.usefixtures("probes_alone")
+def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int, database: str) -> None:
+    """Frozen transactions hold every session of the pool, so that even the probe has to wait for one."""
+    direct = PostgresStore(database)
+    names = [insert(direct) for _ in range(POOL)]
+    with TcpProxy(bouncer) as proxy:
+        stores = [PostgresStore(behind(proxy.port, database)) for _ in names]
+        everybody, freezes = threading.Barrier(POOL, action=proxy.freeze_all), [True] * POOL
+
+        def defer(store: PostgresStore, message_id: str) -> None:
+            def work(transaction: Transaction) -> None:
+                transaction.find(ByIds((message_id,)))
+                if freezes:
+                    freezes.pop()
+                    everybody.wait(60)
+                transaction.apply(
+                    ByIds((message_id,)), lambda record, moment: lifecycle.defer(record, moment, 1, "x")
+                )
+
+            store.write(work)
+
+        threads = [threading.Thread(target=defer, args=pair) for pair in zip(stores, names, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [record.state for record in direct.find(Listing())] == ["SCHEDULED"] * POOL
+        for store in (*stores, direct):
+            store.close()
+
+
+@pytest.mark.usefixtures("probes_alone")
+def test_neither_a_working_server_nor_a_queue_for_its_sessions_is_interrupted(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that waits for a session of the pool is not half open: the probe waits behind it."""
+    stores = [PostgresStore(url) for _ in range(POOL + 1)]
+    for store in stores:
+        insert(store)
+    asked: list[int] = []
+
+    def work(transaction: Transaction) -> None:
+        asked.append(1)
+        transaction._connection.trip([(f"SELECT pg_sleep({WORKING_S})", ())])  # type: ignore[attr-defined]
+        transaction.insert([Envelope(queue="q", payload=b"")])
+
+    threads = [threading.Thread(target=store.write, args=(work,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(asked) == len(stores), "a transaction was done again"
+    assert "half open" not in caplog.text
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("address", ["url", "database"])
+def test_transaction_that_pauses_for_too_long_is_done_again(
+    address: str, database: str, request: pytest.FixtureRequest
+) -> None:
+    store, watching = PostgresStore(request.getfixturevalue(address)), PostgresStore(database)
+    pauses = [True]
+
+    def work(transaction: Transaction) -> str:
+        if pauses:
+            pauses.pop()
+            connection = transaction._connection  # type: ignore[attr-defined]
+            connection.run("SET LOCAL idle_in_transaction_session_timeout = 100")
+            [(pid,)] = connection.trip([("SELECT pg_backend_pid()::text", ())])[0].rows
+            with watching.connected() as other:
+                until(lambda: not other.execute(_SESSION, [pid]).fetchall())
+        return transaction.insert([Envelope(queue="q", payload=b"")])[0].message_id
+
+    message_id = store.write(work)
+    assert [record.message_id for record in store.find(Listing())] == [message_id]
+    store.close()
+    watching.close()

@@ -1,7 +1,10 @@
 """`StoreContract` for PostgreSQL, then what holds for it alone: processes, faults, migrations, secrets."""
 
+import re
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,12 @@ from postroom.errors import StoreDamaged
 from postroom.message import Envelope
 from postroom.stores import postgres_connection
 from postroom.stores.base import Limits, Listing
-from postroom.stores.postgres import PostgresStore
+from postroom.stores.event_quarantine import QUARANTINE, quarantine_events
+from postroom.stores.event_runs import UNREADABLE
+from postroom.stores.postgres import CLOCK_KEPT_S, PostgresStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
+from postroom.system.manual_clock import MICROS_PER_S
 from postroom.testing import ManualClock, StoreContract, World, check_consistency
 from postroom.testing.postgres_server import PostgresServer
 from tests import children
@@ -62,6 +68,22 @@ def sql(url: str, query: str) -> list[Any]:
     with psycopg.connect(address, autocommit=True) as connection:
         found = connection.execute(query.replace("S.", f"{schema}."))  # type: ignore[arg-type, unused-ignore]
         return found.fetchall() if found.description else []
+
+
+def test_a_damaged_row_of_events_is_kept_and_readers_go_on(database: str) -> None:
+    with closing(open_store(database)) as store:
+        for _ in range(3):
+            insert(store)
+        before = store.events()
+        sql(database, "UPDATE S.events SET batch = '\\x5bff' WHERE position = 4")
+        found = store.events()
+        assert [event.seq for event in found] == [event.seq for event in before] == [1, 2, 3, 4, 5, 6]
+        assert [event.error_type for event in found] == ["", "", UNREADABLE, UNREADABLE, "", ""]
+        assert found[:2] + found[4:] == before[:2] + before[4:]
+        assert abs(found[2].ts_us - before[2].ts_us) < 60_000_000
+        store.write(lambda transaction: quarantine_events(transaction, found))
+        [(key, batch)] = store.read(lambda transaction: transaction.cells(QUARANTINE))
+        assert (int(key), batch) == (found[2].detail["row"], b"[\xff")
 
 
 # ---- the engine on top -----------------------------------------------------------------------------
@@ -227,6 +249,45 @@ def test_migration_runs_while_older_workers_write(database: str, monkeypatch: py
         store.close()
 
 
+@pytest.mark.parametrize("number", [number for number in postgres_connection.migrations("s") if number > 1])
+def test_a_migration_only_adds_because_older_workers_go_on(number: int) -> None:
+    script = re.sub(r"--.*", "", postgres_connection.migrations("s")[number])
+    assert not re.search(r"\b(DROP|DELETE|UPDATE|RENAME|TRUNCATE|TYPE|SET NOT NULL)\b", script, re.IGNORECASE)
+
+
+def test_nodes_of_an_unreleased_version_are_refused_and_kept(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {1: postgres_connection.migrations(database.partition("?schema=")[2])[1]}
+    with closing(PostgresStore(database)) as old, closing(PostgresStore(database)) as new:
+        monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: first)
+        old.write(lambda transaction: transaction.put_cell("graph.main", "node", b"{}"))
+        monkeypatch.undo()
+        with pytest.raises(StoreDamaged, match="knowledge graph is that of an unreleased version"):
+            new.identity()
+        old.write(lambda transaction: transaction.put_cell("graph.main", "other", b"{}"))
+    assert sql(database, "SELECT count(*), (SELECT max(version) FROM S.migrations) FROM S.cells") == [(2, 1)]
+
+
+def test_pages_of_cells_show_each_key_once_also_keys_with_nul(database: str) -> None:
+    keys = [f"a{character}" for character in ("\0", "\x01", "\x19", "\x1a", "\x1b", "b")]
+    with closing(PostgresStore(database)) as store:
+        store.write(lambda transaction: [transaction.put_cell("k", key, b"1") for key in keys[::2]])
+
+        def pages(transaction: Transaction) -> list[str]:
+            for key in keys[1::2]:
+                transaction.put_cell("k", key, b"2")
+            found: list[str] = []
+            while page := transaction.cells("k", found[-1] if found else "", 2):
+                found += [key for key, _ in page]
+            return found
+
+        assert sorted(store.write(pages)) == keys
+        assert [key for key, _ in store.read(lambda transaction: transaction.cells("k"))] == store.write(
+            pages
+        )
+
+
 def test_queue_near_its_limit_is_never_overfilled_by_several_handles(database: str) -> None:
     stores = [PostgresStore(database) for _ in range(3)]
     stores[0].write(lambda transaction: transaction.set_limits("q", Limits(max_depth=20)))
@@ -245,12 +306,58 @@ def test_queue_near_its_limit_is_never_overfilled_by_several_handles(database: s
         store.close()
 
 
+def test_a_connection_that_is_in_use_when_the_store_closes_is_closed_after_it(database: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def look(transaction: Transaction) -> None:
+        found.append(transaction.depth("a"))
+        begun.set()
+        go_on.wait(60)
+
+    store = open_store(database)
+    assert isinstance(store, PostgresStore)
+    reader = threading.Thread(target=store.read, args=(look,))
+    reader.start()
+    assert begun.wait(60)
+    store.close()
+    go_on.set()
+    reader.join(60)
+    assert not store._pool._idle  # the collector would find it open
+    assert store.count() is not None  # a later call opens the store again, and keeps its connection
+    assert store._pool._idle
+    store.close()
+    assert not store._pool._idle
+
+
 def test_forked_child_uses_its_own_connections(database: str, no_child_left: None) -> None:
     store = PostgresStore(database)
     insert(store)
     children.run(lambda: insert(store))
     insert(store)
     assert len(store.find(Listing())) == 3
+    store.close()
+
+
+def test_clock_is_calculated_from_the_last_answer_and_read_again_after_a_while(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, uptime = PostgresStore(database), ManualClock()
+    reads: list[int] = []
+    read = store.read
+
+    def read_clock(work: Callable[[Transaction], int]) -> int:
+        reads.append(read(work))
+        return reads[-1]
+
+    monkeypatch.setattr(store, "_uptime", uptime)
+    monkeypatch.setattr(store, "read", read_clock)
+    assert store.wall_us() == reads[0]
+    uptime.advance(CLOCK_KEPT_S - 1)
+    assert store.wall_us() == reads[0] + (CLOCK_KEPT_S - 1) * MICROS_PER_S
+    assert len(reads) == 1
+    uptime.advance(1)
+    assert store.wall_us() == reads[1] > reads[0]
     store.close()
 
 

@@ -10,7 +10,17 @@ from postroom.errors import (
     ValidationError,
 )
 from tests.engines import EngineUnderTest
-from tests.goalworlds import Choosing, Opened, alerts, database, opened, postgres, url, world
+from tests.goalworlds import (
+    Choosing,
+    Opened,
+    alerts,
+    database,
+    opened,
+    postgres,
+    run_failing_step,
+    url,
+    world,
+)
 
 __all__ = ["database", "opened", "postgres", "url", "world"]  # fixtures
 
@@ -91,14 +101,7 @@ def test_recovery_tries_a_rollback_then_a_restart_then_a_person(world: EngineUnd
 
 def test_recoveries_are_bounded_by_the_guard_of_the_goal(opened: Opened) -> None:
     world = opened(guard=Guard(recoveries=1))
-
-    @world.engine.handler("tool_call")
-    async def step(message: Any, ctx: Any) -> None:
-        raise ValidationError("never")
-
-    world.wait(world.engine.goals.start("acme", "g"))
-    world.submit(goal_id="g")
-    world.run_all()
+    run_failing_step(world)
     assert world.wait(world.engine.goals.status("g")).tried == ["rollback_to_checkpoint"]
     assert alerts(world, "RecoveryExhausted")
 

@@ -12,7 +12,7 @@ from postroom import Coordinator, Policy
 from postroom.contracts.engine.cells import Kind
 from postroom.contracts.engine.worker import Worker
 from postroom.contracts.goals.branches import Node
-from postroom.contracts.goals.cells import EFFECTS, ROLLBACKS, TOLD, UNDOES
+from postroom.contracts.goals.cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
 from postroom.core import poison
 from postroom.errors import (
     GoalEnded,
@@ -230,14 +230,14 @@ def test_a_rollback_tells_every_agent_with_a_message_in_the_goal(world: EngineUn
     world.wait(story())
     world.run_all()
     assert log == ["one", "undo one"]
-    assert world.engine.store.read(TOLD.all) == []
+    assert world.engine.store.read(NOTIFIED.all) == []
 
 
 async def collected(stream: Any) -> Any:
     return [part async for part in stream]
 
 
-KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES, TOLD)
+KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES, NOTIFIED)
 
 
 class Killed(BaseException):

@@ -20,6 +20,7 @@ SLOTS = 4
 CHUNKS = 3
 ORG = "acme"
 PAUSE_S = 0.005
+SABOTAGE_S = 0.2  # kills follow a line of another agent, so the window must be long
 
 
 def open_engine(folder: str | Path) -> Engine:
@@ -92,7 +93,7 @@ async def _acknowledge(agent: Agent, message_id: str) -> None:
     await agent.coordinator.write(
         lambda one: one.acknowledge(ORG, agent.agent_id, agent.session, [message_id])
     )
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(SABOTAGE_S)
 
 
 def _got(report: Report, part: Any, chunks: list[Any] | None = None) -> str:

@@ -225,7 +225,7 @@ def _judge_mailboxes(folder: Path, reports: _Reports, tally: Tally) -> None:
     """Each mailbox expires at its time, whatever happened in between."""
     now_us = time.time_ns() // 1_000
     service = MailService(folder, queue.SimpleQueue[object]().put)
-    boxes = service._mailboxes.by_id
+    boxes = service._mailboxes.by_key
     for mail_id, ttl, before, after in reports.rows["created"]:
         tally.count("mailboxes")
         ttl_us = round(float(ttl) * MICROS_PER_S)

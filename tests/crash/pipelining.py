@@ -30,7 +30,7 @@ from zlib import crc32
 import msgspec
 
 from postroom.pipeline.check import RULES, SAMPLES_MAX
-from postroom.pipeline.declarative import CONF_FOLDER, write_project
+from postroom.pipeline.declarative import CONF_FOLDER, SEGMENTS, write_project
 from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.tables import Tables
 from postroom.sinks.layout import STREAM
@@ -391,6 +391,8 @@ def run_declared(
         finished(plan, folder)
         expected = all_rows(Tables(folder / "here"))
         found = {table.name: rows_in(table) for table in (project / "tables").iterdir()}
+        if found.pop(SEGMENTS).total() != len(segments):
+            tally.breaks("a segment has no hash, or more than one")
         compare({name: expected[name] for name in expected.keys() - NOT_DECLARED}, found, tally)
     tick(times)
     return tally

@@ -1,12 +1,16 @@
 """Long faults of PostgreSQL under load: kills, a black hole, half-open connections, resets, a promotion."""
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
 
 from postroom.testing.postgres_server import running_postgres, running_standby
+from tests import rabbitmqload
 from tests.crash.ledger import Tally
+from tests.pgbouncer import behind, program, running_bouncer
 from tests.postgresload import Report, under_load
+from tests.smalldisk import NotPermitted
 from tests.tcpproxy import TcpProxy
 
 KILLS = 5
@@ -41,9 +45,36 @@ def run_kills(_count: int, _seed: int, tick: Tick) -> Tally:
                 server.kill()
                 server.start()
                 if turn < KILLS - 1:
+                    report.heal()
                     report.work_on()
 
         return _tally(under_load(server.new_store(), kill), tick)
+
+
+def run_engine_kills(_count: int, _seed: int, tick: Tick) -> Tally:
+    """The same under an engine, whose submits wait while the server is away."""
+    with running_postgres() as server:
+
+        async def kill(load: rabbitmqload.Load) -> None:
+            for _ in range(KILLS):
+                server.kill()
+                await asyncio.to_thread(server.start)
+                load.heal()
+                await load.work_on()
+
+        load = asyncio.run(rabbitmqload.under_load(server.new_store(), kill))
+    tick(1)
+    first = load.first_after_heal_s
+    tally = Tally(acknowledged=len(load.accepted), lost=load.lost, doubled=load.doubled)
+    tally.facts = {
+        "longest_pause_ms": round(1_000 * load.pause_s),
+        "first_after_heal_ms": -1 if first is None else round(1_000 * first),
+        "unsure": load.unsure,
+        "refused": load.refused,
+    }
+    if first is None or first > HEALED_WITHIN_S:
+        tally.breaks(f"the first message came {first} s after the heal")
+    return tally
 
 
 def run_hole(_count: int, _seed: int, tick: Tick) -> Tally:
@@ -62,6 +93,15 @@ def run_half_open(_count: int, _seed: int, tick: Tick) -> Tally:
     """Swallow everything on connections that exist. New ones work: clients have to give the old ones up."""
     with running_postgres() as server, TcpProxy(server.port) as proxy:
         report = under_load(_through(proxy, server.new_store()), lambda _report: proxy.freeze_all())
+        return _tally(report, tick)
+
+
+def run_half_open_pool(_count: int, _seed: int, tick: Tick) -> Tally:
+    """The same on the connections to a PgBouncer."""
+    if program() is None:
+        raise NotPermitted("PgBouncer is not installed")
+    with running_postgres() as server, running_bouncer(server, size=20) as port, TcpProxy(port) as proxy:
+        report = under_load(behind(proxy.port, server.new_store()), lambda _report: proxy.freeze_all())
         return _tally(report, tick)
 
 

@@ -6,7 +6,6 @@ stops.
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from postroom.testing.postgres_server import PostgresServer, running_postgres
 from tests.crash.ledger import Tally
 from tests.rabbitmqload import MORE, Load, reset_at_every_phase, under_load
-from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper, rabbitmq
+from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper, rabbitmq, start_together
 from tests.smalldisk import NotPermitted, filled, mounted
 from tests.tcpproxy import TcpProxy
 
@@ -46,11 +45,12 @@ def _servers() -> Iterator[tuple[RabbitServer, PostgresServer]]:
 def _tally(load: Load, tick: Tick, *, refuses: bool = False) -> Tally:
     """`refuses` says whether submits may fail: only when the ledger itself is away."""
     tick(1)
-    first = load.first_after_heal_s
+    first, broker = load.first_after_heal_s, load.broker_after_heal_s
     tally = Tally(acknowledged=len(load.accepted), lost=load.lost, doubled=load.doubled)
     tally.facts = {
         "longest_pause_ms": round(1_000 * load.pause_s),
         "first_after_heal_ms": -1 if first is None else round(1_000 * first),
+        "broker_after_heal_ms": -1 if broker is None else round(1_000 * broker),
         "refused": load.refused,
     }
     if load.refused and not refuses:
@@ -64,12 +64,12 @@ def run_kills(_count: int, _seed: int, tick: Tick) -> Tally:
     """Kill the broker again and again."""
     with _servers() as (broker, ledger):
 
-        async def kill(load: Load) -> float:
+        async def kill(load: Load) -> None:
             for _ in range(KILLS):
                 broker.kill()
                 await asyncio.to_thread(broker.start)
+                load.heal()
                 await load.work_on()
-            return time.monotonic()
 
         return _tally(asyncio.run(under_load(broker.url(ledger.new_store()), kill)), tick)
 
@@ -78,12 +78,12 @@ def run_ledger_kills(_count: int, _seed: int, tick: Tick) -> Tally:
     """Kill the ledger again and again, under messages of every priority."""
     with _servers() as (broker, ledger):
 
-        async def kill(load: Load) -> float:
+        async def kill(load: Load) -> None:
             for _ in range(KILLS):
                 await load.work_on()
                 ledger.kill()
                 await asyncio.to_thread(ledger.start)
-            return time.monotonic()
+                load.heal()
 
         load = asyncio.run(under_load(broker.url(ledger.new_store()), kill))
         return _tally(load, tick, refuses=True)
@@ -93,12 +93,11 @@ def run_hole(_count: int, _seed: int, tick: Tick) -> Tally:
     """Swallow everything between engine and broker for longer than heartbeats allow."""
     with _servers() as (broker, ledger), TcpProxy(broker.port) as proxy:
 
-        async def hole(_load: Load) -> float:
+        async def hole(load: Load) -> None:
             proxy.is_hole = True
             await asyncio.sleep(HOLE_S)
             proxy.is_hole = False
-            proxy.reset_all()
-            return time.monotonic()
+            load.heal()
 
         url = broker.url(ledger.new_store(), port=proxy.port)
         return _tally(asyncio.run(under_load(url, hole)), tick)
@@ -108,11 +107,11 @@ def run_half_open(_count: int, _seed: int, tick: Tick) -> Tally:
     """Swallow everything on connections that exist, until heartbeats give them up."""
     with _servers() as (broker, ledger), TcpProxy(broker.port) as proxy:
 
-        async def freeze(load: Load) -> float:
+        async def freeze(load: Load) -> None:
             proxy.freeze_all()
+            load.heal()  # new connections work from now on: the engine has to find the dead ones
             await load.until(lambda: load.store.broker_trouble)
             await load.until(lambda: not load.store.broker_trouble)
-            return time.monotonic()
 
         url = broker.url(ledger.new_store(), port=proxy.port)
         return _tally(asyncio.run(under_load(url, freeze)), tick)
@@ -122,10 +121,10 @@ def run_resets(_count: int, _seed: int, tick: Tick) -> Tally:
     """Reset connections before and after each kind of method."""
     with _servers() as (broker, ledger), TcpProxy(broker.port) as proxy:
 
-        async def reset(load: Load) -> float:
+        async def reset(load: Load) -> None:
             for _ in range(RESET_ROUNDS):
                 await reset_at_every_phase(proxy, load)
-            return time.monotonic()
+            load.heal()
 
         url = broker.url(ledger.new_store(), port=proxy.port)
         return _tally(asyncio.run(under_load(url, reset)), tick)
@@ -135,13 +134,13 @@ def run_memory(_count: int, _seed: int, tick: Tick) -> Tally:
     """A memory alarm of the broker, again and again."""
     with _servers() as (broker, ledger):
 
-        async def alarm(load: Load) -> float:
+        async def alarm(load: Load) -> None:
             for _ in range(KILLS):
                 await asyncio.to_thread(broker.ctl, "set_vm_memory_high_watermark", "0.000001")
                 await _under_alarm(load)
                 await asyncio.to_thread(broker.ctl, "set_vm_memory_high_watermark", "0.4")
+                load.heal()
                 await load.until(lambda: not load.store.broker_trouble)
-            return time.monotonic()
 
         return _tally(asyncio.run(under_load(broker.url(ledger.new_store()), alarm)), tick)
 
@@ -155,11 +154,11 @@ def run_disk(_count: int, _seed: int, tick: Tick) -> Tally:
         running_postgres() as ledger,
     ):
 
-        async def fill(load: Load) -> float:
+        async def fill(load: Load) -> None:
             with filled(disk, DISK_LEFT_BYTES):
                 await _under_alarm(load)
+            load.heal()
             await load.until(lambda: not load.store.broker_trouble)
-            return time.monotonic()
 
         return _tally(asyncio.run(under_load(broker.url(ledger.new_store()), fill)), tick)
 
@@ -174,16 +173,15 @@ def run_cluster(_count: int, _seed: int, tick: Tick) -> Tally:
     with _folder() as folder, port_mapper() as mapper, running_postgres() as ledger:
         nodes = [RabbitServer(folder / f"mq{number}", mapper, f"n{number}x") for number in range(NODES)]
         try:
-            for node in nodes:
-                node.join([each.node for each in nodes])
-                node.start()
+            start_together(nodes)
             hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
 
-            async def stop(load: Load) -> float:
+            async def stop(load: Load) -> None:
                 await asyncio.to_thread(nodes[0].stop)
+                load.heal()  # the other two work: the engine has to connect to one of them
                 await load.work_on(10 * MORE)
                 await asyncio.to_thread(nodes[0].start)
-                return time.monotonic()
+                load.heal()
 
             url = f"amqp://guest:guest@{hosts}/?ledger={ledger.new_store()}"
             tally = _tally(asyncio.run(under_load(url, stop)), tick)

@@ -15,7 +15,7 @@ from typing import Any
 
 from postroom import Engine, Policy
 from postroom.contracts.engine.cells import Kind
-from postroom.contracts.goals.cells import EFFECTS, ROLLBACKS, TOLD, UNDOES
+from postroom.contracts.goals.cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
 from postroom.testing import check_consistency
 from tests.crash.ledger import Tally
 from tests.crash.rounds import scratch
@@ -27,7 +27,7 @@ LINES_MAX = 8  # commits after which a kill comes
 LOOK_S = 0.002
 WORKER = "roller"
 DONE = "done"
-KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES, TOLD)
+KINDS: tuple[Kind[Any], ...] = (EFFECTS, ROLLBACKS, UNDOES, NOTIFIED)
 
 Tick = Callable[[int], None]
 

@@ -124,12 +124,17 @@ BROKER_RUNS: dict[str, Run] = {
     "disk-rabbitmq": _from_module("run_disk", "rabbitfaults"),
     "cluster-rabbitmq": _from_module("run_cluster", "rabbitfaults"),
     "restarts-postgres": _from_module("run_kills", "postgresfaults"),
+    "restarts-engine-postgres": _from_module("run_engine_kills", "postgresfaults"),
     "hole-postgres": _from_module("run_hole", "postgresfaults"),
     "halfopen-postgres": _from_module("run_half_open", "postgresfaults"),
+    "halfopen-pgbouncer": _from_module("run_half_open_pool", "postgresfaults"),
     "resets-postgres": _from_module("run_resets", "postgresfaults"),
     "standby-postgres": _from_module("run_promotion", "postgresfaults"),
 }
-"""Faults of a broker or a database under load. Facts: longest_pause_ms, first_after_heal_ms."""
+"""Faults of a broker or a database under load. Facts: longest_pause_ms, first_after_heal_ms.
+
+On RabbitMQ also broker_after_heal_ms: the ledger delivers until the broker carries messages again.
+"""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,

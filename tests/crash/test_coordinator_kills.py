@@ -16,6 +16,7 @@ import pytest
 
 from postroom.client import EngineClient
 from postroom.runtime.agents import Agents
+from tests import warmpython
 from tests.crash import coordinators
 from tests.crash.ledger import Tally
 from tests.integration.engineworkers import working
@@ -61,7 +62,7 @@ class Server:
     """A server process that shares its port with the next one."""
 
     def __init__(self, data: Path, port: int = 0) -> None:
-        self.process = subprocess.Popen(
+        self.process = warmpython.popen(
             [sys.executable, "-c", PROGRAM, str(data), str(port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

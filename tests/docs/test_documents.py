@@ -30,6 +30,7 @@ import pytest
 
 from postroom import Bus, Engine, Mail, Queue, Tasks, errors
 from postroom.client import TaskClient
+from tests import warmpython
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -109,18 +110,20 @@ def clean_environ(tmp_path: Path) -> dict[str, str]:
 
 def run(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
     """The exit code, and stdout and stderr in the order in which a terminal would show them."""
-    done = subprocess.run(
+    with warmpython.popen(
         command,
-        check=False,
         cwd=folder,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_GUARD_S,
-    )
-    return done.returncode, done.stdout
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=HANG_GUARD_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.returncode, output.decode()
 
 
 # ---- the blocks and programs of the pages ------------------------------------------------------
@@ -141,7 +144,7 @@ def test_every_block_prints_the_output_that_its_page_shows(
             if block.language == "python" and saved:
                 (folder / saved[1]).write_text(text, "utf-8")
                 continue
-            command = ["python", "-c"] if block.language == "python" else ["sh", "-e", "-c"]
+            command = [sys.executable, "-c"] if block.language == "python" else ["sh", "-e", "-c"]
             code, output = run([*command, text], folder, environ)
             assert code == 0, f"{where} failed:\n{output}"
             if following.language == "text":
@@ -262,6 +265,7 @@ LIMITED = (
     "stores.group_commit",
     "stores.sqlite",
     "stores.sqlite_file",
+    "stores.sqlite_ledger",
     "stores.sqlite_transaction",
     "stores.postgres",
     "stores.postgres_connection",
@@ -281,6 +285,7 @@ LIMITED = (
     "core.subjects",
     "contracts.audit",
     "contracts.mail.agents",
+    "contracts.mail.card_index",
     "contracts.mail.subscriptions",
     "contracts.mail.fetch",
     "contracts.mail.public_list",

@@ -648,7 +648,7 @@ class MailLogTarget(_InFolder):
             put for record in WRITTEN if isinstance(record, mail_records.PutRow) for put in record.puts()
         ]
         known = {(put.number, put.priority, put.payload, put.headers) for put in puts}
-        for box in service._mailboxes.by_id.values():
+        for box in service._mailboxes.by_key.values():
             for letter in [*box.letters.values(), *box.delayed.values()]:
                 shown = (letter.number, letter.priority, letter.payload, letter.headers)
                 demand(self.forged or shown in known, shown, "was made up")

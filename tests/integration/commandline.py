@@ -16,6 +16,7 @@ import click
 import pytest
 
 from postroom.cli import main, shell, zosmq
+from tests import warmpython
 
 BIN = Path(sys.executable).parent
 HANG_GUARD_S = 60.0  # far longer than any run
@@ -61,13 +62,16 @@ def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def call(command: click.Command, program: str, *arguments: object, stdin: bytes = b"") -> Result:
     """Run a command in this process, with everything except the process itself."""
     out, errors = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-    before = sys.stdin
+    before, environ = sys.stdin, dict(os.environ)
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             code = shell.run(command, program, [str(argument) for argument in arguments])
     finally:
         sys.stdin = before
+        for name in os.environ.keys() - environ.keys():  # such as the key file, which children inherit
+            del os.environ[name]
+        os.environ.update(environ)
     assert isinstance(out.buffer, io.BytesIO)
     return Result(code, out.buffer.getvalue(), errors.getvalue())
 
@@ -87,7 +91,7 @@ def start(program: str, *arguments: object, **options: Any) -> subprocess.Popen[
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
     }
-    return subprocess.Popen([BIN / program, *map(str, arguments)], **(chosen | options))
+    return warmpython.popen([BIN / program, *arguments], **(chosen | options))
 
 
 def finish(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Result:

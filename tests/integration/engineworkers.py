@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Engine, Policy
+from tests.waiting import LOOK_EVERY_S, until
 
-HANG_GUARD_S = 60.0
 BUDGETS = {"providers": {"p": {"models": {"small": {"tokens_per_day": 1_000_000}}}}}
 
 
@@ -41,6 +41,12 @@ def working(data: Path) -> Iterator[Engine]:
     try:
         yield engine
     finally:
-        engine.blocking.stop()
-        thread.join(HANG_GUARD_S)
+        until(lambda: _is_stopped(engine, thread))
         engine.close()
+
+
+def _is_stopped(engine: Engine, thread: threading.Thread) -> bool:
+    """Stop the worker. A worker that has not begun yet does not hear the first call."""
+    engine.blocking.stop()
+    thread.join(LOOK_EVERY_S)
+    return not thread.is_alive()

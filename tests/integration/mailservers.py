@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import warmpython
+
 HANG_GUARD_S = 60.0
 
 
@@ -23,7 +25,7 @@ class MailServer:
 
     def start(self) -> None:
         words = ["mail", "serve", "--data", str(self.data), "--port", self._port, *self._options]
-        self.process = subprocess.Popen(
+        self.process = warmpython.popen(
             [sys.executable, "-W", "error", "-m", "postroom.cli.main", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from postroom import Tasks
 from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX
+from tests import warmpython
 
 HANG_GUARD_S = 60.0
 
@@ -73,18 +74,20 @@ class Server:
     def start(self, port: int = 0) -> None:
         self.log = self.data / "log"
         with self.log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(self.data), str(port), *self._words],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                preexec_fn=self._limit_descriptors,  # noqa: PLW1509 - it only calls the system
-            )
+            self.process = self._started([sys.executable, "-c", PROGRAM, str(self.data), str(port)], errors)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
 
-    def _limit_descriptors(self) -> None:
-        if self._descriptors is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
+    def _started(self, command: list[str], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+        words, limits = [*command, *self._words], self._descriptors
+        if limits is None:
+            return warmpython.popen(words, stdout=subprocess.PIPE, stderr=errors)
+        return subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),  # noqa: PLW1509 - it only calls the system
+        )
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

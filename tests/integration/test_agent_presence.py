@@ -12,6 +12,7 @@ import pytest
 
 from postroom.client import EngineClient, RemoteAgent
 from postroom.runtime.agents import Agents
+from tests import warmpython
 from tests.integration.engineworkers import working
 from tests.waiting import until
 
@@ -34,7 +35,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
     registry = Agents(data)
     tokens = {name: registry.add(name, org="acme") for name in ("request", "stream", "resume")}
     tokens["boss"] = registry.add("boss", role="operator")
-    with subprocess.Popen([sys.executable, "-c", SERVER, str(data)], stdout=subprocess.PIPE) as server:
+    with warmpython.popen([sys.executable, "-c", SERVER, str(data)], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         try:

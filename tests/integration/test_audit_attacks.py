@@ -1,6 +1,7 @@
 """Hostile input for the audit commands: it is reported and skipped, and stops nothing."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from postroom.errors import WriteFailed
 from postroom.runtime import shipping
 from postroom.sinks.heads import StreamHead
 from postroom.sinks.segment_writer import SegmentSink
+from postroom.stores.event_quarantine import ALERT
+from postroom.stores.event_runs import UNREADABLE
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.unit.test_jsoninput import deep_line, event, nested
 
@@ -92,7 +95,7 @@ def test_out_of_range_time_is_shown_as_a_number(tmp_path: Path) -> None:
     assert "99999999999999999999" in done.out
 
 
-def test_a_deep_row_of_a_store_raises_one_sentence(tmp_path: Path) -> None:
+def test_a_deep_row_of_a_store_is_shipped_as_alerts(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with Tasks.open(f"sqlite:///{tmp_path}/run/queue.db") as tasks:
         tasks.enqueue(agent="ada", payload=1)
@@ -102,9 +105,10 @@ def test_a_deep_row_of_a_store_raises_one_sentence(tmp_path: Path) -> None:
     deep = f'[{{"seq":1,"ts_us":1,"kind":"created","queue":"q","detail":{{"x":{nested(50_000).decode()}}}}}]'
     database.execute("UPDATE events SET batch = ?", (deep,))
     database.close()
-    done = postroom("audit", "ship", "--data", "run", "--to", "audit", "--once")
-    assert done.code == 1
-    assert "queue.db is damaged" in done.error
+    for _ in range(2):  # the second one ships the alerts about what the first one kept
+        assert ship().code == 0
+    errors = [json.loads(line)["error_type"] for line in postroom("audit", "tail", "audit").raw.splitlines()]
+    assert errors == [UNREADABLE, UNREADABLE, ALERT, ALERT]
 
 
 # ---- what was removed from outside --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sqlite3
+import stat
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
+from postroom.client import EngineClient
 from postroom.logs.mail_records import Framing, Started
+from postroom.runtime.tokens import Tokens
+from postroom.stores.postgres_connection import Address
 from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.integration.ups import running
@@ -74,10 +78,11 @@ def test_a_folder_of_something_else_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "file").write_text("x")
     for command in ("doctor", "verify"):
-        for name, words in (("other", "is no data folder"), ("none", "there is no")):
+        for name, words in (("other", "holds no postroom data"), ("none", "there is no data folder")):
             refused = postroom(command, "--data", tmp_path / name)
             assert (refused.code, refused.raw) == (1, b"")
             assert words in refused.error
+            assert f"`postroom up --data {tmp_path / name}`" in refused.error
     assert "is a file, and not a data folder" in postroom("verify", "--data", tmp_path / "file").error
     assert postroom("doctor").code == 2
     assert not list((tmp_path / "other").iterdir())
@@ -165,6 +170,22 @@ def test_tokens_that_expire_soon_and_open_folders_are_warnings(data: Path) -> No
     assert postroom(*command.split()[1:]).code == 0
 
 
+def test_all_is_well_after_the_traffic_of_a_demo_with_a_bus(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    with running(data, "--no-audit") as up:
+        for number in range(3):  # as the demo does
+            Tokens(data).create("agent", "demo-acme", f"demo-{number}", expires_s=3600)
+        note = {"type": "note", "project_id": "p", "body": "hello"}
+        with EngineClient(up.http, Tokens(data).create("agent", "acme", "ada").token) as agent:
+            for bus in ("team", "news"):
+                agent.request("POST", f"/bus/{bus}/messages", note)
+        result = postroom("doctor", "--data", data)
+        assert (result.code, set(levels(result).values())) == (0, {"ok"}), result.lines
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in data.glob("buses/*.yaml")}
+    assert modes == {"team.yaml": 0o600, "news.yaml": 0o600}
+    assert stat.S_IMODE((data / "buses").stat().st_mode) == 0o700
+
+
 def test_the_doctor_works_beside_running_servers(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with running(folder) as up:
@@ -200,6 +221,32 @@ def test_a_store_on_postgresql_is_looked_at_and_never_made(database: str) -> Non
         tasks.fail(task_id, task.lease, error="no")
     result = postroom("doctor", "--data", database)
     assert (result.code, levels(result)["poison"]) == (3, "warning")
+
+
+def test_encrypted_values_on_postgresql_are_decrypted_and_nothing_is_noted(
+    database: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "postroom.keys"
+    assert postroom("keys", "create", keys, "--name", "first").code == 0
+    with Tasks.open(database) as tasks:
+        tasks.enqueue(agent="triage", payload="plain")
+    plain = postroom("--key-file", keys, "doctor", "--data", database)
+    assert (plain.code, levels(plain)["encryption"]) == (3, "warning")
+    assert postroom("tasks", "status", "--data", database).code == 0  # looking has not turned encryption on
+    with Tasks.open(database, key_file=keys) as tasks:
+        for n in range(2):
+            tasks.enqueue(agent="triage", payload=n)
+    locked = postroom("doctor", "--data", database)
+    assert (locked.code, levels(locked)["encryption"]) == (4, "problem")
+    address = Address(database)
+    with address.connect() as connection:
+        records = f"{address.schema}.records"
+        newest = f"(SELECT payload FROM {records} ORDER BY seq DESC LIMIT 1)"  # noqa: S608 - no input
+        connection.execute(f"UPDATE {records} SET payload = {newest}")  # noqa: S608 - the same
+    found = postroom("--key-file", keys, "doctor", "--data", database)
+    assert (found.code, levels(found)["stores"]) == (4, "problem")
+    assert "cannot be decrypted with the key 'first'" in said(found, "stores")[0]["what"]
+    assert postroom("--key-file", keys, "doctor", "--data", database, "--quick").code == 0
 
 
 def test_the_store_of_the_settings_is_looked_at_beside_the_folder(

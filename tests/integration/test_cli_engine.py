@@ -18,6 +18,7 @@ from postroom import Coordinator, Engine
 from postroom.cli.engine.operate import progress_line
 from postroom.contracts.engine.cells import BOUNCES, Bounce
 from postroom.stores.transaction import Transaction
+from tests import warmpython
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
@@ -83,7 +84,7 @@ def working(*options: object) -> Iterator["subprocess.Popen[bytes]"]:
     """`postroom engine work`, whose workers have reported."""
     command = [sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", "app:engine"]
     with Path("work.log").open("ab") as errors:
-        process = subprocess.Popen(
+        process = warmpython.popen(
             [*command, "--min-workers", "1", "--max-workers", "1", *map(str, options)],
             stdout=subprocess.PIPE, stderr=errors,
         )  # fmt: skip
@@ -227,7 +228,7 @@ def test_a_wrong_call_is_one_sentence(arguments: list[str], error: str) -> None:
 
 def test_a_folder_without_a_store_is_named() -> None:
     result = postroom("engine", "status", "--data", "nowhere")
-    assert (result.code, "queue.db is not there" in result.error) == (1, True)
+    assert (result.code, "there are no messages in nowhere" in result.error) == (1, True)
     submit()
     unknown = engine("explain", "0190163d-8694-739b-aea5-966c26f8ad91")
     assert (unknown.code, "there is no message" in unknown.error) == (1, True)
@@ -300,7 +301,7 @@ def test_a_terminal_gets_tables_and_sentences() -> None:
 def test_watching_prints_a_line_for_each_look_until_a_signal() -> None:
     submit()
     command = [sys.executable, "-m", "postroom.cli.main", "engine", "status", "--data", "run", "--watch"]
-    process = subprocess.Popen([*command, "--every-s", "0.01"], stdout=subprocess.PIPE)
+    process = warmpython.popen([*command, "--every-s", "0.01"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     for _ in range(3):
         assert json.loads(process.stdout.readline())["depth"] == 1

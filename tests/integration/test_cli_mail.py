@@ -56,7 +56,8 @@ def test_serve_prints_one_line_and_ends_with_sigterm(tmp_path: Path) -> None:
 def test_a_second_server_of_a_folder_is_refused(server: MailServer) -> None:
     done = run("postroom", "mail", "serve", "--data", server.data, "--port", 0)
     assert (done.code, done.raw) == (1, b"")
-    assert done.error == f"postroom: {server.data} belongs to a mail server that is running"
+    said = f"postroom: {server.data} belongs to a mail server that is running (process {server.process.pid})"
+    assert done.error == said
 
 
 def test_a_port_in_use_is_one_sentence_and_leaves_no_files(tmp_path: Path, server: MailServer) -> None:

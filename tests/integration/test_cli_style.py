@@ -79,6 +79,12 @@ def test_numbers_in_a_table_are_aligned_to_the_right() -> None:
     assert len({line.index("QUEUED") for line in shown.out.splitlines()[1:]}) == 1
 
 
+def test_a_similar_command_is_named() -> None:
+    refused = postroom("toekn", "list")
+    assert (refused.code, "No such command 'toekn'. Did you mean 'token'?" in refused.error) == (2, True)
+    assert "Did you mean" not in postroom("zzz").error
+
+
 def test_documents_on_a_terminal_have_lines(tmp_path: Path) -> None:
     data = str(tmp_path / "run")
     started = postroom("engine", "goals", "start", "acme", "--goal", "trip", "--data", data)

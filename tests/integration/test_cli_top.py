@@ -35,7 +35,7 @@ def test_once_in_a_pipe_is_one_json_object(folder: Path) -> None:
 def test_a_folder_without_a_store_is_one_sentence(folder: Path) -> None:
     refused = postroom("top", "--data", folder / "nothing", "--once")
     assert refused.code == 1
-    assert "there is no store in" in refused.error
+    assert "there are no messages in" in refused.error
     assert postroom("top").code == 2
 
 

@@ -351,8 +351,16 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from postroom.client import TaskClient
+from postroom.client.worker import Worker
 
 url, agent, token, folder, grace_s = sys.argv[1:]
+stop = Worker.stop
+
+def told_to_stop(worker):
+    stop(worker)
+    (Path(folder) / "stopping").touch()
+
+Worker.stop = told_to_stop
 
 def handler(task):
     (Path(folder) / "started").touch()
@@ -398,6 +406,7 @@ def test_a_signal_lets_the_handler_finish_and_claims_nothing_more(
         first, second = (tasks.enqueue(agent=agent, payload=n) for n in range(2))
         with agent_process(harness, agent, tmp_path, 60.0) as process:
             process.send_signal(number)
+            until((tmp_path / "stopping").exists)
             (tmp_path / "go").touch()
             assert ended(process) == (0, "returned\n")
         assert tasks.get(first).result == "done"

@@ -19,7 +19,7 @@ from postroom.contracts.engine.cells import REQUESTS
 from postroom.contracts.engine.coordinator import BEAT_S
 from postroom.errors import WriteFailed
 from postroom.testing import check_consistency
-from tests import children
+from tests import children, warmpython
 from tests.children import no_child_left
 from tests.engines import soon
 from tests.smalldisk import fill, small_disk
@@ -57,7 +57,7 @@ async def planner(engine: Engine, is_there: Callable[[AgentInfo], bool]) -> Agen
 def test_another_coordinator_takes_over_after_a_kill(tmp_path: Path) -> None:
     """The time is printed, not asserted: what bounds it are the lease and the pause between two looks."""
     url = f"sqlite:///{tmp_path}/queue.db"
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, url], stdout=subprocess.PIPE) as victim:
+    with warmpython.popen([sys.executable, "-c", PROGRAM, url], stdout=subprocess.PIPE) as victim:
         assert victim.stdout is not None
         first = int(victim.stdout.readline())
 

@@ -778,10 +778,10 @@ def test_a_task_of_others_and_no_task_get_the_same_answer(server: Server) -> Non
 
 def test_a_task_for_an_unregistered_agent_is_stored_with_a_warning(server: Server) -> None:
     one = server.post("boss", "/queue/enqueue", agent="nobody", payload=1)
-    assert (one.status, one.json["warning"]) == (201, "no agent 'nobody' is registered here")
+    assert (one.status, one.json["warning"]) == (201, "no token is for the agent 'nobody': check the name")
     many = [{"agent": agent, "payload": 1} for agent in ("triage", "nobody", "noone")]
     several = server.post("boss", "/queue/enqueue", tasks=many)
-    assert several.json["warning"] == "no agent 'nobody', 'noone' is registered here"
+    assert several.json["warning"] == "no token is for the agent 'nobody', 'noone': check the name"
     assert set(server.post("boss", "/queue/enqueue", agent="triage", payload=1).json) == {"task_id"}
 
 

@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from postroom.runtime.schemas import ENQUEUE_MANY_MAX
 from postroom.runtime.writer import TURN_MAX
 from tests.integration.servers import HANG_GUARD_S, Server, serving
 from tests.integration.test_http_limits import connected, head, health, received
+
+ROUNDS_MAX = 5
 
 
 @pytest.fixture
@@ -111,8 +113,6 @@ def test_waiting_calls_of_one_agent_are_limited_to_its_share(server: Server) -> 
 @contextlib.contextmanager
 def flood_of_reads(server: Server) -> Iterator[list[socket.socket]]:
     """Requests of one agent that each read all its tasks and find none."""
-    with server.tasks() as tasks:
-        tasks.enqueue_many([{"agent": "flood", "payload": 1}] * 20_000)
     look = head("GET", "/tasks?state=DEAD_LETTER", server.tokens["flood"]) + b"\r\n"
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(connected(server)) for _ in range(100)]
@@ -126,19 +126,30 @@ def unanswered(connections: list[socket.socket]) -> int:
     return len(connections) - len(select.select(connections, [], [], 0)[0])
 
 
+def goes_first(server: Server, call: Callable[[], int]) -> bool:
+    """Whether a call is answered while many reads of a flood wait, in one of a few rounds.
+
+    The whole flood may be answered while this process does not run. Behind the flood, every round fails.
+    """
+    with server.tasks() as tasks:
+        tasks.enqueue_many([{"agent": "flood", "payload": 1}] * 20_000)
+    for _ in range(ROUNDS_MAX):
+        with flood_of_reads(server) as flood:
+            assert call() in (200, 404)
+            if unanswered(flood) > len(flood) // 4:
+                return True
+    return False
+
+
 def test_health_does_not_wait_for_readers(server: Server) -> None:
-    with flood_of_reads(server) as flood:
-        assert health(server) == 200
-        assert unanswered(flood) > len(flood) // 4
+    assert goes_first(server, lambda: health(server))
 
 
 @pytest.mark.parametrize(
     ("who", "path"), [("review", "/tasks"), ("review", "/tasks/unknown"), ("boss", "/queue/status")]
 )
 def test_a_flood_of_reads_does_not_delay_other_tokens(server: Server, who: str, path: str) -> None:
-    with flood_of_reads(server) as flood:
-        assert server.get(who, path).status in (200, 404)
-        assert unanswered(flood) > len(flood) // 4
+    assert goes_first(server, lambda: server.get(who, path).status)
 
 
 def test_health_does_not_wait_for_the_writer(server: Server) -> None:

@@ -1,19 +1,25 @@
-"""Timeouts of the HTTP connections: a real server in this process, with short limits."""
+"""Limits of the HTTP connections: a real server in this process, with short limits.
+
+Each refusal is an event, although no handler sees it.
+"""
 
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from postroom import Tasks
 from postroom.contracts.bus import Bus
-from postroom.runtime import listener
+from postroom.runtime import listener, refusal_events
 from postroom.runtime.agents import Agents
+from postroom.runtime.connections import Connections
 from postroom.runtime.http import create_app
 from postroom.runtime.listener import HttpServer, listener_config
+from postroom.runtime.task_server import TaskServer
 from tests.integration.servers import HANG_GUARD_S
 from tests.waiting import until
 
@@ -24,13 +30,33 @@ LONG_S = 600.0
 class Place:
     """A running server, and an agent's token."""
 
-    def __init__(self, port: int, data: Path, token: str) -> None:
+    def __init__(
+        self, port: int, data: Path, token: str, server: TaskServer, connections: Connections
+    ) -> None:
         self.port = port
         self.data = data
         self.token = token
+        self.server = server
+        self.connections = connections
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_GUARD_S)
+
+    def answer(self, request: bytes) -> bytes:
+        """Everything that the server sends to a request until it closes the connection."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            return everything(connection)
+
+    def refused(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The details of the refusals that are events and have these facts."""
+        with Tasks.open(f"sqlite:///{self.data / 'queue.db'}") as tasks:
+            found = [
+                {**one.detail, "error_type": one.error_type, "error": one.error}
+                for one in tasks.store.events()
+                if one.kind == "rejected"
+            ]
+        return [one for one in found if wanted.items() <= one.items()]
 
 
 @pytest.fixture
@@ -40,13 +66,14 @@ def place(tmp_path: Path) -> Iterator[Place]:
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
         app = create_app(tmp_path, tasks)
         up = threading.Event()
-        server = HttpServer(listener_config(app), end_waits=app.end_waits, started=up.set)
+        config = listener_config(app, app.note_refused)
+        server = HttpServer(config, end_waits=app.end_waits, started=up.set)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
             assert up.wait(HANG_GUARD_S)
-            yield Place(port, tmp_path, token)
+            yield Place(port, tmp_path, token, app.running_server(), config.connections)
             server.should_exit = True
             thread.join(HANG_GUARD_S)
     assert not thread.is_alive()
@@ -87,11 +114,69 @@ def test_a_request_that_does_not_end_is_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, part: bytes
 ) -> None:
     monkeypatch.setattr(listener, "REQUEST_TIMEOUT_S", SHORT_S)
-    with place.connect() as connection:
-        connection.sendall(part % place.token.encode() if b"%b" in part else part)
-        head, _, body = everything(connection).partition(b"\r\n\r\n")
+    answer = place.answer(part % place.token.encode() if b"%b" in part else part)
+    head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
     assert json.loads(body)["error"] == "TooSlow"
+    until(lambda: place.refused(status=408, call="request"))
+    [event] = place.refused(status=408)
+    assert event["address"].startswith("127.0.0.1:")
+    assert event.get("who", "") == ("triage" if part is HALF_A_BODY else "")
+
+
+CHUNKED = b"POST /queue/next HTTP/1.1\r\nAuthorization: Bearer %b\r\nTransfer-Encoding: chunked\r\n\r\n"
+REFUSED = {
+    400: b"this is no HTTP\r\n\r\n",
+    413: CHUNKED + b"1;" + b"x" * (listener.FRAMING_BYTES_MAX + 100),
+    431: b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * (listener.HEADERS_MAX + 1) + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("status", REFUSED)
+def test_a_request_that_is_refused_before_it_has_a_route_is_an_event(place: Place, status: int) -> None:
+    answer = place.answer(REFUSED[status].replace(b"%b", place.token.encode()))
+    assert answer.startswith(b"HTTP/1.1 %d" % status)
+    until(lambda: place.refused(status=status, call="request", via="http"))
+    assert place.refused()[0]["error"] == json.loads(answer.partition(b"\r\n\r\n")[2])["message"]
+
+
+def test_a_connection_above_the_limit_is_refused_with_an_event(place: Place) -> None:
+    place.connections.anonymous_an_address_max = 1
+    with place.connect() as first, place.connect():
+        assert everything(first).startswith(b"HTTP/1.1 503")
+    until(lambda: place.refused(status=503, call="connect"))
+
+
+def test_a_flood_of_refusals_over_new_connections_is_summed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_events, "WINDOW_S", 1.0)
+    for _ in range(20):
+        assert place.answer(REFUSED[400]).startswith(b"HTTP/1.1 400")
+    until(lambda: sum(one.get("refused", 1) for one in place.refused(status=400)) == 20)
+    assert len(place.refused(status=400)) < 20
+
+
+def test_a_waiting_call_whose_token_is_removed_is_an_event(place: Place) -> None:
+    body = b'{"wait_s":1}'
+    head = f"POST /queue/next HTTP/1.1\r\nAuthorization: Bearer {place.token}\r\nContent-Length: {len(body)}"
+    with place.connect() as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: place.server.long_polls.count)
+        Agents(place.data).remove("triage")
+        assert connection.recv(100).startswith(b"HTTP/1.1 401")
+    until(lambda: place.refused(status=401, who="triage", call="POST /queue/next"))
+
+
+def test_a_stream_whose_token_is_removed_is_an_event(place: Place) -> None:
+    head = f"GET /events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {place.token}\r\n\r\n"
+    with place.connect() as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        Agents(place.data).remove("triage")
+        until(lambda: place.refused(status=401, who="triage", call="GET /events"))
+    [event] = place.refused(status=401)
+    assert event["error"] == "the token or session of an open stream has ended"
 
 
 def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +188,7 @@ def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         connection.sendall(request.encode())
         until(lambda: is_closed(connection))
+    until(lambda: place.refused(status=408, call="reply", who="triage"))
 
 
 def is_closed(connection: socket.socket) -> bool:

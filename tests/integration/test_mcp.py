@@ -3,98 +3,39 @@
 import asyncio
 import json
 import os
-import shlex
 import signal
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import httpx2
 import pytest
-from mcp import Client, MCPError, StdioServerParameters
-from mcp.client.streamable_http import streamable_http_client
+from mcp import Client, MCPError
 
 from postroom import Engine
-from postroom.runtime.tokens import Permissions, Tokens
-from tests.integration.commandline import finish, postroom, start
+from tests.integration.commandline import postroom
+from tests.integration.mcpclients import (
+    Serving,
+    call,
+    names,
+    of_server,
+    over_http,
+    over_stdio,
+    refused,
+    serving,
+)
 
 ALL = {
     "send", "inbox", "ask", "reply", "wait_for", "enqueue", "claim", "complete", "fail", "post", "read_bus",
     "submit", "result", "explain", "search", "dead_letters", "replay", "who_is_there",
 }  # fmt: skip
-SOURCES = str(Path(__file__).resolve().parents[2] / "src")
 LEASE_S = 1.0
-
-
-class Serving(NamedTuple):
-    url: str
-    data: Path
-    tokens: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    data = tmp_path_factory.mktemp("mcp") / "run"
-    data.mkdir()
-    tokens = Tokens(data)
-    made = {
-        name: tokens.create(
-            "agent", "acme", name, permissions=Permissions(may_send_to=("builder", "reviewer"))
-        ).token
-        for name in ("planner", "builder", "reviewer", "alice", "bob")
-    }
-    made["admin"] = tokens.create("admin").token
-    made["operator"] = tokens.create("operator", "acme").token
-    process = start("postroom", "tasks", "serve", "--data", data, "--port", 0)
-    try:
-        assert process.stdout is not None
-        yield Serving(json.loads(process.stdout.readline())["url"], data, made)
-    finally:
-        process.terminate()
-        finish(process)
-
-
-@asynccontextmanager
-async def over_http(server: Serving, name: str) -> AsyncIterator[Client]:
-    headers, timeout = {"Authorization": f"Bearer {server.tokens[name]}"}, httpx2.Timeout(30, read=60)
-    async with (
-        httpx2.AsyncClient(headers=headers, timeout=timeout) as http_client,
-        Client(streamable_http_client(f"{server.url}/mcp", http_client=http_client)) as client,
-    ):
-        yield client
-
-
-def over_stdio(*options: object, pid_file: Path | None = None) -> Client:
-    command = [sys.executable, "-m", "postroom.cli.main", "mcp", *map(str, options)]
-    if pid_file is not None:
-        command = ["sh", "-c", f"echo $$ > {pid_file}; exec {shlex.join(command)}"]
-    return Client(StdioServerParameters(command=command[0], args=command[1:], env={"PYTHONPATH": SOURCES}))
-
-
-def of_server(server: Serving, name: str, pid_file: Path | None = None) -> Client:
-    return over_stdio("--url", server.url, "--token", server.tokens[name], pid_file=pid_file)
-
-
-async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    answer = await client.call_tool(tool, arguments)
-    assert not answer.is_error, answer.content
-    found: dict[str, Any] = answer.structured_content
-    assert json.loads(answer.content[0].text) == found  # type: ignore[union-attr]
-    return found
-
-
-async def refused(client: Client, tool: str, **arguments: Any) -> str:
-    answer = await client.call_tool(tool, arguments)
-    assert answer.is_error
-    return str(answer.content[0].text)  # type: ignore[union-attr]
-
-
-async def names(client: Client) -> set[str]:
-    return {tool.name for tool in (await client.list_tools()).tools}
+    with serving(tmp_path_factory.mktemp("mcp") / "run") as running:
+        yield running
 
 
 def test_roles_decide_which_tools_exist(server: Serving) -> None:
@@ -159,6 +100,8 @@ def test_errors_say_what_to_do_next(server: Serving) -> None:
         async with over_http(server, "alice") as client:
             assert "who_is_there" in await refused(client, "send", to="nobody", body="hello")
             assert "lacks the field 'body'. Correct the arguments" in await refused(client, "send", to="bob")
+            unknown = await refused(client, "send", to="bob", text="hello")
+            assert "a field 'text', which is not known: the fields are to, body, priority." in unknown
             assert "Check the id" in await refused(client, "result", id="m-unknown")
             assert "drop this task" in await refused(client, "complete", task_id=await stale(client), lease=1)
             assert "was not sent to you" in await refused(
@@ -184,7 +127,13 @@ def test_a_folder_is_served_over_stdio_without_a_server(tmp_path: Path) -> None:
     async def main() -> None:
         async with over_stdio("--data", tmp_path / "run", "--agent", "ann", "--org", "acme") as client:
             assert await names(client) == ALL
-            assert (await call(client, "who_is_there"))["you"] == "ann"
+            found = await call(client, "who_is_there")
+            assert (found["you"], [(one["agent"], one["health"]) for one in found["agents"]]) == (
+                "ann", [("ann", "alive")],
+            )  # fmt: skip
+            assert "warning" not in await call(client, "enqueue", agent="ann", payload=1)
+            warned = await call(client, "enqueue", agent="typo", payload=1)
+            assert warned["warning"] == "no token is for the agent 'typo': check the name"
             sent = await call(client, "submit", type="tool_call", payload={"tool": "needle"})
             message_id = sent["message_id"]
             found = await call(client, "search", text="needle")

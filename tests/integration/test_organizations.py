@@ -13,8 +13,11 @@ import pytest
 from nats.aio.client import Client
 
 from postroom.errors import InvalidMessage
+from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Tokens
+from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
+from tests.waiting import until
 
 ACME, OTHER = "acme", "other"
 
@@ -23,7 +26,7 @@ class World:
     """A running server, and an agent of each organization."""
 
     def __init__(self, up: Running, data: Path) -> None:
-        self.up, self.tokens = up, Tokens(data)
+        self.up, self.tokens, self.data = up, Tokens(data), data
         self.acme = self.agent(ACME, "ada")
         self.other = self.agent(OTHER, "bob")
 
@@ -84,6 +87,27 @@ def test_plain_subjects_of_nats_do_not_cross_organizations(world: World) -> None
     assert heard_by["acme"] == [b"of acme"]
     assert set(heard_by["other"]) == {b"of other"}
     assert heard_by["all"] == [b"of acme", b"of other"]
+
+
+def test_an_agent_of_no_organization_hears_none(world: World) -> None:
+    token = Agents(world.data).add("loner")
+    heard_by = {"loner": list[bytes](), "acme": list[bytes]()}
+
+    async def talk() -> None:
+        loner, twin = [await nats.connect(world.up.nats, token=token) for _ in range(2)]
+        acme = await nats.connect(world.up.nats, token=world.acme)
+        await heard(loner, ">", heard_by["loner"])
+        await heard(acme, ">", heard_by["acme"])
+        for client in (loner, acme, loner, acme):  # the first ping may overtake the subscription
+            await client.flush()
+        for client, text in ((acme, b"of acme"), (twin, b"of none")):
+            await client.publish("quiet.news", text)
+            await client.flush()
+        for client in (loner, twin, acme):
+            await client.drain()
+
+    asyncio.run(talk())
+    assert heard_by == {"loner": [b"of none"], "acme": [b"of acme"]}
 
 
 def test_an_answer_reaches_the_inbox_of_another_organization_that_asked(world: World) -> None:
@@ -148,9 +172,31 @@ def test_a_name_that_two_organizations_use_has_the_tasks_of_the_first_one(world:
 def test_a_rotated_token_keeps_the_tasks_of_its_name(world: World) -> None:
     first = world.tokens.create("agent", ACME, "rotated")
     world.agent(OTHER, "rotated")
-    second = world.tokens.rotate(first.token_id)
+    second = world.tokens.rotate(first.token_id, overlap_s=60)
     world.tokens.revoke(first.token_id)
     assert world.call(second.token, "/queue/status")[0] == 200
+
+
+def test_a_revoked_token_gives_its_tasks_to_no_other_organization(world: World) -> None:
+    leaked = world.tokens.create("agent", ACME, "leaky")
+    waiting = world.agent(OTHER, "leaky")
+    assert world.call(leaked.token, "/queue/status")[0] == 200
+    world.tokens.revoke(leaked.token_id)
+    owner = world.agent(ACME, "leaky")
+    assert world.call(owner, "/queue/status")[0] == 200
+    assert world.call(waiting, "/queue/status")[0] == 403
+
+
+def test_a_command_releases_a_name_that_has_no_token_of_its_owner(world: World) -> None:
+    mine, theirs = world.tokens.create("agent", ACME, "moved"), world.agent(OTHER, "moved")
+    command = ("token", "release", "moved", "--data", world.data)
+    refused = postroom(*command)
+    assert refused.code != 0
+    assert "revoke them first" in refused.errors
+    world.tokens.revoke(mine.token_id)
+    assert world.call(theirs, "/queue/status")[0] == 403
+    assert json.loads(postroom(*command).raw) == {"agent": "moved", "released_by": ACME}
+    until(lambda: world.call(theirs, "/queue/status")[0] == 200)
 
 
 def test_no_token_is_that_of_the_queue_of_the_harness(world: World) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import nats
@@ -103,7 +105,7 @@ def test_refusals_of_the_page_and_of_mcp_themselves_are_events(world: World) -> 
     assert world.up.get("/mcp", token)[0] == 405
     until(lambda: world.events(call="GET /mcp", who="lost", status=405))
     own = {"authorization": f"Bearer {token}", "accept": "text/plain"}
-    assert httpx2.post(world.up.http + "/mcp", json={}, headers=own).status_code == 406
+    assert httpx2.post(world.up.http + "/mcp", json={}, headers=own, timeout=30).status_code == 406
     until(lambda: world.events(call="POST /mcp", who="lost", status=406))
 
 
@@ -153,6 +155,17 @@ def test_a_refused_login_over_nats_is_an_event(world: World) -> None:
     assert event["type"] == "connect"
     assert event["detail"]["address"].startswith("127.0.0.1:")
     assert event["error"] == "Authorization Violation"
+
+
+def test_a_malformed_login_over_nats_is_an_event(world: World) -> None:
+    address = urlsplit(world.up.nats)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+        client.sendall(b"CONNECT {nonsense\r\n")
+        assert b"-ERR" in b"".join(iter(lambda: client.recv(4096), b""))
+    until(lambda: world.mail_events("400"))
+    event = world.mail_events("400")[0]
+    assert event["type"] == "connect"
+    assert event["detail"]["address"].startswith("127.0.0.1:")
 
 
 def test_messages_above_the_rate_are_refused_over_nats_and_the_connection_stays(world: World) -> None:

@@ -1,5 +1,6 @@
 """Spans, metrics and logs of real processes, as a real OTLP receiver gets them."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from postroom.runtime.telemetry import wanted_signals
+from postroom.runtime.telemetry import SIGNALS, exporting, protocol_of, wanted_signals
 from tests.integration.commandline import finish, isolate, postroom, start
+from tests.integration.mcpclients import call, over_stdio
 from tests.integration.ups import running
-from tests.otlpreceiver import Receiver, attributes, receiving
+from tests.otlpreceiver import Receiver, attributes, receiving, receiving_grpc
 from tests.waiting import until
 
 METRICS = {"postroom.queue.messages", "postroom.mail.mailboxes", "postroom.audit.shipped"}
@@ -34,6 +36,13 @@ def call_tool(message, ctx):
             raise ValueError("no such tool")
         if message.payload["tool"] == "parent":
             ctx.submit(type="tool_call", payload={"tool": "child"})
+    return {"ok": True}
+
+@engine.handler("model_call", pool="process")
+def call_model(message, ctx):
+    with tracer.start_as_current_span("in a process", attributes={"n": 7, "names": ["a", "b"]}) as span:
+        span.add_event("asked", {"model": "m"})
+        ctx.submit(type="tool_call", payload={"tool": "from a process"})
     return {"ok": True}
 """
 
@@ -71,6 +80,8 @@ class Traced(NamedTuple):
     receiver: Receiver
     parent: str
     batch: list[str]
+    forked: str
+    """The message whose handler runs in a process of its own."""
 
     def spans(self, name: str) -> dict[str, Any]:
         """The spans of one operation by message."""
@@ -96,10 +107,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             bad = {**fine, "payload": {"tool": "broken"}, "max_retries": 0}
             [parent] = submit(url, token, [fine], traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01")
             batch = submit(url, token, [{**fine, "payload": {"tool": "a"}}, bad])
-            until(lambda: len(receiver.spans("settle")) == 4)
+            alone = {**fine, "type": "model_call", "payload": {"model": "m", "messages": []}}
+            [forked] = submit(url, token, [alone])
+            until(lambda: len(receiver.spans("settle")) == 6)
             work_on_a_task(url, token)
             until(lambda: receiver.metrics().keys() >= METRICS)
-        yield Traced(receiver, parent, batch)
+        yield Traced(receiver, parent, batch, forked)
 
 
 def names(span: Any) -> tuple[str, str]:
@@ -123,10 +136,23 @@ def test_a_handlers_own_spans_and_messages_are_below_its_process_span(traced: Tr
     sends, processes = traced.spans("send"), traced.spans("process")
     inside = [span for span in traced.receiver.spans("inside") if span.trace_id.hex() == TRACE_ID]
     assert processes[traced.parent].span_id in [span.parent_span_id for span in inside]
-    [child] = sends.keys() - {traced.parent}
+    [child] = [one for one, span in sends.items() if span.trace_id.hex() == TRACE_ID and one != traced.parent]
     assert sends[child].trace_id.hex() == TRACE_ID
     assert sends[child].parent_span_id in [span.span_id for span in inside]
     assert processes[child].parent_span_id == sends[child].span_id
+
+
+def test_spans_of_a_handler_in_its_own_process_are_below_its_process_span(traced: Traced) -> None:
+    process = traced.spans("process")[traced.forked]
+    [inside] = traced.receiver.spans("in a process")
+    assert names(inside) == (process.trace_id.hex(), process.span_id.hex())
+    assert attributes(inside)["n"] == 7
+    assert [one.string_value for one in attributes(inside)["names"].values] == ["a", "b"]
+    assert [(one.name, attributes(one)) for one in inside.events] == [("asked", {"model": "m"})]
+    assert inside.end_time_unix_nano >= inside.start_time_unix_nano >= process.start_time_unix_nano
+    [send] = [one for one in traced.spans("send").values() if one.parent_span_id == inside.span_id]
+    [below] = [one for one in traced.spans("process").values() if one.parent_span_id == send.span_id]
+    assert below.trace_id == process.trace_id
 
 
 def test_a_task_has_spans_below_the_requests_of_its_sender_and_worker(traced: Traced) -> None:
@@ -164,7 +190,7 @@ def test_metrics_and_logs_are_exported(traced: Traced) -> None:
     found = traced.receiver.metrics()
     errors = [attributes(point).get("error.type") for point in found["messaging.process.duration"]]
     assert {None, "ValueError"} <= set(errors)
-    assert max(point.as_int for point in found["messaging.client.sent.messages"]) == 3  # of the server
+    assert max(point.as_int for point in found["messaging.client.sent.messages"]) == 4  # of the server
     assert {
         attributes(point)["messaging.destination.name"] for point in found["postroom.queue.messages"]
     } == {"org:acme"}
@@ -207,10 +233,45 @@ def test_the_standard_variables_choose_the_signals(environ: dict[str, str], sign
     assert wanted_signals(environ) == signals
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "thrift")],
+)
+def test_a_wrong_protocol_is_one_sentence_and_stops_nothing(
+    caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}
+    with exporting("x", environ) as telemetry:
+        assert telemetry is None
+    [sentence] = caplog.messages
+    assert f"telemetry is not exported: {variable} is '{value}'" in sentence
+    assert sentence.endswith("set it to http/protobuf or grpc")
+
+
+def test_each_signal_has_its_protocol() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "http/protobuf"}
+    assert [protocol_of(signal, environ) for signal in SIGNALS] == ["grpc", "grpc", "http/protobuf"]
+    assert protocol_of("traces", {}) == "http/protobuf"
+
+
+def test_tools_of_mcp_over_stdio_are_exported_over_grpc(tmp_path: Path) -> None:
+    async def use(environ: dict[str, str]) -> None:
+        async with over_stdio("--data", tmp_path / "run", "--agent", "ann", environ=environ) as client:
+            await call(client, "submit", type="tool_call", payload={})
+
+    with receiving_grpc() as receiver:
+        asyncio.run(use({"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}))
+        assert receiver.services() == {"postroom-mcp"}
+        [send] = receiver.spans("send org:")
+        assert send.parent_span_id in [span.span_id for span in receiver.spans("POST")]
+        assert "messaging.client.sent.messages" in receiver.metrics()
+        assert "submitted" in receiver.log_texts()
+
+
 def test_a_wrong_variable_is_one_line_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     token = postroom("token", "create", "--data", "run", "--role", "admin").line["token"]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     server = start("postroom", "tasks", "serve", "--data", "run", "--port", 0)
     try:
         assert server.stdout is not None
@@ -221,4 +282,4 @@ def test_a_wrong_variable_is_one_line_and_stops_nothing(monkeypatch: pytest.Monk
         server.terminate()
         done = finish(server)
     assert done.code == 0
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL=grpc" in done.errors
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json', which is not supported" in done.errors

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,13 @@ class Running:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
+
+    def is_ready(self) -> bool:
+        """Whether the server takes calls."""
+        try:
+            return self.get("/ready", None)[0] == HTTPStatus.OK
+        except OSError:
+            return False
 
     def parts(self, data: Path) -> dict[str, Any]:
         return dict(json.loads((data / "up.json").read_text())["parts"])

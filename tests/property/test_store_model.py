@@ -7,6 +7,7 @@ the records.
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -318,22 +319,24 @@ class BothStores(RuleBasedStateMachine):
     @invariant()
     def counts_and_looks_are_equal(self) -> None:
         self._both(lambda store: {queue: counts for queue, counts in store.count().items() if counts})
-        for queue in QUEUES:
-            self._both(methodcaller("next_work_ns", queue))
-            self._read(methodcaller("oldest_ns", queue))
-            self._read(methodcaller("depth", queue))
-            for lane in range(LANES):
-                self._read(methodcaller("pull", queue, lane, 2))
-            self._both(methodcaller("find", Listing(queue, "QUEUED", 3, 2)))
-            self._both(methodcaller("find", Listing(queue, "QUEUED", 3, 2, 20)))
-        self._both(methodcaller("find", Listing(None, "DEAD_LETTER", 0, 2)))
-        for deadline in DEADLINES:
-            self._both(methodcaller("find", Ending(deadline, self.memory.own_clock.boot_ns(), 2)))
-            self._both(methodcaller("find", Ending(deadline, FOREVER_NS, 2)))
+        self._read(partial(_looks, now_ns=self.memory.own_clock.boot_ns()))
 
     @invariant()
     def the_events_explain_the_state(self) -> None:
         check_consistency(self.memory)
+
+
+def _looks(transaction: Transaction, now_ns: int) -> list[Any]:
+    """Every look at the messages, in one transaction, which takes less time than one for each."""
+    found: list[Any] = []
+    for queue in QUEUES:
+        found += [transaction.next_work_ns(queue), transaction.oldest_ns(queue), transaction.depth(queue)]
+        found += [transaction.pull(queue, lane, 2) for lane in range(LANES)]
+        found += [transaction.find(Listing(queue, "QUEUED", 3, 2, before)) for before in (0, 20)]
+    found.append(transaction.find(Listing(None, "DEAD_LETTER", 0, 2)))
+    for deadline in DEADLINES:
+        found += [transaction.find(Ending(deadline, before_ns, 2)) for before_ns in (now_ns, FOREVER_NS)]
+    return found
 
 
 def _answer(call: Callable[[Store], Any], store: Store) -> Any:

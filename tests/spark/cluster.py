@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyspark
+from pyspark.sql import SparkSession
 
+from postroom.pipeline.session import LOOPBACK
 from postroom.pipeline.tables import Tables
 from tests.spark.quick import QUICK_JVM
 
@@ -22,11 +24,12 @@ LOOK_EVERY_S = 0.1
 SPARK_BIN = Path(pyspark.__file__).parent / "bin"
 DEPLOY = "org.apache.spark.deploy"
 CONNECT = "org.apache.spark.sql.connect.service.SparkConnectServer"
-HERE = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+WORKER_CORES, WORKER_MEMORY_MIB = 1, 700
+HERE = ("--host", LOOPBACK, "--port", "0", "--webui-port", "0")
 DAEMON = {
-    "SPARK_LOCAL_IP": "127.0.0.1",
+    "SPARK_LOCAL_IP": LOOPBACK,
     "SPARK_DAEMON_MEMORY": "192m",
-    "SPARK_DAEMON_JAVA_OPTS": f"{QUICK_JVM} -XX:+UseSerialGC",
+    "SPARK_DAEMON_JAVA_OPTS": QUICK_JVM,
     "SPARK_NO_DAEMONIZE": "1",
 }
 
@@ -59,20 +62,47 @@ def standalone(folder: Path) -> Iterator[str]:
         master = Daemon(stack, folder, "master", f"{DEPLOY}.master.Master", *HERE)
         url = master.said(r"Starting Spark master at (spark://\S+)")
         for number in range(WORKERS):
-            places = ("--work-dir", str(folder / f"work-{number}"), "--cores", "1", "--memory", "700m")
-            Daemon(stack, folder, f"worker-{number}", f"{DEPLOY}.worker.Worker", *HERE, *places, url)
+            size = ("--cores", str(WORKER_CORES), "--memory", f"{WORKER_MEMORY_MIB}m")
+            place = ("--work-dir", str(folder / f"work-{number}"))
+            Daemon(stack, folder, f"worker-{number}", f"{DEPLOY}.worker.Worker", *HERE, *place, *size, url)
         yield url
+
+
+@contextmanager
+def standalone_in(spark: SparkSession, folder: Path) -> Iterator[str]:
+    """The same master and workers in the JVM of a session: three JVMs fewer. Executors are processes."""
+    context: Any = spark.sparkContext
+    jvm, deploy = context._jvm, context._jvm.org.apache.spark.deploy
+    start_master = _module(deploy.master, "Master").startRpcEnvAndEndpoint
+    start_worker = _module(deploy.worker, "Worker").startRpcEnvAndEndpoint
+    conf, nothing = jvm.org.apache.spark.SparkConf(False), _module(jvm.scala, "None")
+    conf.set("spark.master.rest.enabled", "false")  # it has a port of its own
+    with ExitStack() as stack:
+        master = start_master(LOOPBACK, 0, 0, conf)._1()
+        stack.callback(master.shutdown)
+        masters = context._gateway.new_array(jvm.java.lang.String, 1)
+        masters[0] = url = str(master.address().toSparkURL())
+        for number in range(WORKERS):
+            place = str(folder / f"work-{number}")
+            size = (WORKER_CORES, WORKER_MEMORY_MIB)
+            worker = start_worker(LOOPBACK, 0, 0, *size, masters, place, nothing, conf, nothing)
+            stack.callback(worker.shutdown)
+        yield url
+
+
+def _module(package: Any, name: str) -> Any:
+    """An object of Scala."""
+    return getattr(getattr(package, f"{name}$"), "MODULE$")
 
 
 @contextmanager
 def connect_server(folder: Path) -> Iterator[str]:
     """A Spark Connect server whose Python has no postroom; gives its URL."""
-    here = "127.0.0.1"
     conf = {
-        "spark.connect.grpc.binding.address": here,
+        "spark.connect.grpc.binding.address": LOOPBACK,
         "spark.connect.grpc.binding.port": "0",
-        "spark.driver.bindAddress": here,
-        "spark.driver.host": here,
+        "spark.driver.bindAddress": LOOPBACK,
+        "spark.driver.host": LOOPBACK,
         "spark.driver.extraJavaOptions": DAEMON["SPARK_DAEMON_JAVA_OPTS"],
         "spark.local.dir": str(folder / "local"),
         "spark.sql.session.timeZone": "Asia/Tokyo",  # a server's own taste must not matter
@@ -92,7 +122,7 @@ def connect_server(folder: Path) -> Iterator[str]:
         python = str(bare_python(folder))
         server = Daemon(stack, folder, "connect", *words, PYSPARK_PYTHON=python, SPARK_DAEMON_MEMORY="1g")
         port = server.said(r"Spark Connect server started at: \S*:(\d+)")
-        yield f"sc://{here}:{port}"
+        yield f"sc://{LOOPBACK}:{port}"
 
 
 def bare_python(folder: Path) -> Path:
@@ -133,10 +163,15 @@ def do_at(url: str, tables: Path, *steps: str, **environ: str) -> Made:
 
 
 def do_on_cluster(folder: Path, *steps: str) -> Made:
-    """Steps done by two workers whose Python has no postroom."""
-    python = str(bare_python(folder))
+    """Steps done by a cluster of its own."""
     with standalone(folder) as master:
-        done = do_at(master, folder / "there", *steps, PYSPARK_PYTHON=python, SPARK_LOCAL_IP="127.0.0.1")
+        return do_on_workers(master, folder, *steps)
+
+
+def do_on_workers(master: str, folder: Path, *steps: str) -> Made:
+    """Steps done by the two workers of a master, whose Python has no postroom."""
+    python = str(bare_python(folder))
+    done = do_at(master, folder / "there", *steps, PYSPARK_PYTHON=python, SPARK_LOCAL_IP=LOOPBACK)
     assert done.said.pop() == str(WORKERS)
     assert "pyspark.daemon" in (folder / "calls").read_text()
     return done

@@ -25,7 +25,7 @@ CONF = {
     "spark.executor.cores": "1",
     "spark.sql.shuffle.partitions": "2",
     **QUICK,
-    "spark.executor.extraJavaOptions": f"{QUICK_JVM} -XX:+UseSerialGC",
+    "spark.executor.extraJavaOptions": QUICK_JVM,
 }
 
 

@@ -1,5 +1,6 @@
 """One Spark session for all tests of the pipeline and its commands, and tables that are made once."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,22 @@ from pyspark.sql import SparkSession
 from postroom.pipeline import paths
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import LOOPBACK, SMALL_SETTINGS, spark_session
+from postroom.pipeline.jvm import end_jvm
+from postroom.pipeline.session import DRIVER_OPTIONS, LOOPBACK, SMALL_SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
 from tests.spark.quick import QUICK, UNCOMPILED
+from tests.spark.realhistory import RealHistory, lived
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 8  # of which the history with faults tells every kind of event
+YOUNG = "-Xmn1300m"  # plans live shortly: few collections, each of which finds little
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """What Spark does by itself."""
+DELTA_JAR = os.environ.get("POSTROOM_DELTA_JAR")
+"""The jar of Delta's connector for this version of Spark, if there is one."""
+CONNECTOR = {"spark.jars": DELTA_JAR, "spark.databricks.delta.snapshotPartitions": "1"} if DELTA_JAR else {}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -29,18 +36,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session = spark_session(
         "local[2]",
         conf={
-            "spark.driver.memory": "1g",
-            **QUICK,
+            "spark.driver.memory": "2g",
+            DRIVER_OPTIONS: f"{QUICK[DRIVER_OPTIONS]} {YOUNG}",
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
             **SMALL_SETTINGS,  # thousands of small plans, each run once
             "spark.sql.shuffle.partitions": "2",  # rows of one key have to meet
             "spark.connect.grpc.binding.address": LOOPBACK,
             "spark.connect.grpc.binding.port": "0",
+            **CONNECTOR,
         },
     )
     yield session
     session.stop()
+    end_jvm()  # `make test` counts the CPU time of processes that have ended
 
 
 @pytest.fixture
@@ -90,6 +99,14 @@ def tables_of(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
 def story(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Story:
     """Small stories with a known end, and the tables after each of their deliveries."""
     return stories.told(spark, tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture(scope="session")
+def real_history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealHistory]:
+    """Events of all contracts, by real parts."""
+    history = lived(tmp_path_factory.mktemp("real"))
+    yield history
+    history.world.engine.close()
 
 
 @pytest.fixture(scope="session")

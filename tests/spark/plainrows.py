@@ -27,9 +27,14 @@ def records(tables: Tables, name: str, files: list[DataFile] | None = None) -> l
     ]
 
 
+def counted(rows: list[Row]) -> Rows:
+    """Rows as JSON, and how often each is there."""
+    return Counter(json.dumps(row, sort_keys=True, default=str) for row in rows)
+
+
 def rows_of(tables: Tables, name: str) -> Rows:
     """Every row as JSON, its partition included, and how often it is there."""
-    return _counted(records(tables, name))
+    return counted(records(tables, name))
 
 
 def rows_in(folder: Path) -> Rows:
@@ -38,12 +43,8 @@ def rows_in(folder: Path) -> Rows:
     for file in folder.rglob("*.parquet"):
         named = [part.partition("=") for part in file.relative_to(folder).parent.parts]
         days = {key: None if text == NO_PARTITION else date.fromisoformat(text) for key, _, text in named}
-        rows += _counted([{**row, **days} for row in pq.ParquetFile(file).read().to_pylist()])
+        rows += counted([{**row, **days} for row in pq.ParquetFile(file).read().to_pylist()])
     return rows
-
-
-def _counted(rows: list[Row]) -> Rows:
-    return Counter(json.dumps(row, sort_keys=True, default=str) for row in rows)
 
 
 def all_rows(tables: Tables) -> dict[str, Rows]:

@@ -6,7 +6,8 @@ Nor are the classes of Spark verified: to load them is most of what such a JVM d
 from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS, SMALL_SETTINGS
 
 UNVERIFIED = "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
-QUICK_JVM = f"-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m {UNVERIFIED}"
+ONE_COLLECTOR = "-XX:-UseParallelGC -XX:+UseSerialGC"  # threads of several would wait for each other
+QUICK_JVM = f"-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m {ONE_COLLECTOR} {UNVERIFIED}"
 QUICK = {DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]} {QUICK_JVM}"}
 UNCOMPILED = {
     name: SMALL_SETTINGS[name] for name in ("spark.sql.codegen.wholeStage", "spark.sql.codegen.factoryMode")

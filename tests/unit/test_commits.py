@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from postroom.contracts.engine.commits import Commits
-from postroom.contracts.engine.endings import Endings
+from postroom.contracts.engine.end_waiters import EndWaiters
 from postroom.errors import HandleDead
 from postroom.stores.memory import MemoryStore
 from postroom.stores.transaction import Transaction
@@ -59,12 +59,12 @@ def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
 
 
 def test_a_wake_up_for_a_closed_event_loop_is_no_error() -> None:
-    endings = Endings()
+    waiters = EndWaiters()
     loop = asyncio.new_event_loop()
 
     async def wait() -> None:
-        endings.add("m")
+        waiters.add("m")
 
     loop.run_until_complete(wait())
     loop.close()
-    endings.ring(["m"])
+    waiters.wake(["m"])

@@ -1,58 +1,19 @@
 """The files in deploy/: they parse, and every command and option in them exists."""
 
-import configparser
 import json
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import re
 
 import click
 import pytest
 import yaml
 
 from postroom.cli.main import cli
+from tests.deployfiles import COMPOSE, DEPLOY, KUBERNETES, UNITS, commands, instructions, pods, unit
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-CONTAINER = DEPLOY / "Containerfile"
 INSTRUCTIONS = {
     "CMD", "COPY", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
 }  # fmt: skip
-COMPOSE = DEPLOY / "compose.yaml"
-KUBERNETES = DEPLOY / "kubernetes" / "postroom.yaml"
-UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 KINDS = {"Namespace", "Secret", "ConfigMap", "Deployment", "StatefulSet", "Service"}
-
-
-def unit(path: Path) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser(strict=True)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read_string(path.read_text("utf-8"))
-    return parser
-
-
-def pods() -> Iterator[dict[str, Any]]:
-    for each in yaml.safe_load_all(KUBERNETES.read_text("utf-8")):
-        if each["kind"] in ("Deployment", "StatefulSet"):
-            yield each
-
-
-def instructions() -> list[tuple[str, str]]:
-    """The instructions of the container file with their arguments."""
-    lines = [line for line in CONTAINER.read_text("utf-8").splitlines() if line and not line.startswith("#")]
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    yield "container", json.loads(dict(instructions())["CMD"])[1:]
-    for name, service in yaml.safe_load(COMPOSE.read_text("utf-8"))["services"].items():
-        if service["command"][0] == "postroom":
-            yield f"compose {name}", service["command"][1:]
-    for path in UNITS:
-        yield path.name, shlex.split(unit(path)["Service"]["ExecStart"])[1:]
-    for pod in pods():
-        [container] = pod["spec"]["template"]["spec"]["containers"]
-        yield f"kubernetes {pod['metadata']['name']}", container["command"][1:]
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
@@ -104,6 +65,18 @@ def test_manifest_has_known_kinds_and_its_pods_select_themselves() -> None:
             each["name"] for each in pod["spec"]["template"]["spec"]["containers"][0].get("volumeMounts", ())
         ]
         assert mounts == [each["metadata"]["name"] for each in pod["spec"].get("volumeClaimTemplates", ())]
+
+
+def test_pods_run_as_the_user_of_the_image_and_can_write_to_their_volumes() -> None:
+    [user] = re.findall(r"useradd --uid (\d+)", dict(instructions())["RUN"])
+    for pod in pods():
+        spec = pod["spec"]["template"]["spec"]
+        context = spec["securityContext"]
+        assert (context["runAsNonRoot"], context["runAsUser"]) == (True, int(user))
+        [container] = spec["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        if container.get("volumeMounts"):  # a new volume belongs to root
+            assert context["fsGroup"] == int(user)
 
 
 def test_compose_file_names_its_volumes_and_no_password() -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from postroom.core.diagnosis import (
     ClockFacts,
+    DatabaseFacts,
     EnvironmentFacts,
     Facts,
     FileFault,
@@ -56,6 +57,10 @@ def store(**fields: Any) -> Facts:
     return replace(WELL, store=replace(STORE, **fields))
 
 
+def database(**fields: Any) -> Facts:
+    return replace(WELL, database=DatabaseFacts("postgres://h/db", "s", hears=True, **fields))
+
+
 def with_queue(**fields: Any) -> Facts:
     return replace(WELL, store=replace(STORE, queues=(QueueFacts("triage", 3, 100, **fields),)))
 
@@ -79,6 +84,12 @@ TORN = replace(WELL, faults=(FileFault("bus", "buses/a.yaml", "torn"),))
 NO_ADMIN = replace(WELL, tokens=(TokenFacts("t3", "agent", "ada", None),))
 
 
+def test_a_token_of_the_demo_may_expire_soon() -> None:
+    made = TokenFacts("t2", "agent", "demo-coder", WELL.clock.now_us + 1_000_000, is_demo=True)
+    findings = diagnose(replace(WELL, tokens=(*(WELL.tokens or ()), made)))
+    assert [each for each in findings if each.level != "ok"] == []
+
+
 def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
     findings = diagnose(WELL)
     assert worst(findings) == "ok"
@@ -94,7 +105,6 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (environment(open_files_max=256), "environment", "warning", "256 files"),
         (folder(mode=0o755), "permissions", "warning", "mode 755"),
         (folder(is_writable=False), "permissions", "problem", "cannot write"),
-        (folder(exposed=("tokens.json",)), "permissions", "warning", "tokens.json"),
         (folder(foreign=("queue.db",)), "permissions", "problem", "queue.db"),
         (folder(free_bytes=GIB // 2), "disk", "warning", "512.0 MiB of"),
         (folder(free_bytes=9, reserve_bytes=9), "disk", "problem", "are free below run"),
@@ -105,6 +115,13 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (TAKEN, "server", "warning", "listens on h:1"),
         (store(format=7), "stores", "problem", "newer postroom"),
         (store(format=5), "stores", "warning", "earlier format 5"),
+        (store(format=5, is_folder=False), "stores", "warning", "earlier format 5"),
+        (database(wrong_counters=("q counts 1",)), "database", "problem", "counters are wrong: q counts 1"),
+        (database(broken_indexes=("i",)), "database", "problem", "the index i is not valid"),
+        (database(missing_indexes={"i": "CREATE INDEX i"}), "database", "problem", "the index i is missing"),
+        (database(oldest_s=301.0, oldest_program="psql"), "database", "warning", "psql is open since 5 min"),
+        (database(dead_rows={"records": (100_000, 9)}), "database", "warning", "about 100,000 old rows"),
+        (replace(WELL, database=DatabaseFacts("p", "s", hears=False)), "database", "warning", "LISTEN"),
         (store(moved_to="postgres://x"), "stores", "warning", "moved to postgres://x"),
         (store(faults=("page 3",)), "stores", "problem", "queue.db is damaged: page 3"),
         (TORN, "stores", "problem", "buses/a.yaml is damaged"),
@@ -117,6 +134,7 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (store(queues=(QueueFacts("q", 100, 100),)), "backlog", "problem", "is full"),
         (with_shipper(10, 5, 1.0, True), "shipper", "problem", "10 events wait"),
         (with_shipper(10, 50, 61.0), "shipper", "warning", "the oldest for 61 s"),
+        (store(quarantined_rows=2), "shipper", "problem", "2 rows of events cannot be read, and are kept"),
         (replace(WELL, mail_files_waiting=2), "shipper", "warning", "2 full files"),
         (with_token(NOW_US + DAY_US), "tokens", "warning", "t2 of ada expires in 24 h"),
         (NO_ADMIN, "tokens", "warning", "no token of an admin"),
@@ -137,6 +155,7 @@ def test_each_trouble_is_found_with_a_reason_and_a_command(
     "facts",
     [
         with_lease(late_s=59.0),
+        database(oldest_s=299.0, dead_rows={"records": (99_999, 0), "events": (100_000, 100_000)}),
         with_queue(oldest_s=599.0),
         with_shipper(10, 50, 59.0),
         with_token(NOW_US + 8 * DAY_US),
@@ -145,6 +164,11 @@ def test_each_trouble_is_found_with_a_reason_and_a_command(
 )
 def test_below_its_threshold_nothing_is_reported(facts: Facts) -> None:
     assert worst(diagnose(facts)) == "ok"
+
+
+def test_nothing_is_said_about_the_messages_of_a_store_that_was_not_opened() -> None:
+    known = {finding.check for finding in diagnose(store(format=5))}
+    assert {finding.check for finding in diagnose(WELL)} - known == {"leases", "poison", "backlog", "shipper"}
 
 
 def test_an_expired_token_is_told_but_is_no_trouble() -> None:

@@ -23,12 +23,15 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
     inner: list[Inner] = []
 
 
+FIELDS = "the fields are agent, priority, delay_s, how, inner"
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
         ([], "the body must be an object, not a list"),
         ({}, "the body lacks the field 'agent'"),
-        ({"agent": "a", "colour": 1}, "the body has a field 'colour', which is not known"),
+        ({"agent": "a", "colour": 1}, f"the body has a field 'colour', which is not known: {FIELDS}"),
         ({"agent": 1}, "agent must be a text, not a whole number"),
         ({"agent": None}, "agent must be a text, not null"),
         ({"agent": ""}, "agent must have at least 1 characters"),

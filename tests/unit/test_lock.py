@@ -124,9 +124,12 @@ def test_alone_holds_the_lock_or_raises_unavailable(tmp_path: Path) -> None:
     path = tmp_path / "new"
     with (
         lock.alone(path, "mine"),
-        pytest.raises(Unavailable, match="yours is busy"),
+        pytest.raises(Unavailable, match=rf"yours is busy \(process {os.getpid()}\)"),
         lock.alone(path, "yours is busy"),
     ):
         raise AssertionError("two of them")
     with lock.alone(path, "it is free again"):
         assert path.exists()
+    with pytest.raises(NotADirectoryError) as caught, lock.alone(path / "up.lock", "busy"):
+        raise AssertionError("in a folder that is a file")
+    assert caught.value.filename == str(path)  # no user knows the lock file

@@ -18,6 +18,7 @@ from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch
 from postroom.page.messages import lines, tree
+from postroom.page.reports import Files, files_in, is_stale
 from postroom.page.schemas import MessagesQuery
 from postroom.stores.base import ByIds
 
@@ -35,12 +36,12 @@ def seen(batch: Batch, org_id: str | None) -> list[str]:
 
 def test_a_batch_holds_only_what_its_reader_may_see() -> None:
     batch = Batch(
-        0, 4, [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")]
+        0, 4, [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")], str
     )
     assert seen(batch, None) == ["m1", "m2", "m3"]
     assert (seen(batch, "a"), seen(batch, "b"), seen(batch, "c"), seen(batch, "")) == (["m1"], ["m2"], [], [])
     assert batch.encoded(None).startswith(b"id: 4\nevent: events\n")
-    assert b'"skipped":7' in Batch(0, 9, [event(9, "org:b")], skipped=7).encoded("a")
+    assert b'"skipped":7' in Batch(0, 9, [event(9, "org:b")], str, skipped=7).encoded("a")
 
 
 def letter(
@@ -196,3 +197,13 @@ def test_the_tree_of_a_message_has_its_ancestors_and_descendants(engine: Engine)
     assert [depth for _, depth in whole] == [0, 1, 2, 1, 2]
     leaf = whole[2][0]
     assert nodes(leaf) == [(root, 0), (whole[1][0], 1), (leaf, 2)]
+
+
+def test_a_report_is_stale_when_tables_are_newer(tmp_path: Path) -> None:
+    assert not is_stale(files_in(tmp_path), None)
+    (tmp_path / "tables" / "gold_flow" / "_delta_log").mkdir(parents=True)
+    assert is_stale(files_in(tmp_path), None)
+    (tmp_path / "report.html").write_text("")
+    assert not is_stale(files_in(tmp_path), None)
+    later = Files(tables=20.0, report=30.0)  # the tables have changed while the report was written
+    assert (is_stale(later, None), is_stale(later, 10.0), is_stale(later, 20.0)) == (False, True, False)

@@ -1,8 +1,11 @@
 """`PostgresServer`: the private server of tests and benchmarks."""
 
-import psycopg
+from pathlib import Path
 
-from postroom.testing.postgres_server import PostgresServer, running_postgres
+import psycopg
+import pytest
+
+from postroom.testing.postgres_server import PROGRAMS_VARIABLE, PostgresServer, running_postgres
 
 
 def test_a_killed_server_starts_again_with_what_was_committed() -> None:
@@ -17,6 +20,14 @@ def test_a_killed_server_starts_again_with_what_was_committed() -> None:
         assert _kept(url) == [(7,)]
     assert not folder.exists()
     assert isinstance(server, PostgresServer)
+
+
+def test_a_version_that_was_asked_for_and_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROGRAMS_VARIABLE, str(tmp_path))
+    with pytest.raises(RuntimeError, match=PROGRAMS_VARIABLE):
+        PostgresServer(tmp_path / "data")
 
 
 def _kept(url: str) -> list[tuple[int, ...]]:

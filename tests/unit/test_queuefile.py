@@ -109,7 +109,7 @@ def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path
 
 def test_two_holders_exclude_each_other(files: SessionFiles, folder: Path) -> None:
     other = SessionFiles(folder, "os", 0.01)
-    with files.locked(), pytest.raises(LockTimeout, match=r"\.lock within 0\.01 s"):
+    with files.locked(), pytest.raises(LockTimeout, match=r"sessions/s within 0\.01 s"):
         hold(other)
     with other.locked() as size:
         assert size == 0

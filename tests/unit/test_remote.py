@@ -12,6 +12,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
 from postroom.sinks.chain import read_chain
+from postroom.sinks.heads import stream_of
+from postroom.sinks.layout import STREAM
 from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.retention import retain
@@ -77,6 +79,19 @@ def test_another_publisher_continues_after_the_last_segment(tmp_path: Path, url:
     grown(tmp_path / "audit", 41)
     assert Publisher(tmp_path / "audit", url).publish() == 1
     assert seqs(list(Segments(copied(url, tmp_path / "got")).events())) == list(range(1, 51))
+
+
+def test_a_copy_has_the_name_of_the_stream(tmp_path: Path, url: str) -> None:
+    """Also a copy that was made before the stream had a name, or that has another one."""
+    sealed_folder(tmp_path / "audit", 2)
+    publisher = Publisher(tmp_path / "audit", url)
+    assert publisher.publish() == 2
+    assert stream_of(copied(url, tmp_path / "unnamed")) == ""
+    for name in ("first", "second"):
+        (tmp_path / "audit" / STREAM).write_text(f"{name}\n")
+        assert publisher.publish() == 0
+        copy = copied(url, tmp_path / name)
+        assert (stream_of(copy), verify(copy)) == (name, [])
 
 
 @pytest.mark.parametrize("method", ["pipe_file", "mv", "makedirs", "cat_file"])
@@ -166,9 +181,11 @@ def test_publish_reports_segments_removed_before_sending(tmp_path: Path, url: st
 def test_two_folders_do_not_share_a_copy(tmp_path: Path, url: str) -> None:
     sealed_folder(tmp_path / "one", 2)
     grown(tmp_path / "two", 1, 7)
+    (tmp_path / "two" / STREAM).write_text("two\n")
     Publisher(tmp_path / "one", url).publish()
     with pytest.raises(StoreDamaged, match="segments of another stream than"):
         Publisher(tmp_path / "two", url).publish()
+    assert stream_of(copied(url, tmp_path / "got")) == ""
 
 
 def test_publish_refuses_a_changed_segment(tmp_path: Path, url: str) -> None:

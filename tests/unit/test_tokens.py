@@ -48,14 +48,17 @@ def test_an_operator_of_one_organization_operates_only_that_one(tmp_path: Path) 
     assert not identity.is_operator
 
 
-def test_only_an_admin_of_all_organizations_is_an_admin(tmp_path: Path) -> None:
+def test_an_admin_administers_its_organization_or_all_of_them(tmp_path: Path) -> None:
     tokens, agents = Tokens(tmp_path), Agents(tmp_path)
     everywhere = agents.identify(tokens.create("admin").token)
     of_one = agents.identify(tokens.create("admin", "acme").token)
     assert everywhere is not None
     assert of_one is not None
     assert everywhere.is_admin
-    assert not of_one.is_admin
+    assert of_one.is_admin
+    orgs = ("", "acme", "other")
+    assert [everywhere.administers(org) for org in orgs] == [True, True, True]
+    assert [of_one.administers(org) for org in orgs] == [False, True, False]
 
 
 def test_an_expired_token_is_refused_and_stays_in_the_list(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_rotation_keeps_the_rights_and_ends_the_old_token(tmp_path: Path) -> Non
     identity = Agents(tmp_path).identify(new.token)
     assert identity is not None
     assert (identity.name, identity.org, identity.may_send_to) == ("triage", "acme", ("critic",))
-    lifetimes = [token.expires - token.created for token in tokens.list()[1:] if token.expires]
+    lifetimes = [token.expires - token.created for token in tokens.list() if token.expires]
     assert lifetimes == [timedelta(seconds=3600)]
 
 
@@ -99,6 +102,27 @@ def test_an_overlap_keeps_the_old_token_valid_but_not_longer_than_before(tmp_pat
     assert tokens.list()[0].expires == before
     with pytest.raises(UnknownToken):
         tokens.rotate("missing")
+
+
+def test_a_rotation_keeps_no_entry_that_has_ended(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path)
+    old, expired = tokens.create("operator"), tokens.create("operator", expires_s=60)
+    expire(tmp_path, expired.token_id)
+    made = [tokens.rotate(old.token_id), tokens.rotate(expired.token_id, overlap_s=60)]
+    assert [token.token_id for token in tokens.list()] == [one.token_id for one in made]
+
+
+def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postroom.runtime.tokens.TOKENS_MAX", 1)
+    tokens = Tokens(tmp_path)
+    old = tokens.create("operator")
+    with pytest.raises(InvalidMessage, match="there are 1 tokens already"):
+        tokens.rotate(old.token_id, overlap_s=60)
+    assert [(token.token_id, token.expires) for token in tokens.list()] == [(old.token_id, None)]
+    tokens.rotate(old.token_id)
+    assert len(tokens.list()) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,3 +177,74 @@ def test_entries_of_the_file_can_be_read_by_a_program(tmp_path: Path) -> None:
     made = Tokens(tmp_path).create("agent", "acme", "triage")
     content = msgspec.json.decode((tmp_path / FILE_NAME).read_bytes())
     assert content["tokens"][0]["token_id"] == made.token_id
+
+
+# ---- whose tasks those of a name are -------------------------------------------------------------
+
+
+def has_tasks(folder: Path, token: str) -> bool:
+    identity = Agents(folder).identify(token)
+    assert identity is not None
+    return identity.has_tasks
+
+
+@pytest.mark.parametrize("is_old_file", [False, True])
+def test_a_name_stays_with_its_organization_when_its_tokens_are_revoked(
+    tmp_path: Path, is_old_file: bool
+) -> None:
+    tokens = Tokens(tmp_path)
+    leaked = tokens.create("agent", "acme", "bot")
+    foreign = tokens.create("agent", "evil", "bot")
+    if is_old_file:
+        path = tmp_path / FILE_NAME
+        path.write_text(json.dumps({"tokens": json.loads(path.read_text())["tokens"]}))
+    tokens.revoke(leaked.token_id)
+    assert not has_tasks(tmp_path, foreign.token)
+    again = tokens.create("agent", "acme", "bot")
+    assert has_tasks(tmp_path, again.token)
+    assert not has_tasks(tmp_path, foreign.token)
+    assert Agents(tmp_path).task_owner("bot") == "acme"
+
+
+def test_a_file_without_owners_gives_a_name_to_the_organization_of_its_first_token(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path)
+    first, second = tokens.create("agent", "acme", "bot"), tokens.create("agent", "evil", "bot")
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps({"tokens": json.loads(path.read_text())["tokens"]}))
+    assert has_tasks(tmp_path, first.token)
+    assert not has_tasks(tmp_path, second.token)
+    assert Agents(tmp_path).task_owner("bot") == "acme"
+
+
+def test_a_name_stays_with_the_organization_of_a_registered_agent_that_is_removed(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    agents.add("bot", org="acme")
+    foreign = agents.tokens.create("agent", "evil", "bot")
+    agents.remove("bot")
+    assert not has_tasks(tmp_path, foreign.token)
+    assert agents.task_owner("bot") == "acme"
+
+
+def test_a_released_name_goes_to_the_next_organization(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path)
+    first, second = tokens.create("agent", "acme", "bot"), tokens.create("agent", "other", "bot")
+    with pytest.raises(InvalidMessage, match=f"revoke them first, as {first.token_id}"):
+        tokens.release("bot")
+    assert not has_tasks(tmp_path, second.token)
+    tokens.revoke(first.token_id)
+    assert tokens.release("bot") == "acme"
+    assert has_tasks(tmp_path, second.token)
+    with pytest.raises(InvalidMessage, match="no organization owns the name 'nobody'"):
+        tokens.release("nobody")
+
+
+def test_the_names_that_organizations_own_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postroom.runtime.tokens.OWNED_NAMES_MAX", 1)
+    tokens = Tokens(tmp_path)
+    tokens.revoke(tokens.create("agent", "acme", "first").token_id)
+    with pytest.raises(InvalidMessage, match="own 1 names already"):
+        tokens.create("agent", "acme", "second")
+    tokens.create("agent", "acme", "first")
+    assert [token.agent for token in tokens.list()] == ["first"]

@@ -1,20 +1,27 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from postroom import Tasks
 from postroom.cli.pipeline import pipeline
+from postroom.pipeline import event_logs
+from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.tables import Tables
 from postroom.runtime.audit_table import export_table, opened_table
 from postroom.runtime.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import database, postgres
-from tests.spark.commands import Commands, in_its_own_process
+from tests.segmentstories import sealed_folder
+from tests.spark.commands import Commands, Done, in_its_own_process
 from tests.spark.conftest import MESSAGES, TablesOf
+from tests.spark.quick import QUICK
 from tests.spark.stories import write_segment
 
 __all__ = ["database", "postgres"]  # fixtures
@@ -30,10 +37,9 @@ def copied(tables_of: TablesOf, tmp_path: Path) -> tuple[Path, Path]:
 def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     tables_of: TablesOf, commands: Commands
 ) -> None:
-    """The first in a process and a JVM of its own."""
     _, tables = tables_of()
     query = "SELECT outcome, count(*) AS n, max(rejected_us) AS none FROM silver_messages GROUP BY outcome"
-    done = in_its_own_process("sql", "--tables", tables.folder, "--master", "local[1]", query)
+    done = commands("sql", "--tables", tables.folder, "--master", "local[1]", query)
     assert done.code == 0, done.stderr
     rows = [json.loads(text) for text in done.stdout.splitlines()]
     assert sum(row["n"] for row in rows) == MESSAGES
@@ -47,12 +53,13 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
         assert all(line.startswith("postroom: ") for line in done.stderr.splitlines())
 
 
-def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:
+def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path]) -> None:
+    """In a process and a JVM of its own, which writes the event log of the job."""
     events, tables = copied
     shutil.rmtree(tables / "gold_sla")
-    done = commands(
-        "run", "--events", events, "--tables", tables, "--master", "local[1]", "--json", "--skip-missing"
-    )
+    conf = [f"--conf={name}={value}" for name, value in QUICK.items()]
+    words = ("--events", events, "--tables", tables, "--master", "local[1]", *conf)
+    done = in_its_own_process("run", *words, "--json", "--skip-missing")
     assert done.code == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["waiting"], summary["missing"], summary["note"]) == (0, [], "")
@@ -60,6 +67,15 @@ def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], comm
     assert summary["rows"]["gold_sla"] > 0
     assert "gold_sla" in done.stderr
     assert "gold_latency" not in done.stderr  # it is as its sources are
+    [log] = (tables / event_logs.FOLDER).iterdir()
+    assert "Spark's UI: http://127.0.0.1:" in done.stderr
+    assert not log.name.endswith(".inprogress")
+    with pa.input_stream(log, compression="zstd") as logged:
+        told = [json.loads(text) for text in logged.read().splitlines()]
+    kinds = [event["Event"].removeprefix("SparkListener") for event in told]
+    assert (kinds[0], kinds[-1]) == ("LogStart", "ApplicationEnd")
+    assert kinds.count("JobEnd") == kinds.count("JobStart") > 0
+    assert [event["App Name"] for event in told if "App Name" in event] == ["postroom"]
 
 
 def test_exported_audit_table_runs_through_the_pipeline(
@@ -98,6 +114,58 @@ def test_status_sql_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path:
     done = in_its_own_process("tables", "--tables", tables, "--vacuum", "--compact")
     columns = [json.loads(text) for text in done.stdout.splitlines()]
     assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
+
+
+def row_counts(tables: Path) -> dict[str, int]:
+    opened = Tables(tables)
+    return {name: opened.row_count(name) for name in opened.names()}
+
+
+def run_without_java(events: Path, tables: Path, *more: object) -> Done:
+    """A run that ends with a sentence about Java if it needs Spark."""
+    words = ("--events", events, "--tables", tables, "--json", *more)
+    return in_its_own_process("run", *words, PATH="", JAVA_HOME=str(tables / "no-java"))
+
+
+def test_run_without_news_starts_no_spark(copied: tuple[Path, Path]) -> None:
+    events, tables = copied
+    done = run_without_java(events, tables)
+    assert (done.code, done.stderr) == (0, "")
+    summary = json.loads(done.stdout)
+    assert (summary["segments"], summary["rows"]) == (0, row_counts(tables))
+
+
+@pytest.mark.parametrize("news", ["new segment", "missing segment", "missing table", "newer input"])
+def test_run_with_news_starts_spark(copied: tuple[Path, Path], tmp_path: Path, news: str) -> None:
+    events, tables = copied
+    others = sealed_folder(tmp_path / "other", segments=2) if news.endswith("segment") else []
+    if news == "missing segment":
+        others[0].unlink()
+    elif news == "missing table":
+        shutil.rmtree(tables / "gold_sla")
+    elif news == "newer input":
+        Tables(tables).mark("silver_messages", [Txn("another job", 1)])
+    done = run_without_java(events, tables, *(["--events", tmp_path / "other"] if others else []))
+    assert (done.code, done.stdout) == (2, "")
+    assert "needs Java" in done.stderr.splitlines()[-1]
+
+
+def test_status_by_spark_counts_the_rows_of_the_files(copied: tuple[Path, Path], commands: Commands) -> None:
+    events, tables = copied
+    words = ("status", "--tables", tables, "--events", events)
+    by_log, by_spark = commands(*words), commands(*words, "--master", "local[2]")
+    assert by_log.code == by_spark.code == 0, by_spark.stderr
+    assert "starting Spark" in by_spark.stderr
+    assert by_spark.stdout == by_log.stdout
+    for log in (tables / "gold_sla" / "_delta_log").glob("*.json"):  # as a faulty writer leaves it
+        log.write_text(re.sub(r'(numRecords\\*":\s*)\d+', r"\g<1>9999", log.read_text()))
+    rows = [
+        {row["table"]: row["rows"] for row in map(json.loads, commands(*words, *where).stdout.splitlines())}
+        for where in ((), ("--master", "local[2]"))
+    ]
+    told = {row["table"]: row["rows"] for row in map(json.loads, by_log.stdout.splitlines())}
+    assert rows[0]["gold_sla"] != told["gold_sla"]
+    assert rows[1] == told
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
 """The same jobs behind a Spark Connect server, from a process that has no JVM."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from postroom.pipeline.jobs import CHECKPOINTS
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.views import create_views, plain_name
 from tests.spark.cluster import do_at
 from tests.spark.commands import Done, in_its_own_process
 from tests.spark.conftest import TablesOf
-from tests.spark.plainrows import all_rows, rows_of
+from tests.spark.plainrows import all_rows, records, rows_of
 from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import BAD_LINES, write_segment
 
@@ -49,6 +52,27 @@ def test_a_stream_goes_on_at_a_server_without_structured_streaming(
     assert done.code == 0, done.stderr
     assert not (tmp_path / "tables" / CHECKPOINTS).exists()
     assert all_rows(Tables(tmp_path / "tables")) == all_rows(here)
+
+
+@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
+def test_views_with_plain_names_stand_in_the_session_of_a_client(tables_of: TablesOf, connect: str) -> None:
+    from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+    _, tables = tables_of()
+    client: Any = ConnectSession(connect)
+    other: Any = ConnectSession(connect)
+    try:
+        views = create_views(client, tables)
+        assert views == sorted(plain for name in tables.names() if (plain := plain_name(name)))
+        found = client.sql("SELECT outcome, count(*) AS n FROM messages GROUP BY outcome").collect()
+        assert dict(map(tuple, found)) == Counter(
+            row["outcome"] for row in records(tables, "silver_messages")
+        )
+        assert {row["viewName"] for row in client.sql("SHOW VIEWS").collect()} == set(views)
+        assert other.sql("SHOW VIEWS").collect() == []
+    finally:
+        for each in (client, other):
+            each.client.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pyspark.pipelines.graph_element_registry import (
     graph_element_registration_context,
 )
 from pyspark.pipelines.output import Output
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from postroom.errors import InvalidSetting
 from postroom.pipeline.declarative import (
@@ -27,13 +27,21 @@ from postroom.pipeline.declarative import (
     EVENTS_SETTING,
     LEVEL_SETTING,
     QUERYING,
+    SEGMENTS,
     define,
+    hashed,
     view_of,
     write_project,
 )
 from postroom.pipeline.declarative.__main__ import main
 from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.ingest import bronze
+from postroom.pipeline.schema import EVENTS
+from postroom.sinks.layout import CHAIN
 from tests.spark.conftest import TablesOf
+from tests.spark.rows.test_redaction_marks import RAW, claim_redacted
+from tests.spark.segmentfiles import sealed_segments
+from tests.spark.stories import happened
 
 
 class Registry(GraphElementRegistry):
@@ -77,7 +85,7 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
             with graph_element_registration_context(registry):
                 exec(file.read_text(), {"spark": configured})  # noqa: S102 - that is what the program does
     silver = {"silver_events", "silver_messages", "silver_attempts"}
-    assert {"lines", "bronze_events", *silver} < set(registry.outputs)
+    assert {"lines", "bronze_events", SEGMENTS, *silver} < set(registry.outputs)
     assert set(registry.outputs) == set(registry.flows)
     missing = set(GOLD) - set(registry.outputs)
     assert missing == {name for name, table in GOLD.items() if QUERYING & {name, *table.inputs}}
@@ -98,17 +106,47 @@ def test_spark_takes_every_definition(tables_of: TablesOf, connect: str, tmp_pat
     assert "Run is COMPLETED" in done.stdout + done.stderr
 
 
-def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, tables_of: TablesOf) -> None:
-    _, tables = tables_of()
+def defined(spark: SparkSession, rows: DataFrame, folder: Path) -> dict[str, Flow]:
+    """The definitions over a folder, and views of what its bronze tables would have."""
     registry = Registry()
     with graph_element_registration_context(registry):
-        define(configured)
-    for name, source in (("silver_events", "bronze_events"), ("silver_messages", "silver_events")):
-        tables.read(configured, source).createOrReplaceTempView(view_of(source))
-        made, known = registry.flows[name].func(), tables.read(configured, name)
+        define(spark)
+    stored = rows.select(*EVENTS.names, "segment", "date")  # there is no column of marks
+    stored.createOrReplaceTempView(view_of("bronze_events"))
+    hashed(spark.read, str(folder)).createOrReplaceTempView(view_of(SEGMENTS))
+    return registry.flows
+
+
+def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, tables_of: TablesOf) -> None:
+    folder, tables = tables_of()
+    flows = defined(configured, tables.read(configured, "bronze_events"), folder)
+    tables.read(configured, "silver_events").createOrReplaceTempView(view_of("silver_events"))
+    for name in ("silver_events", "silver_messages"):
+        made, known = flows[name].func(), tables.read(configured, name)
         assert made.columns == known.columns
         assert made.exceptAll(known).isEmpty()
         assert known.exceptAll(made).isEmpty()
+
+
+def test_redaction_that_the_shipper_has_done_is_not_done_again(
+    configured: SparkSession, tmp_path: Path
+) -> None:
+    """Unless a segment was changed, or the chain. Segments are sealed as redacted, though they are not."""
+    events = [happened("s", n, f"m{n}", payload=RAW.replace("ada", f"ada{n}")) for n in (1, 2)]
+    claim_redacted(tmp_path, *events)
+    changed = sealed_segments(tmp_path)[1].path
+    changed.write_bytes(changed.read_bytes().replace(b"ada2", b"eve2"))
+    configured.conf.set(EVENTS_SETTING, str(tmp_path))
+    rows = bronze.plain(configured, [str(tmp_path / "date=*" / "hour=*")], with_date=True)
+
+    def payloads() -> list[str]:
+        found = defined(configured, rows, tmp_path)["silver_events"].func()
+        return sorted(row["payload"] for row in found.collect())
+
+    assert payloads() == ['{"to":"<email>"}', '{"to":"ada1@example.com"}']
+    chain = tmp_path / CHAIN
+    chain.write_bytes(chain.read_bytes().replace(b'"n":1', b'"n":3'))
+    assert payloads() == ['{"to":"<email>"}'] * 2
 
 
 def test_a_configuration_that_is_none_is_refused(configured: SparkSession) -> None:

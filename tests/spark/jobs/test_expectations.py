@@ -1,10 +1,8 @@
-"""Expectations of the tables and lineage of the jobs, as a data team uses them. No JVM is needed for most."""
+"""Expectations of the tables, and what comes of a breach. No JVM is needed for most."""
 
 import json
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +11,16 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline import lineage
+from postroom.pipeline import breaches
 from postroom.pipeline.expectations import EXPECTATIONS, Expectation, measure, read_expectations
 from postroom.pipeline.report.findings import findings
 from postroom.pipeline.report.queries import ReportReader
 from postroom.pipeline.tables import Tables
 from tests.spark.commands import Commands
 from tests.spark.conftest import MESSAGES, TablesOf
+from tests.spark.openlineage import events_in, receiver
 
 NOW_US = 10**15
-
-
-@pytest.fixture
-def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An HTTP server, and the events that it got."""
-    got: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(201)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/api/v1/lineage", got
-        server.shutdown()
-        thread.join()
 
 
 def table(folder: Path, **columns: list[Any]) -> Tables:
@@ -113,59 +90,98 @@ def test_tables_of_a_history_meet_every_built_in_expectation(tables_of: TablesOf
     assert all(row["holds"] and row["rows"] > 0 for row in rows)
 
 
-def test_a_breach_is_an_exit_code_an_event_and_a_line_of_the_report(
-    tables_of: TablesOf, commands: Commands, tmp_path: Path, receiver: tuple[str, list[dict[str, Any]]]
-) -> None:
-    folder = tmp_path / "tables"
-    shutil.copytree(tables_of()[1].folder, folder)
+def broken_tables(tables: Tables, folder: Path) -> str:
+    """A copy of tables in which a message occurs twice, and what is said about it."""
+    shutil.copytree(tables.folder, folder)
     repeated = DeltaTable(folder / "silver_messages").to_pyarrow_table().slice(0, 1)
     write_deltalake(str(folder / "silver_messages"), repeated, mode="append")
-    url, got = receiver
-    done = commands("expect", "--tables", folder, "--lineage", url)
-    sentence = f"silver_messages: 1 of {MESSAGES + 1:,} rows repeat another row's message_id"
-    assert done.code == 1
-    assert done.stderr == f"postroom: breached: {sentence}\n"
-    [event] = got
-    [told] = [each for each in event["inputs"] if each["name"] == f"{folder}/silver_messages"]
+    return f"silver_messages: 1 of {MESSAGES + 1:,} rows repeat another row's message_id"
+
+
+def test_a_breach_is_an_exit_code_a_line_a_finding_of_the_report_and_an_event(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tables"
+    sentence = broken_tables(tables_of()[1], folder)
+    with receiver() as got:
+        done = commands("expect", "--tables", folder, "--lineage", got.url)
+    assert (done.code, done.stderr) == (1, f"postroom: breached: {sentence}\n")
+    assert got.refusals == []
+    begun, ended = got.events
+    assert (begun["eventType"], ended["eventType"]) == ("START", "FAIL")
+    assert ended["job"]["name"] == "pipeline.expect"
+    [told] = [each for each in ended["inputs"] if each["name"] == f"{folder}/silver_messages"]
     assertions = told["inputFacets"]["dataQualityAssertions"]["assertions"]
-    assert {"assertion": "unique", "success": False, "column": "message_id"} in assertions
-    assert (event["eventType"], event["job"]["name"]) == ("FAIL", "pipeline.expect")
+    wanted = {"assertion": "unique", "success": False, "description": sentence, "column": "message_id"}
+    assert wanted in assertions
+    assert sum(not one["success"] for one in assertions) == 1
+    [file] = (folder / breaches.FOLDER).iterdir()
+    assert events_in(file) == [ended]
     [first, *_] = findings(ReportReader(Tables(folder), {}).facts())
     assert (first.level, first.text) == ("bad", f"An expectation is breached: {sentence}.")
 
 
-def test_a_run_emits_its_lineage(
-    tables_of: TablesOf, commands: Commands, tmp_path: Path, receiver: tuple[str, list[dict[str, Any]]]
+def test_a_breach_is_an_event_without_any_option(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, tables = tables_of()
     folder = tmp_path / "tables"
-    shutil.copytree(tables.folder, folder)
-    url, got = receiver
-    words = ("run", "--events", events, "--tables", folder, "--lineage")
-    assert commands(*words, url).code == commands(*words, tmp_path / "lineage.jsonl").code == 0
-    begun, ended = got
-    assert [each["eventType"] for each in got] == ["START", "COMPLETE"]
-    assert begun["run"]["runId"] == ended["run"]["runId"]
-    assert begun["inputs"] == ended["inputs"] == [{"namespace": "file", "name": str(events)}]
-    rows = {each["name"]: each["outputFacets"]["outputStatistics"]["rowCount"] for each in ended["outputs"]}
-    assert rows[f"{folder}/silver_messages"] == MESSAGES
-    assert set(rows) == {f"{folder}/{name}" for name in tables.names()}
-    lines = [json.loads(line) for line in (tmp_path / "lineage.jsonl").read_text().splitlines()]
-    assert [each["eventType"] for each in lines] == ["START", "COMPLETE"]
+    sentence = broken_tables(tables_of()[1], folder)
+    monkeypatch.setattr(breaches, "BREACH_EVENTS_MAX", 2)
+    for _ in range(3):
+        assert commands("expect", "--tables", folder).code == 1
+    files = sorted((folder / breaches.FOLDER).iterdir())
+    assert len(files) == 2
+    times = [event["eventTime"] for file in files for event in events_in(file)]
+    assert times == sorted(set(times))  # the oldest of three is gone
+    assert sentence in files[-1].read_text()
+    assert {name for name in Tables(folder).names() if name.startswith("_")} == set()
+    assert commands("status", "--tables", folder).code == 0
 
 
-def test_a_receiver_that_is_away_fails_no_job(tmp_path: Path) -> None:
-    said: list[str] = []
-    emitter = lineage.Lineage("http://127.0.0.1:1/lineage", "job", said.append)
-    with emitter.run([], list):
-        pass
-    assert len(said) == 2
-    assert said[0].startswith("warning: lineage was not delivered to http://127.0.0.1:1/lineage: ")
-    with pytest.raises(InvalidSetting, match="is no place for lineage"):
-        lineage.Lineage("kafka://x", "job")
+def test_a_breach_that_cannot_be_written_is_still_reported(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tables"
+    sentence = broken_tables(tables_of()[1], folder)
+    (folder / breaches.FOLDER).write_text("a file in its place")
+    done = commands("expect", "--tables", folder)
+    warning, breached = done.stderr.splitlines()
+    assert done.code == 1
+    assert warning.startswith(f"postroom: warning: no event was written to {folder}/{breaches.FOLDER}: ")
+    assert breached == f"postroom: breached: {sentence}"
+
+
+def test_tables_that_meet_expectations_have_no_event(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    folder = tables_of()[1].folder
     place = tmp_path / "lineage.jsonl"
-    with pytest.raises(ZeroDivisionError), lineage.Lineage(str(place), "job").run([], list):
-        raise ZeroDivisionError("by nothing")
-    kinds = [json.loads(line) for line in place.read_text().splitlines()]
-    assert [each["eventType"] for each in kinds] == ["START", "FAIL"]
-    assert kinds[1]["run"]["facets"]["errorMessage"]["message"] == "by nothing"
+    assert commands("expect", "--tables", folder, "--lineage", place).code == 0
+    assert [event["eventType"] for event in events_in(place)] == ["START", "COMPLETE"]
+    assert not (folder / breaches.FOLDER).exists()
+
+
+def test_a_report_takes_the_rules_of_expect(tables_of: TablesOf, commands: Commands, tmp_path: Path) -> None:
+    """A rule that only its file has, of a table that the page does not draw."""
+    rules, page = tmp_path / "rules.toml", tmp_path / "report.html"
+    rules.write_text(
+        '[[expect]]\ntable = "silver_attempts"\nkind = "known_values"\n'
+        'columns = ["result"]\nvalues = ["odd"]\n'
+        '[[expect]]\ntable = "silver_messages"\nkind = "freshness"\ncolumns = ["last_us"]\nmost = 60\n'
+    )
+    folder = tables_of()[1].folder
+    copy = tmp_path / "tables"
+    shutil.copytree(folder, copy)
+    done = commands("expect", "--tables", copy, "--rules", rules)
+    said = [line.removeprefix("postroom: breached: ") for line in done.stderr.splitlines()]
+    assert [one.partition(":")[0] for one in said] == ["silver_attempts", "silver_messages"]
+    words = ("report", "--tables", folder, "--out", page)
+    assert commands(*words, "--rules", rules).code == 0
+    shown = unescape(page.read_text())
+    assert f"An expectation is breached: {said[0]}." in shown
+    assert "silver_messages: the newest last_us is" in shown  # by the clock, as `expect` says
+    assert commands(*words).code == 0
+    assert "An expectation is breached" not in page.read_text()
+    rules.write_text('[[expect]]\ntable = "silver_messages"\nkind = "unique"\ncolumns = ["nobody"]\n')
+    done = commands(*words, "--rules", rules)
+    assert (done.code, "has no column nobody" in done.stderr) == (2, True)

@@ -3,9 +3,11 @@ import os
 import random
 import shutil
 import signal
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import pytest
@@ -17,12 +19,12 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline import file_groups, file_index, jobs
+from postroom.pipeline import delta_log, file_groups, file_index, jobs, paths
 from postroom.pipeline.delta_log import RENAMED, Txn
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import FORM, GOLD
 from postroom.pipeline.ingest.segments import HASH
-from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.jobs import Pipeline, nothing_new
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import MINUTE_US
@@ -55,25 +57,105 @@ def test_tables_of_an_earlier_version_are_rebuilt(spark: SparkSession, story: St
             assert rows_of(old, name) == rows_of(story.tables, name), name
 
 
-def test_a_gold_table_of_another_form_is_rebuilt(spark: SparkSession, tmp_path: Path) -> None:
+FEW_GOLD = {name: GOLD[name] for name in ("gold_flow", "gold_depth", "gold_latency")}
+
+
+@pytest.fixture(scope="module")
+def few(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the `events` of few messages, and their `tables`. A test takes a copy."""
+    folder = tmp_path_factory.mktemp("few")
+    generate(folder / "events", 50, 3)
+    (folder / "events" / STREAM).write_text("few\n")  # a copy is the same stream
+    Pipeline(spark, Tables(folder / "tables"), gold=FEW_GOLD).run(folder / "events")
+    return folder
+
+
+class Killed(Exception):
+    pass
+
+
+def killed(*_: object, **__: object) -> None:
+    raise Killed
+
+
+class OldForms(NamedTuple):
+    """Gold tables as another version of postroom has written them, and their rows of this version."""
+
+    tables: Tables
+    job: Pipeline
+    expected: dict[str, Rows]
+    ids: dict[str, str]
+
+    def run(self, few: Path) -> None:
+        self.job.run(few / "events")
+        assert all_rows(self.tables) == self.expected
+        assert {name: self.tables.table_id(name) for name in self.ids} == self.ids
+        assert {name: self.tables.partitions(name) for name in self.ids} == {
+            name: list(GOLD[name].partition_by) for name in self.ids
+        }
+
+
+@pytest.fixture
+def old_forms(spark: SparkSession, few: Path, tmp_path: Path) -> OldForms:
     """One without a column, and one that had no partitions; the second is made of the first."""
     gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth")}
+    shutil.copytree(few / "tables", tmp_path / "tables")
     tables = Tables(tmp_path / "tables")
-    generate(tmp_path / "events", 50, 3)
-    Pipeline(spark, tables, gold=gold).run(tmp_path / "events")
     expected = all_rows(tables)
     for name, lost in {"gold_flow": "left", "gold_depth": "day"}.items():
         rows = spark.createDataFrame(tables.read(spark, name).drop(lost).collect())
-        tables.drop(name)
+        shutil.rmtree(tables.folder / name)
+        tables.forget(name)
         partitions = GOLD[name].partition_by if name == "gold_flow" else ()
         tables.append(
             name, rows, partition_by=partitions, txns=[Txn("silver_events", 7), Txn("gold_flow", 7)]
         )
-    before = {name: tables.table_id(name) for name in gold}
-    Pipeline(spark, tables, gold=gold).run(tmp_path / "events")
-    assert all_rows(tables) == expected
-    # Another column is a new version of the table. Other partitions are another table.
-    assert [tables.table_id(name) == before[name] for name in gold] == [True, False]
+    ids = {name: tables.table_id(name) for name in gold}
+    return OldForms(tables, Pipeline(spark, tables, gold=gold), expected, ids)
+
+
+def test_a_gold_table_of_another_form_is_rebuilt_and_keeps_its_id(old_forms: OldForms, few: Path) -> None:
+    old_forms.run(few)
+
+
+def test_a_run_that_is_killed_while_it_changes_partitions_is_finished_by_the_next_one(
+    old_forms: OldForms, few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        after(patch, killed)
+        with pytest.raises(Killed):
+            old_forms.job.run(few / "events")
+    assert old_forms.tables.files("gold_depth") == []
+    assert nothing_new(old_forms.tables, old_forms.job.streams(few / "events")) is None
+    old_forms.run(few)
+
+
+def test_another_job_may_rebuild_a_table_while_its_partitions_change(
+    spark: SparkSession, old_forms: OldForms, few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two commits. Then the rows of this job are not committed a second time."""
+    other = Pipeline(spark, Tables(old_forms.tables.folder), gold={"gold_depth": GOLD["gold_depth"]})
+    ends: list[int] = []
+
+    def overtaken() -> None:
+        other.run(few / "events")
+        ends.append(other.tables.version("gold_depth"))
+
+    after(monkeypatch, overtaken)
+    old_forms.run(few)
+    assert ends == [old_forms.tables.version("gold_depth")] == [2]
+
+
+def after(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Let something happen after the next table was emptied to change its partitions."""
+    emptied = delta_log._emptied
+
+    def with_event(*what: Any) -> DeltaTable:
+        delta = emptied(*what)
+        happens()
+        return delta
+
+    patch.setattr(delta_log, "_emptied", with_event)
 
 
 def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
@@ -156,14 +238,6 @@ def test_a_stream_that_gets_a_name_goes_on_where_it_was(spark: SparkSession, tmp
     assert tables.last_txn("bronze_events", "stream one") == 3
 
 
-class Killed(Exception):
-    pass
-
-
-def killed(*_: object, **__: object) -> None:
-    raise Killed
-
-
 def test_a_stream_ingests_a_segment_that_was_truncated_when_it_was_noticed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,11 +277,9 @@ def test_an_event_repeated_on_another_date_is_kept_once(spark: SparkSession, tmp
     assert [rows_of(tables, name).total() for name in ("bronze_events", "silver_events")] == [2, 1]
 
 
-def test_a_segment_of_repeated_events_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
-    gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth", "gold_latency")}
-    job = Pipeline(spark, Tables(tmp_path / "tables"), gold=gold)
-    generate(tmp_path / "events", 50, 3)
-    job.run(tmp_path / "events")
+def test_a_segment_of_repeated_events_changes_nothing(spark: SparkSession, few: Path, tmp_path: Path) -> None:
+    shutil.copytree(few, tmp_path, dirs_exist_ok=True)
+    job = Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW_GOLD)
     *_, last = sealed_segments(tmp_path / "events")
     before = all_rows(job.tables)
     date = last.path.parts[-3].removeprefix("date=")
@@ -224,38 +296,75 @@ GOLD_OF_EACH_KIND = {
 }
 
 
-HOURLY = ("gold_latency", "gold_throughput", "gold_flow", "gold_depth")
+PAID: dict[str, object] = {"model": "m", "tokens_in": 5, "tokens_out": 7, "cost_usd": 0.25}
+FAILED: dict[str, object] = {"error_type": "Timeout", "error": "no answer within 12 s"}
+LIFE: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("created", "QUEUED", {}),
+    ("enqueued", "QUEUED", {}),
+    ("dequeued", "EXECUTING", {}),
+    ("execution_failed", "EXECUTING", {**PAID, **FAILED}),
+    ("dead_letter", "DEAD", FAILED),
+    ("replayed", "QUEUED", {}),
+    ("execution_completed", "DONE", {}),
+)
+"""Each a minute after the one before."""
+LATE = slice(2, 5)
+BY_HOUR = (
+    *("gold_latency", "gold_sla", "gold_throughput", "gold_errors", "gold_flow", "gold_depth"),
+    *("gold_tokens", "gold_cost", "gold_dlq_templates", "gold_flames"),
+)
 
 
 def life_of(message_id: str, seq: int, hour: int) -> list[bytes]:
-    """A message that waits a minute in the queue, and ends after another one."""
-    facts = {"queue": "q", "org_id": "o", "type": "t", "priority": 1, "attempt": 1}
-    steps = (("created", "QUEUED"), ("enqueued", "QUEUED"), ("dequeued", "EXECUTING"), ("delivered", "DONE"))
+    """A message that fails, is replayed as a dead letter, and ends well."""
+    named = {"queue": "q", "org_id": "o", "type": "t", "goal_id": "g", "agent_id": "a", "priority": 1}
     return [
         happened(
-            "s", seq + n, message_id, kind, state=state, **facts,
+            "s", seq + n, message_id, kind, state=state, attempt=1, **named, **facts,
             ts_us=NOW_US + hour * HOUR_US + n * MINUTE_US,
         )
-        for n, (kind, state) in enumerate(steps)
+        for n, (kind, state, facts) in enumerate(LIFE)
     ]  # fmt: skip
 
 
-def test_one_late_event_rewrites_the_rows_of_its_hours(
+def counted_openings(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each table is opened from now on."""
+    opened: Counter[str] = Counter()
+    open_last = Tables._latest
+
+    def counting(tables: Tables, name: str) -> DeltaTable | None:
+        opened[name] += 1
+        return open_last(tables, name)
+
+    patch.setattr(Tables, "_latest", counting)
+    return opened
+
+
+def test_late_events_rewrite_the_rows_of_their_hour(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read off the log. The messages are of many hours, across midnight, and a message of the first waits."""
+    """Read off the log. The messages are of several hours, across midnight; one of the first hour waits.
+
+    Spark writes the files of the hours and of the late events. The tables to compare with are written here.
+    """
     monkeypatch.setattr(file_groups, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
-    gold = {name: GOLD[name] for name in HOURLY}
-    lines = [text for hour in range(20) for text in life_of(f"m{hour}", 10 * hour, hour)]
-    lines += life_of("waits", 300, 0)[:2]
-    late = lines.pop(4 * 5 + 2)  # of the fifth hour, when the message was dequeued
-    write_segment(tmp_path / "events", 1, lines)
+    gold = {name: GOLD[name] for name in BY_HOUR}
+    lives = [life_of(f"m{hour}", 10 * hour, hour) for hour in (0, 6, 19)]
+    lives += [life_of("waits", 300, 0)[:2], life_of("beside", 310, 5)]
+    delayed = life_of("m5", 50, 5)
+    late = delayed[LATE]  # when it was dequeued, failed and became a dead letter
+    del delayed[LATE]
+    write_segment(tmp_path / "events", 1, [text for life in (*lives, delayed) for text in life])
     tables = Tables(tmp_path / "tables")
     job = Pipeline(spark, tables, gold=gold)
-    job.run(tmp_path / "events")
-    versions = {name: tables.version(name) for name in tables.names()}
-    write_segment(tmp_path / "events", 2, [late])
-    job.run(tmp_path / "events")
+    with monkeypatch.context() as large:
+        large.setattr(paths, "SMALL_BYTES", 0)
+        job.run(tmp_path / "events")
+        versions = {name: tables.version(name) for name in tables.names()}
+        write_segment(tmp_path / "events", 2, late)
+        opened = counted_openings(large)
+        job.run(tmp_path / "events")
+    assert max(opened.values()) <= 2  # `silver_events` has eight readers
     rewritten = set()
     for name, version in versions.items():
         _, removed = tables.changed(name, version)
@@ -265,10 +374,16 @@ def test_one_late_event_rewrites_the_rows_of_its_hours(
             ]
             assert moments[0] // HOUR_US == NOW_US // HOUR_US + 5, name
             rewritten.add(name)
-    assert rewritten >= {"silver_messages", "silver_spans", "gold_throughput", "gold_flow", "gold_depth"}
+    assert rewritten >= {"silver_messages", "silver_spans", *BY_HOUR}
     whole = Tables(tmp_path / "whole")
     Pipeline(spark, whole, gold=gold).run(tmp_path / "events")
     assert all_rows(tables) == all_rows(whole)
+
+
+def test_every_gold_table_with_hours_is_among_those_that_late_events_rewrite(tables_of: TablesOf) -> None:
+    _, tables = tables_of()
+    hourly = {name for name in GOLD if {"hour_us", "minute_us"} & set(tables.schema(name).names)}
+    assert hourly == set(BY_HOUR)
 
 
 class Disturbed(Tables):
@@ -284,10 +399,19 @@ class Disturbed(Tables):
         return staged
 
 
-def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+class Compacted(NamedTuple):
+    """Tables after two deliveries, three of which another program compacted during the second one."""
+
+    events: Path
+    tables: Tables
+    told: list[str]
+
+
+@pytest.fixture(scope="module")
+def compacted(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Compacted:
     """A message that ended long ago lies in another file than one that goes on, and both files are joined."""
+    folder = tmp_path_factory.mktemp("compacted")
+    events, tables = folder / "events", Disturbed(folder / "tables")
     facts = {"queue": "q", "state": "QUEUED", "attempt": 1}
     early = [
         happened("s", 1, "ended", ts_us=NOW_US - 3 * HOUR_US),
@@ -296,18 +420,40 @@ def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
         happened("s", 4, "open"),
         happened("s", 5, "open", "dequeued", **facts),
     ]
-    write_segment(tmp_path / "events", 1, early)
-    Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
-    write_segment(tmp_path / "events", 2, [happened("s", 6, "open", "lease_lapsed", **facts)])
+    write_segment(events, 1, early)
+    Pipeline(spark, Tables(tables.folder), gold=GOLD_OF_EACH_KIND).run(events)
+    write_segment(events, 2, [happened("s", 6, "open", "lease_lapsed", **facts)])
     told: list[str] = []
-    tables = Disturbed(tmp_path / "tables")
     tables.disturbs = {"silver_messages", "silver_attempts", "silver_spans"}
-    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND, progress=told.append).run(tmp_path / "events")
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND, progress=told.append).run(events)
     assert tables.disturbs == set()
-    assert "another writer changed table silver_messages after it was read" in " ".join(told)
+    return Compacted(events, tables, told)
+
+
+def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
+    spark: SparkSession, compacted: Compacted, tmp_path: Path
+) -> None:
+    told = " ".join(compacted.told)
+    assert "another writer changed table silver_messages after it was read" in told
     whole = Tables(tmp_path / "whole")
-    Pipeline(spark, whole, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
-    assert all_rows(tables) == all_rows(whole)
+    Pipeline(spark, whole, gold=GOLD_OF_EACH_KIND).run(compacted.events)
+    assert all_rows(compacted.tables) == all_rows(whole)
+
+
+@pytest.mark.parametrize(("cores", "batches"), [(1, [1, 1, 1, 1]), (3, [3, 1])])
+def test_a_batch_of_segments_grows_with_the_cores(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, batches: list[int]
+) -> None:
+    for number in range(1, 5):
+        write_segment(tmp_path / "events", number, [happened("s", number, f"m{number}")])
+    job = Pipeline(spark, Tables(tmp_path / "tables"))
+    assert job._cores() == spark.sparkContext.defaultParallelism
+    [stream] = streams = job.streams(tmp_path / "events")
+    monkeypatch.setattr(jobs, "BATCH_BYTES_PER_CORE", stream.segments()[0].size)
+    monkeypatch.setattr(job, "_cores", lambda: cores)
+    monkeypatch.setattr(job, "_ingest_batch", lambda *_: True)
+    job._find_new_segments(streams)
+    assert [len(batch) for batch in job._ingest(stream)] == batches
 
 
 def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
@@ -327,15 +473,15 @@ def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
     assert tries == ["silver_events"] * jobs.TRIES_MAX
 
 
-def test_after_a_compaction_nothing_is_computed_again(spark: SparkSession, tmp_path: Path) -> None:
-    for number in (1, 2):
-        write_segment(tmp_path / "events", number, [happened("s", number, f"m{number}", "lease_lapsed")])
-        Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+def test_after_a_compaction_nothing_is_computed_again(
+    spark: SparkSession, compacted: Compacted, tmp_path: Path
+) -> None:
+    shutil.copytree(compacted.tables.folder, tmp_path / "tables")
     tables = Tables(tmp_path / "tables")
     before = all_rows(tables)
     assert sum(tables.compact(name) for name in tables.names()) > 0
     files = {name: tables.files(name) for name in tables.names()}
-    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND).run(compacted.events)
     assert {name: tables.files(name) for name in tables.names()} == files
     assert all_rows(tables) == before
 

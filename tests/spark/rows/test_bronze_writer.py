@@ -2,13 +2,21 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.core.events import AuditEvent
+from postroom.errors import Unavailable
+from postroom.pipeline import paths
 from postroom.pipeline.ingest import bronze, bronze_writer
 from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.storage import Storage
 from postroom.pipeline.tables import Tables
+from postroom.sinks.layout import CHAIN, SEGMENT
+from postroom.sinks.segment_writer import SegmentSink
 from tests.spark.plainrows import records, rows_of
 from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import TOO_SHORT, happened, line, write_segment
@@ -161,3 +169,56 @@ def test_a_line_that_lacks_a_field_is_noticed(spark: SparkSession, tmp_path: Pat
     write_segment(tmp_path / "events", 1, [*GOOD, TOO_SHORT])
     _, lines, marks, rows = taken(spark, tmp_path, "quick")
     assert (lines, rows, marks is not None) == (3, 2, True)
+
+
+def test_a_line_that_gets_lost_between_its_validation_and_its_table_is_noticed(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is an event or a reject. Nothing is committed then."""
+    write_segment(tmp_path / "events", 1, [GOOD[0], b"{", b"[]", GOOD[1]])
+    tables = Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables)
+    [stream] = job.streams(tmp_path / "events")
+    job._find_new_segments([stream])
+    for broken, name in (("read_valid_lines", "bronze_events"), ("rejects", "bronze_rejects")):
+        whole = getattr(bronze, broken)
+        with monkeypatch.context() as patch:
+            patch.setattr(bronze, broken, lambda *args, whole=whole: whole(*args).limit(1))
+            with pytest.raises(Unavailable, match=f"{name} have 1 rows, and 2 were written: nothing was"):
+                list(job._ingest(stream))
+        assert tables.names() == []
+    assert len(list(job._ingest(stream))) == 1
+    assert (job._lines, job._rejects) == (4, 2)
+    assert (tables.row_count("bronze_events"), tables.row_count("bronze_rejects")) == (2, 2)
+
+
+def test_the_driver_reads_no_segment_of_large_data(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of a stream with a chain, nor of a copy without one whose last segment is truncated."""
+    with SegmentSink(tmp_path / "chained", durability="os") as sink:
+        sink.write([msgspec.json.decode(text, type=AuditEvent) for text in GOOD])
+        sink.seal()
+    for number, lines in enumerate([GOOD, [], GOOD, GOOD], 1):
+        write_segment(tmp_path / "copied", number, lines)
+    last = sealed_segments(tmp_path / "copied")[-1].path
+    last.write_bytes(last.read_bytes()[:-1])
+    opened: list[str] = []
+    read = Storage.read
+
+    def noted(storage: Storage, path: str, start: int = 0) -> bytes:
+        opened.append(path)
+        return read(storage, path, start)
+
+    monkeypatch.setattr(Storage, "read", noted)
+    monkeypatch.setattr(paths, "SMALL_BYTES", 0)
+    tables = Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables)
+    streams = job.streams([tmp_path / "chained", tmp_path / "copied"])
+    job._find_new_segments(streams)
+    with tables.profile(job._new_bytes()):
+        batches = [[segment.number for segment in batch] for each in streams for batch in job._ingest(each)]
+    assert (batches, tables.row_count("bronze_events")) == ([[1], [1, 2, 3]], 3 * len(GOOD))
+    assert job._last_note.endswith("copied: segment 4 is truncated or missing and waited for")
+    assert CHAIN in opened
+    assert not [path for path in opened if SEGMENT.fullmatch(path)]

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from postroom.core import message_checker
 from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history_checker import History, Violation
 from postroom.pipeline import check as checking
-from postroom.pipeline import small_check
+from postroom.pipeline import local_check
 from postroom.pipeline.check import RULES, CheckResult, ViolationSample, check, check_tables
 from postroom.pipeline.generator.generate import FAULTS, generate
+from postroom.pipeline.local_check import check_locally
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.small_check import check_small, is_small
+from postroom.pipeline.spark_hash import xxhash64
 from postroom.pipeline.tables import Tables
 from postroom.sinks.reader import Segments, StreamPosition
 from tests.spark.commands import Commands
@@ -99,35 +101,67 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
 
 
 @pytest.mark.parametrize("faults", [True, False])
-def test_small_tables_are_checked_without_spark_with_the_same_result(
+def test_tables_are_checked_without_spark_with_the_same_result(
     spark: SparkSession, tables_of: TablesOf, faults: bool
 ) -> None:
     _, tables = tables_of(faults=faults)
-    assert is_small(tables)
-    assert check_small(tables) == check_tables(spark, tables)
-    assert check_small(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
+    assert check_locally(tables) == check_tables(spark, tables)
+    assert check_locally(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
 
 
-def test_large_tables_and_tables_with_deletions_are_checked_by_spark(
-    spark: SparkSession,
-    tables_of: TablesOf,
-    commands: Commands,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_of_many_violations_the_first_of_each_rule_are_shown_and_all_are_counted(
+    spark: SparkSession, tables_of: TablesOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _, tables = tables_of(faults=True)
+    whole = check_locally(tables)
+    for module in (checking, local_check):
+        monkeypatch.setattr(module, "SAMPLES_MAX", 2)
+    monkeypatch.setattr(local_check, "HELD_MAX", 4)
+    found = check_locally(tables)
+    assert found == check_tables(spark, tables)
+    shown = sum(min(2, count) for count in whole.counts.values())
+    assert (found.counts, len(found.samples)) == (whole.counts, shown)
+
+
+def test_the_command_asks_spark_only_if_it_is_told_to(
+    spark: SparkSession, tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    """Also after `retain`: events are deleted, and their numbers recorded."""
     folder = tmp_path / "tables"
     shutil.copytree(tables_of(faults=True)[1].folder, folder)
+    tables = Tables(folder)
+    events = tables.read(spark, "silver_events").localCheckpoint()
+    leaves = events.select("message_id").distinct().orderBy("message_id").limit(300)
+    gone = events.join(leaves, "message_id", "left_semi").where("seq < 400").localCheckpoint()
+    tables.replace(deleted_numbers.TABLE, merged(deleted_runs(gone)))
+    tables.replace("silver_events", events.join(gone, ["source", "seq"], "left_anti"), partition_by=["day"])
     done = commands("check", "--tables", folder)
     assert "starting Spark" not in done.stderr
-    monkeypatch.setattr(small_check, "SMALL_EVENTS", 10)
-    by_spark = commands("check", "--tables", folder)
+    by_spark = commands("check", "--tables", folder, "--master", "local[2]")
     assert "starting Spark" in by_spark.stderr
     assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
-    monkeypatch.undo()
-    tables = Tables(folder)
-    gone = deleted_runs(tables.read(spark, "silver_events").where("seq < 5"))
-    tables.replace(deleted_numbers.TABLE, merged(gone))
-    assert not is_small(Tables(folder))
+    assert done.stdout.count("\n") > len(RULES)
+
+
+def test_the_hash_of_a_text_is_that_of_spark(spark: SparkSession) -> None:
+    texts = ["\u00e9\u20ac" * (n % 3) + "abcdefghij"[: n % 10] + "x" * n for n in range(80)]
+    rows = spark.createDataFrame([(text,) for text in texts], "text string")
+    by_spark = {
+        row["text"]: row["hash"] for row in rows.selectExpr("text", "xxhash64(text) AS hash").collect()
+    }
+    assert {text: xxhash64(text.encode()) for text in texts} == by_spark
+
+
+def both(spark: SparkSession, folder: Path, rows: DataFrame, deleted: DataFrame | None = None) -> CheckResult:
+    """What both checkers find in tables of these rows."""
+    tables = Tables(folder / f"tables-{uuid.uuid4().hex}")
+    for name in ("bronze_events", "silver_events"):
+        tables.append(name, rows)
+    if deleted is not None:
+        tables.append(deleted_numbers.TABLE, deleted)
+    found = check(rows, rows, deleted)
+    assert check_locally(tables) == found
+    return found
 
 
 KINDS = (
@@ -193,7 +227,7 @@ def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSessi
     events = [event for history in histories for event in history]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
     rows = spark.read.schema(EVENTS).json(str(tmp_path / "events.jsonl"))
-    found, said = told(check(rows, rows).samples), told(by_the_core(events))
+    found, said = told(both(spark, tmp_path, rows).samples), told(by_the_core(events))
     assert found == said
     assert {one[0] for one in said} == set(RULES)
 
@@ -254,7 +288,7 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     whole = rows_of_events(spark, gone + there, tmp_path / "whole")
     left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, there, tmp_path / "there")
-    found = check(rows, rows, left)
+    found = both(spark, tmp_path, rows, left)
     sentences = [f"of source s, {seq} is missing" for seq in (11, 16, 7)]
     assert [one.sentence for one in found.samples] == sentences
     assert (found.samples, found.counts) == (check(whole, whole).samples, {"gap": 3})
@@ -274,7 +308,9 @@ def test_a_deleted_message_with_later_events_is_not_reported_as_unknown(
     real = life("nobody", [17, 18], "dequeued", "execution_completed")
     left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, back + real, tmp_path / "back")
-    assert [(one.rule, one.message_id) for one in check(rows, rows, left).samples] == [("unknown", "nobody")]
+    assert [(one.rule, one.message_id) for one in both(spark, tmp_path, rows, left).samples] == [
+        ("unknown", "nobody")
+    ]
 
 
 def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, tmp_path: Path) -> None:
@@ -283,7 +319,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
     later = [msgspec.structs.replace(one, ts_us=2 * HORIZON_US) for one in life("a", [2, 3, 4, 5], *DONE)]
     left = merged(deleted_runs(rows_of_events(spark, later, tmp_path / "later")))
     rows = rows_of_events(spark, held, tmp_path / "held")
-    assert check(rows, rows, left).counts == {"lost": 1}
+    assert both(spark, tmp_path, rows, left).counts == {"lost": 1}
 
 
 def test_ranges_of_numbers_are_merged_within_their_block(

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from duckdb import DuckDBPyConnection, connect
@@ -11,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.gold import patterns
 from tests.spark.conftest import TablesOf
-from tests.spark.oracle import in_order, oracle, stored
+from tests.spark.oracle import Rows, in_order, oracle, stored
 from tests.spark.plainrows import plain
 from tests.spark.stories import HOUR_US
 
@@ -107,6 +108,11 @@ def masked_by_duckdb(column: str) -> str:
     return f"trim({text})"
 
 
+def names(column: str) -> str:
+    """The distinct values of a column. Mail has no organizations."""
+    return f"coalesce(list_sort(list(DISTINCT {column}) FILTER ({column} IS NOT NULL)), [])"
+
+
 LETTERS = f"""
     SELECT day, ts_us, ts_us // {HOUR_US} * {HOUR_US} AS hour_us,
            coalesce(error_type, '') AS error_type, {masked_by_duckdb("error")} AS template,
@@ -115,17 +121,23 @@ LETTERS = f"""
 """  # noqa: S608 - of constants
 
 
-def test_templates_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) -> None:
-    folder, tables = tables_of(faults=True)
+TEMPLATE_COLUMNS = ["day", "hour_us", "error_type", "template", "n", "first", "last", "orgs", "types"]
+
+
+def expected_templates(folder: Path) -> Rows:
     said = oracle(folder).execute(f"""
         SELECT day, hour_us, error_type, template, count(*),
                min((ts_us, message_id, error)), max((ts_us, message_id, error)),
-               list_sort(list(DISTINCT org_id)), list_sort(list(DISTINCT type))
+               {names("org_id")}, {names("type")}
         FROM ({LETTERS}) GROUP BY ALL""")  # noqa: S608 - of constants
-    columns = ["day", "hour_us", "error_type", "template", "n", "first", "last", "orgs", "types"]
-    rows = in_order(plain(row) for row in said.fetchall())
+    return in_order(plain(row) for row in said.fetchall())
+
+
+def test_templates_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) -> None:
+    folder, tables = tables_of(faults=True)
+    rows = expected_templates(folder)
     assert rows
-    assert stored(tables, "gold_dlq_templates", columns) == rows
+    assert stored(tables, "gold_dlq_templates", TEMPLATE_COLUMNS) == rows
 
 
 ALIKE = """
@@ -200,7 +212,7 @@ summed AS (
            min(ts_us) AS first_us, max(ts_us) AS last_us, max(newest_us) AS newest_us,
            count(*) FILTER (newest_us - hour_us < {24 * HOUR_US}) AS lately,
            count(*) FILTER (newest_us - hour_us BETWEEN {24 * HOUR_US} AND {48 * HOUR_US - 1}) AS earlier,
-           list_sort(list(DISTINCT org_id)) AS orgs, list_sort(list(DISTINCT type)) AS types
+           {names("org_id")} AS orgs, {names("type")} AS types
     FROM mine GROUP BY error_type, leader
 )
 SELECT sha256(error_type || ' ' || leader)[:12], error_type, pattern, n, templates, first_us, last_us,
@@ -221,9 +233,13 @@ def patterns_by_duckdb(duckdb: DuckDBPyConnection, letters: str) -> list[Any]:
     return in_order(plain(row) for row in duckdb.execute(PATTERNS).fetchall())
 
 
+def expected_patterns(folder: Path) -> Rows:
+    return patterns_by_duckdb(oracle(folder).cursor(), LETTERS)
+
+
 def test_patterns_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) -> None:
     folder, tables = tables_of(faults=True)
-    rows = patterns_by_duckdb(oracle(folder).cursor(), LETTERS)
+    rows = expected_patterns(folder)
     assert len(rows) == len({row[1] for row in rows}) > 3  # one pattern for each family of errors
     assert stored(tables, "gold_dlq_patterns") == rows
 

@@ -8,9 +8,20 @@ import pytest
 
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
-from postroom.pipeline.ingest.segments import EventStream, Gap, PendingSegments, Segment, batches
+from postroom.pipeline.ingest import bronze
+from postroom.pipeline.ingest.segments import (
+    TABLE,
+    EventStream,
+    Gap,
+    PendingSegments,
+    Segment,
+    batches,
+    ingest_txns,
+)
+from postroom.pipeline.tables import Staged, Tables
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
+from postroom.sinks.remote import Publisher
 from postroom.sinks.retention import retain
 from postroom.sinks.segment_writer import SegmentSink
 from tests.spark.stories import happened, write_segment
@@ -194,6 +205,30 @@ def test_a_segment_outside_the_chain_has_to_match_its_hash(
     assert told(pending_segments(chained, 2)) == ([3, 4, 5], [], [])
 
 
+@pytest.mark.parametrize(
+    ("existing", "short", "ready", "waiting"),
+    [((1, 2, 3), 1, [], [2, 3]), ((4, 5), 4, [], [5]), ((1,), 1, [], []), ((1, 2, 3), 2, [1], [3])],
+)
+def test_segments_without_a_chain_wait_for_a_truncated_one_before_them(
+    tmp_path: Path, existing: tuple[int, ...], short: int, ready: list[int], waiting: list[int]
+) -> None:
+    """Also if nothing is ingested, and it is the first one."""
+    whole = cut(folder_with(tmp_path, *existing), short)
+    pending = pending_segments(tmp_path, NONE)
+    assert (*told(pending), pending.short) == (ready, waiting, [(short, short)], (short,))
+    given_up = pending_segments(tmp_path, NONE, skip_missing=True)
+    assert told(given_up) == (list(existing), [], [(short, short)])
+    file_of(tmp_path, short).write_bytes(whole)
+    assert told(pending_segments(tmp_path, NONE)) == (list(existing), [], [])
+
+
+def test_segments_wait_for_a_truncated_one_before_the_first_line_of_a_damaged_chain(chained: Path) -> None:
+    lines = (chained / CHAIN).read_bytes().splitlines(keepends=True)
+    (chained / CHAIN).write_bytes(b"".join([b"damaged\n", *lines[1:]]))
+    cut(chained, 1)
+    assert told(pending_segments(chained, NONE)) == ([], [2, 3, 4, 5], [(1, 1)])
+
+
 def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
@@ -205,6 +240,15 @@ def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
     (one / STREAM).unlink()
     stream_name(one)  # it was deleted, and is begun anew at the same place
     assert ingest_id(one) != ingest_id(other)
+
+
+def test_a_published_copy_is_continued_where_the_folder_was_read(chained: Path, tmp_path: Path) -> None:
+    stream_name(chained)
+    stream, tables = EventStream(chained), Tables(tmp_path / "tables")
+    txns = ingest_txns(stream.ingest_id, stream.segments()[2])
+    tables.commit(TABLE, Staged(bronze.ROWS, bronze.PARTITIONS, []), txns=txns)
+    Publisher(chained, f"file://{tmp_path}/copy").publish()
+    assert told(EventStream(tmp_path / "copy").pending(tables)) == ([4, 5], [], [])
 
 
 @pytest.mark.parametrize("said", [b"", b"\n", b"\xff\xfe"])

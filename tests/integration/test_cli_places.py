@@ -1,0 +1,125 @@
+"""What commands say about a place that does not fit: a data folder, a settings file, a name in use."""
+
+from pathlib import Path
+
+import pytest
+
+from postroom import Engine, Tasks
+from tests.integration.commandline import isolate, postroom
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    with Tasks.open(f"sqlite:///{tmp_path}/run/queue.db") as tasks:
+        tasks.enqueue(agent="triage", payload=1)
+    return tmp_path / "run"
+
+
+# ---- data folders ------------------------------------------------------------------------------------
+
+
+def test_a_token_starts_a_folder_that_is_absent_or_empty_and_says_so() -> None:
+    Path("empty").mkdir()
+    for name in ("new", "empty"):
+        made = postroom("token", "create", "--data", name, "--role", "admin")
+        assert (made.code, made.line["token"].startswith("pr_")) == (0, True)
+        assert made.error == f"postroom: warning: there was no data folder {name}: a new one is made"
+        assert postroom("token", "create", "--data", name, "--role", "admin").errors == ""
+    refused = postroom("token", "create", "--data", "bad", "--role", "admin", "--agent", "a/b")
+    assert (refused.code, Path("bad").exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("token", "create", "--role", "admin"),
+        ("token", "list"),
+        ("token", "revoke", "x"),
+        ("tasks", "agent", "add", "a"),
+        ("tasks", "agent", "list"),
+        ("mcp",),
+        ("backup", "--out", "run.tar"),
+        ("keys", "list"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(command: tuple[str, ...]) -> None:
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").touch()
+    assert postroom("keys", "create", "postroom.keys").code == 0
+    key = ("--key-file", "postroom.keys") if command[0] == "keys" else ()
+    refused = postroom(*command, "--data", "photos", *key)
+    start = "check the path, or start a data folder there with `postroom up --data photos`"
+    assert refused.error == f"postroom: photos holds no postroom data: {start}"
+    assert (refused.code, [path.name for path in Path("photos").iterdir()]) == (1, ["cat.jpg"])
+
+
+def test_workers_do_not_make_a_store(tmp_path: Path) -> None:
+    Path("app.py").write_text('from postroom import Engine\nengine = Engine.open("memory://")\n')
+    refused = postroom("engine", "work", "--app", "app:engine", "--data", "typo")
+    assert (refused.code, Path("typo").exists()) == (1, False)
+    assert f"there are no messages in {tmp_path / 'typo'}: check the path" in refused.error
+
+
+# ---- settings files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("token", "list"), ("tasks", "status"), ("top", "--once")])
+def test_a_named_settings_file_must_exist_and_be_valid(
+    command: tuple[str, ...], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("broken.toml").write_text("[up]\nhttp_prot = 1\n")
+    for name in ("broken.toml", "absent.toml"):
+        refused = postroom("--config", name, *command, "--data", data)
+        assert (refused.code, refused.raw, name in refused.error) == (2, b"", True)
+        monkeypatch.setenv("POSTROOM_CONFIG", name)
+        assert name in postroom(*command, "--data", data).error
+        monkeypatch.delenv("POSTROOM_CONFIG")
+    assert postroom(*command, "--data", data).code == 0
+    monkeypatch.setenv("POSTROOM_CONFIG", "absent.toml")
+    assert postroom("init", "--out", "absent.toml").code == 0  # it may be there to write the file
+
+
+# ---- tokens ------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_an_agent_of_another_organization_is_a_warning(data: Path) -> None:
+    create = ("token", "create", "--data", data, "--role", "agent", "--agent", "triage", "--org")
+    for org in ("acme", "acme"):
+        assert postroom(*create, org).errors == ""
+    made = postroom(*create, "globex")
+    assert (made.code, made.line["org"]) == (0, "globex")
+    assert "the tasks of 'triage' belong to the agent of that name in organization 'acme'" in made.error
+
+
+def test_permissions_without_effect_are_refused(data: Path) -> None:
+    create = ("token", "create", "--data", data, "--may-claim", "b", "--role")
+    refused = postroom(*create, "admin")
+    assert (refused.code, "--may-claim is for the token of an agent" in refused.error) == (2, True)
+    assert postroom(*create, "operator", "--org", "acme", "--agent", "a").code == 0
+
+
+# ---- operators ---------------------------------------------------------------------------------------
+
+
+def test_a_resume_says_when_nothing_was_paused(data: Path) -> None:
+    with Engine.open(f"sqlite:///{data}/queue.db") as engine:
+        engine.blocking.submit(type="tool_call", org_id="acme", payload={})
+    resume = ("engine", "resume", "--data", data, "--org")
+    unknown = postroom(*resume, "nope")
+    assert (unknown.code, unknown.raw) == (1, b"")
+    assert "nothing was paused: organization nope has no messages and no pause" in unknown.error
+    assert postroom(*resume, "acme").line["was_paused"] is False
+    assert postroom("engine", "pause", "--data", data, "--org", "acme").code == 0
+    assert postroom(*resume, "acme").line["was_paused"] is True
+
+
+def test_verify_says_which_of_two_places_is_too_many(data: Path) -> None:
+    refused = postroom("verify", "--data", data, "audit")
+    assert (refused.code, "leave out the FOLDER audit, or --data" in refused.error) == (2, True)
+    refused = postroom("verify", "--data", data, "--since", "2026-02-05T00:00:00Z")
+    assert (refused.code, "--since has no effect" in refused.error) == (2, True)

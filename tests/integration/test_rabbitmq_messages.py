@@ -1,0 +1,118 @@
+"""What a broker is given and holds: persistent messages, confirms, the prefetch, the sweep of workers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from postroom import Engine
+from postroom.stores import rabbitmq, rabbitmq_link
+from postroom.stores.rabbitmq_lanes import Topology
+from tests.integration.test_engine_rabbitmq import (
+    TYPE,
+    broker_alone,
+    channel_of,
+    echo,
+    in_loop,
+    lanes_of,
+    results,
+    store_of,
+    submit,
+    until,
+    url,
+    working,
+)
+from tests.rabbitmqserver import RabbitServer
+
+__all__ = ["broker_alone", "url"]  # fixtures
+
+PERSISTENT = 2
+PREFETCH = 5
+
+
+@in_loop
+async def test_messages_are_persistent_in_durable_lanes_and_only_p0_is_not_confirmed(
+    url: str, rabbit: RabbitServer
+) -> None:
+    with Engine.open(url) as engine:
+        await submit(engine, 1, priority=0)
+        await submit(engine, 1, priority=2)
+        store = store_of(engine)
+        broker = store._started()
+        await until(lambda: broker.counts(["org:acme"]) == {"org:acme": 2})
+        await until(lambda: not broker.backlog)
+        assert broker._safe is not None
+        assert broker._fast is not None
+        assert broker._safe.confirms
+        assert broker._safe._published == 1
+        assert not broker._fast.confirms
+        channel = channel_of(rabbit)
+        for lane in (0, 2):
+            name = store._topology().lane("org:acme", lane)
+            channel.queue_declare(name, passive=True, durable=True)
+            _, properties, _ = channel.basic_get(name)
+            assert properties.delivery_mode == PERSISTENT
+            assert not properties.headers, "a history that the broker could act on"
+        channel.connection.close()
+
+
+@in_loop
+async def test_a_process_holds_no_more_deliveries_of_a_lane_than_its_prefetch(url: str) -> None:
+    """So a message waits behind at most that many others for a process that is busy."""
+    with Engine.open(url.replace("ledger=", f"prefetch={PREFETCH}&ledger=")) as engine:
+        free = asyncio.Event()
+
+        @engine.handler(TYPE)
+        async def handle(_message: Any, _context: Any) -> None:
+            await free.wait()
+
+        handles = await submit(engine, 4 * PREFETCH)
+        store = store_of(engine)
+        broker = store._started()
+        await until(lambda: broker.counts(["org:acme"]) == {"org:acme": 4 * PREFETCH})
+        async with working(engine, concurrency=1):
+            await until(lambda: store.deliveries.count("org:acme", 2) == PREFETCH)
+            assert broker.counts(["org:acme"])["org:acme"] >= 2 * PREFETCH
+            free.set()
+            await results(handles)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_messages_that_the_broker_refuses_are_published_again_after_a_pause(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rabbitmq_link, "REFUSED_PAUSE_S", 3_600.0)
+    arguments, full = Topology._arguments, {"x-max-length": 1, "x-overflow": "reject-publish"}
+    monkeypatch.setattr(Topology, "_arguments", lambda *args: {**arguments(*args), **full})
+    with Engine.open(url) as engine:
+        echo(engine)
+        handles = await submit(engine, 4)
+        broker = store_of(engine)._started()
+        await until(lambda: len(broker._refused) == 3)
+        assert broker._safe is not None
+        assert broker._safe._published == 4, "refused messages are published without a pause"
+        monkeypatch.setattr(rabbitmq_link, "REFUSED_PAUSE_S", 0.1)
+        broker._soon(broker._publish_refused)
+        async with working(engine):
+            assert await results(handles) == [*range(4)]
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_workers_compare_the_lanes_with_the_ledger_from_time_to_time(
+    url: str, rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rabbitmq, "RECONCILE_S", 0.3)
+    monkeypatch.setattr(rabbitmq, "HELD_LOOK_S", 0.1)
+    with Engine.open(url) as engine:
+        echo(engine)
+        handles = await submit(engine, 5)
+        store = store_of(engine)
+        await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 5})
+        channel = channel_of(rabbit)
+        for name in lanes_of(store):
+            channel.queue_purge(name)
+        channel.connection.close()
+        async with working(engine):
+            assert await results(handles) == [*range(5)]

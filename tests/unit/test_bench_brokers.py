@@ -1,0 +1,40 @@
+"""Parts of the bench of PostgreSQL run, at a size that measures nothing, and yield whole figures.
+
+The part with worker processes is left out: it starts ten interpreters.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import figures as shared
+import pytest
+from brokersbench import postgres as bench
+
+from postroom.testing.postgres_server import PostgresServer
+from tests.postgresserver import postgres
+
+__all__ = ["postgres"]  # a fixture
+
+SIZES = bench.Sizes(
+    messages=100, turn_messages=100, slow_messages=10, backlog=200, small_backlog=100, seconds=0.2
+)
+
+
+@pytest.mark.parametrize("part", [part for part in bench.PARTS if part != "processes"])
+def test_part_yields_figures_with_a_value_and_a_verdict(
+    part: str, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def running(_settings: object) -> Iterator[PostgresServer]:
+        yield postgres
+
+    monkeypatch.setattr(bench, "running_postgres", running)
+    monkeypatch.setattr(shared, "REPEATS", 1)
+    monkeypatch.setattr(bench, "TURNS", 1)
+    found = [json.loads(figure.as_json()) for figure in bench.figures(SIZES, part)]
+    measured = [figure for figure in found if not figure["name"].startswith("load")]
+    assert measured
+    for figure in measured:
+        assert figure["value"] > 0
+        assert isinstance(figure["ok"], bool) == (figure["goal"] is not None)
