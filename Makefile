@@ -51,7 +51,7 @@ format: $(STAMP) ## format the sources
 	@$(PYTHON) -m ruff format
 
 bench: $(STAMP) ## every benchmark
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS)
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS)
 	@failed=0; for script in bench/bench_*.py; do $(PYTHON) "$$script" || failed=1; done; exit $$failed
 
 bench-files: $(STAMP) ## the benchmark of Bus and Queue beside bare system calls
@@ -85,6 +85,7 @@ bench-coordinator: $(STAMP) ## the benchmark of Coordinator: requests, streams, 
 	@$(PYTHON) bench/bench_coordinator.py
 
 bench-up: $(STAMP) ## the benchmark of up: start, memory, MCP over stdio, submits over HTTP, the live page
+	@$(PYTHON) tools/setup.py --system $(BROWSER)
 	@$(PYTHON) bench/bench_up.py
 
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
@@ -92,7 +93,7 @@ bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB
 	@$(PYTHON) bench/bench_pipeline.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, full disks, soak (long)
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS) strace mkfs.ext4=e2fsprogs
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS) $(BOUNCER) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 
 simulate: $(STAMP) ## 100,000 seeded histories of an engine, on all cores (long)

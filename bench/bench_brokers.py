@@ -9,7 +9,11 @@ from brokersbench import postgres
 from figures import REPEATS, Report, machine, run
 
 POSTGRES, RABBIT = "postgres", "rabbit"
-PARTS = (POSTGRES, *(f"{POSTGRES}-{name}" for name in postgres.PARTS), RABBIT)
+RABBIT_PARTS = ("throughput", "latency", "backlog", "cluster")
+PARTS = (
+    *(POSTGRES, *(f"{POSTGRES}-{name}" for name in postgres.PARTS)),
+    *(RABBIT, *(f"{RABBIT}-{name}" for name in RABBIT_PARTS)),
+)
 
 
 def main() -> None:
@@ -19,14 +23,15 @@ def main() -> None:
     options = parser.parse_args()
     report = Report(f"Brokers: {machine()}; medians of {REPEATS}")
     report.begin()
-    if options.only != RABBIT:
-        part = (options.only or POSTGRES).removeprefix(POSTGRES).removeprefix("-")
+    server, _, part = (options.only or "").partition("-")
+    if server in ("", POSTGRES):
         for figure in postgres.figures(postgres.QUICK if options.quick else postgres.Sizes(), part):
             report.add(figure)
-    if options.only in (None, RABBIT):
+    if server in ("", RABBIT):
         rabbit = importlib.import_module("brokersbench.rabbit")  # needs pika and a broker
         with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
-            for figure in rabbit.figures(Path(folder), rabbit.QUICK if options.quick else rabbit.Sizes()):
+            sizes = rabbit.QUICK if options.quick else rabbit.Sizes()
+            for figure in rabbit.figures(Path(folder), sizes, part):
                 report.add(figure)
     report.end()
 

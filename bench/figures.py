@@ -169,6 +169,11 @@ def readable(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
+def load_figure() -> Figure:
+    """How many processes wanted a core in the last minute: what a rate of a busy machine is read with."""
+    return Figure("load of the machine, 1 minute", os.getloadavg()[0], "processes")
+
+
 def machine() -> str:
     """Cores, architecture, system and Python version."""
     system = os.uname()

@@ -7,19 +7,19 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from enginebench.engines import ADMIT_ALL
 from figures import REPEATS, Figure, Goal, percentile
 from playwright.sync_api import Browser, Page, sync_playwright
+from up_figures import submit_rate
 
 from postroom import Engine
 from postroom.core import lifecycle
@@ -48,7 +48,6 @@ DEAD_SHARE = 100  # one of so many messages is a dead letter
 KEPT_SHARE = 0.9
 EVENT_P50_MS = 200.0
 PAGES = 50
-CONNECTIONS = 8
 BATCH = 1_000
 
 OPEN_PAGES = """
@@ -65,6 +64,21 @@ async def page(host, port, token):
 async def main():
     host, port, token, count = sys.argv[1:]
     await asyncio.gather(*(page(host, int(port), token) for _ in range(int(count))))
+asyncio.run(main())
+"""
+
+WORK = """
+import asyncio, sys
+from postroom import Engine
+from enginebench.engines import ADMIT_ALL
+engine = Engine.open(sys.argv[1], ADMIT_ALL)
+@engine.handler("agent_message")  # of which there is a backlog
+@engine.handler("tool_call")
+async def work(message, ctx):
+    return message.payload
+async def main():
+    print("ready", flush=True)
+    await engine.run(concurrency=10)
 asyncio.run(main())
 """
 
@@ -184,6 +198,17 @@ def _load_ms(page: Page, url: str, drawn: str) -> float:
     return float(page.evaluate("window.drawnAt"))
 
 
+def _cold_ms(page: Page, url: str, drawn: str) -> float:
+    """As `_load_ms`, by a browser that has the session and nothing in its cache."""
+    assert page.context.browser is not None
+    context = page.context.browser.new_context(storage_state=page.context.storage_state())
+    fresh = context.new_page()
+    fresh.add_init_script(DRAWN.replace("SELECTOR", drawn))
+    took_ms = _load_ms(fresh, url, drawn)
+    context.close()
+    return took_ms
+
+
 def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, events: int) -> Iterator[Figure]:
     """All figures, on one server."""
     data = folder / "run"
@@ -195,7 +220,7 @@ def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, eve
             yield from first_view_figures(page, server, messages, loads)
             yield view_figure(server, messages)
             yield from event_figures(page, server, events)
-        yield from open_pages_figures(server, seconds)
+        yield from open_pages_figures(server, data, seconds)
 
 
 def first_view_figures(page: Page, server: Server, messages: int, loads: int) -> Iterator[Figure]:
@@ -205,12 +230,19 @@ def first_view_figures(page: Page, server: Server, messages: int, loads: int) ->
         fresh.add_init_script(DRAWN.replace("SELECTOR", drawn))
         times = [_load_ms(fresh, f"{server.url}/#/{view}", drawn) for _ in range(loads)]
         fresh.close()
+        cold = [_cold_ms(page, f"{server.url}/#/{view}", drawn) for _ in range(loads)]
         yield Figure(
             f"first view of the {view}, {messages:,} messages stored, p50",
             percentile(times, 0.5),
             "ms",
             f"slowest of {loads}: {max(times):.0f} ms",
             goals=[Goal("value", "<", FIRST_VIEW_MS)],
+        )
+        yield Figure(
+            f"first view of the {view}, with an empty cache, p50",
+            percentile(cold, 0.5),
+            "ms",
+            f"slowest of {loads}: {max(cold):.0f} ms",
         )
 
 
@@ -250,43 +282,62 @@ def open_pages(server: Server) -> Iterator[None]:
         process.communicate()
 
 
-def rate_of(server: Server, seconds: float) -> float:
-    """Messages a second that several connections submit together."""
-    counts = [0] * CONNECTIONS
-    deadline = time.perf_counter() + seconds
+class Rates(NamedTuple):
+    """Messages a second."""
 
-    def run(number: int) -> None:
-        connection = server.connect()
-        while time.perf_counter() < deadline:
-            server.submit(connection)
-            counts[number] += 1
-        connection.close()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(CONNECTIONS)]
-    begun = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / (time.perf_counter() - begun)
+    submitted: float
+    completed: float
 
 
-def open_pages_figures(server: Server, seconds: float) -> Iterator[Figure]:
-    """Submits over HTTP without and with open pages, in turns."""
-    rate_of(server, seconds / 2)
+@contextmanager
+def working(data: Path) -> Iterator[None]:
+    """A worker in a process of its own, which completes what is submitted."""
+    command = [sys.executable, "-c", WORK, f"sqlite:///{data / 'queue.db'}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def rates_of(server: Server, seconds: float) -> Rates:
+    """What clients submit together, and what the worker completes meanwhile."""
+    connection = server.connect()
+    begun, before = time.perf_counter(), completed(server, connection)
+    submitted = submit_rate(server.url, server.token, seconds)
+    while not (done := completed(server, connection) - before):  # a very short run
+        time.sleep(0.01)
+    took_s = time.perf_counter() - begun
+    connection.close()
+    return Rates(submitted, done / took_s)
+
+
+def completed(server: Server, connection: http.client.HTTPConnection) -> int:
+    organizations = server.get(connection, "/engine/status")["organizations"].values()
+    return sum(int(one["states"].get("COMPLETED", 0)) for one in organizations)
+
+
+def open_pages_figures(server: Server, data: Path, seconds: float) -> Iterator[Figure]:
+    """An engine at work without and with open pages, in turns. Both its rates are compared."""
     alone, watched = [], []
-    for _ in range(REPEATS):
-        alone.append(rate_of(server, seconds))
-        with open_pages(server):
-            watched.append(rate_of(server, seconds))
-    yield Figure(
-        f"submits over HTTP with {PAGES} open pages",
-        statistics.median(watched),
-        "messages/s",
-        f"without a page: {statistics.median(alone):,.0f} messages/s",
-        statistics.median(w / a for w, a in zip(watched, alone, strict=True)),
-        goals=[Goal("ratio", ">=", KEPT_SHARE)],
-    )
+    with working(data):
+        rates_of(server, seconds / 2)
+        for _ in range(REPEATS):
+            alone.append(rates_of(server, seconds))
+            with open_pages(server):
+                watched.append(rates_of(server, seconds))
+    for place, what in enumerate(Rates._fields):
+        yield Figure(
+            f"messages {what} with {PAGES} open pages",
+            statistics.median(one[place] for one in watched),
+            "messages/s",
+            f"without a page: {statistics.median(one[place] for one in alone):,.0f} messages/s",
+            statistics.median(w[place] / a[place] for w, a in zip(watched, alone, strict=True)),
+            goals=[Goal("ratio", ">=", KEPT_SHARE)],
+        )
 
 
 def event_figures(page: Page, server: Server, events: int) -> Iterator[Figure]:

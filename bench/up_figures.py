@@ -75,34 +75,35 @@ def _pss_mb(pid: int) -> float:
     raise AssertionError(line)
 
 
+def submit_rate(url: str, token: str, seconds: float) -> float:
+    """Messages a second that `CONNECTIONS` clients submit together, each waiting for its answers."""
+    address = urlsplit(url)
+    counts = [0] * CONNECTIONS
+    end = time.perf_counter() + seconds
+
+    def submit(place: int) -> None:
+        body = json.dumps({"type": "tool_call", "org_id": "bench", "priority": 0, "payload": {"n": place}})
+        head = f"POST /engine/messages HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {token}\r\n"
+        request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            while time.perf_counter() < end:
+                connection.sendall(request)
+                answer = connection.recv(65536)
+                while not answer.endswith(b"}"):  # the head alone has come
+                    answer += connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 202"), answer
+                counts[place] += 1
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        list(pool.map(submit, range(CONNECTIONS)))
+    return sum(counts) / (time.perf_counter() - begun)
+
+
 def submit_figures(folder: Path, seconds: float) -> Iterator[Figure]:
     """P0 messages, which backpressure never refuses: one a request, on connections that wait for answers."""
     with _up(folder / "run") as (facts, _):
-        address = urlsplit(facts["http"])
-        counts = [0] * CONNECTIONS
-        end = time.perf_counter() + seconds
-
-        def submit(place: int) -> None:
-            body = json.dumps(
-                {"type": "tool_call", "org_id": "bench", "priority": 0, "payload": {"n": place}}
-            )
-            head = (
-                f"POST /engine/messages HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {facts['token']}\r\n"
-            )
-            request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
-            with socket.create_connection((address.hostname, address.port)) as connection:
-                while time.perf_counter() < end:
-                    connection.sendall(request)
-                    answer = connection.recv(65536)
-                    while not answer.endswith(b"}"):  # the head alone has come
-                        answer += connection.recv(65536)
-                    assert answer.startswith(b"HTTP/1.1 202"), answer
-                    counts[place] += 1
-
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(submit, range(CONNECTIONS)))
-        rate = sum(counts) / (time.perf_counter() - begun)
+        rate = submit_rate(facts["http"], facts["token"], seconds)
     yield Figure(
         f"HTTP submit of Engine, {CONNECTIONS} connections",
         rate,

@@ -36,6 +36,25 @@ from postroom.settings import (
     UpSettings,
     described,
 )
+from postroom.stores.open import open_store
+
+STORES = {
+    "SQLite": "sqlite:///queue.db",
+    "PostgreSQL": "postgres://app@db/postroom",
+    "RabbitMQ over PostgreSQL": "amqp://broker/?ledger=postgres://app@db/postroom",
+    "RabbitMQ over SQLite": "amqp://broker/?ledger=sqlite:///queue.db",
+    "the same with `p0=broker-only`": "amqp://broker/?p0=broker-only&ledger=sqlite:///queue.db",
+    "memory": "memory://",
+}
+CAPABILITY_MEANINGS = {
+    "is_shared": "processes of several hosts can use it",
+    "is_concurrent": "commits of one process run concurrently",
+    "is_ordered": "workers that claim at the same time get a lane in its order",
+    "keeps_all": "every accepted message is in the ledger",
+    "survives_kills": "class `os` outlives `kill -9` of every process of the store",
+    "is_encryptable": "a key file encrypts it",
+    "is_movable": "`postroom move` can take it elsewhere",
+}
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -497,7 +516,10 @@ def audit_field_row(name: str, schema: dict[str, Any]) -> str:
 
 def architecture_page() -> str:
     text = ARCHITECTURE.read_text("utf-8")
-    return with_part(with_part(text, "layers", layers_drawing()), "seams", seams_table())
+    parts = {"layers": layers_drawing(), "seams": seams_table(), "capabilities": capabilities_table()}
+    for name, part in parts.items():
+        text = with_part(text, name, part)
+    return text
 
 
 def with_part(text: str, name: str, part: str) -> str:
@@ -526,6 +548,22 @@ def layers_drawing() -> str:
 
 def seams_table() -> str:
     return rows("| seam | class | methods |", starmap(seam_row, SEAMS))
+
+
+def capabilities_table() -> str:
+    """What each kind of store declares. Opening a store connects to nothing."""
+    declared = []
+    for url in STORES.values():
+        store = open_store(url)
+        declared.append(store.capabilities)
+        store.close()
+    return rows(
+        f"| | {' | '.join(STORES)} |",
+        (
+            f"| {meaning} | {' | '.join('yes' if getattr(one, name) else 'no' for one in declared)} |"
+            for name, meaning in CAPABILITY_MEANINGS.items()
+        ),
+    )
 
 
 def seam_row(seam: str, path: str, name: str) -> str:

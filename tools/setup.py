@@ -112,7 +112,7 @@ def ensure_venv_module(python: str) -> None:
 
 
 def install() -> None:
-    say("installing requirements.lock")
+    say("installing requirements.lock, which takes a few minutes")
     pip_install("--require-hashes", "-r", LOCK)
     # The build tool is in the lock, so nothing else is downloaded here.
     pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)

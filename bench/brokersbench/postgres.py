@@ -1,21 +1,24 @@
 """PostgreSQL under the store, beside raw SQL, procrastinate and pgqueuer on the same server.
 
-Every side commits synchronously. A figure of ours is that of a store handle: the contracts above it are
-measured by the benches of `Tasks` and `Engine`.
+Rule 1: every side commits synchronously.
+Rule 2: each turn of each side begins with empty tables. They are analyzed once they are full, so that neither
+        side plans for another size.
+Rule 3: beside raw SQL, ours is a store handle that claims 50 at a time. Beside a worker of a peer, it is a
+        worker of `Engine`.
 """
 
 import asyncio
+import importlib
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import procrastinate
 import psycopg
-from figures import Figure, Goal, compare, median_of
-from pgqueuer import PgQueuer, PsycopgDriver, Queries
+from figures import Comparison, Figure, Goal, compare, load_figure, median_of, readable
 
 from postroom import Engine
 from postroom.message import Envelope
@@ -29,13 +32,15 @@ PUT_AT_ONCE = 100
 TAKEN_AT_ONCE = 50
 LEASE_NS = 60_000_000_000
 WORKERS = 4
+TURNS = 3
 MIX = (100.0, 0.0, 0.0, 0.0)
 
-RAW_TABLE = """CREATE TABLE IF NOT EXISTS raw (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'ready',
+RAW_TABLE = """CREATE TABLE raw (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'ready',
     priority int NOT NULL DEFAULT 2, payload jsonb NOT NULL, created_at timestamptz NOT NULL DEFAULT now(),
     lease_until timestamptz, attempts int NOT NULL DEFAULT 0, worker text, done_at timestamptz)"""
-RAW_READY = "CREATE INDEX IF NOT EXISTS raw_ready ON raw (priority, id) WHERE state = 'ready'"
-RAW_LEASED = "CREATE INDEX IF NOT EXISTS raw_leased ON raw (lease_until) WHERE state = 'leased'"
+RAW_READY = "CREATE INDEX raw_ready ON raw (priority, id) WHERE state = 'ready'"
+RAW_LEASED = "CREATE INDEX raw_leased ON raw (lease_until) WHERE state = 'leased'"
+RAW_INSERT = "INSERT INTO raw (payload) SELECT unnest(%s::jsonb[])"
 RAW_CLAIM = """UPDATE raw SET state = 'leased', lease_until = now() + interval '60 s',
     attempts = attempts + 1, worker = 'w' WHERE id IN (SELECT id FROM raw WHERE state = 'ready'
     ORDER BY priority, id LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING id, payload"""
@@ -45,24 +50,26 @@ RAW_DONE = "UPDATE raw SET state = 'done', done_at = now() WHERE id = ANY(%s) AN
 @dataclass(frozen=True)
 class Sizes:
     messages: int = 20_000
+    turn_messages: int = 5_000
     slow_messages: int = 1_000
     backlog: int = 1_000_000
     small_backlog: int = 1_000
     seconds: float = 10.0
 
 
-QUICK = Sizes(messages=1_000, slow_messages=100, backlog=5_000, small_backlog=500, seconds=2.0)
+QUICK = Sizes(
+    messages=1_000, turn_messages=500, slow_messages=100, backlog=5_000, small_backlog=500, seconds=1.0
+)
 
 
 def figures(sizes: Sizes, only: str = "") -> Iterator[Figure]:
     """All figures, or those of one part."""
     with running_postgres({"shared_buffers": "256MB", "max_wal_size": "4GB"}) as server:
-        with psycopg.connect(server.url(), autocommit=True) as connection:
-            for query in (RAW_TABLE, RAW_READY, RAW_LEASED):
-                connection.execute(query)
         for name, part in PARTS.items():
             if only in ("", name):
+                yield load_figure()
                 yield from part(server, sizes)
+    yield load_figure()
 
 
 def timed(count: int, work: Callable[[], object]) -> float:
@@ -94,103 +101,100 @@ def take(store: PostgresStore, most: int) -> int:
 
 
 def put_raw(connection: Any, count: int) -> None:
+    batch = [PAYLOAD.decode()] * PUT_AT_ONCE
     for _ in range(count // PUT_AT_ONCE):
-        with connection.transaction():
-            connection.cursor().executemany(
-                "INSERT INTO raw (payload) VALUES (%s)", [(PAYLOAD.decode(),)] * PUT_AT_ONCE
-            )
+        connection.execute(RAW_INSERT, (batch,))
 
 
 def take_raw(connection: Any, most: int) -> None:
+    """Two statements a batch, each of which is a transaction of its own and one trip."""
     taken = 0
     while taken < most:
-        with connection.transaction():
-            rows = connection.execute(RAW_CLAIM, (TAKEN_AT_ONCE,)).fetchall()
+        rows = connection.execute(RAW_CLAIM, (TAKEN_AT_ONCE,)).fetchall()
         if not rows:
             break
-        with connection.transaction():
-            connection.execute(RAW_DONE, ([row[0] for row in rows],))
+        connection.execute(RAW_DONE, ([row[0] for row in rows],))
         taken += len(rows)
 
 
-def _throughput(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
-    store, count = PostgresStore(server.new_store()), sizes.messages
-    with psycopg.connect(server.url(), autocommit=True, prepare_threshold=0) as raw:
-        found = compare(
-            lambda: timed(count, lambda: put(store, count)), lambda: timed(count, lambda: put_raw(raw, count))
-        )
-        against = f"raw SQL, {found.theirs:,.0f}/s"
-        yield Figure(
-            "insert, 100 in a commit", found.ours, "/s", against, found.ratio, [Goal("ratio", ">=", 0.7)]
-        )
-        found = compare(
-            lambda: timed(count, lambda: take(store, count)),
-            lambda: timed(count, lambda: take_raw(raw, count)),
-        )
-        against = f"raw SKIP LOCKED, {found.theirs:,.0f}/s"
-        yield Figure(
-            "claim 50 and complete", found.ours, "/s", against, found.ratio, [Goal("ratio", ">=", 0.7)]
-        )
+@contextmanager
+def raw_table(server: PostgresServer) -> Iterator[Any]:
+    """A connection to a new table."""
+    with psycopg.connect(server.url(), autocommit=True, prepare_threshold=0) as connection:
+        for query in ("DROP TABLE IF EXISTS raw", RAW_TABLE, RAW_READY, RAW_LEASED):
+            connection.execute(query)
+        yield connection
+
+
+@contextmanager
+def new_store(server: PostgresServer) -> Iterator[PostgresStore]:
+    """An open store without messages."""
+    store = PostgresStore(server.new_store())
+    store.identity()
+    yield store
     store.close()
+
+
+def analyze(server: PostgresServer) -> None:
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute("VACUUM ANALYZE")
+
+
+def drained(server: PostgresServer, count: int) -> float:
+    """Claims and completions a second of a store handle."""
+    with new_store(server) as store:
+        put(store, count)
+        analyze(server)
+        return timed(count, lambda: take(store, count))
+
+
+def drained_raw(server: PostgresServer, count: int) -> float:
+    with raw_table(server) as raw:
+        put_raw(raw, count)
+        analyze(server)
+        return timed(count, lambda: take_raw(raw, count))
+
+
+def _throughput(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
+    count = sizes.turn_messages
+
+    def inserted() -> float:
+        with new_store(server) as store:
+            return timed(count, lambda: put(store, count))
+
+    def inserted_raw() -> float:
+        with raw_table(server) as raw:
+            return timed(count, lambda: put_raw(raw, count))
+
+    found = compare(inserted, inserted_raw, turns=TURNS)
+    yield _beside("insert, 100 in a commit", "raw SQL", found, 0.7)
+    found = compare(lambda: drained(server, count), lambda: drained_raw(server, count), turns=TURNS)
+    yield _beside("claim 50 and complete", "raw SKIP LOCKED", found, 0.7)
+
+
+def _beside(name: str, peer: str, found: Comparison, bound: float) -> Figure:
+    against = f"{peer}, {readable(found.theirs)}/s"
+    return Figure(name, found.ours, "/s", against, found.ratio, [Goal("ratio", ">=", bound)])
 
 
 # ---- peers -----------------------------------------------------------------------------------------
 
 
 def _peers(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
-    count = sizes.slow_messages
-    for name, peer, bound in (("procrastinate", procrastinate_rate, 8.0), ("pgqueuer", pgqueuer_rate, 1.2)):
-        store, url = PostgresStore(server.new_store()), server.new_database()
+    rivals = importlib.import_module("brokersbench.postgrespeers")  # worker processes need none of this
+    peers = (
+        ("procrastinate", rivals.procrastinate_worker, sizes.slow_messages, sizes.turn_messages, 8.0),
+        ("pgqueuer", rivals.pgqueuer, sizes.messages, sizes.messages, 1.2),
+    )
+    for name, worker, their_count, count, bound in peers:
 
-        def ours(store: PostgresStore = store) -> float:
-            put(store, sizes.messages)
-            return timed(sizes.messages, lambda: take(store, sizes.messages))
+        def theirs(worker: Any = worker, count: int = their_count) -> float:
+            return float(rivals.rate(worker, server.new_database(), PAYLOAD, count))
 
-        found = compare(ours, lambda peer=peer, url=url: asyncio.run(peer(url, count)))  # type: ignore[misc]
-        yield Figure(
-            "claim and complete", found.ours, "/s", f"{name}, {found.theirs:,.0f}/s", found.ratio,
-            [Goal("ratio", ">=", bound)],
-        )  # fmt: skip
-        store.close()
+        def ours(count: int = count) -> float:
+            return float(rivals.rate(rivals.ours, server.new_store(), PAYLOAD, count))
 
-
-async def procrastinate_rate(url: str, count: int) -> float:
-    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=url))
-
-    @app.task(name="nothing")
-    async def nothing(**_facts: Any) -> None:
-        pass
-
-    async with app.open_async():
-        if not await app.check_connection_async():
-            await app.schema_manager.apply_schema_async()
-        for _ in range(count):
-            await nothing.defer_async(issue=7)
-        began = time.perf_counter()
-        await app.run_worker_async(wait=False, concurrency=10, install_signal_handlers=False)
-        return count / (time.perf_counter() - began)
-
-
-async def pgqueuer_rate(url: str, count: int) -> float:
-    connection = await psycopg.AsyncConnection.connect(url, autocommit=True)
-    async with connection:
-        driver = PsycopgDriver(connection)
-        queries = Queries(driver)
-        if not await queries.has_table("pgqueuer"):
-            await queries.install()
-        await queries.enqueue(["nothing"] * count, [PAYLOAD] * count, [0] * count)
-        queuer, done = PgQueuer(driver), 0
-
-        @queuer.entrypoint("nothing")
-        async def nothing(_job: Any) -> None:
-            nonlocal done
-            done += 1
-            if done == count:
-                queuer.shutdown.set()
-
-        began = time.perf_counter()
-        await queuer.run(batch_size=10)
-        return count / (time.perf_counter() - began)
+        yield _beside("a worker of Engine, 50 slots", name, compare(ours, theirs), bound)
 
 
 # ---- processes, backlog and latency ----------------------------------------------------------------
@@ -220,22 +224,20 @@ def _processes(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
         store = PostgresStore(url)
         put(store, sizes.messages)
         store.close()
+        analyze(server)
         return _rate_of_processes(_work, url, workers, sizes.messages)
 
     def raw(workers: int) -> float:
-        with psycopg.connect(server.url(), autocommit=True, prepare_threshold=0) as connection:
+        with raw_table(server) as connection:
             put_raw(connection, sizes.messages)
+        analyze(server)
         return _rate_of_processes(_work_raw, server.url(), workers, sizes.messages)
 
     found = compare(lambda: ours(WORKERS), lambda: ours(1))
-    yield Figure(
-        "claim and complete, 4 processes", found.ours, "/s", f"1 process, {found.theirs:,.0f}/s", found.ratio,
-        [Goal("ratio", ">=", 1.0)],
-    )  # fmt: skip
+    yield _beside("claim and complete, 4 processes", "1 process", found, 1.0)
     peer = compare(lambda: raw(WORKERS), lambda: raw(1))
-    yield Figure(
-        "raw SKIP LOCKED, 4 processes", peer.ours, "/s", f"1 process, {peer.theirs:,.0f}/s", peer.ratio
-    )
+    against = f"1 process, {readable(peer.theirs)}/s"
+    yield Figure("raw SKIP LOCKED, 4 processes", peer.ours, "/s", against, peer.ratio)
 
 
 def _rate_of_processes(work: Callable[[str, Any, Any], None], url: str, workers: int, count: int) -> float:
@@ -255,8 +257,8 @@ def _rate_of_processes(work: Callable[[str, Any, Any], None], url: str, workers:
 
 def _backlog(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
     small, large = PostgresStore(server.new_store()), PostgresStore(server.new_store())
-    put(large, sizes.backlog)
     each = sizes.small_backlog
+    put(large, sizes.backlog - each)  # with each turn's messages it is as full as a queue may be
 
     def rate(store: PostgresStore) -> float:
         put(store, each)

@@ -17,7 +17,7 @@ from enginebench.engines import fresh, open_engine, url_in, workers
 from enginebench.probe import fsync_figure
 from enginebench.throughput import rate
 from enginebench.worker import PROBE
-from figures import Figure, Goal, compare, median_of, readable
+from figures import Figure, Goal, compare, load_figure, median_of, readable
 from peersbench import brokers
 
 from brokersbench.aiopikaapp import AioPika
@@ -64,19 +64,22 @@ def postgres(_folder: Path) -> Iterator[str]:
 LEDGERS: tuple[Ledger, ...] = (("SQLite", sqlite, 0.8), ("PostgreSQL", postgres, 0.6))
 
 
-def figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+def figures(folder: Path, sizes: Sizes, only: str = "") -> Iterator[Figure]:
+    """All figures, or those of one part."""
     yield fsync_figure(folder)
     with brokers.rabbitmq(folder) as broker:
-        for name, opened, goal in LEDGERS:
-            with opened(fresh(folder)) as ledger:
-                url = f"{broker.removesuffix('//')}/?ledger={ledger}"
-                yield from _throughput(name, fresh(folder), broker, url, goal, sizes)
-            with opened(fresh(folder)) as ledger:
-                url = f"{broker.removesuffix('//')}/?ledger={ledger}"
-                yield _latency(name, url, sizes)
-        with sqlite(fresh(folder)) as ledger:
-            url = f"{broker.removesuffix('//')}/?ledger={ledger}"
-            yield _backlog("SQLite", fresh(folder), url, sizes)
+        for name, part in PARTS.items():
+            if only in ("", name):
+                yield load_figure()
+                yield from part(folder, broker, sizes)
+    yield load_figure()
+
+
+@contextlib.contextmanager
+def over(ledger: Ledger, folder: Path, broker: str) -> Iterator[str]:
+    """The URL of a new engine."""
+    with ledger[1](fresh(folder)) as url:
+        yield f"{broker.removesuffix('//')}/?ledger={url}"
 
 
 # ---- throughput ----------------------------------------------------------------------------------------
@@ -102,7 +105,13 @@ def bare(folder: Path, broker: str) -> Iterator[AioPika]:
         side.close()
 
 
-def _throughput(
+def _throughput(folder: Path, broker: str, sizes: Sizes) -> Iterator[Figure]:
+    for ledger in LEDGERS:
+        with over(ledger, folder, broker) as url:
+            yield from _beside_peers(ledger[0], fresh(folder), broker, url, ledger[2], sizes)
+
+
+def _beside_peers(
     name: str, folder: Path, broker: str, url: str, goal: float, sizes: Sizes
 ) -> Iterator[Figure]:
     sides: tuple[tuple[str, peers.Opener, float], ...] = (
@@ -126,7 +135,32 @@ def _throughput(
             )  # fmt: skip
 
 
+def _cluster(folder: Path, broker: str, sizes: Sizes) -> Iterator[Figure]:
+    """Quorum queues on three nodes of this machine, beside classic queues on one node."""
+    classic_folder, quorum_folder, ledger = fresh(folder), fresh(folder), LEDGERS[0]
+    with (
+        brokers.rabbitmq_cluster(fresh(folder)) as nodes,
+        over(ledger, folder, broker) as classic_url,
+        over(ledger, folder, nodes) as quorum_url,
+        engine_side(classic_folder, classic_url) as classic,
+        engine_side(quorum_folder, quorum_url) as quorum,
+    ):
+        for side, where in ((classic, classic_folder), (quorum, quorum_folder)):
+            rate(side, where, 1)
+        speed = compare(
+            lambda: rate(quorum, quorum_folder, sizes.ours), lambda: rate(classic, classic_folder, sizes.ours)
+        )
+    against = f"one node, classic queues: {readable(speed.theirs)} messages/s"
+    yield Figure("three nodes, quorum queues", speed.ours, "messages/s", against, speed.ratio)
+
+
 # ---- latency and backlog -------------------------------------------------------------------------------
+
+
+def _latencies(folder: Path, broker: str, sizes: Sizes) -> Iterator[Figure]:
+    for ledger in LEDGERS:
+        with over(ledger, folder, broker) as url:
+            yield _latency(ledger[0], url, sizes)
 
 
 def _latency(name: str, url: str, sizes: Sizes) -> Figure:
@@ -137,6 +171,12 @@ def _latency(name: str, url: str, sizes: Sizes) -> Figure:
     p0 = report.classes[0]
     goals = [Goal("value", "<", P0_MS_GOAL)]
     return Figure(f"RabbitMQ over {name}, P0 p99 at {sizes.load_per_s:g}/s", p0.p99_ms, "ms", goals=goals)
+
+
+def _backlogs(folder: Path, broker: str, sizes: Sizes) -> Iterator[Figure]:
+    for ledger in LEDGERS:
+        with over(ledger, folder, broker) as url:
+            yield _backlog(ledger[0], fresh(folder), url, sizes)
 
 
 def _backlog(name: str, folder: Path, url: str, sizes: Sizes) -> Figure:
@@ -164,3 +204,11 @@ def _backlog(name: str, folder: Path, url: str, sizes: Sizes) -> Figure:
         f"RabbitMQ over {name}, {large:,} waiting", many, "messages/s", f"{small:,}: {readable(few)}",
         many / few, [Goal("ratio", ">=", FLAT)],
     )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Path, str, Sizes], Iterator[Figure]]] = {
+    "throughput": _throughput,
+    "latency": _latencies,
+    "backlog": _backlogs,
+    "cluster": _cluster,
+}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HOST = "127.0.0.1"
+CLUSTER_NODES = 3
 PATIENCE_S = 60.0
 LOOK_S = 0.05
 RABBITMQ = "/usr/lib/rabbitmq/bin/rabbitmq-server"  # the wrapper on the PATH requires another user
@@ -34,13 +35,48 @@ def redis(folder: Path) -> Iterator[str]:
 def rabbitmq(folder: Path) -> Iterator[str]:
     """A private RabbitMQ node; yields its URL."""
     port, mapper_port = free_port(), free_port()
+    environment = _node(folder, mapper_port, port, "")
+    # The node would start a port mapper that outlives it.
+    with _running(["epmd"], mapper_port, environment), _running([RABBITMQ], port, environment):
+        yield f"amqp://guest:guest@{HOST}:{port}//"
+
+
+@contextlib.contextmanager
+def rabbitmq_cluster(folder: Path) -> Iterator[str]:
+    """Three RabbitMQ nodes that form a cluster at their first start; yields the URL of all of them."""
+    mapper_port, ports = free_port(), [free_port() for _ in range(CLUSTER_NODES)]
+    lines = ["cluster_formation.peer_discovery_backend = classic_config"]
+    for number, port in enumerate(ports, 1):
+        lines.append(f"cluster_formation.classic_config.nodes.{number} = {_name(port)}")
+    environments = []
+    for port in ports:
+        (folder / _name(port)).mkdir()
+        environments.append(_node(folder / _name(port), mapper_port, port, "\n".join(lines) + "\n"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_running(["epmd"], mapper_port, environments[0]))
+        nodes = [stack.enter_context(_started([RABBITMQ], each)) for each in environments]
+        for port, node in zip(ports, nodes, strict=True):
+            _await_listening(port, node)
+        hosts = ",".join(f"{HOST}:{port}" for port in ports)
+        yield f"amqp://guest:guest@{hosts}//"
+
+
+def _name(port: int) -> str:
+    return f"peers{port}@localhost"
+
+
+def _node(folder: Path, mapper_port: int, port: int, more: str) -> dict[str, str]:
+    """Write the configuration of a node; its environment."""
     config = folder / "rabbitmq.conf"
-    config.write_text(f"listeners.tcp.default = {HOST}:{port}\nloopback_users = none\n")
-    environment = os.environ | {
+    config.write_text(f"listeners.tcp.default = {HOST}:{port}\nloopback_users = none\n{more}")
+    cookie = folder / ".erlang.cookie"
+    cookie.write_text("postroom-bench")
+    cookie.chmod(0o400)
+    return os.environ | {
         "HOME": str(folder),
         "ERL_EPMD_PORT": str(mapper_port),
         "ERL_EPMD_ADDRESS": HOST,
-        "RABBITMQ_NODENAME": f"peers{port}@localhost",
+        "RABBITMQ_NODENAME": _name(port),
         "RABBITMQ_DIST_PORT": str(free_port()),
         "RABBITMQ_MNESIA_BASE": str(folder / "data"),
         "RABBITMQ_LOG_BASE": str(folder / "log"),
@@ -49,13 +85,17 @@ def rabbitmq(folder: Path) -> Iterator[str]:
         "RABBITMQ_CONF_ENV_FILE": os.devnull,
         "RABBITMQ_PID_FILE": str(folder / "pid"),
     }
-    # The node would start a port mapper that outlives it.
-    with _running(["epmd"], mapper_port, environment), _running([RABBITMQ], port, environment):
-        yield f"amqp://guest:guest@{HOST}:{port}//"
 
 
 @contextlib.contextmanager
 def _running(words: list[str], port: int, environment: dict[str, str]) -> Iterator[None]:
+    with _started(words, environment) as process:
+        _await_listening(port, process)
+        yield
+
+
+@contextlib.contextmanager
+def _started(words: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen(
         words,
         env=environment,
@@ -64,8 +104,7 @@ def _running(words: list[str], port: int, environment: dict[str, str]) -> Iterat
         start_new_session=True,
     )
     try:
-        _await_listening(port, process)
-        yield
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

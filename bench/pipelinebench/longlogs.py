@@ -1,10 +1,16 @@
-"""What the driver spends on the log of a long history. The files of the log do not exist: nobody opens them.
+"""What the driver spends on the logs and the segments of a long history.
+
+The files of the logs do not exist, as nobody opens them. The segments are empty, and a chain lists them.
 
 python bench/pipelinebench/longlogs.py DAYS
 
-Prints one JSON object: seconds and peak memory of a run that finds nothing new.
+Prints one JSON object: seconds and peak memory of a run that finds nothing new; and the CPU seconds and peak
+memory of the same process when it does what a run with new rows does with the logs: a commit to every table,
+after its inputs and its own files were found.
+`segments_cpu_s` is the search for new segments, which both do.
 """
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -21,12 +27,20 @@ from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import EventStream, ingest_txns
 from postroom.pipeline.jobs import nothing_new
+from postroom.pipeline.log_summaries import SummarizedTables
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.tables import SILVER
+from postroom.pipeline.storage import Storage
 from postroom.pipeline.tables import Staged, Tables
+from postroom.sinks.chain import NO_HASH, Entry, chain_line
+from postroom.sinks.layout import CHAIN, segment_name
 
 FILES_A_DAY = 1_000  # of all tables: 100,000 in 100 days
+SEGMENTS_A_DAY = FILES_A_DAY // 2  # as many as files of bronze
 FIRST = date(2025, 1, 1)
+FIRST_US = 1_735_689_600_000_000
+DAY_US = 86_400_000_000
+NO_BYTES = hashlib.sha256().hexdigest()
 
 
 def add(day: int, n: int, column: str) -> AddAction:
@@ -37,13 +51,42 @@ def add(day: int, n: int, column: str) -> AddAction:
     return AddAction(path, 1 << 20, {column: name}, 0, data_change=True, stats=json.dumps(stats))
 
 
+def write_segments(folder: Path, days: int) -> None:
+    """The segments of all days, and their chain."""
+    lines, head = [], NO_HASH
+    for n in range(1, days * SEGMENTS_A_DAY + 1):
+        sealed_us = FIRST_US + (n - 1) * DAY_US // SEGMENTS_A_DAY
+        path = folder / segment_name(n, NO_BYTES, sealed_us)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        line, head = chain_line(entry(n, path.relative_to(folder).as_posix(), sealed_us, head))
+        lines.append(line)
+    (folder / CHAIN).write_bytes(b"".join(lines))
+
+
+def entry(n: int, name: str, sealed_us: int, prev: str) -> Entry:
+    return Entry(
+        n=n,
+        name=name,
+        events=0,
+        bytes=0,
+        sha256=NO_BYTES,
+        prev=prev,
+        min_ts_us=sealed_us,
+        max_ts_us=sealed_us,
+        sealed_us=sealed_us,
+        sources={"tasks:tasks-0123456789abcdef": (n, n)},
+        index=NO_BYTES,
+    )
+
+
 def write_logs(tables: Tables, stream: EventStream, days: int) -> None:
     """Half of the files are bronze, half are silver events. The other tables are empty."""
     adds = {
         column: [add(day, n, column) for day in range(days) for n in range(FILES_A_DAY // 2)]
         for column in ("date", "day")
     }
-    [last] = stream.segments()
+    last = stream.segments()[-1]
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds["date"])
     tables.commit("bronze_events", staged, txns=ingest_txns(stream.ingest_id, last))
     schema = bronze.ROWS.add("day", "date")
@@ -58,9 +101,7 @@ def write_logs(tables: Tables, stream: EventStream, days: int) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="postroom-log-") as folder:
-        place = Path(folder) / "events" / "date=2025-01-01" / "hour=00"
-        place.mkdir(parents=True)
-        (place / "00000001-e3b0c44298fc.jsonl").touch()
+        write_segments(Path(folder) / "events", int(sys.argv[1]))
         stream, tables = EventStream(Path(folder) / "events"), Tables(Path(folder) / "tables")
         write_logs(tables, stream, int(sys.argv[1]))
         child = [sys.executable, __file__, "read", folder]
@@ -71,11 +112,34 @@ def read(folder: Path) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     found = nothing_new(Tables(folder / "tables"), [EventStream(folder / "events")])
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
-    # Not `ru_maxrss`: a process inherits that of the process that has started it.
-    [high] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    peak = int(high.split()[1]) << 10
+    peak = peak_bytes()
     rows = None if found is None else sum(found.rows.values())
-    print(json.dumps({"s": took, "cpu_s": cpu, "bytes": peak, "rows": rows}))
+    began = time.process_time()
+    EventStream(folder / "events").pending(SummarizedTables(Storage(folder / "tables")))
+    segments_cpu = time.process_time() - began
+    began = time.process_time()
+    follow(Tables(folder / "tables"))
+    run_cpu = time.process_time() - began
+    run = {"segments_cpu_s": segments_cpu, "run_cpu_s": run_cpu, "run_bytes": peak_bytes()}
+    print(json.dumps({"s": took, "cpu_s": cpu, "bytes": peak, "rows": rows, **run}))
+
+
+def peak_bytes() -> int:
+    """Not `ru_maxrss`: a process inherits that of the process that has started it."""
+    [high] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(high.split()[1]) << 10
+
+
+def follow(tables: Tables) -> None:
+    """Commit progress to every table, as a run does that computes no rows."""
+    tables.mark("bronze_events", [Txn("new", 1)])
+    every: dict[str, SilverTable | GoldTable] = {**SILVER, **GOLD}
+    for name, table in every.items():
+        pinned = tables.pinned()
+        for source in table.inputs:
+            pinned.changed(source, pinned.last_txn(name, source))
+        pinned.listing(name).overlapping("ts_us", 0, 1)
+        pinned.mark(name, [Txn(source, pinned.version(source)) for source in table.inputs])
 
 
 if __name__ == "__main__":
