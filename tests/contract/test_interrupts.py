@@ -70,7 +70,7 @@ def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch:
 @contextmanager
 def interrupts(rng: random.Random) -> Iterator[None]:
     """Send one signal at a random moment; its handler raises while the block lasts."""
-    armed = [True]
+    armed: list[bool] = []  # until the timer has started: `Timer.start` itself cannot be interrupted safely
 
     def raise_it(signum: int, frame: FrameType | None) -> None:
         if armed:
@@ -82,6 +82,7 @@ def interrupts(rng: random.Random) -> Iterator[None]:
     timer = threading.Timer(rng.uniform(0, WITHIN_S), signal.pthread_kill, (main, signal.SIGUSR1))
     timer.start()
     try:
+        armed.append(True)
         yield
     finally:
         armed.clear()

@@ -30,6 +30,11 @@ def test_a_token_starts_a_folder_that_is_absent_or_empty_and_says_so() -> None:
         assert (made.code, made.line["token"].startswith("pr_")) == (0, True)
         assert made.error == f"postroom: warning: there was no data folder {name}: a new one is made"
         assert postroom("token", "create", "--data", name, "--role", "admin").errors == ""
+    Path("settled").mkdir()
+    Path("settled/postroom.toml").write_text("[up]\nhttp_port = 0\n")
+    Path("settled/tables").mkdir()
+    made = postroom("token", "create", "--data", "settled", "--role", "admin")
+    assert (made.code, made.line["token"].startswith("pr_")) == (0, True)
     refused = postroom("token", "create", "--data", "bad", "--role", "admin", "--agent", "a/b")
     assert (refused.code, Path("bad").exists()) == (2, False)
 

@@ -19,11 +19,10 @@ import msgspec
 
 from postroom.errors import clipped
 from postroom.pipeline.paths import LOGS
+from postroom.runtime.data_folder import REPORT_FILE, TABLES_FOLDER
 from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
 from postroom.runtime.task_server import TaskServer
 
-TABLES_FOLDER: Final = "tables"
-REPORT_FILE: Final = "report.html"
 REPORT_BYTES_MAX: Final = 64 * 1024 * 1024
 WRITE_S_MAX: Final = 300.0
 WRITE_EVERY_S: Final = 60.0

@@ -10,9 +10,13 @@ from postroom.system.key_file import check_outside
 DATABASE = "queue.db"
 MAIL_FOLDER = "mail"
 AUDIT_FOLDER = "audit"
+TABLES_FOLDER = "tables"
+REPORT_FILE = "report.html"
 
 _OWN_FILES = (DATABASE, agents.FILE_NAME, tokens.FILE_NAME)
 _MARKS = (*_OWN_FILES, buses.FOLDER, MAIL_FOLDER, AUDIT_FOLDER)
+_BESIDE = frozenset({TABLES_FOLDER, REPORT_FILE, "postroom.toml"})
+"""What people and the pipeline put into a data folder, perhaps before it has data."""
 _TRANSIENT = re.compile(
     r".*\.lock|.*\.gate|.*\.ballast|.*\.db-(?:wal|shm|journal)|.*\.bells"
     rf"|\..*\.tmp|{re.escape(parts.STATES_FILE)}"
@@ -57,12 +61,13 @@ def _how_to_start(folder: Path) -> str:
 
 
 def is_new_data_folder(folder: Path) -> bool:
-    """Whether a data folder can be started here: the folder is absent or empty. False for a data folder.
+    """Whether a data folder can be started here: the folder is absent, or holds no data. False for a data folder.
 
     A folder with files of something else is refused, because its path is probably a typing error.
     """
     is_taken = folder.exists() and (
-        not folder.is_dir() or any(not is_transient(path.name) for path in folder.iterdir())
+        not folder.is_dir()
+        or any(not is_transient(path.name) and path.name not in _BESIDE for path in folder.iterdir())
     )
     if is_taken:
         checked_data_folder(folder)
