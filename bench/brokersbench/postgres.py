@@ -256,15 +256,15 @@ def _rate_of_processes(work: Callable[[str, Any, Any], None], url: str, workers:
 
 
 def _backlog(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
-    small, large = PostgresStore(server.new_store()), PostgresStore(server.new_store())
     each = sizes.small_backlog
-    put(large, sizes.backlog - each)  # with each turn's messages it is as full as a queue may be
 
     def rate(store: PostgresStore) -> float:
         put(store, each)
         return timed(each, lambda: take(store, each))
 
-    found = compare(lambda: rate(large), lambda: rate(small), turns=3)
+    with new_store(server) as small, new_store(server) as large:
+        put(large, sizes.backlog - each)  # with each turn's messages it is as full as a queue may be
+        found = compare(lambda: rate(large), lambda: rate(small), turns=3)
     name = f"claim and complete, {sizes.backlog:,} waiting"
     against = f"{each:,} waiting, {found.theirs:,.0f}/s"
     yield Figure(name, found.ours, "/s", against, found.ratio, [Goal("ratio", ">=", 0.8)])

@@ -24,6 +24,7 @@ from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
 from postroom.errors import StoreDamaged
 from postroom.message import Envelope
+from postroom.nudges.database_notifier import DatabaseNotifier
 from postroom.stores import postgres_connection
 from postroom.stores.base import Limits, Listing
 from postroom.stores.event_quarantine import QUARANTINE, quarantine_events
@@ -181,6 +182,25 @@ def test_store_without_listen_polls(database: str) -> None:
         sender.enqueue(agent="a", payload=1)
         waiting.join(20)
         assert (len(found), worker.notifier.hears_other_processes) == (1, False)
+
+
+def test_a_notifier_that_closes_while_it_connects_starts_no_thread_again(database: str) -> None:
+    address = postgres_connection.Address(database)
+    may_connect = threading.Event()
+
+    def connect() -> Any:
+        assert may_connect.wait(20)
+        return address.connect()
+
+    before = set(threading.enumerate())
+    notifier = DatabaseNotifier(connect, "postroom")
+    with notifier.subscribed("a", lambda _queue: None):
+        notifier.close()
+        may_connect.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not names & {"postroom-notify", "postroom-listen"}
 
 
 # ---- tables ----------------------------------------------------------------------------------------

@@ -55,8 +55,7 @@ class DatabaseNotifier(Notifier):
             self._names[queue] = None
         if not self._is_any.is_set():
             self._is_any.set()
-            if not self._sends:
-                self._sends = self._run(self._send_all, "postroom-notify")
+            self._start_to_send()
         return False
 
     def notify_rarely_awaited(self, queue: str) -> None:
@@ -66,8 +65,13 @@ class DatabaseNotifier(Notifier):
     def subscribed(self, queue: str, callback: Callback) -> Iterator[None]:
         with super().subscribed(queue, callback):
             if not self._listens:
+                self._start_to_send()  # a thread that listens sends a wake-up to itself
                 self._listens = self._run(self._listen_all, "postroom-listen")
             yield
+
+    def _start_to_send(self) -> None:
+        if not self._sends:
+            self._sends = self._run(self._send_all, "postroom-notify")
 
     def _run(self, work: Callable[[threading.Event, threading.Event], None], name: str) -> bool:
         """Start a thread with the events of now: those of `close` are for later threads."""
@@ -107,14 +111,18 @@ class DatabaseNotifier(Notifier):
         with connection.watched():
             connection.execute(_NOTIFY, [self._channel, fitting])
 
-    def _listen_all(self, stopped: threading.Event, _is_any: threading.Event) -> None:
+    def _listen_all(self, stopped: threading.Event, is_any: threading.Event) -> None:
+        def call_itself() -> None:  # `notify` would start a thread again that `close` has stopped
+            self._names[self._own] = None
+            is_any.set()
+
         while not stopped.is_set():
             connection = None
             try:
                 connection = self._connect()
                 with connection.watched():
                     connection.execute(f'LISTEN "{self._channel}"')
-                self.notify(self._own)  # comes back when LISTEN works here
+                call_itself()  # comes back when LISTEN works here
                 probe_at = time.monotonic() + PROBE_S
                 while not stopped.is_set():
                     for heard in connection.notifies(timeout=LISTEN_S):
@@ -125,7 +133,7 @@ class DatabaseNotifier(Notifier):
                         probe_at = time.monotonic() + PROBE_S
                         self._send(connection, [])  # an error here: the server is gone
                         if not self._watching:
-                            self.notify(self._own)
+                            call_itself()
             except Exception as error:  # noqa: BLE001 - waiters poll until LISTEN works again
                 if not stopped.is_set():
                     _log.warning("LISTEN is started again: %s", type(error).__name__)

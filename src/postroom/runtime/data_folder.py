@@ -61,7 +61,7 @@ def _how_to_start(folder: Path) -> str:
 
 
 def is_new_data_folder(folder: Path) -> bool:
-    """Whether a data folder can be started here: the folder is absent, or holds no data. False for a data folder.
+    """Whether a data folder can be started here: it is absent, or holds no data. False for a data folder.
 
     A folder with files of something else is refused, because its path is probably a typing error.
     """
