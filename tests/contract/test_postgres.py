@@ -194,7 +194,7 @@ def test_a_notifier_that_closes_while_it_connects_starts_no_thread_again(databas
 
     before = set(threading.enumerate())
     notifier = DatabaseNotifier(connect, "postroom")
-    with notifier.subscribed("a", lambda _queue: None):
+    with notifier.subscribed("a", lambda: None):
         notifier.close()
         may_connect.set()
     for thread in set(threading.enumerate()) - before:
