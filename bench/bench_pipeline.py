@@ -411,7 +411,12 @@ def driver(_: Bench) -> Iterator[Figure]:
             takes[long][key] / takes[short][key],
             [Goal("value", "<=", most)],
         )
-    parts = {"segments_cpu_s": "the search for new segments", "run_cpu_s": "logs of a run with new rows"}
+    parts = {
+        "segments_cpu_s": "the search for new segments",
+        "run_cpu_s": "logs of a run with new rows",
+        "open_cpu_s": "one opening of silver_events",
+        "commit_cpu_s": "one commit to silver_events",
+    }
     for key, what in parts.items():
         yield Figure(
             f"{what}, {long} days of 1,000 files",

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from postroom.cli.stopping import beside_spark
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, Unavailable
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from postroom.pipeline.check import CheckResult
     from postroom.pipeline.lineage import JobRun
     from postroom.pipeline.tables import Tables
@@ -100,7 +103,9 @@ _rules_option = path_option(
     help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
 )
 @_rules_option
+@optional_spark_options
 @click.pass_obj
+@beside_spark
 def report(
     shell: Shell,
     /,
@@ -109,13 +114,15 @@ def report(
     speedscope: Path | None,
     targets: dict[int, int],
     rules: Path | None,
+    **where: Any,
 ) -> None:
     """Write a report of the tables as one HTML file. Needs no Spark.
 
     It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
     agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
     were delivered in time. Its first findings are breached expectations: those of --rules, or the built-in
-    ones. The file works offline and has no script.
+    ones. The file works offline and has no script. DuckDB answers its queries; with --master, Spark does, for
+    tables that do not fit one machine.
 
     \b
     Example:
@@ -133,18 +140,30 @@ def report(
     from postroom.pipeline.expectations import read_expectations
     from postroom.pipeline.report.queries import write_report
 
-    facts = write_report(
-        opened,
-        out,
-        speedscope,
-        targets_us=targets,
-        expected=None if rules is None else read_expectations(rules),
-        progress=progress_on_stderr(shell),
-    )
+    with _session(shell, tables, where) as spark:
+        facts = write_report(
+            opened,
+            out,
+            speedscope,
+            targets_us=targets,
+            expected=None if rules is None else read_expectations(rules),
+            progress=progress_on_stderr(shell),
+            spark=spark,
+        )
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
         f"{out} is a report of {facts.messages:,} messages",
     )
+
+
+@contextmanager
+def _session(shell: Shell, tables: TablesPlace, where: dict[str, Any]) -> "Iterator[SparkSession | None]":
+    """A session, if Spark is asked."""
+    if not asks_spark(where):
+        yield None
+        return
+    with pipeline_on_spark(shell, tables, where) as job:
+        yield job.spark
 
 
 @click.command()

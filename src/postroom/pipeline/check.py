@@ -60,6 +60,7 @@ class CheckResult(NamedTuple):
     """At most `SAMPLES_MAX` of each rule, ordered by rule."""
     events: int
     messages: int
+    """Messages that were accepted. A mailbox is created, too, and is no message."""
 
     @property
     def violations(self) -> int:
@@ -97,7 +98,9 @@ def check(
         ]
     finally:
         violations.unpersist()
-    sizes = silver.agg(F.count("*"), F.count(F.when(F.col("kind") == "created", 1))).collect()[0]
+    sizes = silver.agg(
+        F.count("*"), F.count(F.when(F.col("kind") == "created", F.col("message_id")))
+    ).collect()[0]
     return CheckResult({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
 
 

@@ -15,7 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import duckdb
 from pyspark.sql.types import ArrayType, DataType, StructType
@@ -34,8 +34,33 @@ CHUNK_ROWS: Final = 10_000  # in memory as Python values at a time
 _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 
 
+class Queries(Protocol):
+    """Runs SQL that DuckDB and Spark both understand, over the tables that it was opened with."""
+
+    unnest: str
+    """The function that makes a row of each element of a list."""
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        """All rows of a query, by column name."""
+        ...
+
+    def define(self, name: str, query: str) -> None:
+        """Let later queries read the rows of this one by a name."""
+        ...
+
+    def name(self, name: str) -> str:
+        """A name as SQL."""
+        ...
+
+    def text(self, text: str) -> str:
+        """A text as SQL."""
+        ...
+
+
 class Database:
     """Runs SQL over the tables that it was opened with."""
+
+    unnest = "unnest"
 
     def __init__(self, tables: "Tables", names: Iterable[str], *, with_partitions: bool = False) -> None:
         spill = Path(tempfile.gettempdir()) / f"postroom-{uuid.uuid4().hex}"
@@ -61,30 +86,40 @@ class Database:
         self._con.execute("SET enable_external_access = false")
         self._con.execute("SET lock_configuration = true")
 
-    def rows(self, query: str, **values: Any) -> list[dict[str, Any]]:
+    def rows(self, query: str) -> list[dict[str, Any]]:
         """All rows of a query, by column name."""
-        return list(self.each(query, **values))
+        return list(self.each(query))
 
-    def each(self, query: str, **values: Any) -> Iterator[dict[str, Any]]:
+    def each(self, query: str) -> Iterator[dict[str, Any]]:
         """The rows of a query, fetched in chunks."""
-        for names, row in self.each_named(query, **values):
+        for names, row in self.each_named(query):
             yield dict(zip(names, row, strict=True))
 
-    def each_named(self, query: str, **values: Any) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
+    def each_named(self, query: str) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
         """The same, each with the names of its columns, which may repeat."""
-        found = self._executed(query, values)
+        found = self._executed(query)
         names = [column[0] for column in found.description or ()]
         while chunk := found.fetchmany(CHUNK_ROWS):
             for row in chunk:
                 yield names, row
 
+    def define(self, name: str, query: str) -> None:
+        """Let later queries read the rows of this one, which runs once, by a name."""
+        self.execute(f"CREATE OR REPLACE TEMP TABLE {name_in_sql(name)} AS {query}")
+
+    def name(self, name: str) -> str:
+        return name_in_sql(name)
+
+    def text(self, text: str) -> str:
+        return text_in_sql(text)
+
     def execute(self, query: str) -> None:
         """Run a statement, such as one that creates a temporary table."""
-        self._executed(query, {})
+        self._executed(query)
 
-    def _executed(self, query: str, values: dict[str, Any]) -> duckdb.DuckDBPyConnection:
+    def _executed(self, query: str) -> duckdb.DuckDBPyConnection:
         try:
-            return self._con.execute(query, values or None)
+            return self._con.execute(query)
         except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
             raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
 

@@ -82,7 +82,8 @@ def check_locally(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckRes
     for sample in _doubled(database, tables):
         found.add(sample)
     [sizes] = database.rows(
-        "SELECT count(*) AS events, count(*) FILTER (kind = 'created') AS accepted FROM silver_events"
+        """SELECT count(*) AS events, count(message_id) FILTER (kind = 'created') AS accepted
+           FROM silver_events"""
     )
     return found.result(sizes["events"], sizes["accepted"])
 

@@ -45,7 +45,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def as_commands_do(spark: SparkSession, folder: Path) -> None:
-    """Run `run`, `sql` and `check` on a tiny history. A report needs no Spark."""
+    """Run `run`, `sql` and `check` on a tiny history."""
     generate(folder / "events", MESSAGES, 1)
     job = Pipeline(spark, Tables(folder / "tables"))
     job.run(folder / "events")

@@ -13,6 +13,7 @@ from postroom.pipeline.check import check_tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.local_check import check_locally
+from postroom.pipeline.report.queries import write_report
 from postroom.pipeline.tables import Tables
 from postroom.sinks.reader import Segments
 from tests.spark.comparison import differing
@@ -91,3 +92,10 @@ def test_tables_of_all_contracts_are_what_the_oracle_and_the_engine_say(
     found = check_tables(spark, tables)
     assert found.samples == []
     assert check_locally(tables) == found
+    report = write_report(tables, tmp_path / "report.html")
+    assert report.messages
+    assert write_report(tables, tmp_path / "by_spark.html", spark=spark) == report
+    history = History()
+    for event in events_of(stream):
+        history.add(event)
+    assert found.messages == history.verdict().accepted  # mailboxes are created too, and are no messages

@@ -1,17 +1,20 @@
-"""The queries of the report, which DuckDB runs over the tables without a JVM.
+"""The queries of the report, which DuckDB runs over the tables without a JVM, or Spark if it is asked.
 
 Rule 1: the size of every result is bounded: columns of time, and the first rows of each ranking.
 Rule 2: a history of at least a day is drawn from gold, in columns of whole hours. A shorter one is drawn from
         silver in finer columns, where silver has at most a day.
 Rule 3: percentiles over several groups are computed from the histograms in `gold_latency`, which can be
         summed.
+Rule 4: the SQL is what both engines understand. Their order of NULLs differs, so a query that sorts by a
+        column with NULLs says where they go.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
 
@@ -19,9 +22,9 @@ from postroom.contracts.tasks import DECISIONS
 from postroom.core.events import Contract
 from postroom.core.message_checker import ENDLESS
 from postroom.errors import InvalidMessage
-from postroom.pipeline.database import Database
+from postroom.pipeline.database import Database, Queries, text_in_sql
 from postroom.pipeline.delta_log import DataFile, rows_of
-from postroom.pipeline.expectations import EXPECTATIONS, Expectation, breaches, measure
+from postroom.pipeline.expectations import EXPECTATIONS, Expectation, breaches, by_duckdb, measure
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
 from postroom.pipeline.report.facts import (
     KEPT,
@@ -42,9 +45,13 @@ from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.spans import UNKNOWN
+from postroom.pipeline.spark_database import SparkDatabase
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 RANKED_MAX: Final = 8  # rows of a ranking
 PATTERNS_MAX: Final = 12
@@ -91,15 +98,17 @@ def write_report(
     targets_us: Targets | None = None,
     expected: Sequence[Expectation] | None = None,
     progress: Progress | None = None,
+    spark: "SparkSession | None" = None,
 ) -> ReportFacts:
     """Write the page, and a file for speedscope if its path is given.
 
-    The page names breaches of what is `expected`, by default of the built-in expectations.
+    The page names breaches of what is `expected`, by default of the built-in expectations. With `spark`, that
+    session answers the queries, else DuckDB.
     """
     report = progress or (lambda _: None)
     _need_all(tables)
     report("reading the tables")
-    reader = ReportReader(tables, targets_us or {}, expected)
+    reader = ReportReader(tables, targets_us or {}, expected, spark)
     facts = reader.facts()
     report("drawing")
     replace_file(out, page(facts).encode(), "os")
@@ -132,12 +141,18 @@ class ReportReader:
     """Reads the facts of one report from one folder of tables."""
 
     def __init__(
-        self, tables: Tables, targets_us: Targets, expected: Sequence[Expectation] | None = None
+        self,
+        tables: Tables,
+        targets_us: Targets,
+        expected: Sequence[Expectation] | None = None,
+        spark: "SparkSession | None" = None,
     ) -> None:
         self._tables = tables
         self._expected = expected
         self._targets_us = dict(targets_us)
-        self._db = Database(tables, [name for name in TABLES if tables.exists(name)])
+        self._spark = spark
+        names = [name for name in TABLES if tables.exists(name)]
+        self._db: Queries = Database(tables, names) if spark is None else SparkDatabase(spark, tables, names)
         first_us, last_us, is_whole = self._extent()
         self._step_us = step_of(first_us, last_us) if is_whole else max(HOUR_US, step_of(first_us, last_us))
         self._since_us = first_us - first_us % self._step_us
@@ -179,7 +194,8 @@ class ReportReader:
         expected = self._expected
         if expected is None:  # tables of an earlier version may lack some
             expected = [one for one in EXPECTATIONS if self._tables.exists(one.table)]
-        found = measure(self._tables, expected, time.time_ns() // 1000)
+        opened = by_duckdb if self._spark is None else partial(SparkDatabase, self._spark)
+        found = measure(self._tables, expected, time.time_ns() // 1000, opened=opened)
         return tuple(one.sentence for one in breaches(found))
 
     def _extent(self) -> tuple[int, int, bool]:
@@ -204,20 +220,17 @@ class ReportReader:
         A message of a contract without ends is kept or removed, and not open.
         """
         rows = self._db.rows(
-            f"""SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
-                           WHEN outcome = 'open' THEN $kept WHEN outcome = 'cancelled' THEN $removed
+            f"""SELECT CASE WHEN NOT coalesce(contract IN ({_listed(sorted(ENDLESS))}), false) THEN outcome
+                           WHEN outcome = 'open' THEN '{KEPT}' WHEN outcome = 'cancelled' THEN '{REMOVED}'
                            ELSE outcome END AS outcome, count(*) AS n
-               FROM silver_messages WHERE {whose} GROUP BY ALL""",
-            endless=sorted(ENDLESS),
-            kept=KEPT,
-            removed=REMOVED,
+               FROM silver_messages WHERE {whose} GROUP BY ALL"""
         )
         return {row["outcome"]: row["n"] for row in rows}
 
     # ---- over time -----------------------------------------------------------------------------------
 
     def _latency(self) -> tuple[dict[int, dict[int, Percentiles]], dict[int, Percentiles]]:
-        self._db.execute(f"CREATE OR REPLACE TEMP TABLE waits AS {self._waits()}")
+        self._db.define("waits", self._waits())
         by_time: dict[int, dict[int, Percentiles]] = {}
         for row in self._db.rows(_percentiles("priority, at_us")):
             by_time.setdefault(row["priority"], {})[row["at_us"]] = _percentiles_of(row)
@@ -233,7 +246,7 @@ class ReportReader:
                        WHERE priority IS NOT NULL AND queue_us IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
         return f"""SELECT priority, {self._at("hour_us")} AS at_us, bucket.le_us AS le_us,
                           sum(bucket.n) AS n
-                   FROM (SELECT priority, hour_us, unnest(histogram) AS bucket
+                   FROM (SELECT priority, hour_us, {self._db.unnest}(histogram) AS bucket
                          FROM gold_latency WHERE priority IS NOT NULL) GROUP BY ALL"""
 
     def _sla(self) -> dict[int, dict[int, Attained]]:
@@ -242,11 +255,10 @@ class ReportReader:
         for priority, target_us in self._targets_us.items():
             rows = self._db.rows(
                 f"""SELECT {self._at(_BORN_US)} AS at_us, count(*) AS n,
-                           count(*) FILTER (WHERE queue_us <= $target_us) AS within
+                           count(*) FILTER (WHERE queue_us <= {int(target_us)}) AS within
                     FROM silver_messages
-                    WHERE queue_us IS NOT NULL AND priority = $priority AND {_OF_AGENTS} GROUP BY ALL""",
-                target_us=target_us,
-                priority=priority,
+                    WHERE queue_us IS NOT NULL AND priority = {int(priority)} AND {_OF_AGENTS}
+                    GROUP BY ALL"""
             )
             if rows:
                 found[priority] = {row["at_us"]: Attained(row["n"], row["within"]) for row in rows}
@@ -291,7 +303,7 @@ class ReportReader:
                                FROM {source} GROUP BY ALL),
                      largest AS (SELECT name FROM parts GROUP BY name
                                  ORDER BY sum(n) DESC, name LIMIT {SERIES_MAX})
-                SELECT * FROM parts WHERE name IN (FROM largest)"""
+                SELECT * FROM parts WHERE name IN (SELECT name FROM largest)"""
         )
         found: dict[str, Times] = {}
         for row in rows:
@@ -300,13 +312,13 @@ class ReportReader:
 
     def _depth(self) -> tuple[Times, list[QueueFacts]]:
         """The number of waiting messages in all queues, and the busiest queues."""
-        self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
+        self._db.define("moves", self._moves())
         total = self._db.rows(
             f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves
                                  WHERE {_OF_AGENTS} GROUP BY ALL),
                      depths AS (SELECT moment_us, sum(change) OVER (ORDER BY moment_us) AS depth FROM changes)
                 SELECT {self._at("moment_us")} AS at_us, max(depth) AS peak,
-                       arg_max(depth, moment_us) AS last
+                       max_by(depth, moment_us) AS last
                 FROM depths GROUP BY ALL ORDER BY at_us"""
         )
         return self._held(total), self._queues(_OF_AGENTS)
@@ -322,7 +334,7 @@ class ReportReader:
                 SELECT queue, coalesce(any_value(messages), 0) AS messages, max(depth) AS peak,
                        sum(change) AS waiting
                 FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
-                ORDER BY messages DESC, queue LIMIT {RANKED_MAX}"""
+                ORDER BY messages DESC, queue NULLS LAST LIMIT {RANKED_MAX}"""
         )
         return [QueueFacts(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
 
@@ -333,12 +345,12 @@ class ReportReader:
         message. A message whose arrival is not in the history does not count as waiting.
         """
         if self._step_us >= MINUTE_US:
-            return """SELECT minute_us AS moment_us, queue, sum(arrived - "left") AS change
+            return """SELECT minute_us AS moment_us, queue, sum(arrived - gold_depth.left) AS change
                       FROM gold_depth GROUP BY ALL"""
         kinds = ", ".join(f"'{kind}'" for kind in _ARRIVALS)
-        return f"""WITH states AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
+        return f"""WITH states AS (SELECT ts_us, queue, CAST(state = '{WAITING}' AS INT) AS waits,
                                         kind IN ({kinds}) AS arrives,
-                                        lag((state = '{WAITING}')::INT) OVER (
+                                        lag(CAST(state = '{WAITING}' AS INT)) OVER (
                                             PARTITION BY message_id, source ORDER BY seq) AS waited
                                  FROM silver_events
                                  WHERE message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL)
@@ -383,7 +395,7 @@ class ReportReader:
     def _traffic(self) -> list[Pair]:
         """The pairs of the busiest senders and recipients. A contract does not count as a sender."""
         rows = self._db.rows(
-            f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR list_contains($contracts, sender)
+            f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR sender IN ({_listed(get_args(Contract))})
                                            THEN '{UNNAMED}' ELSE sender END AS sender,
                                       {_named("recipient")} AS recipient, messages, dead_letters
                                FROM gold_traffic WHERE recipient IS DISTINCT FROM '{DECISIONS}'),
@@ -393,8 +405,7 @@ class ReportReader:
                                     ORDER BY sum(messages) DESC, recipient LIMIT {MATRIX_MAX})
                 SELECT sender, recipient, sum(messages) AS messages, sum(dead_letters) AS dead_letters
                 FROM named SEMI JOIN senders USING (sender) SEMI JOIN recipients USING (recipient)
-                GROUP BY ALL ORDER BY messages DESC, sender, recipient""",
-            contracts=list(get_args(Contract)),
+                GROUP BY ALL ORDER BY messages DESC, sender, recipient"""
         )
         return [Pair(row["sender"], row["recipient"], row["messages"], row["dead_letters"]) for row in rows]
 
@@ -469,6 +480,10 @@ _OF_HARNESS: Final = f"queue = '{DECISIONS}'"
 _OF_AGENTS: Final = f"queue IS DISTINCT FROM '{DECISIONS}'"
 _BORN_US: Final = "coalesce(created_us, first_us)"
 _SPENDERS: Final = {"model": "model", "organization": "org_id", "agent": "agent_id", "goal": "goal_id"}
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(map(text_in_sql, texts))
 
 
 def _named(column: str) -> str:
