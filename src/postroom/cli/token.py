@@ -46,9 +46,12 @@ def token() -> None:
     """
 
 
-def _names_option(name: str, text: str, default: str = "") -> Callable[[Decorated], Decorated]:
+def _names_option(
+    option: str, text: str, example: str, default: str = ""
+) -> Callable[[Decorated], Decorated]:
     more = f"  [default: {default}]" if default else ""
-    return click.option(name, multiple=True, metavar="NAME", help=f"{text} May be repeated.{more}")
+    said = f"{text} May be repeated. Example: {option} {example}{more}"
+    return click.option(option, multiple=True, metavar="NAME", help=said)
 
 
 @token.command()
@@ -60,11 +63,13 @@ def _names_option(name: str, text: str, default: str = "") -> Callable[[Decorate
 )  # fmt: skip
 @click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
 @click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
-@_names_option("--may-send-to", "An agent that it may send tasks to.")
-@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.")
-@_names_option("--may-read", "An agent whose tasks it may read, beside its own.")
-@_names_option("--only-message", "An agent: it may send messages to no other.", "all of its organization")
-@_names_option("--only-bus", "A bus: it may use no other.", "all")
+@_names_option("--may-send-to", "An agent that it may send tasks to.", "builder")
+@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.", "builder")
+@_names_option("--may-read", "An agent whose tasks it may read, beside its own.", "critic")
+@_names_option(
+    "--only-message", "An agent: it may send messages to no other.", "lead", "all of its organization"
+)
+@_names_option("--only-bus", "A bus: it may use no other.", "team", "all")
 @click.option("--read-only", is_flag=True, help="Let it change nothing.")
 @click.option(
     "--rate", type=parse_rate, default=0.0, metavar="N",
@@ -102,6 +107,10 @@ def create(
     Example:
       postroom token create --data run --org acme --role agent --agent triage
       postroom token create --data run --role operator --expires-s 86400
+      postroom token create --data run --org acme --role agent --agent planner \\
+        --may-send-to builder --may-claim builder --may-read critic
+      postroom token create --data run --org acme --role agent --agent guest \\
+        --only-message lead --only-bus team --read-only
       postroom token create --url https://postroom.example --role operator
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
