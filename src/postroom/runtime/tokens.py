@@ -256,7 +256,8 @@ class Tokens:
             if self._version != self._file.version:
                 self._version = self._file.version
                 self._by_digest = {token.token_sha256: token for token in tokens}
-                firsts = {token.agent: token.org for token in reversed(tokens) if token.org}
+                named = [token for token in reversed(tokens) if token.agent and token.org]
+                firsts = {token.agent: token.org for token in named}
                 self._owners = {**firsts, **owners}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
