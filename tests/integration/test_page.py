@@ -306,6 +306,40 @@ def test_a_refresh_during_a_search_keeps_no_row_of_the_earlier_filter(world: Pag
     held[0].abort()
 
 
+def test_a_new_message_does_not_undo_a_click_on_older_messages(world: PageWorld, browser: Browser) -> None:
+    many = [{"type": "agent_message", "org_id": "clicked", "payload": {}}] * 60
+    world.post("/engine/messages", {"messages": many})
+    with opened(browser) as (_, page), no_errors(page):
+        page.add_init_script(
+            """window.EventSource = class extends EventSource {
+              constructor(url) {
+                super(url);
+                const html = document.documentElement;
+                this.addEventListener("events", (event) => (html.dataset.news += event.data));
+              }
+            };"""
+        )
+        sign_in(page, world.url, world.token)
+        page.goto(f"{world.url}/#/messages?org_id=clicked")
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(50)
+        page.clock.install()
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route(re.compile(r"/page/messages\?.*before="), hold)
+        with page.expect_request(re.compile("before=")):
+            page.get_by_role("button", name="Older messages").click()
+        newest = world.submit(org_id="clicked")
+        expect(page.locator("html")).to_have_attribute("data-news", re.compile(newest))
+        page.clock.run_for(60_000)  # the refresh is due by then
+        held[0].continue_()
+        expect(rows).to_have_count(61)
+        expect(rows.first).to_contain_text(newest)
+
+
 def test_messages_are_filtered_searched_and_paged(world: PageWorld, page: Page) -> None:
     page.goto(f"{world.url}/#/messages")
     rows = page.locator("tbody tr")

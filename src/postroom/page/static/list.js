@@ -23,6 +23,8 @@ export class List {
     this.turn = 0;
     this.timer = 0;
     this.refreshed = 0;
+    this.isPaging = false;
+    this.isStale = false;
     this.body = h("tbody");
     this.foot = h("p", { class: "buttons" });
     this.element = h(
@@ -56,13 +58,17 @@ export class List {
     });
   }
 
+  // A refresh meanwhile would overtake the answer, and the click would have no effect, so it waits.
   async more() {
+    this.isPaging = true;
     await this.read(this.before, (found) => {
       const known = new Set(this.rows.map((one) => this.id(one)));
       this.rows.push(...this.found(found).filter((one) => !known.has(this.id(one))));
       this.before = found.before;
       this.reached = found.reached;
     });
+    this.isPaging = false;
+    if (this.isStale) await this.refresh();
   }
 
   found(answer) {
@@ -76,6 +82,8 @@ export class List {
   // New rows come before those that are shown. When none of the latter is in the first page, others lie
   // between them, and the list begins again.
   async refresh() {
+    this.isStale = this.isPaging;
+    if (this.isPaging) return;
     this.refreshed = performance.now();
     await this.read(0, (found) => {
       const newest = this.found(found);
