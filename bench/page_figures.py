@@ -41,6 +41,7 @@ VIEWS = (
     "/page/dead-letters",
     "/page/dead-letters?type=nothing",
     "/page/agents",
+    "/page/tasks",
     "/page/decisions",
     "/page/goals",
 )

@@ -143,6 +143,7 @@ class PageWorld:
                 org_id="beta" if number % 2 else "acme", priority=number % 4, payload={"step": number}
             )
         self._seed_team()
+        self._seed_tasks()
         (self.data / "report.html").write_text(report())
 
     def _seed_goals(self) -> None:
@@ -177,6 +178,27 @@ class PageWorld:
         with Mail(self.nats, token=self.token) as mail:
             mail.create("news", public=True, desc="What everybody may read")
             self.private_id = mail.create(desc=PRIVATE_NOTE)
+
+    def enqueue(self, agent: str, payload: Any, **fields: Any) -> str:
+        """Enqueue a task over HTTP."""
+        task = {"agent": agent, "payload": payload, **fields}
+        return str(self.post("/queue/enqueue", task)["task_id"])
+
+    def claim(self, agent: str, worker: str) -> dict[str, Any]:
+        """Claim the oldest task of an agent. Returns what every later call about it has to say."""
+        claimed = self.post("/queue/next", {"agent": agent, "worker": worker})
+        return {"agent": agent, "task_id": claimed["task_id"], "lease": claimed["lease"]}
+
+    def _seed_tasks(self) -> None:
+        """Tasks of ada: one that is done, failed, held and waiting each. The last payload is hostile."""
+        for number in range(3):
+            task = {"document": f"manual-{number}.md", "into": "German"}
+            self.enqueue("ada", task, task_id=f"translate-{number}", type="translate", max_retries=0)
+        self.post("/queue/complete", {**self.claim("ada", "ada-1"), "decision": {"words": 420}})
+        self.post("/queue/fail", {**self.claim("ada", "ada-1"), "error": HOSTILE["html"]})
+        self.claim("ada", "ada-2")
+        self.enqueue("ada", HOSTILE, task_id="hostile")
+        self.enqueue("grace", {"review": "translate-0"}, type="review")
 
 
 @contextmanager

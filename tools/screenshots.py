@@ -33,6 +33,8 @@ def views(world: PageWorld) -> dict[str, tuple[str, str]]:
         "goals": ("goals", "Goals and their states"),
         "goal": ("goals/launch", "draft"),
         "agents": ("agents", "Public mailboxes"),
+        "tasks": ("agents/ada", "ada-2"),
+        "task": ("tasks/translate-0", "420"),
         "buses": ("buses", "team"),
         "bus": ("buses/team", "Shall we ship?"),
         "report": ("report", "Open it alone"),

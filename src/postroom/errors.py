@@ -270,11 +270,11 @@ class AgentExists(Rejected):
 
 
 class UnknownToken(Rejected, LookupError):
-    """No token has this id. Nothing was changed."""
+    """No token has this id. Nothing was changed. In a client, `message` is the harness's sentence."""
 
-    def __init__(self, token_id: str) -> None:
+    def __init__(self, token_id: str, message: str = "") -> None:
         self.token_id = token_id
-        super().__init__(f"there is no token {token_id!r}")
+        super().__init__(message or f"there is no token {token_id!r}")
 
 
 class UnknownTask(Rejected, LookupError):

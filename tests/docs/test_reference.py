@@ -68,6 +68,24 @@ def test_every_option_has_a_help_text(path: str) -> None:
         assert parameter.help, f"{path} {parameter.opts}"
 
 
+PERMISSIONS = [
+    (path, option)
+    for path, command in COMMANDS.items()
+    for parameter in command.params
+    for option in parameter.opts
+    if option.startswith(("--may-", "--only-"))
+]
+
+
+@pytest.mark.parametrize(("path", "option"), PERMISSIONS)
+def test_every_permission_has_an_example(path: str, option: str) -> None:
+    command = COMMANDS[path]
+    [parameter] = [one for one in command.params if option in one.opts]
+    assert isinstance(parameter, click.Option)
+    assert f"Example: {option} " in (parameter.help or "")
+    assert f" {option} " in (command.help or "").partition("Example:")[2]
+
+
 NOT_JSON = {
     "postroom mcp",  # stdout is the protocol
     "postroom completion",  # a script for a shell

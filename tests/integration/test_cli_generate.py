@@ -18,7 +18,7 @@ from postroom.pipeline.generator.world import MODELS, REQUESTS, RESPONSES
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify as verify_chain
 from postroom.stores.base import Outbox
-from tests.integration.commandline import isolate, postroom, run
+from tests.integration.commandline import isolate, postroom, run, run_on_terminal
 from tests.quick import quick_path
 
 __all__ = ["quick_path"]  # a fixture
@@ -158,16 +158,28 @@ def test_a_clean_history_and_a_broken_one() -> None:
     for name, options in (("clean", ()), ("broken", ("--faults",))):
         postroom("pipeline", "generate", "--messages", 400, "--seed", 5, "--out", name, *options)
     done = postroom("verify", "clean")
-    assert (done.code, done.out, done.errors) == (0, "", "")
+    clean = {"clean": True, "violations": 0, "events": 1835, "sources": 3, "accepted": 400, "open": 0}
+    assert (done.code, done.line, done.errors) == (0, clean, "")
+    assert postroom("verify", "clean", "--json") == done
     done = postroom("verify", "broken", "--json")
     planted = [json.loads(line) for line in Path("broken/_faults.jsonl").read_text().splitlines()]
-    assert done.code == 1
-    assert sorted((one["rule"], one["message_id"]) for one in done.lines) == sorted(
+    *found, summary = done.lines
+    assert (done.code, summary["clean"], summary["violations"]) == (1, False, len(planted))
+    assert sorted((one["rule"], one["message_id"]) for one in found) == sorted(
         (one["rule"], one["message_id"]) for one in planted
     )
-    assert all(one["event_ids"] and one["sentence"] for one in done.lines)
+    assert all(one["event_ids"] and one["sentence"] for one in found)
     done = postroom("verify", "broken", "--horizon-s", "0")
-    assert "lost" not in {one["rule"] for one in done.lines}
+    assert "lost" not in {one["rule"] for one in done.lines[:-1]}
+
+
+def test_a_terminal_gets_the_summary_as_a_sentence() -> None:
+    for name, options in (("clean", ()), ("broken", ("--faults",))):
+        postroom("pipeline", "generate", "--messages", 400, "--seed", 5, "--out", name, *options)
+    for name, words in (("clean", "clean: "), ("broken", " violations in ")):
+        last = run_on_terminal("postroom", "verify", name).out.splitlines()[-1]
+        assert words in last
+        assert "messages accepted" in last
 
 
 def test_a_time_range_of_a_history_is_verified() -> None:
@@ -195,7 +207,8 @@ def test_open_messages_must_be_in_the_store(quick_path: Path) -> None:
     assert postroom("verify", "audit", "--store", url).code == 0
     _forget(quick_path / "queue.db", ids[2])
     done = postroom("verify", "audit", "--store", url)
-    assert (done.code, done.line["rule"], done.line["message_id"]) == (1, "lost", ids[2])
+    assert (done.code, len(done.lines)) == (1, 2)
+    assert (done.lines[0]["rule"], done.lines[0]["message_id"]) == ("lost", ids[2])
 
 
 def _forget(database: Path, message_id: str) -> None:

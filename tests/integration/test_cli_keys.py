@@ -134,7 +134,7 @@ def test_a_backup_is_encrypted_and_has_no_key(data: Path, keys: Path, tmp_path: 
     assert base64.urlsafe_b64decode(secret) not in content
     assert postroom("restore", "--from", archive, "--data", restored).code == 0
     refused = postroom("verify", "--data", restored)
-    assert (refused.code, refused.line["rule"]) == (1, "key")
+    assert (refused.code, refused.lines[0]["rule"]) == (1, "key")
     doctor = postroom("doctor", "--data", restored)
     found = {one["check"]: one for one in doctor.line["findings"]}
     assert (doctor.code, found["encryption"]["level"], found["stores"]["level"]) == (4, "problem", "ok")

@@ -1,10 +1,12 @@
 """What commands say about a place that does not fit: a data folder, a settings file, a name in use."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from postroom import Engine, Tasks
+from postroom.cli.token import create as token_create
 from tests.integration.commandline import isolate, postroom
 
 
@@ -90,6 +92,22 @@ def test_a_named_settings_file_must_exist_and_be_valid(
 
 
 # ---- tokens ------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_token_create_run() -> None:
+    text = token_create.help or ""
+    lines = text.partition("Example:")[2].replace("\\\n", " ").splitlines()
+    found = [shlex.split(line)[1:] for line in lines if "postroom token" in line and "$" not in line]
+    local = [words for words in found if "--url" not in words]
+    assert len(local) == 4
+    for words in local:
+        made = postroom(*words)
+        assert (made.code, made.line["token"].startswith("pr_")) == (0, True), words
+    shown = [one["permissions"] for one in postroom("token", "list", "--data", "run").lines]
+    assert shown[-2:] == [
+        "may-send-to builder, may-claim builder, may-read critic",
+        "read-only, only-message lead, only-bus team",
+    ]
 
 
 def test_the_name_of_an_agent_of_another_organization_is_a_warning(data: Path) -> None:

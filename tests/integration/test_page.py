@@ -33,6 +33,8 @@ VIEWS = {
     "dead-letters": "Dead letters, the oldest first",
     "goals": "Goals and their states",
     "agents": "Agents of the global queue",
+    "agents/ada": "ada-2",
+    "tasks/translate-0": "manual-0.md",
     "buses/team": "The build is green.",
     "report": "Open it alone",
 }
@@ -304,6 +306,40 @@ def test_a_refresh_during_a_search_keeps_no_row_of_the_earlier_filter(world: Pag
     held[0].abort()
 
 
+def test_a_new_message_does_not_undo_a_click_on_older_messages(world: PageWorld, browser: Browser) -> None:
+    many = [{"type": "agent_message", "org_id": "clicked", "payload": {}}] * 60
+    world.post("/engine/messages", {"messages": many})
+    with opened(browser) as (_, page), no_errors(page):
+        page.add_init_script(
+            """window.EventSource = class extends EventSource {
+              constructor(url) {
+                super(url);
+                const html = document.documentElement;
+                this.addEventListener("events", (event) => (html.dataset.news += event.data));
+              }
+            };"""
+        )
+        sign_in(page, world.url, world.token)
+        page.goto(f"{world.url}/#/messages?org_id=clicked")
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(50)
+        page.clock.install()
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route(re.compile(r"/page/messages\?.*before="), hold)
+        with page.expect_request(re.compile("before=")):
+            page.get_by_role("button", name="Older messages").click()
+        newest = world.submit(org_id="clicked")
+        expect(page.locator("html")).to_have_attribute("data-news", re.compile(newest))
+        page.clock.run_for(60_000)  # the refresh is due by then
+        held[0].continue_()
+        expect(rows).to_have_count(61)
+        expect(rows.first).to_contain_text(newest)
+
+
 def test_messages_are_filtered_searched_and_paged(world: PageWorld, page: Page) -> None:
     page.goto(f"{world.url}/#/messages")
     rows = page.locator("tbody tr")
@@ -434,6 +470,11 @@ def test_hostile_payloads_are_shown_as_text(world: PageWorld, page: Page) -> Non
     world.post(
         "/bus/hostile/messages", {"type": "FACT", "project_id": "p", "body": "".join(HOSTILE.values())}
     )
+    page.goto(f"{world.url}/#/tasks/hostile")
+    expect(payload).to_contain_text("<script>document.title = 'owned'</script>")
+    expect(payload).to_contain_text("\\u202etxt.exe\\u202c")
+    page.goto(f"{world.url}/#/tasks/translate-1")
+    expect(page.get_by_role("table", name="Errors")).to_contain_text("<img src=x")
     page.goto(f"{world.url}/#/buses/hostile")
     expect(page.locator(".conversation .body")).to_contain_text("<img src=x")
     expect(page.locator(".conversation .body")).to_contain_text("\\u202etxt.exe")
@@ -477,6 +518,93 @@ def test_agents_and_mailboxes_are_shown_without_private_ids(world: PageWorld, pa
     expect(page.get_by_text("whose ids are not shown: 1.")).to_be_visible()
     body = call(world, "GET", "/page/agents", authorization=f"Bearer {world.token}")[1].decode()
     assert world.private_id not in body + page.content() + (world.data / "mail" / "status.json").read_text()
+
+
+def test_the_tasks_of_an_agent_are_listed_and_opened(world: PageWorld, page: Page) -> None:
+    page.goto(f"{world.url}/#/agents")
+    queue = page.get_by_role("table", name="Tasks of agents").get_by_role("row").filter(has_text="ada")
+    expect(queue.get_by_role("cell")).to_have_text(["ada", "1", re.compile("s$"), "1", "1", "1", "0", "0"])
+    queue.get_by_role("link", name="ada").click()
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(4)
+    expect(rows.locator(".state")).to_have_text(["QUEUED", "PROCESSING", "DEAD_LETTER", "COMPLETED"])
+    expect(rows.nth(1)).to_contain_text("ada-2")
+    expect(rows.nth(2)).to_contain_text(HOSTILE["html"])
+    page.get_by_label("State").select_option("COMPLETED")
+    expect(rows).to_have_count(1)
+    page.get_by_role("link", name="translate-0").click()
+    expect(page.get_by_label("Payload as text")).to_contain_text("manual-0.md")
+    expect(page.get_by_label("Result as text")).to_contain_text("420")
+    expect(page.locator(".timeline")).to_contain_text("by ada-1")
+    page.goto(f"{world.url}/#/tasks/translate-2")
+    expect(page.locator(".facts")).to_contain_text(re.compile("held byada-2 until .* unless it renews"))
+
+
+def test_tasks_are_paged_and_new_ones_appear_by_themselves(world: PageWorld, page: Page) -> None:
+    many = [{"agent": "paged", "payload": number} for number in range(120)]
+    world.post("/queue/enqueue", {"tasks": many})
+    page.goto(f"{world.url}/#/agents/paged")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(50)
+    for count in (100, 120):
+        page.get_by_role("button", name="Older tasks").click()
+        expect(rows).to_have_count(count)
+    assert len(set(page.locator("tbody a.id").all_text_contents())) == 120
+    task_id = world.enqueue("paged", "the newest")
+    expect(rows.first).to_contain_text(task_id)
+    page.goto(f"{world.url}/#/overview")
+    page.get_by_role("list", name="The newest events").get_by_role("link", name=task_id).first.click()
+    expect(page.locator(".lead .state")).to_have_text("QUEUED")
+    world.post(f"/tasks/{task_id}/cancel", {})
+    expect(page.locator(".lead .state")).to_have_text("CANCELLED")
+
+
+def test_agents_with_tasks_are_paged_by_their_names(world: PageWorld, page: Page) -> None:
+    names = [f"many-{number:03}" for number in range(120)]
+    world.post("/queue/enqueue", {"tasks": [{"agent": name, "payload": 0} for name in names]})
+    page.goto(f"{world.url}/#/agents")
+    queues = page.get_by_role("table", name="Tasks of agents")
+    expect(queues.get_by_role("link", name="ada")).to_be_visible()
+    expect(queues.get_by_role("link", name="many-119")).to_have_count(0)
+    page.get_by_role("button", name="Further agents").click()
+    expect(queues.get_by_role("link", name="many-119")).to_be_visible()
+    expect(queues.get_by_role("link", name="ada")).to_have_count(0)
+    page.get_by_role("button", name="First agents").click()
+    expect(queues.get_by_role("link", name="ada")).to_be_visible()
+
+
+def test_a_caller_sees_the_tasks_that_its_token_reads(world: PageWorld, browser: Browser) -> None:
+    grace = world.agents.tokens.create("agent", org="acme", agent="grace").token
+    reader = world.agents.tokens.create(
+        "agent", org="acme", agent="linus", permissions=Permissions(may_read=("ada",))
+    ).token
+    namesake = world.agents.tokens.create("agent", org="beta", agent="ada").token
+    operator = world.agents.tokens.create("operator", org="acme").token
+
+    def seen(token: str, path: str) -> Any:
+        status, body, _ = call(world, "GET", path, authorization=f"Bearer {token}")
+        return json.loads(body) if status == 200 else status
+
+    def queues(token: str) -> list[str]:
+        return [one["agent"] for one in seen(token, "/page/tasks")["queues"]]
+
+    assert (queues(grace), queues(reader), queues(namesake), queues(operator)) == (["grace"], ["ada"], [], [])
+    assert {"ada", "grace"} <= set(queues(world.token))
+    found = {token: seen(token, "/page/agents/ada/tasks") for token in (grace, reader, namesake, operator)}
+    assert (found[grace], found[namesake], found[operator]) == (403, 403, 403)
+    assert "translate-0" in [one["task_id"] for one in found[reader]["tasks"]]
+    path = "/page/tasks/translate-0"
+    assert (seen(grace, path), seen(namesake, path), seen(operator, path)) == (404, 403, 404)
+    assert seen(reader, path)["state"] == "COMPLETED"
+    assert seen(world.token, f"/page/tasks/{world.parent_id}") == 404  # a message is not a task
+    with opened(browser) as (_, page), no_errors(page):
+        sign_in(page, world.url, grace)
+        page.goto(f"{world.url}/#/agents")
+        expect(page.get_by_role("table", name="Tasks of agents").locator("tbody tr")).to_have_count(1)
+        page.get_by_role("link", name="grace").click()
+        expect(page.locator("tbody tr")).to_have_count(1)
+        world.enqueue("grace", "later")
+        expect(page.locator("tbody tr")).to_have_count(2)  # her page gets no events of tasks
 
 
 def test_a_bus_is_a_live_conversation_with_threads(world: PageWorld, page: Page) -> None:

@@ -23,7 +23,7 @@ OPEN = {"/page/static/{tag}/{name}", "/page/sign-in", "/page/sign-out", "/page/s
 BUS_MESSAGE = {"type": "INFO", "project_id": "p"}
 
 
-NEVER_SENT = {"chunk", "outcome", "progress", "task_error", "task_payload", "task_result", "task_worker"}
+NEVER_SENT = {"chunk", "outcome", "progress"}
 """No view shows them."""
 places: set[str] = set()
 
@@ -115,19 +115,18 @@ class Planted:
         until(lambda: status.is_file() and bool(json.loads(status.read_text())["public"]))
 
     def _tasks(self) -> None:
-        """A task that is done, and one that has failed. Their events are on the stream."""
+        """A task that is done, one that has failed, and one that is held. Their events are on the stream."""
         world = self.world
+        self.tasks: list[str] = []
+        texts = {"type": secret("task_type"), "parent": secret("task_parent")}
         for verb, fields in (
             ("complete", {"decision": secret("task_result")}),
             ("fail", {"error": secret("task_error")}),
+            ("heartbeat", {}),
         ):
-            task = {"agent": "ada", "payload": secret("task_payload"), "max_retries": 0}
-            world.post(
-                "/queue/enqueue", {**task, "type": secret("task_type"), "parent": secret("task_parent")}
-            )
-            claimed = world.post("/queue/next", {"agent": "ada", "worker": secret("task_worker")})
-            holder = {"agent": "ada", "task_id": claimed["task_id"], "lease": claimed["lease"]}
-            world.post(f"/queue/{verb}", {**holder, **fields})
+            key = {"idempotency_key": f"{verb} {secret('task_key')}"}
+            self.tasks.append(world.enqueue("ada", secret("task_payload"), max_retries=0, **texts, **key))
+            world.post(f"/queue/{verb}", {**world.claim("ada", secret("task_worker")), **fields})
 
     # ---- what the page sends -------------------------------------------------------------------
 
@@ -139,6 +138,8 @@ class Planted:
             f"/page/messages/{one}" for one in (self.ended, self.dead, self.held)
         ]
         filled["/page/goals/{id}"] = ["/page/goals/goal", "/page/goals/merging"]
+        filled["/page/agents/{agent}/tasks"] = ["/page/agents/ada/tasks"]
+        filled["/page/tasks/{id}"] = [f"/page/tasks/{one}" for one in self.tasks]
         filled["/page/buses/{name}"] = ["/page/buses/team"]
         filled["/page/report.html"] = []  # a file of the operator
         found = {one: self._get(one) for ones in filled.values() for one in ones}

@@ -226,5 +226,5 @@ def test_the_list_of_tokens_shows_the_permissions(world: World) -> None:
     allowed = ("--may-claim", "y", "--only-bus", "team", "--rate", "3")
     made = postroom("token", "create", "--data", world.data, *who, *allowed).line
     rows = {row["token_id"]: row for row in postroom("token", "list", "--data", world.data).lines}
-    assert rows[made["token_id"]]["permissions"] == "may-claim y, only-buses team"
+    assert rows[made["token_id"]]["permissions"] == "may-claim y, only-bus team"
     assert rows[made["token_id"]]["rate"] == 3

@@ -216,6 +216,14 @@ def test_a_file_without_owners_gives_a_name_to_the_organization_of_its_first_tok
     assert Agents(tmp_path).task_owner("bot") == "acme"
 
 
+def test_an_operator_without_an_agent_has_the_rights_of_its_token_also_as_the_second_one(
+    tmp_path: Path,
+) -> None:
+    Tokens(tmp_path).create("operator", "acme")
+    second = Tokens(tmp_path).create("operator", "globex", permissions=Permissions(may_read=("ada",)))
+    assert has_tasks(tmp_path, second.token)
+
+
 def test_a_name_stays_with_the_organization_of_a_registered_agent_that_is_removed(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     agents.add("bot", org="acme")

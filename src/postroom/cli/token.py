@@ -6,13 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.render import rfc3339, warn
-from postroom.cli.shell import HELP_OPTIONS, Decorated, Shell, add_json_option, parse_rate, parse_wait
-from postroom.cli.tasks.options import needed_data_option, starting_folder
+from postroom.cli.server_options import token_option
+from postroom.cli.shell import (
+    HELP_OPTIONS,
+    Decorated,
+    Shell,
+    add_json_option,
+    parse_rate,
+    parse_wait,
+    path_option,
+    together,
+)
+from postroom.cli.tasks.options import FOLDER, needed_data_option
+from postroom.cli.token_places import Wish, existing, open_tokens
 
 if TYPE_CHECKING:
-    from postroom.runtime.tokens import NewToken, Tokens
+    from postroom.runtime.tokens import NewToken
 
+where_options = together(
+    path_option("--data", metavar="DIR", text="The data folder of the tokens.", kind=FOLDER),
+    click.option("--url", metavar="URL", help="The address of a running server, instead of --data."),
+    token_option,
+)
 id_argument = click.argument("token_id", metavar="TOKEN_ID")
 
 
@@ -20,29 +35,41 @@ id_argument = click.argument("token_id", metavar="TOKEN_ID")
 def token() -> None:
     """The tokens of a data folder. All servers of the folder accept them.
 
+    With --url and the token of an admin, all commands but release work on the tokens of a running server on
+    any machine.
+
     \b
     Example:
       postroom token create --data run --org acme --role agent --agent triage
       postroom token list --data run
+      postroom token list --url https://postroom.example --token $ADMIN_TOKEN
     """
 
 
-def _names_option(name: str, text: str, default: str = "") -> Callable[[Decorated], Decorated]:
+def _names_option(
+    option: str, text: str, example: str, default: str = ""
+) -> Callable[[Decorated], Decorated]:
     more = f"  [default: {default}]" if default else ""
-    return click.option(name, multiple=True, metavar="NAME", help=f"{text} May be repeated.{more}")
+    said = f"{text} May be repeated. Example: {option} {example}{more}"
+    return click.option(option, multiple=True, metavar="NAME", help=said)
 
 
 @token.command()
-@needed_data_option
+@where_options
 @click.option("--role", type=click.Choice(["agent", "operator", "admin"]), required=True, help="Its rights.")
-@click.option("--org", default="", metavar="NAME", help="Its organization.  [default: all of them]")
+@click.option(
+    "--org", default="", metavar="NAME",
+    help="Its organization.  [default: all of them; with --url, that of the admin]",
+)  # fmt: skip
 @click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
 @click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
-@_names_option("--may-send-to", "An agent that it may send tasks to.")
-@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.")
-@_names_option("--may-read", "An agent whose tasks it may read, beside its own.")
-@_names_option("--only-message", "An agent: it may send messages to no other.", "all of its organization")
-@_names_option("--only-bus", "A bus: it may use no other.", "all")
+@_names_option("--may-send-to", "An agent that it may send tasks to.", "builder")
+@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.", "builder")
+@_names_option("--may-read", "An agent whose tasks it may read, beside its own.", "critic")
+@_names_option(
+    "--only-message", "An agent: it may send messages to no other.", "lead", "all of its organization"
+)
+@_names_option("--only-bus", "A bus: it may use no other.", "team", "all")
 @click.option("--read-only", is_flag=True, help="Let it change nothing.")
 @click.option(
     "--rate", type=parse_rate, default=0.0, metavar="N",
@@ -53,7 +80,9 @@ def _names_option(name: str, text: str, default: str = "") -> Callable[[Decorate
 def create(
     shell: Shell,
     /,
-    data: Path,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
     role: str,
     org: str,
     agent: str,
@@ -71,29 +100,29 @@ def create(
     options --may-… give the token of an agent more rights, the options --only-… fewer. A folder that is
     absent or empty becomes a data folder.
 
+    With --url, an admin of one organization makes tokens of that organization only, and a token expires at
+    the latest with that of the admin.
+
     \b
     Example:
       postroom token create --data run --org acme --role agent --agent triage
       postroom token create --data run --role operator --expires-s 86400
+      postroom token create --data run --org acme --role agent --agent planner \\
+        --may-send-to builder --may-claim builder --may-read critic
+      postroom token create --data run --org acme --role agent --agent guest \\
+        --only-message lead --only-bus team --read-only
+      postroom token create --url https://postroom.example --role operator
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
-    from postroom.runtime.agents import Agents
     from postroom.runtime.tokens import Permissions
 
-    if role == "agent" and not (agent and org):
-        raise click.UsageError("the token of an agent needs --agent NAME and --org NAME")
-    _check_effect(role, org, allowed)
-    permissions = Permissions(only_buses=only_bus, is_read_only=read_only, **allowed)
-    agents = Agents(data)
-    owner = agents.task_owner(agent) if agent else ""
-    with starting_folder(shell, data):
-        made = agents.tokens.create(role, org, agent, expires_s, permissions, rate)
-    if org and owner not in ("", org):
-        warn(
-            shell.program,
-            f"warning: the tasks of {agent!r} belong to the agent of that name in organization {owner!r}, so "
-            f"this token gets none of them: choose another name for the agent of {org!r}",
-        )
+    with open_tokens(shell, data, url, token) as tokens:
+        org = tokens.organization(org)
+        if role == "agent" and not (agent and org):
+            raise click.UsageError("the token of an agent needs --agent NAME and --org NAME")
+        _check_effect(role, org, allowed)
+        permissions = Permissions(only_buses=only_bus, is_read_only=read_only, **allowed)
+        made = tokens.create(Wish(role, org, agent, expires_s, rate, permissions))
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
 
 
@@ -110,64 +139,68 @@ def _check_effect(role: str, org: str, allowed: dict[str, Any]) -> None:
 
 
 @token.command(name="list")
-@needed_data_option
+@where_options
 @click.pass_obj
-def list_tokens(shell: Shell, data: Path) -> None:
+def list_tokens(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
     """List the tokens by their ids, without the tokens themselves.
+
+    With --url, an admin of one organization sees the tokens of that organization.
 
     \b
     Example:
       postroom token list --data run
+      postroom token list --url https://postroom.example
     """
-    from datetime import UTC, datetime
-
-    now = datetime.now(UTC)
-    rows = [
-        {
-            "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
-            "created": rfc3339(known.created),
-            "expires": "" if known.expires is None else rfc3339(known.expires),
-            "rate": known.rate or None, "permissions": known.permissions.shown(),
-            "valid": not known.is_expired(now),
-        }
-        for known in _existing(data).list()
-    ]  # fmt: skip
+    with open_tokens(shell, data, url, token) as tokens:
+        rows = tokens.list()
     columns = ["token_id", "role", "org", "agent", "created", "expires", "rate", "permissions", "valid"]
     shell.output.rows(columns, rows, empty="there is no token yet")
 
 
 @token.command()
 @id_argument
-@needed_data_option
+@where_options
 @click.pass_obj
-def revoke(shell: Shell, token_id: str, data: Path) -> None:
+def revoke(shell: Shell, token_id: str, data: Path | None, url: str | None, token: str | None) -> None:
     """Revoke a token. Running servers refuse it within 0.2 s.
 
     \b
     Example:
       postroom token revoke 3fa1dee7a434 --data run
+      postroom token revoke 3fa1dee7a434 --url https://postroom.example
     """
-    _existing(data).revoke(token_id)
+    with open_tokens(shell, data, url, token) as tokens:
+        tokens.revoke(token_id)
     shell.output.facts({"token_id": token_id, "revoked": True}, f"{token_id} is revoked")
 
 
 @token.command()
 @id_argument
-@needed_data_option
+@where_options
 @click.option(
     "--overlap-s", type=parse_wait, default=0.0, show_default=True, metavar="S",
     help="How long the old token stays valid.",
 )  # fmt: skip
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
-def rotate(shell: Shell, token_id: str, data: Path, overlap_s: float, token_only: bool) -> None:
+def rotate(
+    shell: Shell,
+    token_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    overlap_s: float,
+    token_only: bool,
+) -> None:
     """Replace a token by a new one with the same rights.
 
     \b
     Example:
       postroom token rotate 3fa1dee7a434 --data run --overlap-s 3600
+      postroom token rotate 3fa1dee7a434 --url https://postroom.example
     """
-    made = _existing(data).rotate(token_id, overlap_s)
+    with open_tokens(shell, data, url, token) as tokens:
+        made = tokens.rotate(token_id, overlap_s)
     _print(shell, made, {"replaces": token_id}, token_only=token_only)
 
 
@@ -186,7 +219,7 @@ def release(shell: Shell, agent: str, data: Path) -> None:
     Example:
       postroom token release triage --data run
     """
-    owner = _existing(data).release(agent)
+    owner = existing(data).release(agent)
     shell.output.facts({"agent": agent, "released_by": owner}, f"{owner!r} owns the name {agent!r} no longer")
 
 
@@ -195,13 +228,6 @@ def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only:
         shell.output.sentence(made.token)
     else:
         shell.output.facts({"token": made.token, "token_id": made.token_id, **facts}, made.token)
-
-
-def _existing(data: Path) -> "Tokens":
-    from postroom.runtime.data_folder import checked_data_folder
-    from postroom.runtime.tokens import Tokens
-
-    return Tokens(checked_data_folder(data))
 
 
 add_json_option(token)

@@ -63,7 +63,8 @@ def verify_command(
 
     The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
     message never overlap, first deliveries are in order, and a message ends once. The output is a line for
-    each violation, with the events that prove it. The exit code is 0 without violations, and 1 otherwise.
+    each violation, with the events that prove it, and at last one line with the figures of what was checked.
+    The exit code is 0 without violations, and 1 otherwise.
 
     With --data, the store, the buses, the mail, the registry and the audit stream of a data folder are read
     whole. Damage is a violation, too. The folder is not changed, and servers may run meanwhile.
@@ -104,7 +105,7 @@ def verify_command(
         verdict = history.verdict(horizon_us=horizon_us)
     else:
         verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
-    return _show(shell, verdict)
+    return _show_stream(shell, verdict)
 
 
 def _time_us(option: str, text: str | None) -> int | None:
@@ -245,11 +246,12 @@ def _verify_data(shell: Shell, data: Path, *, unordered: bool) -> int:
         for fault in faults
     ]  # fmt: skip
     # The history needs a store and a stream that can be read.
-    if not {"store", "audit"} & {fault.part for fault in faults}:
-        verdict = _history_of(shell, data, ordered=not unordered)
-        rows += [] if verdict is None else _rows(verdict)
-    shell.output.rows(COLUMNS, rows, f"clean: {', '.join(check.checked)}")
-    return EXIT_RUNTIME if rows else EXIT_OK
+    is_readable = not {"store", "audit"} & {fault.part for fault in faults}
+    verdict = _history_of(shell, data, ordered=not unordered) if is_readable else None
+    rows += [] if verdict is None else _rows(verdict)
+    more = 0 if verdict is None else verdict.more
+    facts = {"checked": check.checked, **({} if verdict is None else _figures(verdict))}
+    return _show(shell, rows, more, facts, ", ".join(check.checked) or "nothing is stored yet")
 
 
 def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict | None":
@@ -290,18 +292,32 @@ def _rows(verdict: "HistoryVerdict") -> list[dict[str, Any]]:
     ]
 
 
-def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
-    rows = _rows(verdict)
+def _show_stream(shell: Shell, verdict: "HistoryVerdict") -> int:
     stretch = (
         f"{verdict.events:,} events of {len(verdict.sources)} sources, "
         f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"
     )
-    shell.output.rows(COLUMNS, rows, f"clean: {stretch}")
-    if verdict.more:
-        warn(shell.program, f"{verdict.more} further violations are not shown")
-    n = len(rows) + verdict.more
-    if n:
-        shell.note(f"{n:,} violations in {stretch}")
+    return _show(shell, _rows(verdict), verdict.more, _figures(verdict), stretch)
+
+
+def _figures(verdict: "HistoryVerdict") -> dict[str, int]:
+    return {
+        "events": verdict.events,
+        "sources": len(verdict.sources),
+        "accepted": verdict.accepted,
+        "open": verdict.open,
+    }
+
+
+def _show(shell: Shell, rows: list[dict[str, Any]], more: int, facts: dict[str, Any], checked: str) -> int:
+    """Print the violations, and then one line that sums them up, also when there is none."""
+    if rows:
+        shell.output.rows(COLUMNS, rows, "")
+    if more:
+        warn(shell.program, f"{more} further violations are not shown")
+    n = len(rows) + more
+    said = f"{n:,} {'violation' if n == 1 else 'violations'} in {checked}" if n else f"clean: {checked}"
+    shell.output.facts({"clean": n == 0, "violations": n, **facts}, said)
     return EXIT_RUNTIME if n else EXIT_OK
 
 

@@ -36,6 +36,7 @@ from postroom.errors import (
     ResultGone,
     StaleLease,
     UnknownTask,
+    UnknownToken,
     UnknownType,
     Unreachable,
     UnsupportedVersion,
@@ -272,6 +273,7 @@ def _error_of(call: Call, status: int, headers: http.client.HTTPMessage, body: b
     named: dict[str, PostroomError] = {
         "StaleLease": StaleLease(subject.task_id, subject.lease, message),
         "UnknownTask": UnknownTask(subject.task_id, message),
+        "UnknownToken": UnknownToken("", message),
         "WrongState": WrongState(subject.task_id, call.path.rpartition("/")[2], "", message),
         "KeyReused": KeyReused("", "", message),
         "ResultGone": ResultGone("", "", message),

@@ -120,34 +120,43 @@ def lines(operations: Operations, query: MessagesQuery, org_id: str | None) -> L
         return Lines([by_id], 0)
     found: list[Line] = []
     last = None
-    for looked, record in enumerate(newest_first(operations, query, org_id), 1):
+    for looked, record in enumerate(_of_organizations(operations.transaction, query, org_id), 1):
         if isinstance(record, int):  # the numbers that one call may walk are used up
-            return Lines(found, record, None if last is None else _time(last))
+            return Lines(found, record, None if last is None else accepted_at(last))
         last = record
         stored = operations.loaded(record.message_id)
         line = _line(operations, stored)
         if _fits(operations, query, stored, line):
             found.append(line)
         if len(found) == query.limit or looked == LOOKED_MAX:
-            return Lines(found, record.seq, _time(record))
+            return Lines(found, record.seq, accepted_at(record))
     return Lines(found, 0)
 
 
-def newest_first(
-    operations: Operations, query: MessagesQuery, org_id: str | None
+def _of_organizations(
+    transaction: Transaction, query: MessagesQuery, org_id: str | None
 ) -> "Iterator[Record | int]":
-    """Records of organizations, the newest first, and at last the number to go on from if there are more."""
-    transaction = operations.transaction
-    before = query.before or transaction.newest_event() + 1
     queue = None if org_id is None else ENGINE_PREFIX + org_id
     state = None if query.state is UNSET else query.state
+    page = LOOKED_MAX if query.text or query.type else query.limit
+    found = newest_first(transaction, queue, state, query.before, page)
+    return (one for one in found if isinstance(one, int) or org_of(one.queue))
+
+
+def newest_first(
+    transaction: Transaction, queue: str | None, state: State | None, before: int, page: int
+) -> "Iterator[Record | int]":
+    """Records below the number `before`, the newest first. Ends with the number to go on from, if any.
+
+    `before` 0 begins with the newest. `page` is how many records one read of the store gives.
+    """
+    before = before or transaction.newest_event() + 1
     if not _counted(transaction, queue, state):
         return
-    page = LOOKED_MAX if query.text or query.type else query.limit
     for _ in range(READS_MAX):
         lowest = max(0, before - NUMBERS_A_READ)
         while found := transaction.find(Listing(queue, state, lowest - 1, page, before)):
-            yield from (record for record in found if org_of(record.queue))
+            yield from found
             before = found[-1].seq
             if len(found) < page:
                 break
@@ -195,12 +204,12 @@ def _line(operations: Operations, stored: Stored) -> Line:
         agent_id=message.get("agent_id", ""),
         priority=record.lane,
         attempt=record.attempt,
-        created_at=_time(record),
+        created_at=accepted_at(record),
         error_type=errors[-1] if errors else "",
     )
 
 
-def _time(record: Record) -> datetime:
+def accepted_at(record: Record) -> datetime:
     return EPOCH + record.created_us * MICROSECOND
 
 
@@ -244,7 +253,7 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
     return {
         **{name: getattr(info, name) for name in PLAIN_FIELDS},
         "worker_id": shown_name(request, info.worker_id),
-        "history": [_shown_event(request, event) for event in info.history],
+        "history": [shown_event(request, event) for event in info.history],
         "errors": [_shown_error(request, error) for error in info.errors],
         "org_id": org_id,
         "message": msgspec.json.format(_encode(shown_texts(request, message)), indent=2).decode(),
@@ -259,7 +268,7 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
     }
 
 
-def _shown_event(request: HttpRequest, event: Event) -> dict[str, Any]:
+def shown_event(request: HttpRequest, event: Event) -> dict[str, Any]:
     return {
         "ts_us": event.ts_us,
         "kind": event.kind,
@@ -346,7 +355,7 @@ def _descendants(
 def _node(stored: Stored, depth: int) -> Node:
     record, envelope = stored.record, stored.envelope
     return Node(
-        record.message_id, envelope.parent_message_id, envelope.type, record.state, _time(record), depth
+        record.message_id, envelope.parent_message_id, envelope.type, record.state, accepted_at(record), depth
     )
 
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.page import buses, goals, letters, messages, teams
+from postroom.page import buses, goals, letters, messages, tasks, teams
 from postroom.page.live import Live, scope_of
 from postroom.page.redaction import REDACTOR
 from postroom.page.reports import Reports
@@ -33,6 +33,8 @@ from postroom.page.schemas import (
     RollbackBody,
     SignInBody,
     StreamQuery,
+    TaskQueuesQuery,
+    TasksQuery,
 )
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
 from postroom.runtime.agents import Identity
@@ -239,6 +241,9 @@ class PageMount:
             _read("/page/goals/{id}", goals.goal, operators=True),
             _change("/page/goals/{id}/rollback", goals.rollback, RollbackBody),
             _read("/page/agents", teams.agents),
+            _read("/page/agents/{agent}/tasks", tasks.find, TasksQuery),
+            _read("/page/tasks", tasks.queues, TaskQueuesQuery),
+            _read("/page/tasks/{id}", tasks.show),
             _read("/page/buses", buses.find),
             _read("/page/buses/{name}", buses.read, BusQuery),
             _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),

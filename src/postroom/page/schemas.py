@@ -12,6 +12,7 @@ from postroom.runtime.schemas import Id, Name, Number, Text
 LINES_DEFAULT = 50
 LINES_MAX = 200
 LETTERS_DEFAULT = 50
+QUEUES_DEFAULT = 100
 BUS_LINES_DEFAULT = 100
 
 Lines = Annotated[int, Meta(ge=1, le=LINES_MAX)]
@@ -78,6 +79,21 @@ class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checkpoint_id: Text
     accept_irreversible: list[Text] = []
     is_preview: bool = True
+
+
+class TaskQueuesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/tasks`: `after` is the name of the last agent of the previous page."""
+
+    after: Text = ""
+    limit: Lines = QUEUES_DEFAULT
+
+
+class TasksQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/agents/{agent}/tasks`: the newest first. `before` is the cursor of the previous page."""
+
+    state: State | UnsetType = UNSET
+    before: Number = 0
+    limit: Lines = LINES_DEFAULT
 
 
 class BusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -250,6 +250,20 @@ class Agents:
         agent = self._index().by_name.get(name)
         return (agent.org if agent is not None else "") or self.tokens.owner(name)
 
+    def foreign_tasks(self, agent: str, org: str, *, names_owner: bool = True) -> str:
+        """A warning for an organization whose agent gets no tasks, because another one owns its name.
+
+        Empty when it gets them. Only callers that see all organizations may read who the owner is.
+        """
+        owner = self.task_owner(agent) if agent and org else ""
+        if owner in ("", org):
+            return ""
+        whose = f"organization {owner!r}" if names_owner else "another organization"
+        return (
+            f"the tasks of {agent!r} belong to the agent of that name in {whose}, so this token gets none of "
+            f"them: choose another name for the agent of {org!r}"
+        )
+
     def is_free(self, name: str) -> bool:
         """Whether no agent is registered under this name, and no token has it."""
         return name not in self._index().by_name and not self.tokens.names(name)

@@ -309,17 +309,17 @@ async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
-    info = await _readable(server, request)
+    info = await readable_task(server, request)
     if query.wait_s and not info.ended:
         async with poll_share(server, request) as disconnected:
             await server.result_polls.wait(info.task_id, query.wait_s, disconnected)
             if disconnected.done():
                 raise ClientDisconnected
-        info = await _readable(server, request)
+        info = await readable_task(server, request)
     return HttpReply(200, _encode(info))
 
 
-async def _readable(server: TaskServer, request: HttpRequest) -> TaskInfo:
+async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
     """Read a task for its agent, its sender or an operator. It is unknown to other callers."""
     task_id, identity = request.path_param("id"), request.identity
     own = visible_queue(identity)
@@ -334,8 +334,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     owner, agent = visible_queue(request.identity), query.agent or None
     if owner is not None:
         agent = agent or owner
-        if not request.identity.reads(agent):
-            raise Refusal(403, "Forbidden", f"this token is {owner}'s and may not read the tasks of {agent}")
+        check_reads(request.identity, agent)
     state = query.state or None
     lines = await server.read_for(
         request, lambda: server.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
@@ -358,6 +357,13 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
 def visible_queue(identity: Identity) -> str | None:
     """The only queue that the caller may see; None when it may see all."""
     return None if identity.is_operator else _own_queue(identity)
+
+
+def check_reads(identity: Identity, agent: str) -> None:
+    """Refuse a caller that may not read the tasks of an agent."""
+    owner = visible_queue(identity)
+    if owner is not None and not identity.reads(agent):
+        raise Refusal(403, "Forbidden", f"this token is {owner}'s and may not read the tasks of {agent}")
 
 
 def _own_queue(identity: Identity) -> str:

@@ -279,11 +279,12 @@ class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlap_s: Annotated[float, Meta(ge=0, le=EXPIRES_S_MAX)] = 0.0
 
 
-class MadeTokenAnswer(msgspec.Struct, frozen=True):
-    """A new token, which is never answered again, and the id that names it."""
+class MadeTokenAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A new token, which is never answered again, the id that names it, and a warning for its maker."""
 
     token: str
     token_id: str
+    warning: str = ""
 
 
 class RevokedAnswer(msgspec.Struct, frozen=True):

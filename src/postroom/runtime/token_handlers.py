@@ -55,7 +55,10 @@ async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
     )  # fmt: skip
     facts = {"role": body.role, "token_org": org, "token_agent": body.agent or ""}
     _log(server, request, "token_created", token_id=made.token_id, **facts)
-    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
+    warning = await asyncio.to_thread(
+        server.agents.foreign_tasks, body.agent or "", org, names_owner=not identity.org
+    )
+    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id, warning)))
 
 
 async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:

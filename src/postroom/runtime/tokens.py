@@ -67,7 +67,8 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """The permissions as words of `postroom token create`."""
         words = ["read-only"] if self.is_read_only else []
         for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses"):
-            words += [f"{field.replace('_', '-')} {name}" for name in getattr(self, field)]
+            option = "only-bus" if field == "only_buses" else field.replace("_", "-")
+            words += [f"{option} {name}" for name in getattr(self, field)]
         return ", ".join(words)
 
 
@@ -148,18 +149,7 @@ class Tokens:
 
         It ends at the latest with the token `maker_id`, if given.
         """
-        if role not in ROLES:
-            raise InvalidMessage(f"role must be one of {', '.join(ROLES)}, not {role!r}")
-        if role == "agent" and not (agent and org):
-            raise InvalidMessage("the token of an agent needs the agent and its organization")
-        for what, name in (("organization", org), ("agent", agent)):
-            if name:
-                checked_name(what, name)
-        if agent == DECISIONS:
-            raise InvalidMessage(f"{DECISIONS} is the queue of the harness: choose another name")
-        if not 0 <= rate <= RATE_MAX:  # NaN, too
-            raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:,.0f} calls a second, not {rate!r}")
-        permissions = permissions.checked()
+        permissions = checked_permissions(role, org, agent, expires_s, rate, permissions)
         now = datetime.now(UTC)
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
@@ -266,10 +256,31 @@ class Tokens:
             if self._version != self._file.version:
                 self._version = self._file.version
                 self._by_digest = {token.token_sha256: token for token in tokens}
-                firsts = {token.agent: token.org for token in reversed(tokens) if token.org}
+                named = [token for token in reversed(tokens) if token.agent and token.org]
+                firsts = {token.agent: token.org for token in named}
                 self._owners = {**firsts, **owners}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
+
+
+def checked_permissions(
+    role: str, org: str, agent: str, expires_s: float | None, rate: float, permissions: Permissions
+) -> Permissions:
+    """The permissions of a new token without duplicates. Raises what is wrong with its terms."""
+    if role not in ROLES:
+        raise InvalidMessage(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+    if role == "agent" and not (agent and org):
+        raise InvalidMessage("the token of an agent needs the agent and its organization")
+    for what, name in (("organization", org), ("agent", agent)):
+        if name:
+            checked_name(what, name)
+    if agent == DECISIONS:
+        raise InvalidMessage(f"{DECISIONS} is the queue of the harness: choose another name")
+    if not 0 <= rate <= RATE_MAX:  # NaN, too
+        raise InvalidMessage(f"rate must be from 0 to {RATE_MAX:,.0f} calls a second, not {rate!r}")
+    if expires_s is not None:
+        _lifetime(expires_s)
+    return permissions.checked()
 
 
 def _note_owners(content: Content[RegisteredToken]) -> None:

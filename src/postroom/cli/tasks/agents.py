@@ -19,7 +19,7 @@ targets_option = click.option(
     multiple=True,
     required=True,
     metavar="NAME",
-    help="The agent that receives the tasks. May be repeated.",
+    help="The agent that receives the tasks. May be repeated. Example: --may-send-to critic",
 )
 
 
@@ -43,7 +43,8 @@ def agent() -> None:
     "--may-send-to",
     multiple=True,
     metavar="NAME",
-    help="An agent that it may send tasks to. May be repeated, and changed later by `allow` and `deny`.",
+    help="An agent that it may send tasks to. May be repeated, and changed later by `allow` and `deny`. "
+    "Example: --may-send-to critic",
 )
 @click.option("--org", default="", metavar="NAME", help="Its organization in the global queue.")
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")

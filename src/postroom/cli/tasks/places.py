@@ -159,11 +159,11 @@ def open_place(
         yield Remote(shell, client, agent)
 
 
-def check_place(data: Path | None, url: str | None) -> None:
+def check_place(data: Path | None, url: str | None, what: str = "tasks") -> None:
     if data is not None and url is not None:
-        raise click.UsageError("--data and --url name two places for the tasks: give one of them")
+        raise click.UsageError(f"--data and --url name two places for the {what}: give one of them")
     if data is None and url is None:
-        raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
+        raise click.UsageError(f"say where the {what} are: --data DIR, or --url URL with --token TOKEN")
 
 
 def open_folder(data: Path, *, create: bool = False) -> "Tasks":
@@ -184,7 +184,12 @@ def open_folder(data: Path, *, create: bool = False) -> "Tasks":
 def open_client(url: str, agent: str, token: str | None, **options: Any) -> "TaskClient":
     from postroom.client import TaskClient
 
+    return TaskClient(url, agent=agent, token=needed_token(token), **options)
+
+
+def needed_token(token: str | None) -> str:
+    """The token for `--url`, from the option or the environment."""
     token = token or os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
-    return TaskClient(url, agent=agent, token=token, **options)
+    return token

@@ -112,6 +112,10 @@ export function messageLink(id) {
   return link("#/messages/" + encodeURIComponent(id), id, { class: "id" });
 }
 
+export function taskLink(id) {
+  return link("#/tasks/" + encodeURIComponent(id), id, { class: "id" });
+}
+
 // Text that is data: it keeps its lines and is never markup.
 export function code(text, label) {
   return h("pre", { class: "data", tabindex: "0", "aria-label": label + " as text", dir: "ltr" }, text);

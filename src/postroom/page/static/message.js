@@ -68,7 +68,7 @@ function facts(found) {
   return h("dl", { class: "facts" }, lines.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value))));
 }
 
-function timeline(found) {
+export function timeline(found) {
   let before = null;
   return h(
     "ol",
@@ -92,8 +92,8 @@ function timeline(found) {
   );
 }
 
-function errors(found) {
-  return table("Errors of this message", [
+export function errors(found) {
+  return table("Errors", [
     ["attempt", (one) => number(one.attempt), "number"],
     ["error", (one) => one.error_type],
     ["text", (one) => one.error],

@@ -1,6 +1,6 @@
 // The overview: one snapshot a second, and the newest events as they happen.
 
-import { h, link, messageLink, number, replace, seconds, section, state, svg, table, time } from "./dom.js";
+import { h, link, messageLink, number, replace, seconds, section, state, svg, table, taskLink, time } from "./dom.js";
 
 const FEED_MAX = 30;
 const STAGES = ["none", "more workers", "P3 is throttled", "P2 and P3 are throttled", "only P0 is accepted"];
@@ -45,7 +45,7 @@ function line(event) {
     " ",
     event.type ?? "",
     " ",
-    event.message_id ? messageLink(event.message_id) : "",
+    event.message_id ? (event.org_id ? messageLink : taskLink)(event.message_id) : "",
     event.error_type ? h("span", { class: "bad" }, " ", event.error_type) : "",
   );
 }

@@ -1,0 +1,204 @@
+"""The views of tasks: the queues of agents, the newest tasks of one agent, and one task with its life.
+
+Rule 1: a caller sees the tasks that its token reads over HTTP, and no others.
+Rule 2: figures of a queue are counters. A list reads a bounded number of records, however many are stored.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from postroom.contracts.task_views import TaskInfo
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
+from postroom.page.messages import accepted_at, newest_first, shown_event
+from postroom.page.redaction import shown_json, shown_name, shown_text
+from postroom.page.schemas import TaskQueuesQuery, TasksQuery
+from postroom.runtime.agents import Identity
+from postroom.runtime.handlers import check_reads, readable_task
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_server import TaskServer
+from postroom.stores.base import by_state, ready
+from postroom.stores.transaction import Transaction
+
+MICROS_PER_S: Final = 1_000_000
+ERROR_CHARS_SHOWN: Final = 200
+"""How much of an error a line of the list has. The view of the task has all of it."""
+PLAIN_FIELDS: Final = (
+    "task_id", "agent", "state", "attempt", "retry_count", "max_retries", "sender", "created_at",
+    "claimed_at", "last_heartbeat", "lease_ends_at", "completed_at",
+)  # fmt: skip
+"""Fields of a task that are addresses, or that postroom writes itself."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class QueueLine(msgspec.Struct, frozen=True):
+    """The tasks of one agent in numbers."""
+
+    agent: str
+    states: dict[str, int]
+    lapses: int
+    """Leases that ran out since the queue was created."""
+    oldest_age_s: float | None
+    """How long the next task has been ready; None when none is."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A task in the list of its agent."""
+
+    seq: int
+    task_id: str
+    state: str
+    type: str
+    age_s: float
+    """Since it was enqueued."""
+    created_at: datetime
+    worker: str
+    """Who holds the lease; empty when nobody does."""
+    attempt: int
+    error_type: str
+    error: str
+    """The beginning of the last error."""
+
+
+class Lines(msgspec.Struct, frozen=True):
+    """A page of the list. `before` is the cursor of the next page; 0 at the end."""
+
+    tasks: list[Line]
+    before: int
+    reached: datetime | None = None
+    """The time up to which the list was searched; None at its end."""
+
+
+# ---- the queues ------------------------------------------------------------------------------------
+
+
+async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """The queues that the caller reads, by name. `after` is the last name of the previous page."""
+    query: TaskQueuesQuery = request.query
+    identity = request.identity
+
+    def work(transaction: Transaction) -> tuple[list[QueueLine], str]:
+        names = _readable_queues(transaction, identity)
+        start = bisect_right(names, query.after)
+        page = names[start : start + query.limit]
+        is_last = start + query.limit >= len(names)
+        return [_queue_line(transaction, name) for name in page], "" if is_last else page[-1]
+
+    found, after = await server.read_for(request, lambda: server.tasks.store.read(work))
+    return HttpReply(200, _encode({"queues": found, "after": after}))
+
+
+def _readable_queues(transaction: Transaction, identity: Identity) -> list[str]:
+    """The queues of agents whose tasks the caller reads, in the order of their names."""
+    if not (identity.is_operator or identity.has_tasks):
+        return []
+    return sorted(
+        queue
+        for queue in transaction.queues()
+        if not queue.startswith(ENGINE_PREFIX) and (identity.is_operator or identity.reads(queue))
+    )
+
+
+def _queue_line(transaction: Transaction, agent: str) -> QueueLine:
+    counts = transaction.depth(agent)
+    states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
+    oldest_ns = transaction.oldest_ns(agent) if ready(counts) else None
+    oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
+    return QueueLine(agent, states, counts.get("LAPSES", 0), oldest_s)
+
+
+# ---- the tasks of one agent ------------------------------------------------------------------------
+
+
+async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: TasksQuery = request.query
+    agent = request.path_param("agent")
+    check_reads(request.identity, agent)
+
+    def work(transaction: Transaction) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
+        return newest_tasks(transaction, agent, query)
+
+    found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
+    shown = [_shown_line(request, stored, age_s) for stored, age_s in found]
+    return HttpReply(200, _encode(Lines(shown, before, reached)))
+
+
+def newest_tasks(
+    transaction: Transaction, agent: str, query: TasksQuery
+) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
+    """The newest tasks of an agent with their ages, the cursor behind them, and the time it has reached."""
+    state: State | None = None if query.state is UNSET else query.state
+    found: list[tuple[Stored, float]] = []
+    last: Record | None = None
+    for record in newest_first(transaction, agent, state, query.before, query.limit):
+        if isinstance(record, int):  # the numbers that one call may walk are used up
+            return found, record, None if last is None else accepted_at(last)
+        last = record
+        stored = transaction.load(record.message_id)
+        if stored is not None:
+            found.append((stored, (transaction.wall_us - record.created_us) / MICROS_PER_S))
+        if len(found) == query.limit:
+            return found, record.seq, accepted_at(record)
+    return found, 0, None
+
+
+def _shown_line(request: HttpRequest, stored: Stored, age_s: float) -> Line:
+    record = stored.record
+    failures = _failures(stored.history)
+    error_type, error = (failures[-1].error_type, failures[-1].error) if failures else ("", "")
+    return Line(
+        seq=record.seq,
+        task_id=record.message_id,
+        state=record.state,
+        type=shown_name(request, stored.envelope.type),
+        age_s=round(max(0.0, age_s), 1),
+        created_at=accepted_at(record),
+        worker=shown_name(request, record.worker_id) if record.state == "PROCESSING" else "",
+        attempt=record.attempt,
+        error_type=shown_name(request, error_type),
+        error=_beginning(shown_text(request, error)),
+    )
+
+
+def _failures(history: Sequence[Event]) -> list[Event]:
+    """The events with an error. A dead letter repeats the error before it."""
+    return [event for event in history if event.error and event.kind != "dead_letter"]
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= ERROR_CHARS_SHOWN else text[:ERROR_CHARS_SHOWN] + "…"
+
+
+# ---- one task --------------------------------------------------------------------------------------
+
+
+async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
+    return HttpReply(200, _encode(_shown(request, await readable_task(server, request))))
+
+
+def _shown(request: HttpRequest, task: TaskInfo) -> dict[str, Any]:
+    """A task for the page: everything that others wrote is redacted text."""
+    return {
+        **{name: getattr(task, name) for name in PLAIN_FIELDS},
+        "worker": shown_name(request, task.worker),
+        "type": shown_name(request, task.type),
+        "parent": shown_name(request, task.parent),
+        "idempotency_key": shown_text(request, task.idempotency_key),
+        "payload": shown_json(request, task.payload),
+        "result": None if task.result is None else shown_json(request, task.result),
+        "history": [shown_event(request, event) for event in task.history],
+        "errors": [
+            {
+                "attempt": event.attempt,
+                "error_type": shown_name(request, event.error_type),
+                "error": shown_text(request, event.error),
+            }
+            for event in _failures(task.history)
+        ],
+    }

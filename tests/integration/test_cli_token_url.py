@@ -1,0 +1,125 @@
+"""`postroom token` with `--url`: the tokens of a running `postroom up`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postroom.runtime.tokens import Tokens
+from tests.integration.commandline import Result, isolate, postroom
+from tests.integration.ups import Running, running
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("token-url") / "run"
+
+
+@pytest.fixture(scope="module")
+def up(data: Path) -> Iterator[Running]:
+    with running(data, "--no-audit", "--no-mail") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+def remote(up: Running, *words: object, token: str | None = None) -> Result:
+    return postroom("token", *words, "--url", up.http, "--token", token or up.token)
+
+
+def is_valid(up: Running, token: str) -> bool:
+    return up.get("/whoami", token)[0] == 200
+
+
+def test_a_token_is_made_listed_rotated_and_revoked_at_a_running_server(up: Running, data: Path) -> None:
+    wish = ("--role", "agent", "--org", "acme", "--agent", "ada", "--rate", 5, "--expires-s", 3600)
+    rights = ("--may-read", "bob", "--only-message", "lead", "--only-bus", "team", "--read-only")
+    made = remote(up, "create", *wish, *rights)
+    assert (made.code, made.errors) == (0, "")
+    assert list(made.line) == ["token", "token_id", "role", "org", "agent"]
+    assert (made.line["role"], made.line["org"], made.line["agent"]) == ("agent", "acme", "ada")
+    assert is_valid(up, made.line["token"])
+    assert remote(up, "list").lines == postroom("token", "list", "--data", data).lines
+    line = next(one for one in remote(up, "list").lines if one["token_id"] == made.line["token_id"])
+    assert line["permissions"] == "read-only, may-read bob, only-message lead, only-bus team"
+    assert (line["rate"], line["valid"]) == (5.0, True)
+    turned = remote(up, "rotate", made.line["token_id"])
+    assert (turned.code, list(turned.line)) == (0, ["token", "token_id", "replaces"])
+    assert turned.line["replaces"] == made.line["token_id"]
+    assert is_valid(up, turned.line["token"])
+    until(lambda: not is_valid(up, made.line["token"]))
+    ended = remote(up, "revoke", turned.line["token_id"])
+    assert ended.line == {"token_id": turned.line["token_id"], "revoked": True}
+    until(lambda: not is_valid(up, turned.line["token"]))
+
+
+def test_the_bare_token_is_printed_and_the_environment_names_the_token_of_the_admin(
+    up: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert up.token is not None
+    monkeypatch.setenv("POSTROOM_TOKEN", up.token)
+    made = postroom("token", "create", "--url", up.http, "--role", "operator", "--token-only")
+    assert is_valid(up, made.out.strip())
+    token_id = remote(up, "list").lines[-1]["token_id"]
+    turned = postroom("token", "rotate", token_id, "--url", up.http, "--token-only", "--overlap-s", 60)
+    assert is_valid(up, turned.out.strip())
+    assert is_valid(up, made.out.strip())
+
+
+def test_an_admin_of_one_organization_makes_tokens_of_that_one(up: Running, data: Path) -> None:
+    admin = Tokens(data).create("admin", "globex").token
+    made = remote(up, "create", "--role", "agent", "--agent", "gus", token=admin)
+    assert made.line["org"] == "globex"
+    assert {one["org"] for one in remote(up, "list", token=admin).lines} == {"globex"}
+    refused = remote(up, "create", "--role", "admin", "--org", "acme", token=admin)
+    assert (refused.code, "makes tokens of that organization only" in refused.error) == (1, True)
+
+
+def test_a_name_of_another_organization_is_a_warning(up: Running, data: Path) -> None:
+    first = remote(up, "create", "--role", "agent", "--org", "acme", "--agent", "shared")
+    assert first.errors == ""
+    create = ("create", "--role", "agent", "--org", "initech", "--agent", "shared")
+    local = postroom("token", *create, "--data", data)
+    made = remote(up, *create)
+    assert (made.code, made.error) == (0, local.error)
+    assert "the agent of that name in organization 'acme'" in made.error
+    admin = Tokens(data).create("admin", "initech").token
+    assert "in another organization, so this token gets none" in remote(up, *create, token=admin).error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("revoke", "3fa1dee7a434"),
+        ("rotate", "3fa1dee7a434"),
+        ("rotate", "a/../b"),
+        ("create", "--role", "agent", "--agent", "ada"),
+        ("create", "--role", "admin", "--agent", "a/b"),
+        ("create", "--role", "admin", "--org", "a b"),
+        ("create", "--role", "operator", "--may-read", "ada"),
+        ("create", "--role", "agent", "--org", "acme", "--agent", "x", "--may-read", "a/b"),
+        ("create", "--role", "operator", "--expires-s", "0.5"),
+        ("create", "--role", "agent", "--org", "acme", "--agent", "harness.decisions"),
+    ],
+)
+def test_errors_are_those_of_the_folder(up: Running, data: Path, words: tuple[str, ...]) -> None:
+    local, over_http = postroom("token", *words, "--data", data), remote(up, *words)
+    assert (over_http.code, over_http.raw, over_http.error) == (local.code, b"", local.error)
+
+
+def test_callers_that_may_not_are_refused_in_one_sentence(up: Running, data: Path) -> None:
+    operator = Tokens(data).create("operator").token
+    for words in (("list",), ("revoke", "x"), ("create", "--role", "admin"), ("rotate", "x")):
+        assert "admin" in remote(up, *words, token=operator).error
+        unknown = remote(up, *words, token="pr_" + "x" * 43)
+        assert (unknown.code, unknown.raw, "token" in unknown.error) == (1, b"", True)
+        assert postroom("token", *words).code == 2
+        assert "--url needs a token" in postroom("token", *words, "--url", up.http).error
+        assert "two places" in remote(up, *words, "--data", data).error
+        assert "no effect" in postroom("token", *words, "--data", data, "--token", "pr_x").error
+    nobody = postroom("token", "create", "--role", "admin", "--url", "http://127.0.0.1:1", "--token", "pr_x")
+    assert (nobody.code, "cannot reach http://127.0.0.1:1" in nobody.error) == (1, True)
