@@ -24,7 +24,6 @@ _log = logging.getLogger("postroom.mail")
 T = TypeVar("T")
 
 LINGER_S = 1.0
-INBOX = b"_INBOX."
 SLICE_S = 0.005  # of a turn, for the commands of one connection
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
@@ -46,11 +45,6 @@ BAD_REQUEST, UNAUTHORIZED, TOO_SLOW, TOO_MANY = 400, 401, 408, 429  # codes of r
 def _encoded(text: str) -> bytes:
     """The bytes on the wire of a decoded text."""
     return text.encode("utf-8", "surrogateescape")
-
-
-def _names_inbox(subject: bytes) -> bool:
-    """Whether a subject is an inbox, or everything below one, but not all inboxes."""
-    return subject.startswith(INBOX) and subject[len(INBOX) : len(INBOX) + 1] not in (b"*", b">", b"")
 
 
 class _Remainder(wire.Messages, frozen=True, gc=False):
@@ -440,11 +434,11 @@ class ServerConnection(asyncio.Protocol):
     def reaches(self, subscription: ServerSubscription) -> bool:
         """Whether plain messages of this connection go to a subscription.
 
-        Organizations do not hear each other. Only a subscription that names an inbox gets messages of all:
-        the sender knows that name from its owner.
+        Organizations do not hear each other, inboxes included: a request of one reaches no other, and its
+        answer comes from where the request went.
         """
         other = subscription.link
-        return self.org == other.org or self.sees_all or other.sees_all or _names_inbox(subscription.subject)
+        return self.org == other.org or self.sees_all or other.sees_all
 
     def _push(
         self,
