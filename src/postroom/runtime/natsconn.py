@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, cast
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
-from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
 from postroom.runtime.natsoutput import ConnectionOutput
 
 _log = logging.getLogger("postroom.mail")
@@ -152,6 +152,7 @@ class ServerConnection(asyncio.Protocol):
         "_reader",
         "_released",
         "_transport",
+        "address",
         "admitted",
         "caller",
         "client",
@@ -182,6 +183,8 @@ class ServerConnection(asyncio.Protocol):
         self._hub = hub
         self.number = number
         self.user = self.name = self.client = self.network = self.token = self.caller = self.org = ""
+        self.address = ""
+        """Host and port of the peer."""
         self.rate = 0.0
         """Messages a second that the token may publish; 0 for no limit."""
         self.sees_all = False
@@ -213,6 +216,8 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # that of uvloop is not a subclass
         self._transport = self.output.transport = transport
+        peer = transport.get_extra_info("peername")
+        self.address = address_of(peer[0], peer[1]) if peer else ""
         refusal = self._hub.accept(self)
         if not refusal and self._hub.upgrade(self, transport):
             self._insecure = True
@@ -478,12 +483,6 @@ class ServerConnection(asyncio.Protocol):
     def peer_address(self) -> str:
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(peer[0]) if peer else ""
-
-    @property
-    def address(self) -> str:
-        """Host and port of the peer."""
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{f'[{peer[0]}]' if ':' in peer[0] else peer[0]}:{peer[1]}" if peer else ""
 
     def pause_reading(self) -> None:
         """Stop reading until every caller of this method has called `resume_reading`."""
