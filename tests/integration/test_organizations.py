@@ -260,6 +260,19 @@ def test_a_command_releases_a_name_that_has_no_token_of_its_owner(world: World) 
     until(lambda: world.call(theirs, "/queue/status")[0] == 200)
 
 
+def test_operators_without_a_name_do_not_share_one(world: World) -> None:
+    tokens = [world.tokens.create("operator", org).token for org in (ACME, OTHER)]
+    for token in tokens:
+        assert world.call(token, "/queue/status") == (200, {"agents": {}, "totals": {}})
+
+
+def test_no_agent_has_the_id_of_a_token_as_its_name(world: World) -> None:
+    """Tasks knows an operator without a name by the id of its token."""
+    made, admin = world.tokens.create("operator", ACME), world.tokens.create("admin", OTHER)
+    status, answer = world.call(admin.token, "/tokens", {"role": "agent", "agent": made.token_id})
+    assert (status, "is the id of a token" in answer["message"]) == (400, True)
+
+
 def test_no_token_is_that_of_the_queue_of_the_harness(world: World) -> None:
     with pytest.raises(InvalidMessage, match="the queue of the harness"):
         world.agent(ACME, "harness.decisions")
