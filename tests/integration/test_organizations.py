@@ -170,6 +170,37 @@ def test_no_other_organization_sees_the_answer_to_a_request(world: World) -> Non
     assert seen == []
 
 
+def test_an_organization_does_not_hear_the_inbox_of_an_operator_that_asked_it(world: World) -> None:
+    seen: list[bytes] = []
+
+    async def ask() -> list[bytes]:
+        operator, service = [await nats.connect(world.up.nats, token=world.up.token) for _ in range(2)]
+        acme = await nats.connect(world.up.nats, token=world.acme)
+
+        async def answer_and_listen(message: Any) -> None:
+            for inbox in (message.reply, f"{message.reply.rpartition('.')[0]}.*"):
+                await heard(acme, inbox, seen)
+                await heard(acme, inbox, seen, queue="spies")
+            for _ in range(2):
+                await acme.flush()
+            await message.respond(b"of acme")
+
+        await acme.subscribe("asked.first", cb=answer_and_listen)
+        await acme.flush()
+        await answers(service, "asked.second", b"of an operator")
+        try:
+            return [
+                (await operator.request(subject, b"?", timeout=30)).data
+                for subject in ("asked.first", "asked.second")
+            ]
+        finally:
+            for client in (operator, service, acme):
+                await client.drain()
+
+    assert asyncio.run(ask()) == [b"of acme", b"of an operator"]
+    assert b"of an operator" not in seen
+
+
 def test_an_operator_of_all_organizations_asks_and_answers_each_of_them(world: World) -> None:
     async def ask() -> list[bytes]:
         acme = await nats.connect(world.up.nats, token=world.acme)

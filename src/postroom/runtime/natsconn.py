@@ -11,6 +11,7 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Protocol, TypeVar, cast
 
@@ -24,6 +25,7 @@ _log = logging.getLogger("postroom.mail")
 T = TypeVar("T")
 
 LINGER_S = 1.0
+INBOX = b"_INBOX."
 SLICE_S = 0.005  # of a turn, for the commands of one connection
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
@@ -74,6 +76,19 @@ class ServerSubscription:
             bodies = bodies[: self.last - self.delivered]
         self.delivered += len(bodies)
         return bodies
+
+
+def _all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
+    yield from matched.each
+    for members in matched.groups:
+        yield from members
+
+
+def _is_inbox_of_all(subscription: ServerSubscription) -> bool:
+    """Whether a client that sees all organizations has subscribed to one inbox, and not to all inboxes."""
+    subject = subscription.subject
+    first = subject[len(INBOX) : len(INBOX) + 1]
+    return subscription.link.sees_all and subject.startswith(INBOX) and first not in (b"*", b">")
 
 
 class Hub(Protocol):
@@ -431,10 +446,21 @@ class ServerConnection(asyncio.Protocol):
         """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
         subject = _encoded(reply)
         matched = self._hub.match(subject)
-        everyone = [*matched.each, *(member for group in matched.groups for member in group)]
-        own = [each for each in everyone if each.link is self]
-        for subscription in own or filter(self.reaches, self._hub.literal(subject)):
+        own = [each for each in _all_of(matched) if each.link is self]
+        for subscription in own or filter(self.reach_of(subject, matched), self._hub.literal(subject)):
             subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
+
+    def reach_of(
+        self, subject: bytes, matched: Match[ServerSubscription]
+    ) -> Callable[[ServerSubscription], bool]:
+        """Which of the matching subscriptions a plain message of this connection goes to.
+
+        A client that sees all reaches every organization, but not in the inbox of another such client: an
+        organization that was asked by that client knows the name of its inbox.
+        """
+        if self.sees_all and subject.startswith(INBOX) and any(map(_is_inbox_of_all, _all_of(matched))):
+            return lambda subscription: subscription.link.sees_all
+        return self.reaches
 
     def reaches(self, subscription: ServerSubscription) -> bool:
         """Whether plain messages of this connection go to a subscription.
