@@ -11,6 +11,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client
+from nats.errors import NoRespondersError
 
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
@@ -110,21 +111,112 @@ def test_an_agent_of_no_organization_hears_none(world: World) -> None:
     assert heard_by == {"loner": [b"of none"], "acme": [b"of acme"]}
 
 
-def test_an_answer_reaches_the_inbox_of_another_organization_that_asked(world: World) -> None:
-    async def ask() -> bytes:
-        acme = await nats.connect(world.up.nats, token=world.acme)
+async def answers(client: Client, subject: str, text: bytes) -> None:
+    async def answer(message: Any) -> None:
+        await message.respond(text)
+
+    await client.subscribe(subject, cb=answer)
+    for _ in range(2):  # the first ping may overtake the subscription
+        await client.flush()
+
+
+def test_an_inbox_takes_nothing_from_another_organization(world: World) -> None:
+    got: list[bytes] = []
+
+    async def attack() -> None:
+        acme, friend = [await nats.connect(world.up.nats, token=world.acme) for _ in range(2)]
         other = await nats.connect(world.up.nats, token=world.other)
+        for inbox in ("_INBOX.acme", "_INBOX.acmes.*"):
+            await heard(acme, inbox, got)
+        await heard(acme, "_INBOX.acmes.*", got, queue="workers")
+        for _ in range(2):
+            await acme.flush()
+        for inbox in ("_INBOX.acme", "_INBOX.acmes.1"):
+            await other.publish(inbox, b"forged")
+            await other.publish("$mq9.AI.MAILBOX.CREATE", b"{}", reply=inbox)  # its answer goes to the inbox
+            with pytest.raises(NoRespondersError):
+                await other.request(inbox, b"forged", timeout=30)
+        await other.flush()
+        await friend.publish("_INBOX.acme", b"of acme")
+        for client in (friend, acme, other):
+            await client.drain()
+
+    asyncio.run(attack())
+    assert got == [b"of acme"]
+
+
+def test_no_other_organization_sees_the_answer_to_a_request(world: World) -> None:
+    seen: list[bytes] = []
+
+    async def ask() -> bytes:
+        acme, service = [await nats.connect(world.up.nats, token=world.acme) for _ in range(2)]
+        spy = await nats.connect(world.up.nats, token=world.other)
+        await answers(service, "service.of.acme", b"a secret")
         inbox = acme.new_inbox()
         waiting = await acme.subscribe(inbox)
-        await acme.flush()
-        await other.publish(inbox, b"the answer")
+        for pattern in (inbox, f"{inbox.rpartition('.')[0]}.*", "_INBOX.>", ">"):
+            await heard(spy, pattern, seen)
+        await heard(spy, inbox, seen, queue="spies")
+        for client in (spy, acme, spy, acme):
+            await client.flush()
+        await acme.publish("service.of.acme", b"?", reply=inbox)
         try:
             return (await waiting.next_msg(timeout=30)).data
         finally:
-            await acme.close()
-            await other.close()
+            for client in (acme, service, spy):
+                await client.drain()
 
-    assert asyncio.run(ask()) == b"the answer"
+    assert asyncio.run(ask()) == b"a secret"
+    assert seen == []
+
+
+def test_an_organization_does_not_hear_the_inbox_of_an_operator_that_asked_it(world: World) -> None:
+    seen: list[bytes] = []
+
+    async def ask() -> list[bytes]:
+        operator, service = [await nats.connect(world.up.nats, token=world.up.token) for _ in range(2)]
+        acme = await nats.connect(world.up.nats, token=world.acme)
+
+        async def answer_and_listen(message: Any) -> None:
+            for inbox in (message.reply, f"{message.reply.rpartition('.')[0]}.*"):
+                await heard(acme, inbox, seen)
+                await heard(acme, inbox, seen, queue="spies")
+            for _ in range(2):
+                await acme.flush()
+            await message.respond(b"of acme")
+
+        await acme.subscribe("asked.first", cb=answer_and_listen)
+        await acme.flush()
+        await answers(service, "asked.second", b"of an operator")
+        try:
+            return [
+                (await operator.request(subject, b"?", timeout=30)).data
+                for subject in ("asked.first", "asked.second")
+            ]
+        finally:
+            for client in (operator, service, acme):
+                await client.drain()
+
+    assert asyncio.run(ask()) == [b"of acme", b"of an operator"]
+    assert b"of an operator" not in seen
+
+
+def test_an_operator_of_all_organizations_asks_and_answers_each_of_them(world: World) -> None:
+    async def ask() -> list[bytes]:
+        acme = await nats.connect(world.up.nats, token=world.acme)
+        everything = await nats.connect(world.up.nats, token=world.up.token)
+        await answers(acme, "asked.by.operator", b"of acme")
+        await answers(everything, "asked.by.acme", b"of the operator")
+        try:
+            return [
+                (await client.request(subject, b"?", timeout=30)).data
+                for client, subject in ((everything, "asked.by.operator"), (acme, "asked.by.acme"))
+            ]
+        finally:
+            await acme.close()
+            await everything.close()
+
+    assert asyncio.run(ask()) == [b"of acme", b"of the operator"]
 
 
 def test_a_revoked_token_of_a_user_named_token_ends_its_nats_connection(world: World) -> None:
@@ -197,6 +289,19 @@ def test_a_command_releases_a_name_that_has_no_token_of_its_owner(world: World) 
     assert world.call(theirs, "/queue/status")[0] == 403
     assert json.loads(postroom(*command).raw) == {"agent": "moved", "released_by": ACME}
     until(lambda: world.call(theirs, "/queue/status")[0] == 200)
+
+
+def test_operators_without_a_name_do_not_share_one(world: World) -> None:
+    tokens = [world.tokens.create("operator", org).token for org in (ACME, OTHER)]
+    for token in tokens:
+        assert world.call(token, "/queue/status") == (200, {"agents": {}, "totals": {}})
+
+
+def test_no_agent_has_the_id_of_a_token_as_its_name(world: World) -> None:
+    """Tasks knows an operator without a name by the id of its token."""
+    made, admin = world.tokens.create("operator", ACME), world.tokens.create("admin", OTHER)
+    status, answer = world.call(admin.token, "/tokens", {"role": "agent", "agent": made.token_id})
+    assert (status, "is the id of a token" in answer["message"]) == (400, True)
 
 
 def test_no_token_is_that_of_the_queue_of_the_harness(world: World) -> None:

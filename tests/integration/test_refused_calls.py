@@ -109,6 +109,16 @@ def test_refusals_of_the_page_and_of_mcp_themselves_are_events(world: World) -> 
     until(lambda: world.events(call="POST /mcp", who="lost", status=406))
 
 
+def test_a_report_that_is_a_symlink_is_not_served_and_is_an_event(world: World, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not for the page")
+    (world.data / "report.html").symlink_to(secret)
+    status, answer = world.up.get("/page/report.html", world.up.token)
+    assert (status, "symlink" in answer["message"]) == (404, True)
+    assert world.up.get("/page/report", world.up.token)[1]["written"] is None
+    until(lambda: world.events(call="GET /page/report.html", status=404))
+
+
 def test_a_token_above_its_rate_gets_429_and_when_to_try_again(world: World) -> None:
     answers = [world.post("/queue/next", world.slow.token, {})[:2] for _ in range(8)]
     refused = [headers for status, headers in answers if status == 429]

@@ -41,6 +41,19 @@ def test_the_address_with_the_most_anonymous_connections_is_evicted_first() -> N
     assert connections.anonymous == 0
 
 
+def test_addresses_of_one_ipv6_network_are_one_client() -> None:
+    connections = Connections(64)
+    quiet = [(Connection(), address) for address in ("2001:db8:0:1::1", "192.0.2.1")]
+    loud = [(Connection(), f"2001:db8:0:2::{number:x}") for number in range(20)]
+    for connection, address in (*quiet, *loud):
+        connections.open(connection, address)
+    assert not any(connection.closed for connection, _ in quiet)
+    assert [connection.closed for connection, _ in loud] == [True] * 12 + [False] * 8
+    for connection, address in (*quiet, *loud):
+        connections.close(connection, address, None)
+    assert connections.anonymous == 0
+
+
 def test_a_connection_with_a_token_is_not_closed_for_others() -> None:
     connections = Connections(64)
     mine = Connection()

@@ -18,8 +18,9 @@ from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch
 from postroom.page.messages import lines, tree
-from postroom.page.reports import Files, files_in, is_stale
+from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
 from postroom.page.schemas import MessagesQuery
+from postroom.runtime.http_messages import Refusal
 from postroom.stores.base import ByIds
 
 IDLE = EngineStatus({}, 0, 0, {}, 0, {}, [])
@@ -207,3 +208,27 @@ def test_a_report_is_stale_when_tables_are_newer(tmp_path: Path) -> None:
     assert not is_stale(files_in(tmp_path), None)
     later = Files(tables=20.0, report=30.0)  # the tables have changed while the report was written
     assert (is_stale(later, None), is_stale(later, 10.0), is_stale(later, 20.0)) == (False, True, False)
+
+
+def test_a_report_that_is_a_symlink_is_no_report(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not for the page")
+    data = tmp_path / "run"
+    (data / "tables" / "gold_flow" / "_delta_log").mkdir(parents=True)
+    report = data / "report.html"
+    report.symlink_to(secret)
+    assert is_stale(files_in(data), None)  # a new report replaces the link
+    with pytest.raises(Refusal, match="is a symlink") as refused:
+        content_of(report)
+    assert refused.value.status == 404
+    report.unlink()
+    report.write_text("<html>")
+    assert content_of(report) == b"<html>"
+
+
+def test_a_report_that_is_too_long_is_not_served(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    with report.open("wb") as file:
+        file.truncate(REPORT_BYTES_MAX + 1)
+    with pytest.raises(Refusal, match="there is no report"):
+        content_of(report)

@@ -23,6 +23,14 @@ def window(each_max: int = 2, all_max: int = 10, clients_max: int = 3) -> "Refus
     return RefusalWindow(each_max=each_max, all_max=all_max, clients_max=clients_max)
 
 
+def test_a_caller_without_a_token_is_its_network() -> None:
+    def client(address: str) -> str:
+        return RefusedCall(NOBODY, address, "http", "connect", 400, "TlsFailed", "why").client
+
+    assert client("[2001:db8::1]:1") == client("2001:db8::2:7") == "address:2001:db8::/64"
+    assert client("192.0.2.1:5") == "address:192.0.2.1"
+
+
 def test_each_client_has_a_few_events_and_one_sum() -> None:
     refusals = window()
     assert [refusals.add("a", number) for number in range(5)] == [True, True, False, False, False]

@@ -1,12 +1,14 @@
 """The report of the Spark pipeline beside the live numbers, where its tables exist.
 
-Rule 1: the report is a file of the data folder. It runs no code, and its own policy allows none.
+Rule 1: the report is a file of the data folder, no symlink. It runs no code, and its own policy allows none.
 Rule 2: it is written again when somebody looks and the tables are newer: by one child process at a time,
         which needs no JVM, ends within `WRITE_S_MAX`, and begins at most every `WRITE_EVERY_S`.
 Rule 3: this process imports nothing of Spark. Without its packages, the page shows the command.
 """
 
 import asyncio
+import os
+import stat
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
@@ -17,11 +19,12 @@ from typing import Final
 
 import msgspec
 
-from postroom.errors import clipped
+from postroom.errors import UnsafePath, clipped
 from postroom.pipeline.paths import LOGS
 from postroom.runtime.data_folder import REPORT_FILE, TABLES_FOLDER
 from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
 from postroom.runtime.task_server import TaskServer
+from postroom.system.atomic import open_safely
 
 REPORT_BYTES_MAX: Final = 64 * 1024 * 1024
 WRITE_S_MAX: Final = 300.0
@@ -72,7 +75,7 @@ class Reports:
 
     async def page(self, server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG002 - the token is enough
         """The file."""
-        data = await asyncio.to_thread(_content, server.agents.data / REPORT_FILE)
+        data = await asyncio.to_thread(content_of, server.agents.data / REPORT_FILE)
         headers = (
             (b"content-type", b"text/html; charset=utf-8"),
             (b"content-security-policy", POLICY),
@@ -135,15 +138,27 @@ def is_stale(files: Files, tables_read: float | None) -> bool:
 
 def files_in(data: Path) -> Files:
     """The files of a data folder."""
-    report = data / REPORT_FILE
     commits = [log.stat().st_mtime for log in (data / TABLES_FOLDER).glob(LOGS)]
-    return Files(max(commits, default=None), report.stat().st_mtime if report.is_file() else None)
+    return Files(max(commits, default=None), _time_of(data / REPORT_FILE))
 
 
-def _content(report: Path) -> bytes:
+def _time_of(report: Path) -> float | None:
     try:
-        if report.stat().st_size <= REPORT_BYTES_MAX:
-            return report.read_bytes()
+        found = report.lstat()
     except OSError:
-        pass
-    raise Refusal(404, "NotFound", f"there is no report: `postroom pipeline report` writes {REPORT_FILE}")
+        return None
+    return found.st_mtime if stat.S_ISREG(found.st_mode) else None
+
+
+def content_of(report: Path) -> bytes:
+    """The content of the file. A symlink is refused: it could lead to any file that the server may read."""
+    try:
+        with os.fdopen(open_safely(report, os.O_RDONLY), "rb") as file:
+            content = file.read(REPORT_BYTES_MAX + 1)
+    except UnsafePath:
+        raise Refusal(404, "NotFound", f"{REPORT_FILE} is a symlink or no file, and is not shown") from None
+    except OSError:
+        content = None
+    if content is None or len(content) > REPORT_BYTES_MAX:
+        raise Refusal(404, "NotFound", f"there is no report: `postroom pipeline report` writes {REPORT_FILE}")
+    return content

@@ -2,7 +2,7 @@
 
 Rule 1: a connection is anonymous until a request on it carries a token of this server. Then it counts in the
         share of that token, even if later requests carry another one.
-Rule 2: when the anonymous connections are at their limit, the oldest one of the same address is closed. A
+Rule 2: when the anonymous connections are at their limit, the oldest one of the same network is closed. A
         client that sends a token right after connecting is served, however many idle connections there are.
 Rule 3: operators have a reserve that agents cannot use.
 """
@@ -10,6 +10,7 @@ Rule 3: operators have a reserve that agents cannot use.
 from typing import Protocol
 
 from postroom.runtime.agents import Identity
+from postroom.runtime.natsoptions import network_of
 from postroom.runtime.shares import Shares
 from postroom.system.descriptors import raise_descriptor_limit
 
@@ -48,42 +49,44 @@ class Connections:
             "bytes of unread answers", UNSENT_BYTES_MAX, UNSENT_BYTES_A_TOKEN_MAX, UNSENT_BYTES_RESERVE
         )
         self._anonymous: dict[str, dict[EvictableConnection, None]] = {}
+        """By network: one client owns 64 bits of IPv6 addresses."""
         self.anonymous = 0
 
     def open(self, connection: EvictableConnection, address: str) -> None:
         """Add an anonymous connection, and close another one when the limit is reached."""
-        of_address = self._anonymous.setdefault(address, {})
-        if len(of_address) >= self.anonymous_an_address_max:
-            self._close_oldest(address)
+        network = network_of(address)
+        of_network = self._anonymous.setdefault(network, {})
+        if len(of_network) >= self.anonymous_an_address_max:
+            self._close_oldest(network)
         elif self.anonymous >= self.anonymous_max:
             self._close_oldest(max(self._anonymous, key=lambda known: len(self._anonymous[known])))
-        self._anonymous.setdefault(address, {})[connection] = None
+        self._anonymous.setdefault(network, {})[connection] = None
         self.anonymous += 1
 
-    def _close_oldest(self, address: str) -> None:
-        oldest = next(iter(self._anonymous[address]))
-        self._forget(oldest, address)
+    def _close_oldest(self, network: str) -> None:
+        oldest = next(iter(self._anonymous[network]))
+        self._forget(oldest, network)
         oldest.evict()
 
-    def _forget(self, connection: EvictableConnection, address: str) -> bool:
+    def _forget(self, connection: EvictableConnection, network: str) -> bool:
         """Stop counting a connection as anonymous. Returns False when it was not."""
-        of_address = self._anonymous.get(address, {})
-        if connection not in of_address:
+        of_network = self._anonymous.get(network, {})
+        if connection not in of_network:
             return False
-        del of_address[connection]
-        if not of_address:
-            del self._anonymous[address]
+        del of_network[connection]
+        if not of_network:
+            del self._anonymous[network]
         self.anonymous -= 1
         return True
 
     def identify(self, connection: EvictableConnection, address: str, identity: Identity) -> None:
         """Count a connection in the share of a token. Raises when the share is used up."""
         self._shares.take(identity)
-        self._forget(connection, address)
+        self._forget(connection, network_of(address))
 
     def close(self, connection: EvictableConnection, address: str, identity: Identity | None) -> None:
         """Remove a connection that has ended."""
         if identity is None:
-            self._forget(connection, address)
+            self._forget(connection, network_of(address))
         else:
             self._shares.give_back(identity)

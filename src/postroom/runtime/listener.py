@@ -6,10 +6,12 @@ Rule 2: a request that is refused before it has arrived closes its connection. P
 Rule 3: every reply is JSON, even to bytes that are not HTTP.
 Rule 4: every refusal is given to `ListenerConfig.refused`, because no handler sees it. A connection that is
         closed while it is idle has made no call, and is no refusal.
+Rule 5: with TLS, connections come from `TlsListener`, which sees failed handshakes.
 """
 
 import signal
 import socket
+import ssl
 import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from postroom.runtime.connections import Connections, allowed_connections
 from postroom.runtime.http_messages import ANONYMOUS
 from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import ErrorAnswer
+from postroom.runtime.tls_listener import FailedHandshake, TlsListener
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire
@@ -48,6 +51,8 @@ UNROUTED = "request"
 """What the event of a refusal names when the request has no route yet."""
 UNREAD = "reply"
 """The same, for a reply that the client does not read."""
+UNCONNECTED = "connect"
+"""The same, for a connection that is refused without a request."""
 
 CONNECTION = "postroom.connection"
 """The key of the connection in a request's scope, while the connection is anonymous."""
@@ -111,7 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def evict(self) -> None:
         """Close this connection in favour of another one."""
         message = "there are too many connections without a token: try again soon"
-        self._refuse(503, "Unavailable", message, "connect")
+        self._refuse(503, "Unavailable", message, UNCONNECTED)
         self.transport.close()
 
     def shutdown(self) -> None:
@@ -377,6 +382,14 @@ class ListenerConfig(uvicorn.Config):
     refused: Callable[[RefusedCall], None]
     """Called for each refusal that no handler sees."""
 
+    def note_handshake(self, failed: FailedHandshake) -> None:
+        """A connection was refused before its first request."""
+        self.refused(
+            RefusedCall(
+                ANONYMOUS, failed.address, "http", UNCONNECTED, failed.status, failed.error_type, failed.error
+            )
+        )
+
 
 def listener_config(
     app: Any, refused: Callable[[RefusedCall], None], tls: tuple[Path, Path | None] | None = None
@@ -406,16 +419,39 @@ def listener_config(
 class HttpServer(uvicorn.Server):
     """Ends on SIGTERM and SIGINT: long polls at once, other requests after their reply."""
 
+    config: ListenerConfig
+
     def __init__(
-        self, config: uvicorn.Config, *, end_waits: Callable[[], None], started: Callable[[], None]
+        self, config: ListenerConfig, *, end_waits: Callable[[], None], started: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._end_waits = end_waits
         self._started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        config = self.config
+        if not config.is_ssl:
+            await super().startup(sockets)
+        else:
+            await super().startup([])  # uvicorn's own servers do not tell about failed handshakes
+            self._listen_with_tls(sockets or [], config.ssl)
         self._started()
+
+    def _listen_with_tls(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
+        assert context is not None  # noqa: S101 - for the types: `load` has made it
+        for listening in sockets:
+            server = TlsListener(
+                listening,
+                context,
+                self._new_connection,
+                connections=self.config.connections,
+                failed=self.config.note_handshake,
+            )
+            server.start()
+            self.servers.append(server)  # type: ignore[arg-type]  # it has what uvicorn calls
+
+    def _new_connection(self) -> LimitedProtocol:
+        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end_waits()

@@ -11,13 +11,14 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Protocol, TypeVar, cast
 
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
-from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
 from postroom.runtime.natsoutput import ConnectionOutput
 
 _log = logging.getLogger("postroom.mail")
@@ -48,11 +49,6 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _names_inbox(subject: bytes) -> bool:
-    """Whether a subject is an inbox, or everything below one, but not all inboxes."""
-    return subject.startswith(INBOX) and subject[len(INBOX) : len(INBOX) + 1] not in (b"*", b">", b"")
-
-
 class _Remainder(wire.Messages, frozen=True, gc=False):
     """Messages for which a turn had no time. Their +OK is sent already."""
 
@@ -80,6 +76,19 @@ class ServerSubscription:
             bodies = bodies[: self.last - self.delivered]
         self.delivered += len(bodies)
         return bodies
+
+
+def _all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
+    yield from matched.each
+    for members in matched.groups:
+        yield from members
+
+
+def _is_inbox_of_all(subscription: ServerSubscription) -> bool:
+    """Whether a client that sees all organizations has subscribed to one inbox, and not to all inboxes."""
+    subject = subscription.subject
+    first = subject[len(INBOX) : len(INBOX) + 1]
+    return subscription.link.sees_all and subject.startswith(INBOX) and first not in (b"*", b">")
 
 
 class Hub(Protocol):
@@ -158,6 +167,7 @@ class ServerConnection(asyncio.Protocol):
         "_reader",
         "_released",
         "_transport",
+        "address",
         "admitted",
         "caller",
         "client",
@@ -188,6 +198,8 @@ class ServerConnection(asyncio.Protocol):
         self._hub = hub
         self.number = number
         self.user = self.name = self.client = self.network = self.token = self.caller = self.org = ""
+        self.address = ""
+        """Host and port of the peer."""
         self.rate = 0.0
         """Messages a second that the token may publish; 0 for no limit."""
         self.sees_all = False
@@ -219,6 +231,8 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # that of uvloop is not a subclass
         self._transport = self.output.transport = transport
+        peer = transport.get_extra_info("peername")
+        self.address = address_of(peer[0], peer[1]) if peer else ""
         refusal = self._hub.accept(self)
         if not refusal and self._hub.upgrade(self, transport):
             self._insecure = True
@@ -432,19 +446,30 @@ class ServerConnection(asyncio.Protocol):
         """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
         subject = _encoded(reply)
         matched = self._hub.match(subject)
-        everyone = [*matched.each, *(member for group in matched.groups for member in group)]
-        own = [each for each in everyone if each.link is self]
-        for subscription in own or filter(self.reaches, self._hub.literal(subject)):
+        own = [each for each in _all_of(matched) if each.link is self]
+        for subscription in own or filter(self.reach_of(subject, matched), self._hub.literal(subject)):
             subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
+
+    def reach_of(
+        self, subject: bytes, matched: Match[ServerSubscription]
+    ) -> Callable[[ServerSubscription], bool]:
+        """Which of the matching subscriptions a plain message of this connection goes to.
+
+        A client that sees all reaches every organization, but not in the inbox of another such client: an
+        organization that was asked by that client knows the name of its inbox.
+        """
+        if self.sees_all and subject.startswith(INBOX) and any(map(_is_inbox_of_all, _all_of(matched))):
+            return lambda subscription: subscription.link.sees_all
+        return self.reaches
 
     def reaches(self, subscription: ServerSubscription) -> bool:
         """Whether plain messages of this connection go to a subscription.
 
-        Organizations do not hear each other. Only a subscription that names an inbox gets messages of all:
-        the sender knows that name from its owner.
+        Organizations do not hear each other, inboxes included: a request of one reaches no other, and its
+        answer comes from where the request went.
         """
         other = subscription.link
-        return self.org == other.org or self.sees_all or other.sees_all or _names_inbox(subscription.subject)
+        return self.org == other.org or self.sees_all or other.sees_all
 
     def _push(
         self,
@@ -484,12 +509,6 @@ class ServerConnection(asyncio.Protocol):
     def peer_address(self) -> str:
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(peer[0]) if peer else ""
-
-    @property
-    def address(self) -> str:
-        """Host and port of the peer."""
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{f'[{peer[0]}]' if ':' in peer[0] else peer[0]}:{peer[1]}" if peer else ""
 
     def pause_reading(self) -> None:
         """Stop reading until every caller of this method has called `resume_reading`."""

@@ -105,6 +105,11 @@ def client_of(user: str, network: str) -> str:
     return f"user:{user}" if user not in ("", TOKEN_USER) else f"address:{network}"
 
 
+def address_of(host: str, port: int) -> str:
+    """The address of a peer, as events name it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def network_of(address: str) -> str:
     """An IPv4 address, or the 64-bit network of an IPv6 address, which one client owns."""
     try:

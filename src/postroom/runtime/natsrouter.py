@@ -24,10 +24,12 @@ class Router:
         self._index.remove(subscription.subject, subscription)
 
     def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> None:
-        each, groups = self.match(head.subject)
+        matched = self.match(head.subject)
+        each, groups = matched
         if self.is_divided:
-            each = tuple(filter(link.reaches, each))
-            reached = (tuple(filter(link.reaches, members)) for members in groups)
+            is_reached = link.reach_of(head.subject, matched)
+            each = tuple(filter(is_reached, each))
+            reached = (tuple(filter(is_reached, members)) for members in groups)
             groups = tuple(members for members in reached if members)
         receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
         for members in groups:

@@ -21,6 +21,7 @@ from postroom.contracts.mail import SubjectHandler
 from postroom.core import natswire as wire
 from postroom.core.subjects import has_wildcard
 from postroom.errors import RateExceeded, Unavailable
+from postroom.runtime.connections import Connections
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
@@ -52,7 +53,9 @@ from postroom.runtime.natsoptions import (
 from postroom.runtime.natsoutput import SLOW_CONSUMER
 from postroom.runtime.natsrouter import Router
 from postroom.runtime.rates import Rates
+from postroom.runtime.tls_listener import FailedHandshake, TlsListener
 from postroom.system.callbacks import attempt
+from postroom.system.tls import handshake_fault
 
 PROTOCOL_VERSION = "2.10.0"  # the nats-server with the same core protocol: clients compare versions
 BACKLOG = 1024
@@ -61,7 +64,6 @@ TLS_TIMEOUT_S = 5.0
 TICK_S = 0.25
 HANDLER_BODIES_MAX = 200  # messages for the handler between two checks of the clock
 CLOSE_TIMEOUT_S = 0.4
-TLS_FAILED = "the TLS handshake failed"
 TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # noqa: S105 - a sentence
 
 RunSoon = Callable[[Callable[[], None]], object]
@@ -85,6 +87,7 @@ class NatsServer:
         self.match = self._router.match
         self.literal = self._router.literal
         self._server: asyncio.Server | None = None
+        self._tls_listeners: list[TlsListener] = []
         self._identity = os.urandom(16).hex().upper()
         self._last_number = 0
         self._links_with_output: list[ServerConnection] = []
@@ -108,15 +111,12 @@ class NatsServer:
 
     async def bind(self) -> None:
         """Bind the port, and set `port`. Connections are not accepted yet."""
-        context = self.options.tls if self.options.tls_first else None
         try:
             self._server = await self.loop.create_server(
                 self._connection,
                 self.options.host,
                 self.options.port,
                 backlog=BACKLOG,
-                ssl=context,
-                ssl_handshake_timeout=TLS_TIMEOUT_S if context else None,
                 start_serving=False,
             )
         except OSError as error:
@@ -130,11 +130,32 @@ class NatsServer:
             await self.bind()
         assert self._server is not None  # noqa: S101 - for the types: `bind` was called
         try:
-            await self._server.start_serving()
+            if self.options.tls is not None and self.options.tls_first:
+                self._listen_with_tls(self._server, self.options.tls)
+            else:
+                await self._server.start_serving()
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._next_ping_s = self.loop.time() + self.options.ping_interval_s
         self._ticker = self.loop.call_later(TICK_S, self._tick)
+
+    def _listen_with_tls(self, bound: asyncio.Server, context: ssl.SSLContext) -> None:
+        """Accept connections that begin with TLS. The bound server would hide failed handshakes."""
+        handshakes = Connections(self.options.connections_max)
+        for each in bound.sockets:
+            listening = socket.socket(fileno=os.dup(each.fileno()))
+            listening.listen(BACKLOG)
+            listener = TlsListener(
+                listening, context, self._connection, connections=handshakes, failed=self._handshake_failed
+            )
+            listener.start()
+            self._tls_listeners.append(listener)
+
+    def _handshake_failed(self, failed: FailedHandshake) -> None:
+        link = self._connection()
+        link.address = failed.address
+        link.client = client_of("", network_of(failed.host))
+        self.refused(link, failed.error, failed.status)
 
     def _cannot_listen(self, error: OSError) -> Unavailable:
         """The error of a failed bind. asyncio's own text would repeat the address."""
@@ -145,6 +166,8 @@ class NatsServer:
         """Release the port."""
         if self._server is not None:
             self._server.close()
+        for listener in self._tls_listeners:
+            listener.close()
 
     def ask_to_stop(self) -> None:
         self._stop.set()
@@ -157,8 +180,7 @@ class NatsServer:
     async def close(self) -> None:
         """Notify every client, wait a moment for them to leave, and close."""
         self._lame = True
-        assert self._server is not None  # noqa: S101 - for the types: it was started
-        self._server.close()
+        self.unbind()
         for link in list(self.connections):
             link.send(self.info_for(link))
         await self._until_empty(self.options.lame_duck_s)
@@ -166,7 +188,6 @@ class NatsServer:
         await self._close_connections()
         if self._ticker is not None:
             self._ticker.cancel()
-        self._server.close()
 
     async def _close_handler(self) -> None:
         if self._handler is None:
@@ -288,8 +309,8 @@ class NatsServer:
             secured = await self.loop.start_tls(
                 transport, link, context, server_side=True, ssl_handshake_timeout=TLS_TIMEOUT_S
             )
-        except OSError:
-            self.refused(link, TLS_FAILED, BAD_REQUEST)
+        except OSError as error:
+            self.refused(link, handshake_fault(error), BAD_REQUEST)
             link.cut()
             return
         if secured is not None:

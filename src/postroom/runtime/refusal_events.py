@@ -52,7 +52,7 @@ class RefusedCall(msgspec.Struct, frozen=True):
         """Whose refusals are counted together. A new connection has another port, and is the same client."""
         if self.identity.name:
             return self.identity.caller
-        return f"address:{network_of(self.address.rpartition(':')[0])}"
+        return f"address:{network_of(self.address.rpartition(':')[0].strip('[]'))}"
 
     def facts(self, **further: Any) -> dict[str, Any]:
         """The facts of an event about the call."""

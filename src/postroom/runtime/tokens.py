@@ -155,6 +155,8 @@ class Tokens:
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
         with self._changing() as tokens:
             _check_room(tokens)
+            if any(agent == token.token_id for token in tokens):  # the name of an operator without an agent
+                raise InvalidMessage(f"{agent!r} is the id of a token: choose another name of the agent")
             expires = _earliest(expires, _end_of(tokens, maker_id))
             digest = digest_of(made.token)
             tokens.append(
@@ -256,8 +258,7 @@ class Tokens:
             if self._version != self._file.version:
                 self._version = self._file.version
                 self._by_digest = {token.token_sha256: token for token in tokens}
-                named = [token for token in reversed(tokens) if token.agent and token.org]
-                firsts = {token.agent: token.org for token in named}
+                firsts = {token.agent: token.org for token in reversed(tokens) if token.agent and token.org}
                 self._owners = {**firsts, **owners}
         token = self._by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HANDSHAKE_FAILED = "the TLS handshake failed"
+_FAULTS = {
+    "HTTP_REQUEST": "plain HTTP to the port of TLS",
+    "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust the certificate",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the client does not accept the certificate",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the client does not accept the certificate",
+    "UNSUPPORTED_PROTOCOL": "the client's version of TLS is too old",
+    "HTTPS_PROXY_REQUEST": "the client does not speak TLS",  # a line such as CONNECT of NATS
+    "WRONG_VERSION_NUMBER": "the client does not speak TLS",
+    "UNEXPECTED_MESSAGE": "the client does not speak TLS",
+}
+"""Sentences for the reasons that OpenSSL names."""
 
 
 def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
@@ -25,6 +37,16 @@ def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
         why = error.strerror or type(error).__name__
         raise InvalidSetting(f"cannot use the certificate {certificate} with its key: {why}") from None
     return context
+
+
+def handshake_fault(error: OSError) -> str:
+    """Why a handshake failed, as one sentence without anything that the peer wrote."""
+    if isinstance(error, ConnectionAbortedError):  # of the event loop
+        return f"{HANDSHAKE_FAILED}: it took too long"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        why = _FAULTS.get(error.reason, error.reason.replace("_", " ").lower())
+        return f"{HANDSHAKE_FAILED}: {why}"
+    return f"{HANDSHAKE_FAILED}: the connection was closed"
 
 
 def make_self_signed(folder: Path, hosts: Sequence[str], days: int) -> tuple[Path, Path]:
