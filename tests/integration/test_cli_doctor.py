@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Tasks
+from postroom import Tasks, open_store
 from postroom.client import EngineClient
 from postroom.logs.mail_records import Framing, Started
 from postroom.runtime.tokens import Tokens
@@ -19,6 +19,7 @@ from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.integration.ups import running
 from tests.postgresserver import database, postgres
+from tests.rabbitmqserver import free_port
 from tests.waiting import until
 
 __all__ = ["database", "postgres"]
@@ -274,3 +275,41 @@ def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
     saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
     assert saved.code == 0
     assert "is not in the archive" in saved.error
+
+
+@pytest.fixture
+def moved(data: Path, database: str) -> str:
+    """The address of the store that `data` had. In the copy that stayed, a lease ended long ago."""
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        [task] = tasks.claim(agent="triage", lease_s=60)
+    assert postroom("move", f"sqlite:///{data / 'queue.db'}", database).code == 0
+    with Tasks.open(database) as tasks:
+        tasks.complete(task.task_id, task.lease, 1)
+    with closing(sqlite3.connect(data / "queue.db")) as connection, connection:
+        connection.execute("UPDATE facts SET value = ? WHERE name = 'clock_offset_ns'", (10**15,))
+    return database
+
+
+def test_the_store_of_a_moved_file_is_looked_at(
+    data: Path, moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = postroom("doctor", "--data", data)
+    assert (result.code, levels(result)["leases"]) == (3, "ok")
+    [found] = said(result, "stores")
+    shown = Address(moved).url
+    assert found["what"] == f"{data / 'queue.db'} was moved to {shown}; the checks of messages look there"
+    assert f"postroom move --undo sqlite:///{data / 'queue.db'} {shown}" in found["command"]
+    assert [one["check"] for one in result.line["findings"] if one["check"] == "database"]
+    monkeypatch.setenv("POSTROOM_UP_STORE", moved)
+    assert postroom("doctor", "--data", data).code == 0
+
+
+def test_a_moved_store_that_cannot_be_reached_is_named(data: Path) -> None:
+    away = f"postgres://app@127.0.0.1:{free_port()}/postroom"
+    with closing(open_store(f"sqlite:///{data / 'queue.db'}")) as store:
+        store.set_moved(away)
+    result = postroom("doctor", "--data", data)
+    [found] = said(result, "stores")
+    assert (result.code, found["level"]) == (3, "warning")
+    assert f"was moved to {away}, which was not checked: " in found["what"]
+    assert {"leases", "backlog", "shipper"}.isdisjoint(levels(result))

@@ -28,6 +28,7 @@ from postroom.core.diagnosis import (
     FileFault,
     FolderFacts,
     LeaseFacts,
+    MoveFacts,
     PortFacts,
     QueueFacts,
     ServerFacts,
@@ -56,6 +57,7 @@ from postroom.stores.sqlite_file import check_library
 from postroom.stores.sqlite_snapshot import (
     FAULTS_SHOWN_MAX,
     SqliteSnapshot,
+    address_after_move,
     newest_version,
     read_at_rest_or_live,
 )
@@ -82,6 +84,7 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
     check = DataCheck(data, report)
     faults: list[FileFault] = []
     store = _store_in(data, faults)
+    moved_to = "" if store is None else address_after_move(data / DATABASE)
     if deep:
         if store is not None:
             found = tuple(fault.reason for fault in check.store_faults())
@@ -95,10 +98,11 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         folder=_folder(data),
         server=_server(data, settings),
         store=store,
+        moved=MoveFacts(str(data / DATABASE), moved_to) if moved_to else None,
         faults=tuple(faults),
         tokens=_tokens(data),
         mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
-        encryption=_encryption_in(data) if deep and store is not None else None,
+        encryption=_encryption_in(data) if deep and store is not None and not moved_to else None,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
     )
@@ -247,11 +251,8 @@ def _encryption_facts(encryption: Encryption, counts: Mapping[str, int]) -> Encr
 
 
 def _store_of_snapshot(snapshot: SqliteSnapshot) -> StoreFacts:
-    known = StoreFacts(
-        DATABASE, snapshot.version, newest_version(), moved_to=snapshot.fact("moved_to"),
-        has_clock=snapshot.has_clock,
-    )  # fmt: skip
-    if not snapshot.is_current:
+    known = StoreFacts(DATABASE, snapshot.version, newest_version(), has_clock=snapshot.has_clock)
+    if not snapshot.is_current or snapshot.moved_to:
         return known
     return snapshot.read(lambda transaction: _with_messages(known, transaction))
 

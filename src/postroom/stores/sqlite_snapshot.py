@@ -110,6 +110,11 @@ class SqliteSnapshot:
         return str(found[0][0]) if found else ""
 
     @property
+    def moved_to(self) -> str:
+        """The address that the store was moved to; empty when it was not."""
+        return self.fact("moved_to")
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether reading values needs a key file."""
         return bool(self.fact(KEYS_FACT))
@@ -226,6 +231,11 @@ def _counter(state: State, lane: int) -> Counted:
 def newest_version() -> int:
     """The format of store files that this version writes."""
     return max(migrations())
+
+
+def address_after_move(path: Path) -> str:
+    """The address that the store in a file was moved to; empty when it was not, or there is no file."""
+    return read_at_rest_or_live(path, lambda snapshot: snapshot.moved_to) if path.exists() else ""
 
 
 def read_at_rest_or_live(path: Path, work: Callable[[SqliteSnapshot], T]) -> T:
