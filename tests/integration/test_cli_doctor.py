@@ -313,3 +313,28 @@ def test_a_moved_store_that_cannot_be_reached_is_named(data: Path) -> None:
     assert (result.code, found["level"]) == (3, "warning")
     assert f"was moved to {away}, which was not checked: " in found["what"]
     assert {"leases", "backlog", "shipper"}.isdisjoint(levels(result))
+
+
+def test_a_backup_says_that_the_store_was_moved(data: Path, moved: str, tmp_path: Path) -> None:
+    saved = postroom("backup", "--data", data, "--out", tmp_path / "run.tar")
+    assert saved.code == 0
+    assert f"queue.db was moved to {Address(moved).url}, and the store there is not in" in saved.error
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["tasks", "status"], ["engine", "status"]])
+def test_reading_the_copy_that_a_move_has_left_is_a_warning(
+    data: Path, moved: str, command: list[str], tmp_path: Path
+) -> None:
+    result = postroom(*command, "--data", data)
+    assert result.code == 0
+    assert f"was moved to {Address(moved).url}: what is read here is older" in result.error
+    settings = tmp_path / "own.toml"
+    settings.write_text(f'[up]\nstore = "{moved}"\n')
+    followed = postroom("--config", settings, *command, "--data", data)
+    there = postroom(*command, "--data", moved)
+    assert (followed.errors, there.errors) == ("", "")
+    assert set(followed.line) == set(there.line)
+    if command[0] == "tasks":
+        assert followed.line["agents"]["triage"]["depth"] == 0
+        assert followed.line["totals"] == there.line["totals"] == {"completed": 1}
+        assert result.line["totals"] != there.line["totals"]

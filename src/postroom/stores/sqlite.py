@@ -373,6 +373,12 @@ class SqliteStore(Store):
         if self._writer is None:
             # Not under the readers' lock: a write may read.
             self._open_file()
+            if self._moved_to:
+                _log.warning(
+                    "%s was moved to %s: what is read here is older than what is there",
+                    self.path,
+                    self._moved_to,
+                )
         with self._reading, self._translated():
             if self._reader is None:
                 self._reader = connect(self.path)
