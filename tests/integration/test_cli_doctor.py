@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 from contextlib import closing
@@ -20,9 +21,10 @@ from tests.integration.commandline import Result, isolate, postroom, run_on_term
 from tests.integration.ups import running
 from tests.postgresserver import database, postgres
 from tests.rabbitmqserver import free_port
+from tests.smalldisk import read_only, small_disk
 from tests.waiting import until
 
-__all__ = ["database", "postgres"]
+__all__ = ["database", "postgres", "small_disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -338,3 +340,31 @@ def test_reading_the_copy_that_a_move_has_left_is_a_warning(
         assert followed.line["agents"]["triage"]["depth"] == 0
         assert followed.line["totals"] == there.line["totals"] == {"completed": 1}
         assert result.line["totals"] != there.line["totals"]
+
+
+def test_a_read_only_file_system_is_no_damage(small_disk: Path, tmp_path: Path) -> None:
+    data = small_disk / "run"
+    assert postroom("tasks", "enqueue", "--data", data, "--agent", "triage", "--payload", "1").code == 0
+    commands: list[list[Any]] = [
+        ["up"], ["backup", "--out", tmp_path / "run.tar"], ["tasks", "status"], ["top", "--once"],
+        ["tasks", "enqueue", "--agent", "triage", "--payload", "1"],
+    ]  # fmt: skip
+    with read_only(small_disk):
+        for command in commands:
+            refused = postroom(*command, "--data", data)
+            assert (refused.code, refused.raw) == (1, b"")
+            assert f"{data / 'queue.db'} cannot be opened: Read-only file system" in refused.error
+        result = postroom("doctor", "--data", data)
+        [found] = [one for one in result.line["findings"] if one["level"] == "problem"]
+        assert found["what"] == f"the file system of {data} is read-only"
+        assert "mount -o remount,rw" in found["command"]
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        tasks.enqueue(agent="triage", payload=2)
+        shutil.copytree(data, small_disk / "crashed")
+    (small_disk / "crashed" / "queue.db-shm").unlink()  # the WAL stays, and cannot be read without this file
+    with read_only(small_disk):
+        result = postroom("doctor", "--data", small_disk / "crashed")
+        refused = postroom("verify", "--data", small_disk / "crashed")
+    assert (refused.code, refused.raw) == (1, b"")
+    assert "cannot be opened: Read-only file system" in refused.error
+    assert [one["check"] for one in result.line["findings"] if one["level"] == "problem"] == ["permissions"]

@@ -105,6 +105,7 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (environment(sqlite_fault="too old"), "environment", "problem", "too old"),
         (environment(open_files_max=256), "environment", "warning", "256 files"),
         (folder(mode=0o755), "permissions", "warning", "mode 755"),
+        (folder(is_read_only=True), "permissions", "problem", "system of run is read-only"),
         (folder(is_writable=False), "permissions", "problem", "cannot write"),
         (folder(foreign=("queue.db",)), "permissions", "problem", "queue.db"),
         (folder(free_bytes=GIB // 2), "disk", "warning", "512.0 MiB of"),

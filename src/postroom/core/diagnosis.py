@@ -60,6 +60,8 @@ class FolderFacts(msgspec.Struct, frozen=True):
     path: str
     mode: int
     is_writable: bool
+    is_read_only: bool = False
+    """Whether its file system takes no writes."""
     foreign: tuple[str, ...] = ()
     """Files that this user cannot read and write."""
     free_bytes: int = 0
@@ -285,7 +287,14 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
     folder = facts.folder
     if folder is None:
         return
-    if not folder.is_writable:
+    if folder.is_read_only:
+        yield Finding(
+            "permissions", "problem", f"the file system of {folder.path} is read-only",
+            "no server can start; Linux makes a file system read-only when its disk fails",
+            "read the log of the kernel (dmesg), and when the disk is well: "
+            f"mount -o remount,rw $(findmnt -n -o TARGET -T {folder.path})",
+        )  # fmt: skip
+    elif not folder.is_writable:
         yield Finding(
             "permissions", "problem", f"this user cannot write to {folder.path}",
             "servers of this user cannot start", f"chown -R $(id -un) {folder.path}",

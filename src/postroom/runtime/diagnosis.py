@@ -38,7 +38,7 @@ from postroom.core.diagnosis import (
 )
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import epoch_ns_of
-from postroom.errors import KeyMissing, PostroomError, UnreadableValue
+from postroom.errors import KeyMissing, PostroomError, StoreUnwritable, UnreadableValue
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.runtime.agents import Agents
@@ -130,6 +130,7 @@ def _folder(data: Path) -> FolderFacts:
         path=str(data),
         mode=stat.S_IMODE(data.stat().st_mode),
         is_writable=os.access(data, os.W_OK | os.X_OK),
+        is_read_only=bool(disk.f_flag & os.ST_RDONLY),
         foreign=tuple(path.relative_to(data).as_posix() for path in foreign),
         free_bytes=free,
         total_bytes=disk.f_blocks * disk.f_frsize,
@@ -230,6 +231,8 @@ def _store_in(data: Path, faults: list[FileFault]) -> StoreFacts | None:
         return None
     try:
         return read_at_rest_or_live(path, _store_of_snapshot)
+    except StoreUnwritable:  # a fault of the folder, which is reported as such
+        return None
     except (PostroomError, apsw.Error, ValueError, OSError) as error:
         is_locked = isinstance(error, KeyMissing)
         faults.append(FileFault("store", DATABASE, str(error), is_locked))

@@ -20,7 +20,15 @@ from typing import Any, NoReturn, TypeVar
 import apsw
 import msgspec
 
-from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
+from postroom.errors import (
+    HandleDead,
+    LockTimeout,
+    PostroomError,
+    StoreDamaged,
+    StoreMoved,
+    StoreUnwritable,
+    WriteFailed,
+)
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, wiped, without_key
@@ -36,6 +44,7 @@ from postroom.stores.sqlite_file import (
     check_pages,
     connect,
     migrate,
+    refused_access,
 )
 from postroom.stores.sqlite_file import transaction as sql_transaction
 from postroom.stores.sqlite_known import Known
@@ -362,6 +371,10 @@ class SqliteStore(Store):
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise LockTimeout(self.path, BUSY_TIMEOUT_S) from error
         self._drop()
+        if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+            refused = refused_access(self.path)
+            if refused is not None:
+                raise StoreUnwritable(self.path, refused) from error
         has_no_space = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
         if has_no_space:  # for the index of the WAL
             raise apsw.FullError(str(error)) from error

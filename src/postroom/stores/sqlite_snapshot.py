@@ -15,14 +15,21 @@ from urllib.parse import quote
 
 import apsw
 
-from postroom.errors import StoreDamaged, UnsafePath
+from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.sql.queries import FACT, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
-from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
+from postroom.stores.sqlite_file import (
+    BUSY_TIMEOUT_S,
+    OUR_TABLES,
+    check_library,
+    copy_database,
+    migrations,
+    refused_access,
+)
 from postroom.stores.sqlite_known import Known
 from postroom.stores.sqlite_transaction import SqliteReading
 from postroom.stores.transaction import Transaction
@@ -57,6 +64,7 @@ class SqliteSnapshot:
                 f"file:{quote(os.fspath(path.absolute()))}{option}", flags=flags
             )
         except apsw.Error as error:
+            self._check_access(error)
             raise StoreDamaged(f"{path} cannot be opened: {error}") from error
         try:
             self._pin()
@@ -72,9 +80,18 @@ class SqliteSnapshot:
             tables = {row[0] for row in ask(self._connection, "SELECT name FROM sqlite_schema")}
             self.version = int(self._connection.pragma("user_version"))
         except apsw.Error as error:
+            self._check_access(error)
             raise StoreDamaged(f"{self.path} is damaged: {error}") from error
         if not tables.issuperset(OUR_TABLES):
             raise StoreDamaged(f"{self.path} is not a store of tasks: it is the database of another program")
+
+    def _check_access(self, error: apsw.Error) -> None:
+        """Raise `StoreUnwritable` for an error that has no other cause."""
+        refused = None
+        if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+            refused = refused_access(self.path)
+        if refused is not None:
+            raise StoreUnwritable(self.path, refused) from error
 
     def __enter__(self) -> Self:
         return self
