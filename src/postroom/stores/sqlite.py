@@ -304,9 +304,9 @@ class SqliteStore(Store):
         make_folder(self.path.parent, "os")
         try:
             self._reserve.fill()
-        except WriteFailed:
+        except WriteFailed as error:
             if not self.path.exists() or not any(job.makes_room for job in jobs):
-                raise
+                raise WriteFailed(self.path, OSError(error.errno, os.strerror(error.errno or 0))) from error
             for job in jobs:
                 if not job.makes_room:
                     job.finish(self._disk_full())
