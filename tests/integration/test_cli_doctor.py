@@ -368,3 +368,15 @@ def test_a_read_only_file_system_is_no_damage(small_disk: Path, tmp_path: Path) 
     assert (refused.code, refused.raw) == (1, b"")
     assert "cannot be opened: Read-only file system" in refused.error
     assert [one["check"] for one in result.line["findings"] if one["level"] == "problem"] == ["permissions"]
+
+
+def test_verify_does_not_miss_messages_that_a_moved_store_got_later(data: Path, database: str) -> None:
+    source = f"sqlite:///{data / 'queue.db'}"
+    assert postroom("audit", "ship", "--data", data, "--to", data / "audit", "--once").code == 0
+    assert postroom("move", source, database).code == 0
+    with Tasks.open(database) as tasks:
+        tasks.enqueue(agent="triage", payload=2)
+    assert postroom("audit", "ship", "--store", database, "--to", data / "audit", "--once").code == 0
+    verified = postroom("verify", "--data", data)
+    assert verified.lines[-1]["violations"] == 0, verified.out
+    assert f"was moved to {Address(database).url}: the stream was not compared with it" in verified.errors
