@@ -43,6 +43,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """While the disk takes no writes."""
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@contextmanager
 def filled(disk: Path, left: int) -> Iterator[None]:
     """While so many bytes are left."""
     there = os.statvfs(disk)

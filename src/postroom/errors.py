@@ -48,6 +48,7 @@
     ├── Unavailable               postroom's or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
+    │   │   └── StoreUnwritable   the file system of a store is read-only, or its folder is not the user's
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── StoreUnreachable      the database of a store does not answer
     │   ├── StoreRefused          the database refuses the role, the password, the name or the certificate
@@ -194,6 +195,14 @@ class WriteFailed(Unavailable, OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+class StoreUnwritable(WriteFailed):
+    """The system refuses writes beside the file of a store. SQLite needs them to read a store in use, too."""
+
+    def __init__(self, path: Path | str, cause: OSError) -> None:
+        super().__init__(path, cause)
+        self.strerror = f"{path} cannot be opened: {cause.strerror}; reading a store also needs to write"
 
 
 class HandleDead(Unavailable):

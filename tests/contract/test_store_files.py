@@ -1,16 +1,18 @@
 """Forks, removed files and truncated wake-up files beside an open handle."""
 
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from postroom import Tasks
-from postroom.errors import StoreDamaged
+from postroom.errors import StoreDamaged, StoreUnwritable
 from postroom.stores import sqlite
+from postroom.stores.sqlite_snapshot import SqliteSnapshot
 from postroom.testing import check_consistency
-from tests.children import no_child_left
+from tests.children import no_child_left, run
 
 __all__ = ["no_child_left"]  # a fixture
 
@@ -112,3 +114,22 @@ def test_a_truncated_wake_up_file_does_no_harm(tmp_path: Path) -> None:
             tasks.enqueue(agent="a", payload=2)
             assert heard.wait(10)
         assert len(tasks.claim(agent="a", limit=2)) == 2
+
+
+@pytest.mark.usefixtures("no_child_left")
+@pytest.mark.skipif(os.getuid() != 0, reason="another user was NOT tested: this needs root")
+def test_a_folder_of_another_user_is_no_damage() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # `tmp_path` is in a folder that only this user enters
+        path = Path(folder)
+        path.chmod(0o755)
+        with open_tasks(path) as tasks:
+            tasks.enqueue(agent="a", payload=1)
+        (path / "queue.db").chmod(0o644)
+
+        def as_another_user() -> None:
+            os.setuid(65_534)
+            for use in (lambda: open_tasks(path).status(), lambda: SqliteSnapshot(path / "queue.db")):
+                with pytest.raises(StoreUnwritable, match=r"queue\.db cannot be opened: Permission denied"):
+                    use()
+
+        run(as_another_user)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import random
 import sqlite3
 import tarfile
@@ -244,6 +245,20 @@ def test_a_killed_backup_leaves_no_archive_and_the_next_one_cleans_up(tmp_path: 
     assert postroom("verify", "--data", data).code == 0
 
 
+def test_a_backup_removes_the_files_of_sqlite_that_a_killed_one_has_left(tmp_path: Path) -> None:
+    data, target = filled_folder(tmp_path / "run"), tmp_path / "out"
+    target.mkdir()
+    gone, alive = 2**22 + 1, os.getppid()  # more than the highest process id of Linux
+    names = [
+        f".a[1].tar.db.{pid}.tmp{suffix}" for pid in (gone, alive) for suffix in ("", "-journal", "-wal")
+    ]
+    for name in (*names, f".a[1].tar.{gone}.tmp", f".b.tar.db.{gone}.tmp"):
+        (target / name).touch()
+    assert postroom("backup", "--data", data, "--out", target / "a[1].tar").code == 0
+    left = {path.name for path in target.iterdir()}
+    assert left == {"a[1].tar", f".b.tar.db.{gone}.tmp", *(name for name in names if f".{alive}." in name)}
+
+
 def test_a_killed_restore_leaves_no_data_folder(tmp_path: Path) -> None:
     data, out = filled_folder(tmp_path / "run", tasks=300, size=100_000), tmp_path / "run.tar"
     assert postroom("backup", "--data", data, "--out", out).code == 0
@@ -346,13 +361,21 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(small_disk: Path, tmp_pa
         with filled(small_disk, left):
             refused = postroom("backup", "--data", data, "--out", small_disk / "run.tar")
             assert (refused.code, refused.raw) == (1, b"")
-            assert refused.error
+            assert "No space left on device" in refused.error
             assert [path.name for path in small_disk.iterdir()] == ["ballast"]
     with filled(small_disk, 300_000):
         refused = postroom("restore", "--from", out, "--data", small_disk / "again")
         assert "are free in" in refused.error
         assert [path.name for path in small_disk.iterdir()] == ["ballast"]
     assert postroom("restore", "--from", out, "--data", small_disk / "again").code == 0
+
+
+def test_a_copy_of_the_store_that_fails_half_way_leaves_nothing(small_disk: Path, tmp_path: Path) -> None:
+    data = filled_folder(tmp_path / "run", tasks=60, size=100_000)  # copied in several steps
+    with filled(small_disk, 1_000_000):
+        refused = postroom("backup", "--data", data, "--out", small_disk / "run.tar")
+        assert "No space left on device" in refused.error
+        assert [path.name for path in small_disk.iterdir()] == ["ballast"]
 
 
 def test_a_backup_that_cannot_be_read_back_gets_no_name(

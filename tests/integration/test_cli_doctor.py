@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 from contextlib import closing
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Tasks
+from postroom import Tasks, open_store
 from postroom.client import EngineClient
 from postroom.logs.mail_records import Framing, Started
 from postroom.runtime.tokens import Tokens
@@ -19,9 +20,11 @@ from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.integration.ups import running
 from tests.postgresserver import database, postgres
+from tests.rabbitmqserver import free_port
+from tests.smalldisk import read_only, small_disk
 from tests.waiting import until
 
-__all__ = ["database", "postgres"]
+__all__ = ["database", "postgres", "small_disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -274,3 +277,106 @@ def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
     saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
     assert saved.code == 0
     assert "is not in the archive" in saved.error
+
+
+@pytest.fixture
+def moved(data: Path, database: str) -> str:
+    """The address of the store that `data` had. In the copy that stayed, a lease ended long ago."""
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        [task] = tasks.claim(agent="triage", lease_s=60)
+    assert postroom("move", f"sqlite:///{data / 'queue.db'}", database).code == 0
+    with Tasks.open(database) as tasks:
+        tasks.complete(task.task_id, task.lease, 1)
+    with closing(sqlite3.connect(data / "queue.db")) as connection, connection:
+        connection.execute("UPDATE facts SET value = ? WHERE name = 'clock_offset_ns'", (10**15,))
+    return database
+
+
+def test_the_store_of_a_moved_file_is_looked_at(
+    data: Path, moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = postroom("doctor", "--data", data)
+    assert (result.code, levels(result)["leases"]) == (3, "ok")
+    [found] = said(result, "stores")
+    shown = Address(moved).url
+    assert found["what"] == f"{data / 'queue.db'} was moved to {shown}; the checks of messages look there"
+    assert f"postroom move --undo sqlite:///{data / 'queue.db'} {shown}" in found["command"]
+    assert [one["check"] for one in result.line["findings"] if one["check"] == "database"]
+    monkeypatch.setenv("POSTROOM_UP_STORE", moved)
+    assert postroom("doctor", "--data", data).code == 0
+
+
+def test_a_moved_store_that_cannot_be_reached_is_named(data: Path) -> None:
+    away = f"postgres://app@127.0.0.1:{free_port()}/postroom"
+    with closing(open_store(f"sqlite:///{data / 'queue.db'}")) as store:
+        store.set_moved(away)
+    result = postroom("doctor", "--data", data)
+    [found] = said(result, "stores")
+    assert (result.code, found["level"]) == (3, "warning")
+    assert f"was moved to {away}, which was not checked: " in found["what"]
+    assert {"leases", "backlog", "shipper"}.isdisjoint(levels(result))
+
+
+def test_a_backup_says_that_the_store_was_moved(data: Path, moved: str, tmp_path: Path) -> None:
+    saved = postroom("backup", "--data", data, "--out", tmp_path / "run.tar")
+    assert saved.code == 0
+    assert f"queue.db was moved to {Address(moved).url}, and the store there is not in" in saved.error
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["tasks", "status"], ["engine", "status"]])
+def test_reading_the_copy_that_a_move_has_left_is_a_warning(
+    data: Path, moved: str, command: list[str], tmp_path: Path
+) -> None:
+    result = postroom(*command, "--data", data)
+    assert result.code == 0
+    assert f"was moved to {Address(moved).url}: what is read here is older" in result.error
+    settings = tmp_path / "own.toml"
+    settings.write_text(f'[up]\nstore = "{moved}"\n')
+    followed = postroom("--config", settings, *command, "--data", data)
+    there = postroom(*command, "--data", moved)
+    assert (followed.errors, there.errors) == ("", "")
+    assert set(followed.line) == set(there.line)
+    if command[0] == "tasks":
+        assert followed.line["agents"]["triage"]["depth"] == 0
+        assert followed.line["totals"] == there.line["totals"] == {"completed": 1}
+        assert result.line["totals"] != there.line["totals"]
+
+
+def test_a_read_only_file_system_is_no_damage(small_disk: Path, tmp_path: Path) -> None:
+    data = small_disk / "run"
+    assert postroom("tasks", "enqueue", "--data", data, "--agent", "triage", "--payload", "1").code == 0
+    commands: list[list[Any]] = [
+        ["up"], ["backup", "--out", tmp_path / "run.tar"], ["tasks", "status"], ["top", "--once"],
+        ["tasks", "enqueue", "--agent", "triage", "--payload", "1"],
+    ]  # fmt: skip
+    with read_only(small_disk):
+        for command in commands:
+            refused = postroom(*command, "--data", data)
+            assert (refused.code, refused.raw) == (1, b"")
+            assert f"{data / 'queue.db'} cannot be opened: Read-only file system" in refused.error
+        result = postroom("doctor", "--data", data)
+        [found] = [one for one in result.line["findings"] if one["level"] == "problem"]
+        assert found["what"] == f"the file system of {data} is read-only"
+        assert "mount -o remount,rw" in found["command"]
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        tasks.enqueue(agent="triage", payload=2)
+        shutil.copytree(data, small_disk / "crashed")
+    (small_disk / "crashed" / "queue.db-shm").unlink()  # the WAL stays, and cannot be read without this file
+    with read_only(small_disk):
+        result = postroom("doctor", "--data", small_disk / "crashed")
+        refused = postroom("verify", "--data", small_disk / "crashed")
+    assert (refused.code, refused.raw) == (1, b"")
+    assert "cannot be opened: Read-only file system" in refused.error
+    assert [one["check"] for one in result.line["findings"] if one["level"] == "problem"] == ["permissions"]
+
+
+def test_verify_does_not_miss_messages_that_a_moved_store_got_later(data: Path, database: str) -> None:
+    source = f"sqlite:///{data / 'queue.db'}"
+    assert postroom("audit", "ship", "--data", data, "--to", data / "audit", "--once").code == 0
+    assert postroom("move", source, database).code == 0
+    with Tasks.open(database) as tasks:
+        tasks.enqueue(agent="triage", payload=2)
+    assert postroom("audit", "ship", "--store", database, "--to", data / "audit", "--once").code == 0
+    verified = postroom("verify", "--data", data)
+    assert verified.lines[-1]["violations"] == 0, verified.out
+    assert f"was moved to {Address(database).url}: the stream was not compared with it" in verified.errors

@@ -14,6 +14,7 @@ from postroom.core.diagnosis import (
     Finding,
     FolderFacts,
     LeaseFacts,
+    MoveFacts,
     PortFacts,
     QueueFacts,
     ServerFacts,
@@ -104,6 +105,7 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (environment(sqlite_fault="too old"), "environment", "problem", "too old"),
         (environment(open_files_max=256), "environment", "warning", "256 files"),
         (folder(mode=0o755), "permissions", "warning", "mode 755"),
+        (folder(is_read_only=True), "permissions", "problem", "system of run is read-only"),
         (folder(is_writable=False), "permissions", "problem", "cannot write"),
         (folder(foreign=("queue.db",)), "permissions", "problem", "queue.db"),
         (folder(free_bytes=GIB // 2), "disk", "warning", "512.0 MiB of"),
@@ -122,7 +124,8 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (database(oldest_s=301.0, oldest_program="psql"), "database", "warning", "psql is open since 5 min"),
         (database(dead_rows={"records": (100_000, 9)}), "database", "warning", "about 100,000 old rows"),
         (replace(WELL, database=DatabaseFacts("p", "s", hears=False)), "database", "warning", "LISTEN"),
-        (store(moved_to="postgres://x"), "stores", "warning", "moved to postgres://x"),
+        (replace(WELL, moved=MoveFacts("q", "pg")), "stores", "warning", "q was moved to pg"),
+        (replace(WELL, moved=MoveFacts("q", "pg", "no")), "stores", "warning", "was not checked: no"),
         (store(faults=("page 3",)), "stores", "problem", "queue.db is damaged: page 3"),
         (TORN, "stores", "problem", "buses/a.yaml is damaged"),
         (with_lease(late_s=90.0), "leases", "problem", "t-1"),
@@ -169,6 +172,23 @@ def test_below_its_threshold_nothing_is_reported(facts: Facts) -> None:
 def test_nothing_is_said_about_the_messages_of_a_store_that_was_not_opened() -> None:
     known = {finding.check for finding in diagnose(store(format=5))}
     assert {finding.check for finding in diagnose(WELL)} - known == {"leases", "poison", "backlog", "shipper"}
+
+
+def test_nothing_is_said_about_the_messages_of_a_copy_that_a_move_has_left() -> None:
+    left = replace(WELL, moved=MoveFacts("run/queue.db", "postgres://x", "it does not answer"))
+    assert {finding.check for finding in diagnose(left)}.isdisjoint(
+        {"leases", "poison", "backlog", "shipper"}
+    )
+
+
+def test_commands_name_the_store_of_the_messages() -> None:
+    late = LeaseFacts("t-1", "triage", "w1", 100.0, 90.0)
+    there = replace(
+        STORE, name="postgres://x", is_folder=False, leases=(late,), queues=(QueueFacts("q", 0, 9, None, 1),)
+    )
+    commands = {finding.check: finding.command for finding in diagnose(replace(WELL, store=there))}
+    assert commands["leases"] == "postroom up --data run --store postgres://x"
+    assert commands["poison"] == "postroom tasks list --data postgres://x --agent q --state DEAD_LETTER"
 
 
 def test_an_expired_token_is_told_but_is_no_trouble() -> None:

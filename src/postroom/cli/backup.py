@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 STORE_ELSEWHERE = (
-    "the store of the settings is not in the archive. On PostgreSQL, use pg_dump --schema=postroom, "
+    "is not in the archive. On PostgreSQL, use pg_dump --schema=postroom, "
     "and compare the restored one with the audit stream: postroom verify DIR/audit --store URL"
 )
 
@@ -43,6 +43,8 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
       postroom backup --data run --out /mnt/backups/run-$(date +%F).tar --json
     """
     from postroom.runtime.backup import back_up
+    from postroom.runtime.data_folder import DATABASE
+    from postroom.stores.sqlite_snapshot import address_after_move
 
     place = shell.data_place(data)
     if isinstance(place, StoreAddress):
@@ -56,8 +58,13 @@ def backup(shell: Shell, data: Path | None, out: Path, with_keys: bool) -> None:
         report=_progress(shell),
     )
     manifest = done.manifest
+    moved_to = address_after_move(place / DATABASE)
     if shell.settings.up.store is not None:
-        warn(shell.program, f"warning: {STORE_ELSEWHERE}")
+        warn(shell.program, f"warning: the store of the settings {STORE_ELSEWHERE}")
+    elif moved_to:
+        warn(
+            shell.program, f"warning: queue.db was moved to {moved_to}, and the store there {STORE_ELSEWHERE}"
+        )
     facts = {
         "out": str(out), "bytes": done.bytes, "files": len(manifest.members), "formats": manifest.formats,
         "left_out": manifest.left_out, "postroom": manifest.postroom, "created": manifest.created,

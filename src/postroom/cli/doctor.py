@@ -8,9 +8,10 @@ import click
 from postroom.cli.render import Style
 from postroom.cli.shell import HELP_OPTIONS, Shell, StoreAddress, json_option, place_option
 from postroom.core.text import visible_line
+from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
-    from postroom.core.diagnosis import Facts, Finding, Level
+    from postroom.core.diagnosis import Facts, Finding, Level, MoveFacts
 
 INDENT = " " * 9
 COLOURS: dict[str, Style] = {"ok": "green", "warning": "cyan", "problem": "red"}
@@ -61,11 +62,26 @@ def _facts(shell: Shell, place: Path, *, deep: bool) -> "Facts":
         return _facts_of_store(place, deep=deep)
     settings = shell.settings.up
     facts = facts_of_folder(checked_data_folder(place), settings, deep=deep, report=shell.note)
-    if settings.store is None or not settings.store.startswith(POSTGRES):
+    if settings.store is not None and settings.store.startswith(POSTGRES):
+        return _beside(facts, settings.store, deep=deep, moved=None)
+    if facts.moved is None:
         return facts
-    beside = _facts_of_store(StoreAddress.of(settings.store), deep=deep)
+    try:  # `moved` is None when the settings name a broker, whose ledger the address is
+        moved = facts.moved if settings.store is None else None
+        return _beside(facts, facts.moved.to, deep=deep, moved=moved)
+    except (PostroomError, click.ClickException) as error:
+        fault = error.message if isinstance(error, click.ClickException) else str(error)
+        return msgspec.structs.replace(facts, moved=msgspec.structs.replace(facts.moved, fault=fault))
+
+
+def _beside(facts: "Facts", url: str, *, deep: bool, moved: "MoveFacts | None") -> "Facts":
+    """The facts about a folder, and about a store on a server that is used instead of the store in it."""
+    import msgspec
+
+    beside = _facts_of_store(StoreAddress.of(url), deep=deep)
     return msgspec.structs.replace(
         facts,
+        moved=moved,
         store=beside.store,
         database=beside.database,
         clock=beside.clock,

@@ -90,6 +90,11 @@ class Shell:
             check_key_file(place)
         return place
 
+    def store_place(self, data: Path) -> Path:
+        """Where the messages of a data folder are: in the store of the settings, else in the folder."""
+        store = self.settings.up.store
+        return data if store is None or isinstance(data, StoreAddress) else StoreAddress.of(store)
+
     def use_key_file(self, path: Path) -> None:
         """Let every store of this process and of its children use a key file."""
         os.environ[KEY_FILE_VARIABLE] = str(path.absolute())

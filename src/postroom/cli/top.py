@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from postroom.cli.engine.places import store_in
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.server_options import token_option
-from postroom.cli.shell import HELP_OPTIONS, Shell, Stopped, json_option, path_option
-from postroom.cli.tasks.options import FOLDER
-from postroom.cli.tasks.places import DATABASE
+from postroom.cli.shell import HELP_OPTIONS, Shell, Stopped, json_option, place_option
 
 if TYPE_CHECKING:
     from postroom.page.overview import Snapshot
@@ -29,10 +28,10 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@path_option(
-    "--data", metavar="DIR", kind=FOLDER,
-    text="A data folder. It needs no server and no token.  [default: data in [up] of the settings]",
-)  # fmt: skip
+@place_option(
+    "A data folder, or the address of a store (postgres://...). It needs no server and no token.  "
+    "[default: data in [up] of the settings]"
+)
 @click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 @token_option
 @click.option(
@@ -90,13 +89,8 @@ def _reader(
     from postroom.contracts.engine import Engine
     from postroom.page.terminal import StoreReader
 
-    store = shell.settings.up.store
-    folder = Path(str(data))
-    if store is None and not (folder / DATABASE).exists():
-        from postroom.runtime.data_folder import nothing_in
-
-        raise nothing_in(folder, "messages")
-    with Engine.open(store or f"sqlite:///{folder / DATABASE}") as engine:
+    shell.show_warnings()
+    with Engine.open(store_in(shell, shell.data_place(data), create=False)) as engine:
         yield StoreReader(engine.store, engine.policy).snapshot
 
 

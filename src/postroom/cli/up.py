@@ -164,8 +164,8 @@ def _check_data(data: Path, store: str | None) -> None:
     path = data / DATABASE
     if store is None and path.exists():
         with SqliteSnapshot(path) as snapshot:
-            if moved_to := snapshot.fact("moved_to"):
-                raise StoreMoved(str(path), moved_to)
+            if snapshot.moved_to:
+                raise StoreMoved(str(path), snapshot.moved_to)
 
 
 def _check_key_file(data: Path, store: str | None) -> None:

@@ -266,6 +266,11 @@ def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict |
     _read(shell, data / AUDIT_FOLDER, history, None, None)
 
     def judge(snapshot: SqliteSnapshot) -> "HistoryVerdict":
+        if snapshot.moved_to:
+            there = f"postroom verify {data / AUDIT_FOLDER} --store {snapshot.moved_to}"
+            text = f"{snapshot.path} was moved to {snapshot.moved_to}: the stream was not compared with it"
+            warn(shell.program, f"warning: {text}; to compare: {there}")
+            return history.verdict(horizon_us=None)
         source = _source_of(history, snapshot) if snapshot.is_current else None
         if source is None:
             return history.verdict(horizon_us=None)

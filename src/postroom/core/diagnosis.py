@@ -60,6 +60,8 @@ class FolderFacts(msgspec.Struct, frozen=True):
     path: str
     mode: int
     is_writable: bool
+    is_read_only: bool = False
+    """Whether its file system takes no writes."""
     foreign: tuple[str, ...] = ()
     """Files that this user cannot read and write."""
     free_bytes: int = 0
@@ -138,7 +140,6 @@ class StoreFacts(msgspec.Struct, frozen=True):
     format: int
     newest_format: int
     faults: tuple[str, ...] = ()
-    moved_to: str = ""
     has_clock: bool = True
     queues: tuple[QueueFacts, ...] = ()
     leases: tuple[LeaseFacts, ...] = ()
@@ -202,6 +203,15 @@ class TokenFacts(msgspec.Struct, frozen=True):
     """Whether the demo made it, for a day at most."""
 
 
+class MoveFacts(msgspec.Struct, frozen=True):
+    """The store of a data folder that was moved to a server. The file is a copy that is no longer in use."""
+
+    path: str
+    to: str
+    fault: str = ""
+    """Why the store at the new address could not be looked at; empty when it was."""
+
+
 class Facts(msgspec.Struct, frozen=True):
     """Everything that the doctor looked at."""
 
@@ -212,6 +222,9 @@ class Facts(msgspec.Struct, frozen=True):
     folder: FolderFacts | None = None
     server: ServerFacts | None = None
     store: StoreFacts | None = None
+    """The store in use, or the file of a store that was moved and cannot be looked at."""
+    moved: MoveFacts | None = None
+    """None also when the settings name the store in use."""
     database: DatabaseFacts | None = None
     """None when the store is a file."""
     faults: tuple[FileFault, ...] = ()
@@ -274,7 +287,14 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
     folder = facts.folder
     if folder is None:
         return
-    if not folder.is_writable:
+    if folder.is_read_only:
+        yield Finding(
+            "permissions", "problem", f"the file system of {folder.path} is read-only",
+            "no server can start; Linux makes a file system read-only when its disk fails",
+            "read the log of the kernel (dmesg), and when the disk is well: "
+            f"mount -o remount,rw $(findmnt -n -o TARGET -T {folder.path})",
+        )  # fmt: skip
+    elif not folder.is_writable:
         yield Finding(
             "permissions", "problem", f"this user cannot write to {folder.path}",
             "servers of this user cannot start", f"chown -R $(id -un) {folder.path}",
@@ -324,8 +344,15 @@ def _clock(facts: Facts) -> Iterator[Finding]:
 
 def _up(facts: Facts) -> str:
     """The command that serves what was looked at."""
-    is_folder = facts.store is None or facts.store.is_folder
-    return f"postroom up --data {facts.data}" if is_folder else f"postroom up --data DIR --store {facts.data}"
+    folder = facts.data if facts.folder else "DIR"
+    if facts.store is None or facts.store.is_folder:
+        return f"postroom up --data {facts.data}"
+    return f"postroom up --data {folder} --store {facts.store.name}"
+
+
+def _place(facts: Facts) -> str:
+    """Where the messages are, as `--data` takes it."""
+    return facts.data if facts.store is None or facts.store.is_folder else facts.store.name
 
 
 def _parts(facts: Facts) -> Iterator[Finding]:
@@ -359,13 +386,10 @@ def _parts(facts: Facts) -> Iterator[Finding]:
 
 def _stores(facts: Facts) -> Iterator[Finding]:
     store = facts.store
+    if facts.moved is not None:
+        yield _moved(facts.moved)
     if store is not None:
         yield from _format(facts, store)
-        if store.moved_to:
-            yield Finding(
-                "stores", "warning", f"{store.name} was moved to {store.moved_to}",
-                "it refuses every write", f"use {store.moved_to}, or: postroom move --undo",
-            )  # fmt: skip
         for fault in store.faults:
             yield _damage(facts, store.name, fault, is_folder=store.is_folder)
     for found in facts.faults:
@@ -395,6 +419,22 @@ def _format(facts: Facts, store: StoreFacts) -> Iterator[Finding]:
             if store.is_folder
             else "pg_dump --schema=postroom --file before-upgrade.sql",
         )  # fmt: skip
+
+
+def _moved(moved: MoveFacts) -> Finding:
+    what = f"{moved.path} was moved to {moved.to}"
+    if moved.fault:
+        return Finding(
+            "stores", "warning", f"{what}, which was not checked: {moved.fault}",
+            "the messages are there, and the file is a copy that takes no writes",
+            f"postroom doctor --data {moved.to}, with its password",
+        )  # fmt: skip
+    return Finding(
+        "stores", "warning", f"{what}; the checks of messages look there",
+        "the settings do not name that store, so commands with --data read the copy, which takes no writes",
+        f"set store = {moved.to} in [up] of the settings, or, if the move was killed half-way: "
+        f"postroom move --undo sqlite:///{moved.path} {moved.to}",
+    )  # fmt: skip
 
 
 def _damage(facts: Facts, file: str, reason: str, *, is_folder: bool = True) -> Finding:
@@ -479,7 +519,8 @@ def _encryption(facts: Facts) -> Iterator[Finding]:
     if found is not None and found.plain:
         yield Finding(
             "encryption", "warning", f"{found.plain} values are not encrypted yet",
-            "they were stored before encryption was turned on", f"postroom keys encrypt --data {facts.data}",
+            "they were stored before encryption was turned on",
+            f"postroom keys encrypt --data {_place(facts)}",
         )  # fmt: skip
 
 
@@ -511,7 +552,7 @@ def _leases(facts: Facts) -> Iterator[Finding]:
             f"{lease.message_id} of {lease.queue} is worked on by {lease.worker_id or 'a worker'} "
             f"since {_span(lease.claimed_s)}",
             "the worker sends heartbeats but may hang",
-            f"postroom {verb} cancel {lease.message_id} --data {facts.data}",
+            f"postroom {verb} cancel {lease.message_id} --data {_place(facts)}",
         )  # fmt: skip
 
 
@@ -532,8 +573,8 @@ def _failures(facts: Facts) -> Iterator[Finding]:
 
 def _listing(facts: Facts, queue: QueueFacts, state: str) -> str:
     if queue.is_engine:
-        return f"postroom engine dlq list --data {facts.data} --org {queue.name}"
-    return f"postroom tasks list --data {facts.data} --agent {queue.name} --state {state}"
+        return f"postroom engine dlq list --data {_place(facts)} --org {queue.name}"
+    return f"postroom tasks list --data {_place(facts)} --agent {queue.name} --state {state}"
 
 
 def _backlog(facts: Facts) -> Iterator[Finding]:
@@ -560,7 +601,7 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
 def _more_workers(facts: Facts, queue: QueueFacts) -> str:
     if queue.is_engine:
         return f"{_up(facts)} --app MODULE:ENGINE"
-    return f"postroom tasks work --data {facts.data} --agent {queue.name} --exec COMMAND"
+    return f"postroom tasks work --data {_place(facts)} --agent {queue.name} --exec COMMAND"
 
 
 def _shipper(facts: Facts) -> Iterator[Finding]:
@@ -649,8 +690,11 @@ def _fine_stores(facts: Facts) -> str:
 
 
 def _is_read(facts: Facts) -> bool:
-    """Whether the messages of the store were read. A store with another format is not opened."""
-    return facts.store is not None and facts.store.format == facts.store.newest_format
+    """Whether the messages were read: not those of another format, nor those that a move has left behind."""
+    store = facts.store
+    if store is None or store.format != store.newest_format:
+        return False
+    return facts.moved is None or not store.is_folder
 
 
 def _fine_shipper(facts: Facts) -> str:

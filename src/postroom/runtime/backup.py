@@ -8,6 +8,7 @@ Rule 3: no server waits for a backup. Locks are held only to note the sizes of f
 Rule 4: the archive gets its name when it is whole, durable, and read back.
 """
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,7 @@ from postroom.system.atomic import TEMPORARY_SUFFIX, absolute_path, open_safely,
 ATTEMPTS_MAX = 5  # while servers rename and remove files
 LOCK_TIMEOUT_S = 10.0
 TAIL_BYTES = 1 << 16
+_SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")  # of the files that SQLite has beside a database
 _KEY_FILE = re.compile(r".*\.(?:key|keys|pem|p12)")
 
 
@@ -138,19 +140,28 @@ def _check_target(folder: Path, target: Path) -> None:
 @contextmanager
 def _temporary(target: Path) -> Iterator[tuple[Path, Path]]:
     """The names of the unfinished archive and of the copy of the store. Both are removed at the end."""
-    for left in target.parent.glob(f".{target.name}.*{TEMPORARY_SUFFIX}"):
-        pid = left.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():  # of a backup that was killed
-            left.unlink(missing_ok=True)
+    _remove_left(target)
     archive = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     database = target.with_name(f".{target.name}.db.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         os.close(open_safely(archive, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         yield archive, database
     except apsw.FullError as error:
-        raise WriteFailed(target, OSError(str(error))) from error
+        raise WriteFailed(target, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
     finally:
-        for path in (archive, database):
+        for path in (archive, database, *(Path(f"{database}{suffix}") for suffix in _SQLITE_SUFFIXES)):
+            path.unlink(missing_ok=True)
+
+
+def _remove_left(target: Path) -> None:
+    """Remove what backups that were killed have left."""
+    suffixes = "|".join(_SQLITE_SUFFIXES)
+    temporary = re.compile(
+        rf"\.{re.escape(target.name)}(?:\.db)?\.(\d+){re.escape(TEMPORARY_SUFFIX)}(?:{suffixes})?"
+    )
+    for path in target.parent.iterdir():
+        found = temporary.fullmatch(path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
             path.unlink(missing_ok=True)
 
 

@@ -28,6 +28,7 @@ from postroom.core.diagnosis import (
     FileFault,
     FolderFacts,
     LeaseFacts,
+    MoveFacts,
     PortFacts,
     QueueFacts,
     ServerFacts,
@@ -37,7 +38,7 @@ from postroom.core.diagnosis import (
 )
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import epoch_ns_of
-from postroom.errors import KeyMissing, PostroomError, UnreadableValue
+from postroom.errors import KeyMissing, PostroomError, StoreUnwritable, UnreadableValue
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.runtime.agents import Agents
@@ -56,6 +57,7 @@ from postroom.stores.sqlite_file import check_library
 from postroom.stores.sqlite_snapshot import (
     FAULTS_SHOWN_MAX,
     SqliteSnapshot,
+    address_after_move,
     newest_version,
     read_at_rest_or_live,
 )
@@ -82,6 +84,7 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
     check = DataCheck(data, report)
     faults: list[FileFault] = []
     store = _store_in(data, faults)
+    moved_to = "" if store is None else address_after_move(data / DATABASE)
     if deep:
         if store is not None:
             found = tuple(fault.reason for fault in check.store_faults())
@@ -95,10 +98,11 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         folder=_folder(data),
         server=_server(data, settings),
         store=store,
+        moved=MoveFacts(str(data / DATABASE), moved_to) if moved_to else None,
         faults=tuple(faults),
         tokens=_tokens(data),
         mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
-        encryption=_encryption_in(data) if deep and store is not None else None,
+        encryption=_encryption_in(data) if deep and store is not None and not moved_to else None,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
     )
@@ -126,6 +130,7 @@ def _folder(data: Path) -> FolderFacts:
         path=str(data),
         mode=stat.S_IMODE(data.stat().st_mode),
         is_writable=os.access(data, os.W_OK | os.X_OK),
+        is_read_only=bool(disk.f_flag & os.ST_RDONLY),
         foreign=tuple(path.relative_to(data).as_posix() for path in foreign),
         free_bytes=free,
         total_bytes=disk.f_blocks * disk.f_frsize,
@@ -226,6 +231,8 @@ def _store_in(data: Path, faults: list[FileFault]) -> StoreFacts | None:
         return None
     try:
         return read_at_rest_or_live(path, _store_of_snapshot)
+    except StoreUnwritable:  # a fault of the folder, which is reported as such
+        return None
     except (PostroomError, apsw.Error, ValueError, OSError) as error:
         is_locked = isinstance(error, KeyMissing)
         faults.append(FileFault("store", DATABASE, str(error), is_locked))
@@ -247,11 +254,8 @@ def _encryption_facts(encryption: Encryption, counts: Mapping[str, int]) -> Encr
 
 
 def _store_of_snapshot(snapshot: SqliteSnapshot) -> StoreFacts:
-    known = StoreFacts(
-        DATABASE, snapshot.version, newest_version(), moved_to=snapshot.fact("moved_to"),
-        has_clock=snapshot.has_clock,
-    )  # fmt: skip
-    if not snapshot.is_current:
+    known = StoreFacts(DATABASE, snapshot.version, newest_version(), has_clock=snapshot.has_clock)
+    if not snapshot.is_current or snapshot.moved_to:
         return known
     return snapshot.read(lambda transaction: _with_messages(known, transaction))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from postroom.contracts.bus import Bus
 from postroom.core.diagnosis import FileFault
-from postroom.errors import KeyMissing, PostroomError
+from postroom.errors import KeyMissing, PostroomError, StoreUnwritable
 from postroom.logs import busfile
 from postroom.logs.mail_log import damaged_stretches
 from postroom.runtime import agents, buses, tokens
@@ -42,6 +42,8 @@ class DataCheck:
         try:
             for text in read_at_rest_or_live(path, _faults_of_store):
                 yield FileFault("store", DATABASE, text)
+        except StoreUnwritable:  # of a read-only file system: whether the store is damaged is not known
+            raise
         except PostroomError as error:
             yield FileFault("store", DATABASE, str(error), isinstance(error, KeyMissing))
 

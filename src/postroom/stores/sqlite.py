@@ -20,7 +20,15 @@ from typing import Any, NoReturn, TypeVar
 import apsw
 import msgspec
 
-from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, StoreMoved, WriteFailed
+from postroom.errors import (
+    HandleDead,
+    LockTimeout,
+    PostroomError,
+    StoreDamaged,
+    StoreMoved,
+    StoreUnwritable,
+    WriteFailed,
+)
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, wiped, without_key
@@ -36,6 +44,7 @@ from postroom.stores.sqlite_file import (
     check_pages,
     connect,
     migrate,
+    refused_access,
 )
 from postroom.stores.sqlite_file import transaction as sql_transaction
 from postroom.stores.sqlite_known import Known
@@ -295,9 +304,9 @@ class SqliteStore(Store):
         make_folder(self.path.parent, "os")
         try:
             self._reserve.fill()
-        except WriteFailed:
+        except WriteFailed as error:
             if not self.path.exists() or not any(job.makes_room for job in jobs):
-                raise
+                raise WriteFailed(self.path, OSError(error.errno, os.strerror(error.errno or 0))) from error
             for job in jobs:
                 if not job.makes_room:
                     job.finish(self._disk_full())
@@ -362,6 +371,10 @@ class SqliteStore(Store):
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise LockTimeout(self.path, BUSY_TIMEOUT_S) from error
         self._drop()
+        if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+            refused = refused_access(self.path)
+            if refused is not None:
+                raise StoreUnwritable(self.path, refused) from error
         has_no_space = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
         if has_no_space:  # for the index of the WAL
             raise apsw.FullError(str(error)) from error
@@ -373,6 +386,12 @@ class SqliteStore(Store):
         if self._writer is None:
             # Not under the readers' lock: a write may read.
             self._open_file()
+            if self._moved_to:
+                _log.warning(
+                    "%s was moved to %s: what is read here is older than what is there",
+                    self.path,
+                    self._moved_to,
+                )
         with self._reading, self._translated():
             if self._reader is None:
                 self._reader = connect(self.path)

@@ -61,6 +61,17 @@ def check_kind(path: Path) -> None:
         raise StoreDamaged(f"{path} is not a store of tasks: it is the database of another program")
 
 
+def refused_access(path: Path) -> OSError | None:
+    """Why the system does not let SQLite open a store and its WAL; None when access is not the reason."""
+    try:
+        if os.statvfs(path.parent).f_flag & os.ST_RDONLY:
+            return OSError(errno.EROFS, os.strerror(errno.EROFS))
+    except OSError:
+        return None
+    may_write = os.access(path.parent, os.W_OK | os.X_OK) and os.access(path, os.R_OK | os.W_OK)
+    return None if may_write or not path.exists() else OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def check_pages(connection: apsw.Connection, path: Path) -> None:
     """Check all pages: after a failed fsync it is unknown which of them reached the disk."""
     [(found,)] = ask(connection, "PRAGMA quick_check(1)")

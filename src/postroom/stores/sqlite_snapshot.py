@@ -15,14 +15,21 @@ from urllib.parse import quote
 
 import apsw
 
-from postroom.errors import StoreDamaged, UnsafePath
+from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.sql.queries import FACT, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
-from postroom.stores.sqlite_file import BUSY_TIMEOUT_S, OUR_TABLES, check_library, copy_database, migrations
+from postroom.stores.sqlite_file import (
+    BUSY_TIMEOUT_S,
+    OUR_TABLES,
+    check_library,
+    copy_database,
+    migrations,
+    refused_access,
+)
 from postroom.stores.sqlite_known import Known
 from postroom.stores.sqlite_transaction import SqliteReading
 from postroom.stores.transaction import Transaction
@@ -57,6 +64,7 @@ class SqliteSnapshot:
                 f"file:{quote(os.fspath(path.absolute()))}{option}", flags=flags
             )
         except apsw.Error as error:
+            self._check_access(error)
             raise StoreDamaged(f"{path} cannot be opened: {error}") from error
         try:
             self._pin()
@@ -72,9 +80,18 @@ class SqliteSnapshot:
             tables = {row[0] for row in ask(self._connection, "SELECT name FROM sqlite_schema")}
             self.version = int(self._connection.pragma("user_version"))
         except apsw.Error as error:
+            self._check_access(error)
             raise StoreDamaged(f"{self.path} is damaged: {error}") from error
         if not tables.issuperset(OUR_TABLES):
             raise StoreDamaged(f"{self.path} is not a store of tasks: it is the database of another program")
+
+    def _check_access(self, error: apsw.Error) -> None:
+        """Raise `StoreUnwritable` for an error that has no other cause."""
+        refused = None
+        if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+            refused = refused_access(self.path)
+        if refused is not None:
+            raise StoreUnwritable(self.path, refused) from error
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +125,11 @@ class SqliteSnapshot:
         """A fact of the file; empty when it is unknown."""
         found = ask(self._connection, FACT, (name,))
         return str(found[0][0]) if found else ""
+
+    @property
+    def moved_to(self) -> str:
+        """The address that the store was moved to; empty when it was not."""
+        return self.fact("moved_to")
 
     @property
     def is_encrypted(self) -> bool:
@@ -226,6 +248,11 @@ def _counter(state: State, lane: int) -> Counted:
 def newest_version() -> int:
     """The format of store files that this version writes."""
     return max(migrations())
+
+
+def address_after_move(path: Path) -> str:
+    """The address that the store in a file was moved to; empty when it was not, or there is no file."""
+    return read_at_rest_or_live(path, lambda snapshot: snapshot.moved_to) if path.exists() else ""
 
 
 def read_at_rest_or_live(path: Path, work: Callable[[SqliteSnapshot], T]) -> T:

@@ -225,7 +225,7 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
         from postroom.runtime.engine_workers import load_app
 
         return load_app(str(app))
-    store = data.url if isinstance(data, StoreAddress) else store_in(shell, data, create=create)
+    store = store_in(shell, data, create=create)
     if app is None:
         return Engine.open(store)
     from postroom.runtime.engine_workers import load_app
@@ -236,6 +236,9 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
 
 def store_in(shell: Shell, data: Path, *, create: bool) -> str:
     """The address of the store of a data folder."""
+    place = shell.store_place(data)
+    if isinstance(place, StoreAddress):
+        return place.url
     database = data / DATABASE
     if not database.exists():
         if not create:

@@ -150,9 +150,10 @@ def open_place(
     check_place(data, url)
     if data is not None:
         shell.show_warnings()
-        if create and not isinstance(data, StoreAddress) and not (data / DATABASE).exists():
-            warn(shell.program, f"warning: there was no store in {data}: a new one is made")
-        with open_folder(data, create=create) as tasks:
+        place = shell.store_place(data)
+        if create and not isinstance(place, StoreAddress) and not (place / DATABASE).exists():
+            warn(shell.program, f"warning: there was no store in {place}: a new one is made")
+        with open_folder(place, create=create) as tasks:
             yield Folder(shell, data, tasks)
         return
     with open_client(str(url), agent or "", token, worker=worker) as client:

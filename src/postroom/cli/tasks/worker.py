@@ -283,7 +283,7 @@ def work(
     check_place(data, url)
     shell.show_warnings()
     options = {"poll_every_s": poll_every_s, "worker": worker}
-    with working_client(data, url, agent, token, options) as client:
+    with working_client(shell, data, url, agent, token, options) as client:
         try:
             client.work(handler, on_end=end_printer(shell, agent), **terms)
         except StopWork as error:
@@ -294,7 +294,7 @@ def work(
 
 @contextmanager
 def working_client(
-    data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
+    shell: Shell, data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
 ) -> "Iterator[TaskClient]":
     """A worker's client, of a harness or of a data folder."""
     if data is None:
@@ -305,7 +305,7 @@ def working_client(
     from postroom.core.names import checked_name
 
     checked_name("agent", agent)
-    with open_folder(data) as tasks:
+    with open_folder(shell.store_place(data)) as tasks:
         yield LocalClient(tasks, agent, **options)
 
 
