@@ -16,8 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from postroom import Engine
+from postroom import Breaker, Engine
+from postroom.contracts.engine.cells import CIRCUITS
+from postroom.core import breaker
 from postroom.runtime.tokens import Permissions, Tokens
+from postroom.stores.transaction import Transaction
 from tests import pagebudgets
 from tests.integration.commandline import finish, postroom, start
 from tests.integration.ups import running
@@ -252,6 +255,25 @@ def test_the_overview_shows_every_part_of_the_server(world: PageWorld, page: Pag
         expect(page.get_by_role("heading", name=title)).to_be_visible()
     expect(page.get_by_role("table", name="Waiting time of the last minute")).to_contain_text("500 ms")
     expect(page.locator("#connection")).to_have_text("Live")
+
+
+def test_an_open_breaker_is_named_where_persons_are_needed(world: PageWorld, page: Page) -> None:
+    def open_breaker(transaction: Transaction) -> None:
+        CIRCUITS.put(transaction, breaker.opened(Breaker(), transaction.steady_ns), "acme", "calendar")
+
+    def close_breaker(transaction: Transaction) -> None:
+        CIRCUITS.put(transaction, None, "acme", "calendar")
+
+    page.goto(world.url)
+    delayed = world.submit(delay_s=600)
+    world.engine.store.write(open_breaker)
+    needs = page.locator(".needs")
+    expect(needs).to_contain_text("The breaker of the service calendar is open for acme")
+    figures = page.locator(".rates .figures div").filter(has_text="delayed")
+    expect(figures).to_have_text(re.compile("delayed *[1-9]"))
+    world.engine.store.write(close_breaker)
+    expect(needs).not_to_contain_text("calendar")
+    world.wait(world.engine.cancel(delayed))
 
 
 def test_a_message_submitted_outside_appears_by_itself(world: PageWorld, page: Page) -> None:

@@ -24,7 +24,7 @@ export async function show(content, { isCurrent, fail }) {
   const again = seldom(load, fail);
   return {
     overview(found) {
-      replace(live, rates([found.rates, found.history, found.depth, found.stage]));
+      replace(live, rates([found.rates, found.history, found.depth, found.delayed, found.stage]));
       again();
     },
     reset: () => load().catch(fail),
