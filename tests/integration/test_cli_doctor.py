@@ -270,9 +270,10 @@ def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
     assert postroom("token", "create", "--data", folder, "--role", "admin").code == 0
     with Tasks.open(database) as tasks:
         tasks.enqueue(agent="triage", payload=1)
+        tasks.enqueue(agent="triage", payload=2, delay_s=600)
     monkeypatch.setenv("POSTROOM_UP_STORE", database)
     result = postroom("doctor", "--data", folder)
-    assert said(result, "backlog")[0]["what"] == "waiting: 1 message"
+    assert said(result, "backlog")[0]["what"] == "waiting: 1 message; delayed: 1 message"
     assert said(result, "tokens")[0]["what"].startswith("1 token")
     saved = postroom("backup", "--data", folder, "--out", tmp_path / "run.tar")
     assert saved.code == 0

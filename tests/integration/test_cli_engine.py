@@ -293,6 +293,7 @@ def test_a_terminal_gets_tables_and_sentences() -> None:
     message_id = submit("--priority", 0)
     shown = run_on_terminal("postroom", "engine", "status", "--data", "run").out
     assert "organization" in shown
+    assert "delayed" in shown
     assert "0 workers" in shown
     assert "is QUEUED" in run_on_terminal("postroom", "engine", "explain", message_id, "--data", "run").out
     assert "no such dead letter" in run_on_terminal("postroom", "engine", "dlq", "list", "--data", "run").out

@@ -16,8 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from postroom import Engine
+from postroom import Breaker, Engine
+from postroom.contracts.engine.cells import CIRCUITS
+from postroom.core import breaker
 from postroom.runtime.tokens import Permissions, Tokens
+from postroom.stores.transaction import Transaction
 from tests import pagebudgets
 from tests.integration.commandline import finish, postroom, start
 from tests.integration.ups import running
@@ -232,6 +235,21 @@ def test_the_permissions_of_a_token_hold_on_the_page(world: PageWorld) -> None:
     assert call(world, "GET", "/page/buses", cookie=cookie)[0] == 401
 
 
+def test_an_operator_that_may_only_read_sees_every_view_and_changes_nothing(
+    world: PageWorld, browser: Browser
+) -> None:
+    token = world.agents.tokens.create("operator", permissions=Permissions(is_read_only=True)).token
+    with opened(browser) as (_, page), no_errors(page):
+        sign_in(page, world.url, token)
+        links = page.get_by_role("navigation").get_by_role("link")
+        expect(links).to_have_count(8)
+        links.filter(has_text="Decisions").click()
+        expect(page.get_by_text("Your token may only read. The choices are: ").first).to_be_visible()
+        page.goto(f"{world.url}/#/goals/launch")
+        expect(page.get_by_role("table", name="Checkpoints")).to_be_visible()
+        expect(page.get_by_role("button", name=re.compile("Roll back"))).to_have_count(0)
+
+
 # ---- views -----------------------------------------------------------------------------------------
 
 
@@ -252,6 +270,25 @@ def test_the_overview_shows_every_part_of_the_server(world: PageWorld, page: Pag
         expect(page.get_by_role("heading", name=title)).to_be_visible()
     expect(page.get_by_role("table", name="Waiting time of the last minute")).to_contain_text("500 ms")
     expect(page.locator("#connection")).to_have_text("Live")
+
+
+def test_an_open_breaker_is_named_where_persons_are_needed(world: PageWorld, page: Page) -> None:
+    def open_breaker(transaction: Transaction) -> None:
+        CIRCUITS.put(transaction, breaker.opened(Breaker(), transaction.steady_ns), "acme", "calendar")
+
+    def close_breaker(transaction: Transaction) -> None:
+        CIRCUITS.put(transaction, None, "acme", "calendar")
+
+    page.goto(world.url)
+    delayed = world.submit(delay_s=600)
+    world.engine.store.write(open_breaker)
+    needs = page.locator(".needs")
+    expect(needs).to_contain_text("The breaker of the service calendar is open for acme")
+    figures = page.locator(".rates .figures div").filter(has_text="delayed")
+    expect(figures).to_have_text(re.compile("delayed *[1-9]"))
+    world.engine.store.write(close_breaker)
+    expect(needs).not_to_contain_text("calendar")
+    world.wait(world.engine.cancel(delayed))
 
 
 def test_a_message_submitted_outside_appears_by_itself(world: PageWorld, page: Page) -> None:
@@ -460,6 +497,15 @@ def test_a_dead_letter_is_replayed_after_a_preview(world: PageWorld, page: Page)
     expect(page.get_by_text("No dead letter fits.")).to_be_visible()
 
 
+def test_a_failed_attempt_that_was_not_retried_is_no_retry(world: PageWorld, page: Page) -> None:
+    [dead] = world.run({"org_id": "failed", "payload": {"fail": "once"}})
+    page.goto(f"{world.url}/#/messages/{dead}")
+    expect(page.locator(".facts div").filter(has_text="failed attempts")).to_have_text(
+        re.compile("failed attempts *1")
+    )
+    expect(page.locator(".facts")).not_to_contain_text("retries")
+
+
 def test_hostile_payloads_are_shown_as_text(world: PageWorld, page: Page) -> None:
     page.goto(f"{world.url}/#/messages/{world.hostile_id}")
     payload = page.get_by_label("Payload as text")
@@ -631,6 +677,19 @@ def test_the_report_stands_beside_the_live_numbers(world: PageWorld, page: Page)
     expect(page.get_by_role("heading", name="Throughput")).to_be_visible()
 
 
+def test_both_commands_are_shown_before_there_is_a_table(world: PageWorld, page: Page) -> None:
+    report = world.data / "report.html"
+    kept = report.rename(world.data / "kept.html")
+    try:
+        page.goto(f"{world.url}/#/report")
+        commands = page.get_by_label("Commands as text")
+        expect(commands).to_contain_text(f"postroom pipeline run --events {world.data / 'audit'} --tables")
+        expect(commands).to_contain_text("postroom pipeline report --tables")
+        expect(page.get_by_role("main")).not_to_contain_text("`")
+    finally:
+        kept.rename(report)
+
+
 # ---- faults, keys and screens ----------------------------------------------------------------------
 
 
@@ -789,3 +848,11 @@ def test_budgets_pauses_breakers_and_the_holder_of_a_message_are_drawn(
         expect(page.locator(".lead .state")).to_have_text("PROCESSING")
         expect(page.locator(".lead")).to_contain_text("worker worker-7 holds its lease")
         expect(page.locator(".facts")).to_contain_text(re.compile("held byworker-7 for .* unless it renews"))
+
+
+def test_all_links_to_views_stand_in_one_row_on_a_laptop(world: PageWorld, browser: Browser) -> None:
+    with opened(browser, viewport={"width": 1280, "height": 800}) as (_, page), no_errors(page):
+        sign_in(page, world.url, world.token)
+        expect(page.locator("#connection")).to_have_text("Live")
+        boxes = [link.bounding_box() for link in page.get_by_role("navigation").get_by_role("link").all()]
+        assert len({box["y"] for box in boxes if box is not None}) == 1

@@ -133,6 +133,7 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (with_queue(quarantined=1), "poison", "problem", "1 message of triage"),
         (with_queue(dead_letters=2), "poison", "warning", "2 messages of triage"),
         (with_queue(oldest_s=601.0), "backlog", "warning", "has waited 10 min"),
+        (with_queue(oldest_s=601.0, delayed=2), "backlog", "warning", "the oldest of 1 message in triage"),
         (store(queues=(QueueFacts("q", 80, 100),)), "backlog", "warning", "80 of at most 100"),
         (store(queues=(QueueFacts("q", 100, 100),)), "backlog", "problem", "is full"),
         (with_shipper(10, 5, 1.0, True), "shipper", "problem", "10 events wait"),

@@ -63,6 +63,7 @@ async def _facts(path: Path) -> Facts:
     with Engine.open(f"sqlite:///{path / 'queue.db'}") as engine:
         for org in ("a", "a", "b"):
             await engine.submit(type="tool_call", payload={}, org_id=org, priority=1)
+        await engine.submit(type="tool_call", payload={}, org_id="a", delay_s=60)
         policy = engine.policy
         return engine.store.read(lambda transaction: read_facts(Operations(transaction, policy), policy))
 
@@ -75,8 +76,10 @@ def test_a_caller_of_one_organization_sees_only_that_one(tmp_path: Path) -> None
         ("b", [0, 1, 0, 0]),
     ]
     assert (whole.depth, whole.newest_event, whole.degraded) == (3, facts.newest_event, {"mail": "down"})
+    assert (whole.delayed, [one.delayed for one in whole.organizations]) == (1, [1, 0])
     own = seen_by(whole, facts, activity, "b")
     assert [one.org_id for one in own.organizations] == ["b"]
+    assert (own.depth, own.delayed) == (1, 0)
     assert (own.depth, own.workers, own.degraded, own.org_id) == (1, [], {}, "b")
 
 

@@ -18,8 +18,17 @@ def lines_of(columns: int = 100, lines: int = 40, where: str = "run") -> list[st
 
 def test_the_depth_of_each_lane_is_shown() -> None:
     rows = [without_colors(line).split() for line in lines_of()]
-    assert ["acme", "1", "2", "0", "1", "4", "0", "0", "0", "0", "ok"] in rows
+    assert ["acme", "1", "2", "0", "1", "4", "0", "0", "0", "0", "0", "ok"] in rows
     assert ["workers", "0", "(wanted", "1),", "0", "of", "0", "slots", "busy"] in rows
+
+
+def test_delayed_messages_are_counted_apart_from_waiting_ones() -> None:
+    with Engine.open("memory://") as engine:
+        asyncio.run(engine.submit(type="tool_call", org_id="acme", payload={}, delay_s=60))
+        shown = StoreReader(engine.store, engine.policy).snapshot()
+    lines = [without_colors(line) for line in drawn(shown, "run", 100, 40)]
+    assert lines[1].startswith("waiting 0   delayed 1 ")
+    assert ["acme", "0", "0", "0", "0", "0", "1", "0", "0"] in [line.split()[:9] for line in lines]
 
 
 def test_no_line_is_wider_and_no_view_longer_than_the_terminal() -> None:

@@ -296,6 +296,7 @@ def stream(
 ) -> None:
     """Follow the audit stream: ingest new segments in batches, and update the tables after each batch.
 
+    Without --every it ends with the summary that `run` prints.
     Spark's Structured Streaming carries the events; the number of a micro-batch stands in their commit. As
     with `run`, later segments wait for a missing one. With --remote, a loop looks for new segments instead: a
     Spark Connect server would call the code of a micro-batch in a process of its own.
@@ -311,7 +312,7 @@ def stream(
     with pipeline_on_spark(
         shell, tables, where, redaction, is_small=is_small, is_endless=is_endless, lineage=lineage
     ) as job:
-        job.stream(events, every_s=every_s, skip_missing=skip_missing)
+        _print_summary(shell, job.stream(events, every_s=every_s, skip_missing=skip_missing))
 
 
 @pipeline.command()

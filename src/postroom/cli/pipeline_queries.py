@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
 
 CHECK_HORIZON_S = 86_400.0
+PRIORITIES = range(4)
 
 
 @click.command()
@@ -315,5 +316,7 @@ def _targets(texts: tuple[str, ...]) -> dict[int, int]:
         match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
         if match is None:
             raise click.BadParameter(f"{text!r} is not a priority and a time, such as P0=10ms or P1=0.5s")
+        if int(match[1]) not in PRIORITIES:
+            raise click.BadParameter(f"{text!r} names no priority: there are P0 to P3")
         found[int(match[1])] = round(float(match[2]) * {"us": 1, "ms": 1_000, "s": 1_000_000}[match[3]])
     return found

@@ -103,12 +103,19 @@ class QueueFacts(msgspec.Struct, frozen=True):
 
     name: str
     depth: int
+    """Messages that wait and delayed ones: `depth_max` limits both."""
     depth_max: int
+    delayed: int = 0
     oldest_s: float | None = None
     """How long the oldest ready message has waited."""
     dead_letters: int = 0
     quarantined: int = 0
     is_engine: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Messages that a worker could claim."""
+        return self.depth - self.delayed
 
 
 class LeaseFacts(msgspec.Struct, frozen=True):
@@ -587,13 +594,13 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
         elif queue.depth_max and queue.depth >= BACKLOG_SHARE * queue.depth_max:
             yield Finding(
                 "backlog", "warning",
-                f"{queue.depth} of at most {queue.depth_max} messages wait in {queue.name}",
+                f"{queue.depth} of at most {queue.depth_max} messages are in {queue.name}, delayed or not",
                 "new messages are refused when the queue is full", _more_workers(facts, queue),
             )  # fmt: skip
         elif queue.oldest_s is not None and queue.oldest_s > BACKLOG_AGE_S:
+            waited = f"in {queue.name} has waited {_span(queue.oldest_s)}"
             yield Finding(
-                "backlog", "warning",
-                f"the oldest of {_messages(queue.depth)} in {queue.name} has waited {_span(queue.oldest_s)}",
+                "backlog", "warning", f"the oldest of {_messages(queue.waiting)} {waited}",
                 "too few workers claim from this queue, or none", _more_workers(facts, queue),
             )  # fmt: skip
 
@@ -715,7 +722,9 @@ def _fine_tokens(facts: Facts) -> str:
 def _fine_backlog(facts: Facts) -> str:
     if facts.store is None or not _is_read(facts):
         return ""
-    return f"waiting: {_messages(sum(queue.depth for queue in facts.store.queues))}"
+    queues = facts.store.queues
+    waiting, delayed = sum(queue.waiting for queue in queues), sum(queue.delayed for queue in queues)
+    return f"waiting: {_messages(waiting)}" + (f"; delayed: {_messages(delayed)}" if delayed else "")
 
 
 _CHECKS = (

@@ -38,6 +38,8 @@ class Organization(msgspec.Struct, frozen=True):
     lanes: list[int]
     """QUEUED messages of P0 to P3."""
     depth: int
+    delayed: int
+    """SCHEDULED and RETRYING messages: they wait for a time, or for a breaker."""
     stage: int
     paused: bool
     states: dict[str, int]
@@ -90,6 +92,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The snapshot shows every event up to this number."""
     organizations: list[Organization]
     depth: int
+    delayed: int
     stage: int
     rates: Rates
     history: list[Second]
@@ -153,6 +156,7 @@ def snapshot(facts: Facts, activity: Activity, degraded: Mapping[str, str] = {})
             org_id,
             found.lanes,
             found.depth,
+            found.delayed,
             found.stage,
             found.paused,
             found.states,
@@ -166,6 +170,7 @@ def snapshot(facts: Facts, activity: Activity, degraded: Mapping[str, str] = {})
         newest_event=facts.newest_event,
         organizations=organizations,
         depth=status.depth,
+        delayed=sum(one.delayed for one in organizations),
         stage=status.stage,
         rates=activity.rates(now_us),
         history=activity.history(now_us),
@@ -226,6 +231,7 @@ def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> S
         org_id=org_id,
         organizations=own,
         depth=sum(one.depth for one in own),
+        delayed=sum(one.delayed for one in own),
         stage=max((one.stage for one in own), default=0),
         rates=activity.rates(facts.now_us, org_id),
         history=activity.history(facts.now_us, org_id),

@@ -3,11 +3,12 @@
 Rule 1: the report is a file of the data folder, no symlink. It runs no code, and its own policy allows none.
 Rule 2: it is written again when somebody looks and the tables are newer: by one child process at a time,
         which needs no JVM, ends within `WRITE_S_MAX`, and begins at most every `WRITE_EVERY_S`.
-Rule 3: this process imports nothing of Spark. Without its packages, the page shows the command.
+Rule 3: this process imports nothing of Spark. Without its packages, the page shows the commands.
 """
 
 import asyncio
 import os
+import shlex
 import stat
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
@@ -21,7 +22,7 @@ import msgspec
 
 from postroom.errors import UnsafePath, clipped
 from postroom.pipeline.paths import LOGS
-from postroom.runtime.data_folder import REPORT_FILE, TABLES_FOLDER
+from postroom.runtime.data_folder import AUDIT_FOLDER, REPORT_FILE, TABLES_FOLDER
 from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
 from postroom.runtime.task_server import TaskServer
 from postroom.system.atomic import open_safely
@@ -63,13 +64,14 @@ class Reports:
         can_write = all(find_spec(name) is not None for name in PACKAGES)
         if can_write and is_stale(files, self._tables_read):
             self._begin(data, files)
-        command = _arguments(data)
+        before = [] if files.tables is not None else [_run_arguments(data)]
+        commands = [*before, _arguments(data)]
         answer = {
             "has_tables": files.tables is not None,
             "written": files.report,
             "is_writing": self._is_writing,
             "fault": self._fault,
-            "command": " ".join(("postroom", *command)),
+            "commands": [shlex.join(("postroom", *words)) for words in commands],
         }
         return HttpReply(200, _encode(answer))
 
@@ -127,6 +129,10 @@ class Reports:
 def _arguments(data: Path) -> tuple[str, ...]:
     tables, report = data / TABLES_FOLDER, data / REPORT_FILE
     return "pipeline", "report", "--tables", str(tables), "--out", str(report)
+
+
+def _run_arguments(data: Path) -> tuple[str, ...]:
+    return "pipeline", "run", "--events", str(data / AUDIT_FOLDER), "--tables", str(data / TABLES_FOLDER)
 
 
 def is_stale(files: Files, tables_read: float | None) -> bool:

@@ -25,6 +25,7 @@ COLUMNS: Final = (
     "P2",
     "P3",
     "waiting",
+    "delayed",
     "working",
     "dead",
     "in/s",
@@ -81,7 +82,7 @@ def drawn(shown: Snapshot, where: str, columns: int, lines: int) -> list[str]:
 def _totals(shown: Snapshot) -> str:
     rates = shown.rates
     speeds = f"in {rates.submitted:g}/s   done {rates.completed:g}/s   failed {rates.failed:g}/s"
-    return f"waiting {shown.depth}   {speeds}   backpressure {_stage(shown.stage)}"
+    return f"waiting {shown.depth}   delayed {shown.delayed}   {speeds}   backpressure {_stage(shown.stage)}"
 
 
 def _stage(stage: int) -> str:
@@ -121,6 +122,7 @@ def _organizations(found: Iterable[Organization]) -> list[str]:
                 _plain(one.org_id)[:NAME_CHARS],
                 *map(str, one.lanes),
                 str(one.depth),
+                str(one.delayed),
                 str(one.states.get("PROCESSING", 0)),
                 f"{YELLOW}{dead}{PLAIN}" if dead else "0",
                 f"{one.rates.submitted:g}",

@@ -7,8 +7,15 @@ Rule 2: a registered table is read by Delta's own connector, whose jar has to be
 Rule 3: a table whose name the catalog has already is left as it is, and reported as not new.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+
+from postroom.errors import InvalidSetting
+from postroom.pipeline.session import causes
 from postroom.pipeline.views import plain_name
 
 if TYPE_CHECKING:
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
 
 SOURCE: Final = "delta"  # the data source of Delta's connector
+NO_CONNECTOR: Final = ("cannot find the plugin class", f"Failed to find the data source: {SOURCE}")
+"""What Spark says in a session without the connector."""
 
 
 class Registered(NamedTuple):
@@ -35,6 +44,27 @@ def register(
 ) -> list[Registered]:
     """Create each table in a database, and a view with a plain name of each silver and gold table."""
     tables.require_tables()
+    with _needing_connector(spark):
+        return _register(spark, tables, database, catalog)
+
+
+@contextmanager
+def _needing_connector(spark: "SparkSession") -> Iterator[None]:
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        said = " ".join(causes(error))
+        if not any(text in said for text in NO_CONNECTOR):
+            raise
+        raise InvalidSetting(
+            "registered tables need Delta's connector, which this Spark session does not have:"
+            f" add its jar for Spark {spark.version} by --conf spark.jars"
+        ) from None
+
+
+def _register(
+    spark: "SparkSession", tables: "Tables", database: str, catalog: str | None
+) -> list[Registered]:
     place = [catalog, database] if catalog else [database]
     spark.sql(f"CREATE DATABASE IF NOT EXISTS {_quoted(*place)}")
     made = [_table(spark, tables, name, place) for name in tables.names()]

@@ -128,6 +128,7 @@ class Pipeline:
         self._gold = GOLD if gold is None else gold
         self._progress = progress
         self._lineage = lineage
+        self._segments = 0
         self._lines = 0
         self._rejects = 0
         self._pending: dict[str, PendingSegments] = {}
@@ -142,19 +143,23 @@ class Pipeline:
         `events` names the folders of one or several audit streams, as paths or as addresses. With
         `skip_missing`, missing segments are reported and never ingested, even if they arrive later.
         """
-        self._lines = self._rejects = 0
-        return self._summary(self._run(self.streams(events), skip_missing=skip_missing))
+        self._forget_counts()
+        self._run(self.streams(events), skip_missing=skip_missing)
+        return self._summary()
 
     def backfill(self, events: Place | Sequence[Place] = ()) -> RunSummary:
         """Ingest the new segments, then rebuild the silver and gold tables from all of bronze."""
+        self._forget_counts()
         streams = self.streams(events)
         if not streams:
             self.tables.require_tables()
         self._find_new_segments(streams)
         with self.tables.profile(self._new_bytes()):
-            ingested = sum(len(batch) for stream in streams for batch in self._ingest(stream))
+            for stream in streams:
+                for _ in self._ingest(stream):
+                    pass
             self._refresh_tables(self._inputs(), rebuild=True)
-        return self._summary(ingested)
+        return self._summary()
 
     def streams(self, events: Place | Sequence[Place]) -> list[EventStream]:
         """The streams at some places, which are reached as the tables are."""
@@ -167,12 +172,13 @@ class Pipeline:
         *,
         every_s: float | None = None,
         skip_missing: bool = False,
-    ) -> None:
+    ) -> RunSummary:
         """Follow streams: ingest the present segments, and with `every_s` go on for ever.
 
         Structured Streaming delivers the events of new segments in micro-batches; see `micro_batches`. Behind
         Spark Connect it would call this code in the server's process, so there a loop looks for segments.
         """
+        self._forget_counts()
         streams = self.streams(events)
 
         def catch_up() -> None:
@@ -180,7 +186,7 @@ class Pipeline:
 
         if not is_classic(self.spark):
             self._repeat(catch_up, every_s)
-            return
+            return self._summary()
         MicroBatches(
             self.spark,
             [(stream, stream.last_ingested(self.tables)) for stream in streams],
@@ -191,6 +197,7 @@ class Pipeline:
             is_behind=lambda: any(self._pending_of(stream).ready for stream in streams),
             progress=self._progress,
         ).follow(every_s)
+        return self._summary()
 
     def _repeat(self, step: Callable[[], None], every_s: float | None) -> None:
         """Do a step, and with `every_s` again and again, also after a failure that may pass."""
@@ -222,22 +229,22 @@ class Pipeline:
         name = "+".join(stream.storage.place.strip("/").replace("/", "-") for stream in streams)
         return self.tables.storage.spark_path(f"{CHECKPOINTS}/lines-{name.replace(':', '')}")
 
-    def _run(self, streams: Sequence[EventStream], *, skip_missing: bool) -> int:
+    def _run(self, streams: Sequence[EventStream], *, skip_missing: bool) -> None:
         self._find_new_segments(streams, skip_missing=skip_missing)
-        ingested = 0
         with self.tables.profile(self._new_bytes()):
             for stream in streams:
                 for batch in self._ingest(stream):
-                    ingested += len(batch)
                     if batch[-1] is not self._pending[str(stream)].ready[-1]:
                         self._refresh_tables(SILVER_INPUTS)
             self._refresh_tables(self._inputs())  # the last batch, and tables that a killed run left behind
-        return ingested
 
-    def _summary(self, ingested: int) -> RunSummary:
+    def _forget_counts(self) -> None:
+        self._segments = self._lines = self._rejects = 0
+
+    def _summary(self) -> RunSummary:
         pending = self._pending.values()
         return RunSummary(
-            ingested,
+            self._segments,
             self._lines,
             self._rejects,
             {name: self.tables.row_count(name) for name in self.tables.names()},
@@ -341,6 +348,7 @@ class Pipeline:
             if self.tables.last_txn(TABLE, app_id) == last:
                 raise
             return self._left_to_another(stream)
+        self._segments += len(batch)
         self._lines += written.lines
         self._rejects += written.rejects
         return True

@@ -2,7 +2,9 @@
 
 Rule 1: everything is labelled. Organizations, agents, buses and mailboxes have names that begin with `demo`.
 Rule 2: the traffic is bounded: `MESSAGES_A_SECOND`, and `MESSAGES_MAX` and `DEAD_LETTERS_MAX` in one run.
-Rule 3: the tokens of the agents end with the process, or after `TOKEN_S` when the process is killed.
+Rule 3: the traffic recovers by itself. Each service is down for `OUTAGE_S` now and then, which opens breakers
+        for a moment; the rest of the failures are too rare to open one often.
+Rule 4: the tokens of the agents end with the process, or after `TOKEN_S` when the process is killed.
 """
 
 import argparse
@@ -14,14 +16,15 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from postroom.client import EngineClient, TaskClient
 from postroom.client.mail import Mail
-from postroom.contracts.engine import Engine
+from postroom.contracts.engine import Breaker, Engine, Policy
 from postroom.errors import PostroomError, ValidationError
 from postroom.runtime.tokens import Permissions, Tokens
 
@@ -34,12 +37,41 @@ MESSAGES_MAX: Final = 100_000
 DEAD_LETTERS_MAX: Final = 20
 TOKEN_S: Final = 86_400.0
 PRIORITIES: Final = (0, 1, 1, 2, 2, 2, 2, 3, 3)  # most messages are normal
+SERVICES: Final = ("search", "calendar")
+INVALID_SHARE: Final = 0.02
+BUSY_SHARE: Final = 0.03
+OUTAGE_EVERY_S: Final = 240.0
+OUTAGE_S: Final = 10.0
+POLICY: Final = Policy(breaker=Breaker(failures=3, window_s=30.0, cooldown_s=15.0))
 RETRY_S: Final = 2.0  # after an error, such as a server that restarts
 TALK_S: Final = 3.0
 CLAIM_WAIT_S: Final = 2.0
 
 SUBJECTS: Final = ("invoices", "the login page", "slow queries", "a crash on Monday", "the release notes")
 _log = logging.getLogger("postroom.demo")
+
+
+def fate_of(chance: float) -> str:
+    """How a tool call ends, by a number from 0 to 1: fine, invalid, or busy at its first attempt."""
+    if chance < INVALID_SHARE:
+        return "invalid"
+    return "busy" if chance < INVALID_SHARE + BUSY_SHARE else "fine"
+
+
+def is_down(service: str, now_s: float) -> bool:
+    """Whether a service is down, so long after the start of the demo. The services take turns."""
+    shift_s = SERVICES.index(service) * OUTAGE_EVERY_S / len(SERVICES)
+    return (now_s + shift_s) % OUTAGE_EVERY_S >= OUTAGE_EVERY_S - OUTAGE_S
+
+
+def call_tool(payload: Mapping[str, Any], attempt: int, now_s: float) -> None:
+    """Raises when the call fails."""
+    if payload["fate"] == "invalid":
+        raise ValidationError("demo: the tool has no such argument")
+    if is_down(payload["tool"], now_s):
+        raise RuntimeError("demo: the service is down for a while")
+    if payload["fate"] == "busy" and attempt == 1:
+        raise RuntimeError("demo: the service was busy for a moment")
 
 
 class Demo:
@@ -123,7 +155,7 @@ class Demo:
             payload: dict[str, Any] = {"demo": True, "about": subject}
             fields: dict[str, Any] = {"priority": self._random.choice(PRIORITIES)}
             if kind == "tool_call":
-                fields["service"] = self._random.choice(("search", "calendar"))
+                fields["service"] = self._random.choice(SERVICES)
                 payload |= {"tool": fields["service"], "fate": self._fate()}
             client.submit(type=kind, payload=payload, **fields)
 
@@ -137,18 +169,18 @@ class Demo:
             return self._submitted < MESSAGES_MAX
 
     def _fate(self) -> str:
-        """How the handler of a tool call behaves."""
-        chance = self._random.random()
-        if chance < 0.02 and self._dead_letters < DEAD_LETTERS_MAX:  # noqa: PLR2004 - a share
-            self._dead_letters += 1
-            return "invalid"
-        return "busy" if chance < 0.12 else "fine"  # noqa: PLR2004 - a share
+        fate = fate_of(self._random.random())
+        if fate != "invalid":
+            return fate
+        self._dead_letters += 1
+        return "invalid" if self._dead_letters <= DEAD_LETTERS_MAX else "fine"
 
     def _work(self) -> None:
         """Handle the messages of all organizations in this process."""
-        engine = Engine.open(self._store)
+        engine = Engine.open(self._store, policy=POLICY)
         engine.drain_s = CLAIM_WAIT_S
         rng = self._random
+        started_s = time.monotonic()
 
         @engine.handler("model_call")
         async def answer(message: Any, ctx: Any) -> Any:
@@ -159,12 +191,8 @@ class Demo:
 
         @engine.handler("tool_call")
         async def call(message: Any, ctx: Any) -> Any:
-            fate = message.payload.get("fate")
             await asyncio.sleep(rng.uniform(0.05, 0.5))
-            if fate == "invalid":
-                raise ValidationError("demo: the tool has no such argument")
-            if fate == "busy" and ctx.attempt == 1:
-                raise RuntimeError("demo: the service was busy for a moment")
+            call_tool(message.payload, ctx.attempt, time.monotonic() - started_s)
             return {"demo": True, "found": rng.randint(1, 20)}
 
         async def run() -> None:

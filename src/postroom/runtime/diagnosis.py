@@ -51,7 +51,7 @@ from postroom.runtime.data_folder import (
 from postroom.runtime.parts import STATES_FILE, States
 from postroom.runtime.verification import DataCheck, Report
 from postroom.settings import UpSettings
-from postroom.stores.base import NEWEST, Ending, Listing, by_state, waiting
+from postroom.stores.base import NEWEST, Ending, Listing, by_state, ready, waiting
 from postroom.stores.event_quarantine import QUARANTINE
 from postroom.stores.sqlite_file import check_library
 from postroom.stores.sqlite_snapshot import (
@@ -352,6 +352,7 @@ def _queue(transaction: Transaction, name: str) -> QueueFacts:
     return QueueFacts(
         name=org_of(name) or name,
         depth=waiting(counts),
+        delayed=waiting(counts) - ready(counts),
         depth_max=0 if org_of(name) else transaction.limits(name).max_depth,
         oldest_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
         dead_letters=states.get("DEAD_LETTER", 0),

@@ -228,7 +228,7 @@ def ready(counts: Mapping[Counted, int]) -> int:
 
 
 def waiting(counts: Mapping[Counted, int]) -> int:
-    """Records that wait, delayed ones included."""
+    """Records that wait, and delayed ones. Reports to people say "waiting" for `ready` only."""
     get = counts.get
     return (
         get("P0", 0) + get("P1", 0) + get("P2", 0) + get("P3", 0) + get("SCHEDULED", 0) + get("RETRYING", 0)

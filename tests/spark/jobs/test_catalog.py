@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from postroom.pipeline.session import CONNECTOR_SETTINGS
 from tests.spark.commands import Commands
 
 DATABASE = "lake_of_postroom"
@@ -46,8 +47,8 @@ def test_tables_and_plain_views_stand_in_the_catalog(
     commands = Commands(spark)
     words = ("register", "--tables", tmp_path, "--database", database)
     refused = commands(*words)
-    assert refused.code == 1
-    assert "Failed to find the data source: delta" in refused.stderr.splitlines()[-1]
+    assert refused.code == 2
+    assert "tables need Delta's connector, which this Spark session does" in refused.stderr.splitlines()[-1]
     spark.dataSource.register(StandIn)
     done = commands(*words)
     assert done.code == 0, done.stderr
@@ -60,3 +61,12 @@ def test_tables_and_plain_views_stand_in_the_catalog(
     assert shown == {"bronze_rejects", "silver_messages", "messages"}
     assert spark.table(f"{database}.messages").columns == ["message_id"]
     assert not any(json.loads(line)["is_new"] for line in commands(*words).stdout.splitlines())
+
+
+def test_a_session_without_the_jar_is_told_what_is_missing(spark: SparkSession, tmp_path: Path) -> None:
+    write_deltalake(str(tmp_path / "silver_messages"), pa.table({"message_id": ["a"]}))
+    spark = spark.newSession()
+    spark.conf.set("spark.sql.catalog.spark_catalog", CONNECTOR_SETTINGS["spark.sql.catalog.spark_catalog"])
+    refused = Commands(spark)("register", "--tables", tmp_path, "--database", DATABASE)
+    assert refused.code == 2
+    assert f"does not have: add its jar for Spark {spark.version}" in refused.stderr.splitlines()[-1]

@@ -110,6 +110,9 @@ def test_a_stream_emits_the_tables_of_its_batches(ran: Ran, commands: Commands, 
     folder, place = tmp_path / "tables", tmp_path / "lineage.jsonl"
     done = commands("stream", "--events", ran.stream, "--tables", folder, "--lineage", place)
     assert done.code == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["segments"] > 0
+    assert summary["rows"] == {name: Tables(folder).row_count(name) for name in Tables(folder).names()}
     events = events_in(place)
     assert set(runs_of(events, "pipeline.stream")) == set(runs_of(ran.events, "pipeline.run"))
     known = edges(ran.events, ran.folder)

@@ -39,7 +39,7 @@ from postroom.pipeline.report.flames import Profile, speedscope, tree
 from postroom.pipeline.report.page import POLICY, page
 from postroom.pipeline.report.plots import Period, area
 from postroom.pipeline.report.queries import UNNAMED, ReportReader, goal_of, step_of, write_report
-from postroom.pipeline.report.words import clock, count, duration, esc, moment, money, share, width
+from postroom.pipeline.report.words import clock, count, duration, esc, label, moment, money, share, width
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 from tests.spark.commands import Commands, in_its_own_process
@@ -410,6 +410,8 @@ def test_targets_are_those_that_somebody_sets(
     done = commands(*where, "--target", "urgent=now")
     assert done.code == 2
     assert "'urgent=now' is not a priority and a time, such as P0=10ms" in done.stderr
+    refused = commands(*where, "--target", "P9=3s")
+    assert (refused.code, "'P9=3s' names no priority: there are P0 to P3" in refused.stderr) == (2, True)
 
 
 # ---- short histories -----------------------------------------------------------------------------------
@@ -587,6 +589,19 @@ def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
         edges = [(float(x) - 3.1 * len(name), float(x) + 3.1 * len(name)) for x, name in ticks]
         assert all(left[1] < right[0] for left, right in pairwise(edges))
         assert edges[-1][1] <= width
+
+
+def test_dead_letters_stand_out_without_a_systematic_error(short: ReportFacts) -> None:
+    pattern = hostile("x").patterns[0]._replace(error_type="ValueError", systematic=False, n=4)
+    facts = short._replace(outcomes={"dead_letter": 6}, patterns=[pattern])
+    [said] = [one for one in findings(facts) if "dead letter" in one.text]
+    assert said.level == "warn"
+    assert said.text == (
+        "6 messages ended as dead letters, without a systematic error. "
+        "The most frequent is ValueError, 4 times: " + label(pattern.pattern, 120)
+    )
+    [said] = [one for one in findings(facts._replace(patterns=[])) if "dead letter" in one.text]
+    assert said.text == "6 messages ended as dead letters, without a systematic error."
 
 
 def test_missing_names_are_shown_in_words() -> None:

@@ -19,7 +19,8 @@ PROMOTE_S_MAX = 30 * 86_400.0  # a broker takes no message lifetime above 49 day
 ORGANIZATIONS_NAMED = 5  # in the line of one breaker
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 COLUMNS = [
-    "organization", "P0", "P1", "P2", "P3", "depth", "stage", "in_flight", "done", "dead", "paused"
+    "organization", "P0", "P1", "P2", "P3", "waiting", "delayed", "stage", "in_flight", "done", "dead",
+    "paused",
 ]  # fmt: skip
 ENDED = ("COMPLETED", "CANCELLED", "EXPIRED", "DEAD_LETTER", "QUARANTINED")
 DEAD = ("DEAD_LETTER", "QUARANTINED")
@@ -38,9 +39,10 @@ def status(
 ) -> None:
     """Show the state of the queue.
 
-    For each organization: the messages that wait in each priority, the stage of backpressure, and how many
-    are in flight, done and dead. Then workers, breakers and pauses. With --watch a terminal shows a live view
-    with the progress; a pipe gets one JSON line for each look.
+    For each organization: the messages that wait in each priority, how many are delayed by a time or a
+    breaker, the stage of backpressure, and how many are in flight, done and dead. Then workers, breakers and
+    pauses. With --watch a terminal shows a live view with the progress; a pipe gets one JSON line for each
+    look.
 
     \b
     Example:
@@ -88,7 +90,8 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "organization": name,
         **{f"P{lane}": count for lane, count in enumerate(found["lanes"])},
-        "depth": found["depth"],
+        "waiting": found["depth"],
+        "delayed": states.get("SCHEDULED", 0) + states.get("RETRYING", 0),
         "stage": found["stage"],
         "in_flight": states.get("PROCESSING", 0),
         "done": states.get("COMPLETED", 0),

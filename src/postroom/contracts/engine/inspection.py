@@ -71,6 +71,11 @@ class OrganizationStatus(msgspec.Struct, frozen=True):
     states: dict[str, int]
     paused: bool
 
+    @property
+    def delayed(self) -> int:
+        """SCHEDULED and RETRYING messages: they wait for a time, or for a breaker."""
+        return self.states.get("SCHEDULED", 0) + self.states.get("RETRYING", 0)
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """The status of the engine."""

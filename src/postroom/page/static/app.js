@@ -107,7 +107,7 @@ function drawNav(active = nav.dataset.active) {
   const needs = snapshot?.needs;
   replace(
     nav,
-    VIEWS.filter((one) => one.label && (session.operates || !one.operators) && (session.is_operator || !one.everywhere)).map((one) => {
+    VIEWS.filter((one) => one.label && (session.role !== "agent" || !one.operators) && (session.is_operator || !one.everywhere)).map((one) => {
       const count = needs && one.count ? one.count(needs) : 0;
       return link("#/" + one.nav, [one.label, count ? h("span", { class: "count", "aria-label": number(count) + " waiting" }, number(count)) : ""], {
         "aria-current": one.nav === active ? "page" : null,

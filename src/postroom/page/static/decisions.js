@@ -3,7 +3,7 @@
 import { get, post } from "./api.js";
 import { code, complain, h, messageLink, notify, replace, seconds, seldom } from "./dom.js";
 
-export async function show(content, { isCurrent, fail }) {
+export async function show(content, { isCurrent, fail, session }) {
   const place = h("div");
   let known = "";
   content.append(h("h1", {}, "Decisions"), place);
@@ -13,7 +13,7 @@ export async function show(content, { isCurrent, fail }) {
     const text = JSON.stringify(decisions);
     if (!isCurrent() || text === known) return;
     known = text;
-    replace(place, decisions.length ? decisions.map((one) => card(one, answer)) : h("p", { class: "empty" }, "No decision waits for a person."));
+    replace(place, decisions.length ? decisions.map((one) => card(one, answer, session.operates)) : h("p", { class: "empty" }, "No decision waits for a person."));
   }
 
   async function answer(id, choice) {
@@ -30,7 +30,7 @@ export async function show(content, { isCurrent, fail }) {
   return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
-function card(one, answer) {
+function card(one, answer, operates) {
   const title = "decision-" + one.decision_id;
   const left = one.deadline_us / 1e6 - Date.now() / 1000;
   return h(
@@ -41,8 +41,13 @@ function card(one, answer) {
     h("dl", { class: "facts" }, Object.entries(one.subject).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, name === "message_id" ? messageLink(value) : value)))),
     code(one.question, "Facts of the question"),
     one.state === "waiting"
-      ? h("p", { class: "buttons" }, one.options.map((option) => h("button", { type: "button", "data-key": one.decision_id + option, onclick: () => answer(one.decision_id, option) }, option)))
+      ? choices(one, answer, operates)
       : h("p", {}, "The adviser is being asked."),
     one.deadline_us ? h("p", { class: "hint" }, left > 0 ? `Without an answer in ${seconds(left)}, the safe choice is taken: ${one.default}.` : `The safe choice is about to be taken: ${one.default}.`) : "",
   );
+}
+
+function choices(one, answer, operates) {
+  if (!operates) return h("p", { class: "hint" }, "Your token may only read. The choices are: ", one.options.join(", "), ".");
+  return h("p", { class: "buttons" }, one.options.map((option) => h("button", { type: "button", "data-key": one.decision_id + option, onclick: () => answer(one.decision_id, option) }, option)));
 }

@@ -52,7 +52,7 @@ function conflicts({ active, waiting }) {
   ];
 }
 
-export async function showOne(content, { argument, isCurrent, fail }) {
+export async function showOne(content, { argument, isCurrent, fail, session }) {
   const place = h("div");
   let known = "";
   content.append(h("h1", {}, "Goal ", h("span", { class: "id" }, argument)), place);
@@ -62,7 +62,7 @@ export async function showOne(content, { argument, isCurrent, fail }) {
     const text = JSON.stringify(found);
     if (!isCurrent() || text === known) return;
     known = text;
-    replace(place, draw(found, rollback));
+    replace(place, draw(found, rollback, session.operates));
   }
 
   async function rollback(checkpoint) {
@@ -85,7 +85,7 @@ export async function showOne(content, { argument, isCurrent, fail }) {
   return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
-function draw({ goal, checkpoints, context, branch }, rollback) {
+function draw({ goal, checkpoints, context, branch }, rollback, operates) {
   const facts = [
     ["organization", goal.org_id],
     ["state", state(goal.state)],
@@ -101,7 +101,7 @@ function draw({ goal, checkpoints, context, branch }, rollback) {
     ["reason", (one) => one.reason],
     ["taken", (one) => time(one.created_us)],
     ["effects", (one) => number(one.effects), "number"],
-    ["", (one) => goal.state === "ACTIVE" && h("button", { type: "button", "data-key": one.checkpoint_id, onclick: () => rollback(one) }, "Roll back to here")],
+    ["", (one) => goal.state === "ACTIVE" && operates && h("button", { type: "button", "data-key": one.checkpoint_id, onclick: () => rollback(one) }, "Roll back to here")],
   ];
   const changes = [
     ["node", (one) => h("span", { class: "id" }, one.node_id)],

@@ -57,7 +57,7 @@ function facts(found) {
     ["type", found.type],
     ["priority", "P" + found.priority + (found.priority === found.accepted_priority ? "" : " (accepted as P" + found.accepted_priority + ")")],
     ["attempt", number(found.attempt)],
-    ["retries", number(found.retry_count)],
+    ["failed attempts", number(found.retry_count)],
     ["crashes", number(found.crashes)],
     ["submitted", time(found.created_at)],
     ["ended", found.ended_at ? time(found.ended_at) : "not yet"],

@@ -51,8 +51,8 @@ function line(event) {
 }
 
 const SECTIONS = {
-  needs: [(all) => [all.needs, all.degraded], needs],
-  rates: [(all) => [all.rates, all.history, all.depth, all.stage], rates],
+  needs: [(all) => [all.needs, all.degraded, held(all.breakers)], needs],
+  rates: [(all) => [all.rates, all.history, all.depth, all.delayed, all.stage], rates],
   waits: [(all) => all.waits, waits],
   organizations: [(all) => all.organizations, organizations],
   workers: [(all) => [all.workers, all.wanted_workers, all.org_id], workers],
@@ -61,7 +61,12 @@ const SECTIONS = {
   tokens: [(all) => all.tokens.providers, tokens],
 };
 
-function needs([counts, degraded]) {
+// The services whose breaker is not closed, with the organizations that it holds; none of them named: all.
+function held(breakers) {
+  return Object.entries(breakers).filter(([, one]) => one.state !== "closed").map(([service, one]) => [service, one.organizations]);
+}
+
+function needs([counts, degraded, open]) {
   const items = [
     [counts.decisions, "decision", "#/decisions"],
     [counts.dead_letters, "dead letter", "#/dead-letters"],
@@ -70,13 +75,14 @@ function needs([counts, degraded]) {
   const parts = Object.entries(degraded);
   return section(
     "Needs a person",
-    !items.length && !parts.length && h("p", { class: "empty" }, "Nothing waits for a person."),
+    !items.length && !parts.length && !open.length && h("p", { class: "empty" }, "Nothing waits for a person."),
     items.length > 0 && h("ul", { class: "todo" }, items.map(([count, what, hash]) => h("li", {}, link(hash, [h("b", {}, number(count)), " ", what, count === 1 ? "" : "s"])))),
     parts.map(([name, why]) => h("p", { class: "bad" }, "The part ", name, " does not work: ", why)),
+    open.map(([service, organizations]) => h("p", { class: "bad" }, "The breaker of the service ", service, " is open for ", organizations.length ? organizations.join(", ") : "all organizations", ": messages that call it are delayed.")),
   );
 }
 
-export function rates([now, history, depth, stage]) {
+export function rates([now, history, depth, delayed, stage]) {
   return section(
     "Throughput",
     h(
@@ -86,6 +92,7 @@ export function rates([now, history, depth, stage]) {
       figure("completed a second", now.completed),
       figure("failed a second", now.failed, now.failed ? "bad" : ""),
       figure("waiting", depth),
+      figure("delayed", delayed),
       h("div", {}, h("dt", {}, "backpressure"), h("dd", { class: stage ? "bad" : "" }, "stage ", stage, h("small", {}, " ", STAGES[stage] ?? ""))),
     ),
     spark(history),
@@ -131,7 +138,7 @@ function organizations(found) {
     ...[0, 1, 2, 3].map((lane) => ["P" + lane, (one) => number(one.lanes[lane]), "number"]),
     ["waiting", (one) => number(one.depth), "number"],
     ["running", (one) => number(one.states.PROCESSING), "number"],
-    ["delayed", (one) => number((one.states.SCHEDULED ?? 0) + (one.states.RETRYING ?? 0)), "number"],
+    ["delayed", (one) => number(one.delayed), "number"],
     ["dead", (one) => number((one.states.DEAD_LETTER ?? 0) + (one.states.QUARANTINED ?? 0)), "number"],
     ["submitted/s", (one) => number(one.rates.submitted), "number"],
     ["completed/s", (one) => number(one.rates.completed), "number"],

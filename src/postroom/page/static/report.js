@@ -24,7 +24,7 @@ export async function show(content, { isCurrent, fail }) {
   const again = seldom(load, fail);
   return {
     overview(found) {
-      replace(live, rates([found.rates, found.history, found.depth, found.stage]));
+      replace(live, rates([found.rates, found.history, found.depth, found.delayed, found.stage]));
       again();
     },
     reset: () => load().catch(fail),
@@ -35,6 +35,6 @@ function about(found) {
   const fault = found.fault && h("p", { class: "bad" }, "The report could not be written: ", found.fault);
   if (found.is_writing) return h("p", {}, found.written ? "The tables are newer than the report, which is being written again." : "The report is being written.");
   if (found.written) return [h("p", {}, "Written at ", time(found.written * 1e6), ". ", link("/page/report.html", "Open it alone")), fault];
-  const why = found.has_tables ? "There are tables, and no report yet. This command writes it:" : "There are no tables yet. After `postroom pipeline run` has written them into this folder, this command writes the report:";
-  return [fault, h("p", {}, why), code(found.command, "Command")];
+  const why = found.has_tables ? "There are tables, and no report yet. This command writes it:" : "There are no tables yet. The first command writes them, and the second one the report:";
+  return [fault, h("p", {}, why), code(found.commands.join("\n"), "Commands")];
 }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
-from postroom.pipeline.report.facts import Attained, ReportFacts
+from postroom.pipeline.report.facts import Attained, Pattern, ReportFacts
 from postroom.pipeline.report.words import count, duration, label, moment, money, plural, share
 from postroom.pipeline.times import DAY_US
 
@@ -68,21 +68,30 @@ def _dead_letters(facts: ReportFacts) -> Iterator[ReportFinding]:
     dead = facts.outcomes.get("dead_letter", 0)
     systematic = [one for one in facts.patterns if one.systematic]
     if systematic:
-        first = systematic[0]
         are = "is" if len(systematic) == 1 else "are"
         yield ReportFinding(
             "bad",
             f"{plural(len(systematic), 'error')} behind the dead letters {are} systematic. "
-            f"The most frequent is {first.error_type or NAMELESS}, {first.n:,} times: "
-            f"{label(first.pattern, 120)}",
+            f"{_most_frequent(systematic[0])}",
         )
-    elif not dead:
+    elif dead:
+        text = f"{plural(dead, 'message')} ended as {'a dead letter' if dead == 1 else 'dead letters'}"
+        first = f" {_most_frequent(facts.patterns[0])}" if facts.patterns else ""
+        yield ReportFinding("warn", f"{text}, without a systematic error.{first}")
+    else:
         yield ReportFinding("good", "There is no dead letter.")
     rising = [one.error_type or NAMELESS for one in facts.patterns if one.trend in ("new", "rising")]
     if rising and facts.until_us - facts.since_us > DAY_US:  # in a shorter history everything is new
         yield ReportFinding(
             "warn", f"New or more frequent in the last day: {', '.join(dict.fromkeys(rising))}."
         )
+
+
+def _most_frequent(pattern: Pattern) -> str:
+    return (
+        f"The most frequent is {pattern.error_type or NAMELESS}, {plural(pattern.n, 'time')}: "
+        f"{label(pattern.pattern, 120)}"
+    )
 
 
 def _poison(facts: ReportFacts) -> Iterator[ReportFinding]:
