@@ -49,7 +49,7 @@ def test_a_token_starts_a_folder_that_is_absent_or_empty_and_says_so() -> None:
         ("token", "revoke", "x"),
         ("tasks", "agent", "add", "a"),
         ("tasks", "agent", "list"),
-        ("mcp",),
+        ("mcp", "--agent", "planner"),
         ("backup", "--out", "run.tar"),
         ("keys", "list"),
     ],
@@ -63,6 +63,13 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(command: tuple
     start = "check the path, or start a data folder there with `postroom up --data photos`"
     assert refused.error == f"postroom: photos holds no postroom data: {start}"
     assert (refused.code, [path.name for path in Path("photos").iterdir()]) == (1, ["cat.jpg"])
+
+
+def test_an_agent_program_does_not_make_a_folder() -> None:
+    refused = postroom("mcp", "--data", "typo", "--agent", "planner")
+    start = "check the path, or start a data folder there with `postroom up --data typo`"
+    assert refused.error == f"postroom: there is no data folder typo: {start}"
+    assert (refused.code, Path("typo").exists()) == (1, False)
 
 
 def test_workers_do_not_make_a_store(tmp_path: Path) -> None:

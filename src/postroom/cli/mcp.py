@@ -8,7 +8,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.shell import HELP_OPTIONS, Shell, path_option
-from postroom.cli.tasks.options import FOLDER, starting_folder
+from postroom.cli.tasks.options import FOLDER
 
 
 @click.command(context_settings=HELP_OPTIONS)
@@ -22,7 +22,11 @@ from postroom.cli.tasks.options import FOLDER, starting_folder
 @click.option(
     "--agent", default="", metavar="NAME", help="The agent that you act as, unless the token names one."
 )
-@click.option("--org", default="", metavar="NAME", help="The organization of that agent.  [default: default]")
+@click.option(
+    "--org", default="", metavar="NAME",
+    help="The organization of that agent. With --data and without a token, you see no other one.  "
+    "[default: default for an agent, all for an operator]",
+)  # fmt: skip
 @click.option(
     "--role",
     type=click.Choice(["agent", "operator", "admin"]),
@@ -30,19 +34,32 @@ from postroom.cli.tasks.options import FOLDER, starting_folder
     show_default=True,
     help="Which tools exist, with --data and without a token.",
 )
+@click.option(
+    "--may-send-to", multiple=True, metavar="NAME",
+    help="An agent that you may send tasks to, with --data and without a token. May be repeated. Without "
+    "--org, an operator may send to all. Example: --may-send-to builder",
+)  # fmt: skip
 @click.pass_obj
 def mcp(
-    shell: Shell, data: Path | None, url: str | None, token: str | None, agent: str, org: str, role: Any
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str,
+    org: str,
+    role: Any,
+    may_send_to: tuple[str, ...],
 ) -> None:
     """Serve the tools of postroom to an agent program, over stdin and stdout.
 
     The agent program starts this command by itself: docs/howto/mcp.md has its settings. The tools send and
     read messages of agents, work on tasks, post to buses and use the global queue. A running `postroom up`
-    has the same tools over HTTP at /mcp.
+    has the same tools over HTTP at /mcp. The data folder must exist: `postroom up` and `postroom token
+    create` make one.
 
     \b
     Example:
-      postroom mcp --data run --agent planner --org acme
+      postroom mcp --data run --agent planner --org acme --role agent --may-send-to builder
       POSTROOM_TOKEN=pr_... postroom mcp --url http://127.0.0.1:8800
     """
     if (data is None) == (url is None):
@@ -50,16 +67,17 @@ def mcp(
     token = token or os.environ.get(TOKEN_VARIABLE, "")
     if url is not None and not token:
         raise click.UsageError(f"--url needs a token: --token TOKEN, or ${TOKEN_VARIABLE}")
+    if role == "agent" and data is not None and not (token or agent):
+        raise click.UsageError("--role agent needs --agent NAME, the agent that you act as")
     try:
-        from postroom.mcp.stdio import serve_folder, serve_url
+        from postroom.mcp.stdio import owner_identity, serve_folder, serve_url
     except ModuleNotFoundError as error:
         missing = f"MCP needs {error.name}, which is not installed: pip install 'postroom[mcp,server]'"
         raise click.ClickException(missing) from None
     if url is not None:
         serve_url(url, token, agent, org)
     elif data is not None:
-        from postroom.system.atomic import make_folder
+        from postroom.runtime.data_folder import checked_data_folder
 
-        with starting_folder(shell, data):
-            make_folder(data, "os")
-        serve_folder(data, token, agent, org, role, shell.settings.up.store)
+        owner = owner_identity(agent, org, role, may_send_to)
+        serve_folder(checked_data_folder(data), token, agent, org, owner, shell.settings.up.store)
