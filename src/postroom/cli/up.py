@@ -78,6 +78,7 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
         shell.use_key_file(key_file)
     _check_parts(settings, demo=demo)
     _check_address(settings, insecure=insecure)
+    _check_certificate(settings)
     _check_store(settings.store)
     _check_data(data, settings.store)
     _check_key_file(data, settings.store)
@@ -143,6 +144,15 @@ def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
             f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
             "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
         )
+
+
+def _check_certificate(settings: "UpSettings") -> None:
+    from postroom.system.tls import server_context
+
+    if settings.tls_cert is not None:
+        server_context(settings.tls_cert, settings.tls_key)
+    elif settings.tls_key is not None:
+        raise click.UsageError("--tls-key has no effect without --tls-cert")
 
 
 def _check_store(store: str | None) -> None:
