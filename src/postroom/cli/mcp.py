@@ -7,12 +7,15 @@ from typing import Any
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE
-from postroom.cli.shell import HELP_OPTIONS, Shell, path_option
+from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, path_option
 from postroom.cli.tasks.options import FOLDER
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@path_option("--data", metavar="DIR", text="A data folder. It needs no server and no token.", kind=FOLDER)
+@path_option(
+    "--data", metavar="DIR", kind=FOLDER,
+    text=f"A data folder. It needs no server and no token.  {DATA_DEFAULT}",
+)  # fmt: skip
 @click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 @click.option(
     "--token",
@@ -62,6 +65,7 @@ def mcp(
       postroom mcp --data run --agent planner --org acme --role agent --may-send-to builder
       POSTROOM_TOKEN=pr_... postroom mcp --url http://127.0.0.1:8800
     """
+    data = shell.default_place(data, url)
     if (data is None) == (url is None):
         raise click.UsageError("say where the messages are: --data DIR or --url URL, one of them")
     token = token or os.environ.get(TOKEN_VARIABLE, "")

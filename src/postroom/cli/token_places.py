@@ -179,6 +179,7 @@ def _path(token_id: str, verb: str) -> str:
 @contextmanager
 def open_tokens(shell: Shell, data: Path | None, url: str | None, token: str | None) -> Iterator[Place]:
     """The tokens of `--data`, or those of the server at `--url`."""
+    data = shell.default_place(data, url)
     check_place(data, url, "tokens")
     if data is not None:
         if token is not None:

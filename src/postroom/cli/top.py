@@ -14,7 +14,7 @@ import click
 
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.server_options import token_option
-from postroom.cli.shell import HELP_OPTIONS, Shell, Stopped, json_option, path_option
+from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, Stopped, json_option, path_option
 from postroom.cli.tasks.options import FOLDER
 from postroom.cli.tasks.places import DATABASE
 
@@ -31,7 +31,7 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 @click.command(context_settings=HELP_OPTIONS)
 @path_option(
     "--data", metavar="DIR", kind=FOLDER,
-    text="A data folder. It needs no server and no token.  [default: data in [up] of the settings]",
+    text=f"A data folder. It needs no server and no token.  {DATA_DEFAULT}",
 )  # fmt: skip
 @click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 @token_option

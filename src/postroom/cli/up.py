@@ -17,7 +17,7 @@ from postroom.cli.server_options import (
     store_option,
     with_store,
 )
-from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, path_option
+from postroom.cli.shell import CONFIG_NAME, DATA_DEFAULT, HELP_OPTIONS, Shell, json_option, path_option
 from postroom.cli.tasks.options import FOLDER
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 @click.command(context_settings=HELP_OPTIONS)
 @path_option(
-    "--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]", kind=FOLDER
+    "--data",
+    metavar="DIR",
+    text=f"The data folder.  {DATA_DEFAULT}",
+    kind=FOLDER,
 )
 @store_option("The store of Tasks and Engine, such as postgres://user@host/db, instead of DIR/queue.db.")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
