@@ -47,6 +47,8 @@ def test_a_token_is_made_listed_rotated_and_revoked_at_a_running_server(up: Runn
     line = next(one for one in remote(up, "list").lines if one["token_id"] == made.line["token_id"])
     assert line["permissions"] == "read-only, may-read bob, only-message lead, only-bus team"
     assert (line["rate"], line["valid"]) == (5.0, True)
+    first = next(one for one in remote(up, "list").lines if one["role"] == "admin")
+    assert (first["expires"], first["rate"]) == (None, None)
     turned = remote(up, "rotate", made.line["token_id"])
     assert (turned.code, list(turned.line)) == (0, ["token", "token_id", "replaces"])
     assert turned.line["replaces"] == made.line["token_id"]

@@ -147,7 +147,7 @@ def _row(
 ) -> dict[str, Any]:
     return {
         "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
-        "created": rfc3339(known.created), "expires": "" if expires is None else rfc3339(expires),
+        "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
         "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
     }  # fmt: skip
 

@@ -445,6 +445,8 @@ def _reason(error: Exception) -> str:
 def _refusal(text: str) -> PostroomError:
     """The error for an -ERR of the server. Its text may hold a mailbox id, which is a secret."""
     lowered = text.lower()
+    if "read-only token" in lowered:
+        return MailRefused(FORBIDDEN, "the server refuses the login: a read-only token is not for NATS")
     if "authorization" in lowered or "authentication" in lowered:
         return MailRefused(FORBIDDEN, "the server refuses the login: wrong user, password or token")
     if "permissions" in lowered:
