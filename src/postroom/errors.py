@@ -279,11 +279,19 @@ class AgentExists(Rejected):
 
 
 class UnknownToken(Rejected, LookupError):
-    """No token has this id. Nothing was changed. In a client, `message` is the harness's sentence."""
+    """No token has this id. Nothing was changed. In a client, `message` is the harness's sentence.
 
-    def __init__(self, token_id: str, message: str = "") -> None:
-        self.token_id = token_id
-        super().__init__(message or f"there is no token {token_id!r}")
+    A token instead of its id is not repeated. `known_id` is the id of it, if the caller may know that.
+    """
+
+    def __init__(self, token_id: str, message: str = "", known_id: str = "") -> None:
+        is_secret = token_id.startswith("pr_")
+        self.token_id = known_id if is_secret else token_id
+        its_id = f"its id is {known_id}" if known_id else "`postroom token list` shows the ids"
+        said = (
+            f"this is a token, and not its id: {its_id}" if is_secret else f"there is no token {token_id!r}"
+        )
+        super().__init__(message or said)
 
 
 class UnknownTask(Rejected, LookupError):

@@ -240,7 +240,9 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     data: Annotated[
         Path | None,
         Meta(
-            description="The data folder of everything that `postroom up` starts.",
+            description="The data folder of everything that `postroom up` starts, and of commands without "
+            "`--data` and `--url`. `restore`, `verify`, `mail serve`, `audit`, `engine work` and `engine "
+            "load` do not take it: there `--data` is something else, or changes what the command does.",
             extra={"env": ("POSTROOM_DATA",), "wants": _A_PATH},
         ),
     ] = None

@@ -49,7 +49,7 @@ def test_a_token_starts_a_folder_that_is_absent_or_empty_and_says_so() -> None:
         ("token", "revoke", "x"),
         ("tasks", "agent", "add", "a"),
         ("tasks", "agent", "list"),
-        ("mcp",),
+        ("mcp", "--agent", "planner"),
         ("backup", "--out", "run.tar"),
         ("keys", "list"),
     ],
@@ -70,6 +70,44 @@ def test_workers_do_not_make_a_store(tmp_path: Path) -> None:
     refused = postroom("engine", "work", "--app", "app:engine", "--data", "typo")
     assert (refused.code, Path("typo").exists()) == (1, False)
     assert f"there are no messages in {tmp_path / 'typo'}: check the path" in refused.error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("token", "list"),
+        ("tasks", "list"),
+        ("tasks", "status"),
+        ("tasks", "next", "--agent", "triage"),
+        ("tasks", "work", "--agent", "nobody", "--exec", "true", "--until-empty"),
+        ("tasks", "agent", "list"),
+        ("engine", "status"),
+        ("engine", "goals", "list"),
+        ("engine", "goals", "start", "acme"),
+        ("top", "--once"),
+        ("doctor",),
+    ],
+)
+def test_the_environment_and_the_settings_name_the_data_folder(
+    command: tuple[str, ...], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = postroom(*command)
+    assert (missing.code, "--data DIR" in missing.error) == (2, True)
+    Path("postroom.toml").write_text(f"[up]\ndata = '{data}'\n")
+    assert postroom(*command).code != 2
+    Path("postroom.toml").unlink()
+    monkeypatch.setenv("POSTROOM_DATA", str(data))
+    assert postroom(*command).code != 2
+    assert postroom("token", "list", "--data", "elsewhere").error.startswith(
+        "postroom: there is no data folder"
+    )
+
+
+def test_an_address_goes_before_the_data_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTROOM_DATA", "run")
+    monkeypatch.setenv("POSTROOM_TOKEN", "x")
+    for command in (("token", "list"), ("tasks", "status"), ("engine", "status")):
+        assert "cannot reach" in postroom(*command, "--url", "http://127.0.0.1:1").error
 
 
 # ---- settings files ----------------------------------------------------------------------------------

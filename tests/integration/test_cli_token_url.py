@@ -47,6 +47,8 @@ def test_a_token_is_made_listed_rotated_and_revoked_at_a_running_server(up: Runn
     line = next(one for one in remote(up, "list").lines if one["token_id"] == made.line["token_id"])
     assert line["permissions"] == "read-only, may-read bob, only-message lead, only-bus team"
     assert (line["rate"], line["valid"]) == (5.0, True)
+    first = next(one for one in remote(up, "list").lines if one["role"] == "admin")
+    assert (first["expires"], first["rate"]) == (None, None)
     turned = remote(up, "rotate", made.line["token_id"])
     assert (turned.code, list(turned.line)) == (0, ["token", "token_id", "replaces"])
     assert turned.line["replaces"] == made.line["token_id"]
@@ -89,6 +91,18 @@ def test_a_name_of_another_organization_is_a_warning(up: Running, data: Path) ->
     assert "the agent of that name in organization 'acme'" in made.error
     admin = Tokens(data).create("admin", "initech").token
     assert "in another organization, so this token gets none" in remote(up, *create, token=admin).error
+
+
+def test_a_token_instead_of_its_id_is_not_repeated(up: Running, data: Path) -> None:
+    made = Tokens(data).create("operator")
+    for verb in ("revoke", "rotate"):
+        local, over_http = postroom("token", verb, made.token, "--data", data), remote(up, verb, made.token)
+        assert (local.code, over_http.code, local.raw, over_http.raw) == (1, 1, b"", b"")
+        assert local.error == f"postroom: this is a token, and not its id: its id is {made.token_id}"
+        assert "this is a token, and not its id: `postroom token list`" in over_http.error
+        unknown = postroom("token", verb, "pr_" + "x" * 43, "--data", data)
+        assert unknown.error == over_http.error
+    assert made.token_id in [known.token_id for known in Tokens(data).list()]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,16 @@ def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
+    for words, said in {
+        ("--tls-cert", made["key"]): f"there is no certificate in {made['key']}",
+        ("--tls-key", made["key"]): "--tls-key has no effect without --tls-cert",
+    }.items():
+        refused = postroom("up", "--data", tmp_path / "run", *words)
+        assert (refused.code, said in refused.error, (tmp_path / "run").exists()) == (2, True, False)
+
+
 def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
     made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
     data = tmp_path / "run"

@@ -434,8 +434,17 @@ def test_tls(tmp_path: Path) -> None:
             box = mail.create(ttl_s=60)
             mail.send(box, b"x" * 500_000)
             assert [len(each.payload) for each in mail.messages(box)] == [500_000]
-        with pytest.raises(MailUnavailable, match="TLS failed"), Mail(server.url):
+        with (
+            pytest.raises(MailUnavailable, match=r"TLS failed: self.signed certificate.*--tls-ca"),
+            Mail(server.url),
+        ):
             pass
+        elsewhere = server.url.replace(
+            "127.0.0.1", "127.1"
+        )  # the same address, and no name of the certificate
+        with pytest.raises(MailUnavailable, match="mismatch") as refused, Mail(elsewhere, tls=trusting):
+            pass
+        assert "--tls-ca" not in str(refused.value)
 
 
 def test_nothing_is_sent_in_the_clear_with_tls(server: MailServer) -> None:

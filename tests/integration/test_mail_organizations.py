@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import nats
 import pytest
 from nats.aio.client import Client
 
+from postroom import Mail
+from postroom.errors import MailRefused
 from postroom.runtime.tokens import Permissions, Tokens
 from tests.integration.mailservers import MailServer, serving
 from tests.waiting import until
@@ -213,3 +216,16 @@ def test_without_tokens_every_client_uses_every_mailbox(tmp_path: Path) -> None:
 
         codes = in_client(world, "b", use)
         assert codes == dict.fromkeys(codes, 200)
+
+
+def test_a_read_only_token_is_refused_with_the_reason(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path / "run")
+    reader = tokens.create("operator", permissions=Permissions(is_read_only=True)).token
+    with serving(tmp_path / "mail", "--tokens", str(tmp_path / "run")) as server:
+        for token, said in ((reader, "a read-only token is not for NATS"), ("x", "wrong user, password or")):
+            with pytest.raises(MailRefused, match=said), Mail(server.url, token=token):
+                pass
+        with socket.create_connection(("127.0.0.1", server.port), HANG_GUARD_S) as connection:
+            connection.sendall(b'CONNECT {"auth_token":"%b"}\r\n' % reader.encode())
+            lines = connection.makefile("rb").readlines()
+        assert lines[-1] == b"-ERR 'Authorization Violation: a read-only token is not for NATS'\r\n"

@@ -13,6 +13,7 @@ import pytest
 from mcp import Client, MCPError
 
 from postroom import Engine
+from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
     Serving,
@@ -124,16 +125,17 @@ def test_errors_say_what_to_do_next(server: Serving) -> None:
 
 
 def test_a_folder_is_served_over_stdio_without_a_server(tmp_path: Path) -> None:
+    Tokens(tmp_path / "run").create("agent", "acme", "ann")
+
     async def main() -> None:
         async with over_stdio("--data", tmp_path / "run", "--agent", "ann", "--org", "acme") as client:
             assert await names(client) == ALL
+            assert (await call(client, "read_bus", bus="team"))["buses"] == []
             found = await call(client, "who_is_there")
             assert (found["you"], [(one["agent"], one["health"]) for one in found["agents"]]) == (
                 "ann", [("ann", "alive")],
             )  # fmt: skip
             assert "warning" not in await call(client, "enqueue", agent="ann", payload=1)
-            warned = await call(client, "enqueue", agent="typo", payload=1)
-            assert warned["warning"] == "no token is for the agent 'typo': check the name"
             sent = await call(client, "submit", type="tool_call", payload={"tool": "needle"})
             message_id = sent["message_id"]
             found = await call(client, "search", text="needle")
@@ -150,10 +152,51 @@ def test_a_folder_is_served_over_stdio_without_a_server(tmp_path: Path) -> None:
             assert [(one["from"], one["body"]) for one in read["messages"]] == [("ann", "hello")]
             after = await call(client, "read_bus", bus="team", cursor=read["cursor"])
             assert (after["messages"], after["complete"]) == ([], True)
+            unknown = await call(client, "read_bus", bus="tema")
+            assert (unknown["exists"], unknown["buses"], unknown["messages"]) == (False, ["team"], [])
+            assert "there is no such bus" in unknown["next"]
+            assert not (await call(client, "read_bus", bus="tema", cursor=read["cursor"]))["exists"]
             prompt = await client.get_prompt("join_team", {"team": "red", "job": "ship it"})
             assert 'bus "red"' in prompt.messages[0].content.text  # type: ignore[union-attr]
             assert len((await client.list_resource_templates()).resource_templates) == 3
             assert (await call(client, "replay"))["dry_run"]
+
+    asyncio.run(main())
+
+
+def test_an_operator_of_a_folder_keeps_to_its_organization(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    Tokens(data).create("agent", "acme", "ann")
+
+    async def main() -> None:
+        options = ("--data", data, "--agent", "ann", "--org", "acme", "--may-send-to", "bob")
+        async with over_stdio(*options) as own:
+            async with Engine.open(f"sqlite:///{data}/queue.db") as engine:
+                sent = await engine.submit(type="tool_call", payload={}, org_id="other")
+                other_id = sent.message_id
+            assert (await call(own, "who_is_there"))["organization"] == "acme"
+            assert (await call(own, "dead_letters"))["letters"] == []
+            assert "only the dead letters of its organization" in await refused(
+                own, "dead_letters", org_id="other"
+            )
+            assert "there is no" in await refused(own, "result", id=other_id)
+            assert "task_id" in await call(own, "enqueue", agent="bob", payload=1)
+            assert "may not send to" in await refused(own, "enqueue", agent="builder", payload=1)
+        async with over_stdio("--data", data, "--agent", "ann") as everywhere:
+            assert (await call(everywhere, "result", id=other_id))["state"] == "QUEUED"
+            warned = await call(everywhere, "enqueue", agent="typo", payload=1)
+            assert warned["warning"] == "no token is for the agent 'typo': check the name"
+
+    asyncio.run(main())
+
+
+def test_an_operator_without_a_name_looks_and_does_not_join(tmp_path: Path) -> None:
+    """The folder is new: an agent program can be the first to use it."""
+
+    async def main() -> None:
+        async with over_stdio("--data", tmp_path / "run") as client:
+            assert (await call(client, "who_is_there"))["agents"] == []
+            assert (await call(client, "who_is_there"))["agents"] == []
 
     asyncio.run(main())
 
@@ -175,6 +218,7 @@ def test_an_engine_calls_tools_of_a_server_over_http_with_its_token(server: Serv
 
 def test_wrong_options_are_one_sentence() -> None:
     assert "--data DIR or --url URL" in postroom("mcp").errors
+    assert "--role agent needs --agent NAME" in postroom("mcp", "--data", "run", "--role", "agent").errors
     assert "needs a token" in postroom("mcp", "--url", "http://127.0.0.1:1").errors
 
 

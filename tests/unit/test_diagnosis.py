@@ -185,7 +185,11 @@ def test_nothing_is_said_about_the_messages_of_a_copy_that_a_move_has_left() -> 
 def test_commands_name_the_store_of_the_messages() -> None:
     late = LeaseFacts("t-1", "triage", "w1", 100.0, 90.0)
     there = replace(
-        STORE, name="postgres://x", is_folder=False, leases=(late,), queues=(QueueFacts("q", 0, 9, None, 1),)
+        STORE,
+        name="postgres://x",
+        is_folder=False,
+        leases=(late,),
+        queues=(QueueFacts("q", 0, 9, dead_letters=1),),
     )
     commands = {finding.check: finding.command for finding in diagnose(replace(WELL, store=there))}
     assert commands["leases"] == "postroom up --data run --store postgres://x"

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, StoreAddress, json_option, path_option, place_option
+from postroom.cli.shell import (
+    DATA_DEFAULT,
+    HELP_OPTIONS,
+    Shell,
+    StoreAddress,
+    json_option,
+    path_option,
+    place_option,
+)
 
 if TYPE_CHECKING:
     from postroom.settings import Settings
@@ -24,7 +32,7 @@ STORE_ELSEWHERE = (
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@place_option("The data folder.  [default: data in [up] of the settings]")
+@place_option(f"The data folder.  {DATA_DEFAULT}")
 @path_option("--out", metavar="FILE", text="The archive to write. It must not exist.", required=True)
 @click.option(
     "--with-keys", is_flag=True, help="Include key files of the folder. Keep such an archive secret."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from postroom.cli.render import Style
-from postroom.cli.shell import HELP_OPTIONS, Shell, StoreAddress, json_option, place_option
+from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, StoreAddress, json_option, place_option
 from postroom.core.text import visible_line
 from postroom.errors import PostroomError
 
@@ -20,9 +20,7 @@ EXIT_PROBLEMS = 4
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@place_option(
-    "The data folder, or the address of a store (postgres://...).  [default: data in [up] of the settings]"
-)
+@place_option(f"The data folder, or the address of a store (postgres://...).  {DATA_DEFAULT}")
 @click.option("--quick", is_flag=True, help="Do not read the stores whole.")
 @click.pass_obj
 def doctor(shell: Shell, data: Path | None, quick: bool) -> int:

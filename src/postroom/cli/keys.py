@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.shell import (
+    DATA_DEFAULT,
     HELP_OPTIONS,
     KEY_FILE_VARIABLE,
     Shell,
@@ -31,7 +32,7 @@ key_file_option = path_option(
     text="The key file.  [default: $POSTROOM_KEY_FILE, else key_file in [encryption] of the settings]",
 )  # fmt: skip
 place_options = together(
-    place_option("The data folder, or the address of a store.  [default: data in [up] of the settings]"),
+    place_option(f"The data folder, or the address of a store.  {DATA_DEFAULT}"),
     key_file_option,
 )
 name_option = click.option("--name", metavar="NAME", help="The name of the new key.  [default: the date]")

@@ -284,13 +284,14 @@ def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | No
 
     def owner_of(token: str) -> TokenOwner | None:
         identity = agents.identify(token)
-        if identity is None or identity.permissions.is_read_only:  # every call over NATS is a publish
+        if identity is None:
             return None
         prefix = f"{identity.org}/" if identity.org else ""
         user, only = f"{prefix}{identity.name}", identity.permissions.only_message
         recipients = frozenset((user, *(f"{prefix}{name}" for name in only))) if only else None
         rate = identity.rate or token_rate
-        return TokenOwner(user, identity.caller, rate, identity.org, identity.is_operator, recipients)
+        sees_all, is_read_only = identity.is_operator, identity.permissions.is_read_only
+        return TokenOwner(user, identity.caller, rate, identity.org, sees_all, recipients, is_read_only)
 
     return owner_of
 

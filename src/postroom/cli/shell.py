@@ -83,10 +83,19 @@ class Shell:
 
     def data_place(self, given: Path | None) -> Path:
         """The place of the data that an option or the settings name."""
-        place = given or self.settings.up.data
+        place = self.default_place(given)
         if place is None:
-            raise click.UsageError("say where the data is: --data DIR, or data in [up] of the settings file")
-        if not isinstance(place, StoreAddress):
+            raise click.UsageError(
+                "say where the data is: --data DIR, POSTROOM_DATA, or data in [up] of the settings file"
+            )
+        return place
+
+    def default_place(self, given: Path | None, *others: str | None) -> Path | None:
+        """The place that an option names; else that of the settings, unless one of `others` names another."""
+        if given is not None or any(other is not None for other in others):
+            return given
+        place = self.settings.up.data
+        if place is not None:
             check_key_file(place)
         return place
 
@@ -415,6 +424,23 @@ def path_option(
     """An option that names a file or a folder. `--data` names a data folder in every command."""
     callback = as_folder if "--data" in names else as_path
     return click.option(*names, type=kind, callback=callback, required=required, metavar=metavar, help=text)
+
+
+DATA_DEFAULT = "[default: $POSTROOM_DATA, else data in [up] of the settings]"
+
+
+def needed_data_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--data` of a command that works on a data folder only."""
+    folder = click.Path(file_okay=False)
+    return click.option(
+        "--data", type=folder, callback=_as_needed_folder, metavar="DIR", help=f"{text}  {DATA_DEFAULT}"
+    )
+
+
+def _as_needed_folder(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    shell = context.find_object(Shell)
+    folder = as_folder(context, parameter, value)
+    return folder if shell is None else shell.data_place(folder)
 
 
 class StoreAddress(PosixPath):

@@ -8,6 +8,7 @@ import click
 
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import (
+    DATA_DEFAULT,
     HELP_OPTIONS,
     Decorated,
     Shell,
@@ -17,14 +18,14 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.cli.tasks.options import FOLDER, needed_data_option
+from postroom.cli.tasks.options import FOLDER, needed_folder_option
 from postroom.cli.token_places import Wish, existing, open_tokens
 
 if TYPE_CHECKING:
     from postroom.runtime.tokens import NewToken
 
 where_options = together(
-    path_option("--data", metavar="DIR", text="The data folder of the tokens.", kind=FOLDER),
+    path_option("--data", metavar="DIR", text=f"The data folder of the tokens.  {DATA_DEFAULT}", kind=FOLDER),
     click.option("--url", metavar="URL", help="The address of a running server, instead of --data."),
     token_option,
 )
@@ -206,7 +207,7 @@ def rotate(
 
 @token.command()
 @click.argument("agent", metavar="NAME")
-@needed_data_option
+@needed_folder_option
 @click.pass_obj
 def release(shell: Shell, agent: str, data: Path) -> None:
     """Let another organization own the name of an agent, and get its tasks.

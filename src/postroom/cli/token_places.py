@@ -147,7 +147,7 @@ def _row(
 ) -> dict[str, Any]:
     return {
         "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
-        "created": rfc3339(known.created), "expires": "" if expires is None else rfc3339(expires),
+        "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
         "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
     }  # fmt: skip
 
@@ -179,6 +179,7 @@ def _path(token_id: str, verb: str) -> str:
 @contextmanager
 def open_tokens(shell: Shell, data: Path | None, url: str | None, token: str | None) -> Iterator[Place]:
     """The tokens of `--data`, or those of the server at `--url`."""
+    data = shell.default_place(data, url)
     check_place(data, url, "tokens")
     if data is not None:
         if token is not None:

@@ -15,7 +15,7 @@ import click
 from postroom.cli.engine.places import store_in
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.server_options import token_option
-from postroom.cli.shell import HELP_OPTIONS, Shell, Stopped, json_option, place_option
+from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, Stopped, json_option, place_option
 
 if TYPE_CHECKING:
     from postroom.page.overview import Snapshot
@@ -30,7 +30,7 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 @click.command(context_settings=HELP_OPTIONS)
 @place_option(
     "A data folder, or the address of a store (postgres://...). It needs no server and no token.  "
-    "[default: data in [up] of the settings]"
+    f"{DATA_DEFAULT}"
 )
 @click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
 @token_option

@@ -17,7 +17,7 @@ from postroom.cli.server_options import (
     store_option,
     with_store,
 )
-from postroom.cli.shell import CONFIG_NAME, HELP_OPTIONS, Shell, json_option, path_option
+from postroom.cli.shell import CONFIG_NAME, DATA_DEFAULT, HELP_OPTIONS, Shell, json_option, path_option
 from postroom.cli.tasks.options import FOLDER
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 
 @click.command(context_settings=HELP_OPTIONS)
 @path_option(
-    "--data", metavar="DIR", text="The data folder.  [default: data in [up] of the settings]", kind=FOLDER
+    "--data",
+    metavar="DIR",
+    text=f"The data folder.  {DATA_DEFAULT}",
+    kind=FOLDER,
 )
 @store_option("The store of Tasks and Engine, such as postgres://user@host/db, instead of DIR/queue.db.")
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
@@ -78,6 +81,7 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
         shell.use_key_file(key_file)
     _check_parts(settings, demo=demo)
     _check_address(settings, insecure=insecure)
+    _check_certificate(settings)
     _check_store(settings.store)
     _check_data(data, settings.store)
     _check_key_file(data, settings.store)
@@ -143,6 +147,15 @@ def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
             f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
             "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
         )
+
+
+def _check_certificate(settings: "UpSettings") -> None:
+    from postroom.system.tls import server_context
+
+    if settings.tls_cert is not None:
+        server_context(settings.tls_cert, settings.tls_key)
+    elif settings.tls_key is not None:
+        raise click.UsageError("--tls-key has no effect without --tls-cert")
 
 
 def _check_store(store: str | None) -> None:

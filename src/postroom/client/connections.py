@@ -226,9 +226,16 @@ def _address(url: str) -> tuple[urllib.parse.SplitResult, str, int | None]:
     return parts, parts.hostname, port
 
 
+def untrusted(error: ssl.SSLCertVerificationError, names: str) -> str:
+    """Why a certificate is not accepted. `names` is what names the certificates to trust."""
+    said = error.verify_message.rstrip(".")
+    is_of_another_host = "mismatch" in said  # no other certificate to trust would help
+    return said if is_of_another_host else f"{said}. {names} names the certificates to trust"
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message}. SSL_CERT_FILE names the certificates to trust"
+        return untrusted(error, "SSL_CERT_FILE")
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from postroom.client.connections import untrusted
 from postroom.core import natswire as wire
 from postroom.errors import InvalidMessage, InvalidSetting, MailRefused, MailUnavailable, PostroomError
 
@@ -430,6 +431,8 @@ class ClientConnection:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"TLS failed: {untrusted(error, '--tls-ca, tls= in Python, or SSL_CERT_FILE')}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {error.reason or error}"
     if isinstance(error, TimeoutError):
@@ -442,6 +445,8 @@ def _reason(error: Exception) -> str:
 def _refusal(text: str) -> PostroomError:
     """The error for an -ERR of the server. Its text may hold a mailbox id, which is a secret."""
     lowered = text.lower()
+    if "read-only token" in lowered:
+        return MailRefused(FORBIDDEN, "the server refuses the login: a read-only token is not for NATS")
     if "authorization" in lowered or "authentication" in lowered:
         return MailRefused(FORBIDDEN, "the server refuses the login: wrong user, password or token")
     if "permissions" in lowered:

@@ -39,6 +39,8 @@ class Backend(ABC):
     """The agent that the caller is, or that an operator acts as."""
     is_operator: bool
     """Whether the caller operates all organizations."""
+    is_member: bool
+    """Whether the caller is an agent of the team. An operator without `--agent` may only look."""
 
     @abstractmethod
     async def call(
@@ -81,6 +83,7 @@ class LocalBackend(Backend):
         self._identity = identity
         self.role = identity.role
         self.is_operator = identity.is_operator
+        self.is_member = identity.role == "agent" or bool(agent)
         self.org = identity.org or org or ORG_DEFAULT
         self.agent = (agent if self.is_operator else "") or identity.name
         self._acting = identity.acting_as(self.agent, self.org) if self.is_operator else identity
@@ -159,6 +162,7 @@ class RemoteBackend(Backend):
         caller = msgspec.convert(found, CallerAnswer)
         self.role = caller.role
         self.is_operator = caller.role != "agent" and not caller.org
+        self.is_member = caller.role == "agent" or bool(agent)
         self.org = caller.org or org or ORG_DEFAULT
         self.agent = (agent if self.is_operator else "") or caller.name
         acting = {"postroom-agent": f"{self.org}/{self.agent}"} if self.is_operator else {}

@@ -134,7 +134,7 @@ async def _called(
             HTTPStatus.FORBIDDEN, f"there is no tool {name!r} for the role {backend.role}, which has {known}"
         )
     arguments = checked_arguments(tool, given)
-    if tool.is_team:
+    if tool.is_team and (backend.is_member or not tool.is_read_only):
         presence.note(backend)
     found = await tool.run(backend, arguments)
     text = _encode(found).decode()

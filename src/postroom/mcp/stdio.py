@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from mcp.server.stdio import stdio_server
 
 from postroom.contracts.engine import Engine
 from postroom.contracts.tasks import Tasks
+from postroom.core.names import checked_name
 from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBackend
 from postroom.mcp.presence import Presence, beat
@@ -29,13 +31,15 @@ def serve_url(url: str, token: str, agent: str, org: str) -> None:
     asyncio.run(_serve(RemoteBackend(url, token, agent, org)))
 
 
-def serve_folder(data: Path, token: str, agent: str, org: str, role: Role, store: str | None = None) -> None:
-    """Serve an existing data folder until stdin ends. Without a token, write access to the folder is enough.
+def serve_folder(
+    data: Path, token: str, agent: str, org: str, owner: Identity, store: str | None = None
+) -> None:
+    """Serve an existing data folder until stdin ends. Without a token, the caller is `owner`.
 
     The messages are in `store`, or in the file queue.db of the folder.
     """
     agents = Agents(data)
-    identity = _local_identity(agents, token, agent, org, role)
+    identity = _identified(agents, token) if token else owner
     with (
         Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability="group") as tasks,
         Path(os.devnull).open("w") as nowhere,  # agent programs show stderr as errors
@@ -47,10 +51,14 @@ def serve_folder(data: Path, token: str, agent: str, org: str, role: Role, store
         asyncio.run(_serve_app(app, LocalBackend(served, identity, agent, org, token)))
 
 
-def _local_identity(agents: Agents, token: str, agent: str, org: str, role: Role) -> Identity:
-    if not token:
-        name = agent or LOCAL_AGENT
-        return Identity(name, role, org=org or ORG_DEFAULT) if role == "agent" else Identity(name, role)
+def owner_identity(agent: str, org: str, role: Role, may_send_to: Sequence[str] = ()) -> Identity:
+    """The caller without a token: write access to the folder is enough. An agent has an organization."""
+    name = checked_name("agent", agent or LOCAL_AGENT)
+    org = checked_name("organization", org or ORG_DEFAULT) if org or role == "agent" else ""
+    return Identity(name, role, may_send_to=(name, *may_send_to), org=org)
+
+
+def _identified(agents: Agents, token: str) -> Identity:
     identity = agents.identify(token)
     if identity is None:
         raise NotAllowed(401, "the token is not one of this data folder, or has expired")

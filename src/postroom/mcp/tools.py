@@ -60,7 +60,7 @@ class Tool(NamedTuple):
     is_read_only: bool = False
     is_for_operators: bool = False
     is_team: bool = False
-    """Whether its use shows that the agent has joined the team."""
+    """Whether an agent joins the team by using it."""
 
 
 # ---- messages between agents -------------------------------------------------------------------------
@@ -242,7 +242,8 @@ class WhoIsThereArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str, Any]:  # noqa: ARG001
-    await backend.call("POST", _own(backend, "beat"), as_agent=True)
+    if backend.is_member:
+        await backend.call("POST", _own(backend, "beat"), as_agent=True)
     answer = await backend.call("GET", "/engine/agents", as_agent=True)
     agents = [
         {"agent": one["agent_id"], "health": _health(one), "silent_s": round(one["silent_s"], 1)}
@@ -371,7 +372,16 @@ async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
     found = page(entries, given.budget_tokens)
     if not entries:
         found |= {"cursor": given.cursor, "high_water": given.cursor}
+        found |= await _missing_bus(backend, given.bus)
     return found | ({"complete": False} if len(entries) == BUS_PAGE else {})
+
+
+async def _missing_bus(backend: Backend, bus: str) -> dict[str, Any]:
+    """What to say about a bus without messages that does not exist: its name may be a typing error."""
+    buses = (await backend.call("GET", "/bus"))["buses"]
+    if bus in buses:
+        return {}
+    return {"exists": False, "buses": buses, "next": "there is no such bus: read one of buses, or post first"}
 
 
 def _bus_entry(bus: str, message: dict[str, Any]) -> Entry:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -13,20 +13,7 @@ from postroom.runtime.event_streams import EventStream, bus_name, bus_pages, rea
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 
-BUSES_LISTED_MAX: Final = 1_000
-
 _encode = msgspec.json.Encoder().encode
-
-
-async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """The buses by name that the caller may read."""
-    buses, only = server.buses, request.identity.permissions.only_buses
-
-    def work() -> list[str]:
-        names = [name for name in buses.names(BUSES_LISTED_MAX) if not only or name in only]
-        return [name for name in names if buses.is_open_to(name, request.identity)]
-
-    return HttpReply(200, _encode({"buses": await server.on_bus(request, work)}))
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -37,6 +37,7 @@ from postroom.page.schemas import (
     TasksQuery,
 )
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
+from postroom.runtime import event_streams
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified
 from postroom.runtime.engine_schemas import AnswerBody
@@ -244,7 +245,7 @@ class PageMount:
             _read("/page/agents/{agent}/tasks", tasks.find, TasksQuery),
             _read("/page/tasks", tasks.queues, TaskQueuesQuery),
             _read("/page/tasks/{id}", tasks.show),
-            _read("/page/buses", buses.find),
+            _read("/page/buses", event_streams.find_buses),
             _read("/page/buses/{name}", buses.read, BusQuery),
             _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
             _read("/page/report", self._reports.state, operators=True, within_org=False),

@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
+from postroom.runtime.buses import BUSES_MAX
 from postroom.runtime.handlers import is_valid, visible_queue
 from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, StreamRefused, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
@@ -24,6 +25,7 @@ from postroom.runtime.schemas import (
     PAGE_DEFAULT,
     STREAM_PAGE_BYTES_MAX,
     BusAnswer,
+    BusesAnswer,
     BusIdAnswer,
     BusQuery,
     NewBusMessage,
@@ -69,6 +71,17 @@ def bus_name(request: HttpRequest) -> str:
     if identity.permissions.only_buses and name not in identity.permissions.only_buses:
         raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not use the bus {name!r}")
     return name
+
+
+async def find_buses(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """The buses by name that the caller may read."""
+    buses, only = server.buses, request.identity.permissions.only_buses
+
+    def work() -> list[str]:
+        names = [name for name in buses.names(BUSES_MAX) if not only or name in only]
+        return [name for name in names if buses.is_open_to(name, request.identity)]
+
+    return HttpReply(200, _encode(BusesAnswer(await server.on_bus(request, work))))
 
 
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:

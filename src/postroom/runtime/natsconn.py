@@ -29,6 +29,7 @@ INBOX = b"_INBOX."
 SLICE_S = 0.005  # of a turn, for the commands of one connection
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
+READ_ONLY_TOKEN = f"{AUTHORIZATION_VIOLATION}: a read-only token is not for NATS"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
 STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
@@ -399,7 +400,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _refuse_login(self, refusal: str) -> None:
         """Answer a wrong password after a delay, and read nothing meanwhile, to slow guessing down."""
-        if refusal != AUTHORIZATION_VIOLATION:
+        if not refusal.startswith(AUTHORIZATION_VIOLATION):
             self._reject(refusal)
             return
         self._login_bytes = LOGIN_BYTES_MAX  # no second attempt on this connection

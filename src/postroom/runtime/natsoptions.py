@@ -49,6 +49,8 @@ class TokenOwner(NamedTuple):
     """Whether messages and mailboxes of every organization are for it."""
     recipients: frozenset[str] | None = None
     """The users whose mailboxes it may send to; None for all."""
+    is_read_only: bool = False
+    """Whether it may change nothing. Every call over NATS is a publish, so it may not log in."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     AUTHORIZATION_VIOLATION,
     BAD_REQUEST,
+    READ_ONLY_TOKEN,
     STALE_CONNECTION,
     TOO_LARGE_SUBSCRIPTIONS,
     TOO_MANY,
@@ -327,6 +328,8 @@ class NatsServer:
         owner = self.options.owner_of(options or wire.ConnectOptions())
         if owner is None:
             return self.refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
+        if owner.is_read_only:
+            return self.refused(link, READ_ONLY_TOKEN, UNAUTHORIZED)
         token = "" if options is None else token_of(options)
         if link.login is not None and (link.login, link.token) != (owner, token):
             # Its subscriptions and waiting calls would go on after the end of their token.
@@ -336,7 +339,7 @@ class NatsServer:
             return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
-        link.user, link.caller, link.rate, link.org, link.sees_all, link.recipients = owner
+        link.user, link.caller, link.rate, link.org, link.sees_all, link.recipients, _ = owner
         link.admitted, link.login = True, None if options is None else owner
         self._router.is_divided |= not owner.sees_all
         link.token = token

@@ -64,6 +64,7 @@ from postroom.runtime.schemas import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     BusAnswer,
+    BusesAnswer,
     BusIdAnswer,
     BusQuery,
     CallerAnswer,
@@ -598,6 +599,9 @@ ROUTES: Sequence[ServedRoute] = (
             "GET", "/ready", "Whether all parts run", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
         ),
         monitoring.ready,
+    ),
+    ServedRoute(
+        Route("GET", "/bus", "Buses by name", {200: (BusesAnswer,)}, _READ), event_streams.find_buses
     ),
     ServedRoute(
         Route(

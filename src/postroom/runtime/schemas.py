@@ -303,6 +303,12 @@ class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, str] = {}
 
 
+class BusesAnswer(msgspec.Struct, frozen=True):
+    """The buses that the caller may read, by name."""
+
+    buses: list[str]
+
+
 class BusAnswer(msgspec.Struct, frozen=True):
     """A page of a bus. The next page begins after the last `msg_id`."""
 

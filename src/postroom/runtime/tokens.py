@@ -172,7 +172,7 @@ class Tokens:
         with self._changing() as tokens:
             kept = [token for token in tokens if token.token_id != token_id]
             if len(kept) == len(tokens):
-                raise UnknownToken(token_id)
+                raise _unknown(tokens, token_id)
             tokens[:] = kept
 
     def rotate(self, token_id: str, overlap_s: float = 0.0, maker_id: str = "") -> NewToken:
@@ -200,7 +200,7 @@ class Tokens:
                         _check_room(tokens)
                     tokens[index : index + 1] = [*kept, successor]
                     return made
-            raise UnknownToken(token_id)
+            raise _unknown(tokens, token_id)
 
     def list(self) -> "list[RegisteredToken]":
         """All tokens in the order in which they were made. A rotated one is followed by its successor."""
@@ -302,6 +302,13 @@ def _end_of(tokens: Iterable[RegisteredToken], token_id: str) -> datetime | None
         if token.token_id == token_id:
             return token.expires
     raise UnknownToken(token_id)
+
+
+def _unknown(tokens: Iterable[RegisteredToken], given: str) -> UnknownToken:
+    """The error for an id that no token has. It may be a token itself, whose id is in the folder."""
+    digest = digest_of(given)
+    known_id = next((token.token_id for token in tokens if token.token_sha256 == digest), "")
+    return UnknownToken(given, known_id=known_id)
 
 
 def _earliest(*ends: datetime | None) -> datetime | None:

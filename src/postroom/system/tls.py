@@ -32,11 +32,33 @@ def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
     """The TLS context of a server."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        _check_files(certificate, key)
         context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or type(error).__name__
+    except ssl.SSLError as error:
+        why = _pair_fault(error.reason)
         raise InvalidSetting(f"cannot use the certificate {certificate} with its key: {why}") from None
+    except OSError as error:
+        raise InvalidSetting(f"cannot use {error.filename}: {error.strerror}") from None
     return context
+
+
+def _pair_fault(reason: str | None) -> str:
+    """Why OpenSSL refuses a certificate and a key."""
+    if reason == "KEY_VALUES_MISMATCH":
+        return "the key is that of another certificate"
+    return reason.replace("_", " ").lower() if reason else "one of the two is damaged"
+
+
+def _check_files(certificate: Path, key: Path | None) -> None:
+    """Refuse files without a certificate or a key, for which OpenSSL has no sentence."""
+    if b"-BEGIN CERTIFICATE-" not in certificate.read_bytes():
+        raise InvalidSetting(f"there is no certificate in {certificate}: --tls-cert needs one in PEM form")
+    key_file = key or certificate
+    text = key_file.read_bytes()
+    if b"PRIVATE KEY-" not in text:
+        raise InvalidSetting(f"there is no key in {key_file}: --tls-key names the file that has it")
+    if b"-BEGIN ENCRYPTED " in text or b"Proc-Type: 4,ENCRYPTED" in text:  # OpenSSL would ask a terminal
+        raise InvalidSetting(f"the key in {key_file} needs a password: store it without one")
 
 
 def handshake_fault(error: OSError) -> str:

@@ -8,19 +8,13 @@ from typing import Any
 
 import click
 
-from postroom.cli.engine.options import data_option, where_options
+from postroom.cli.engine.options import default_data_option, where_options
 from postroom.cli.engine.places import Folder, Remote, open_engine, open_place
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
 decision_argument = click.argument("decision_id", metavar="DECISION_ID")
-folder_option = data_option
-
-
-def _required(data: Path | None) -> Path:
-    if data is None:
-        raise click.UsageError("say where the messages are: --data DIR")
-    return data
+folder_option = default_data_option
 
 
 def on_place(run: Callable[..., None]) -> Callable[..., None]:
@@ -112,7 +106,7 @@ def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> 
     Example:
       postroom engine goals start acme --goal trip-7 --data run
     """
-    with open_engine(shell, _required(data), None, create=True) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=True) as engine:
         started = engine.blocking.wait(engine.goals.start(org_id, goal_id))
     shell.output.facts({"goal_id": started}, started)
 
@@ -131,7 +125,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
     Example:
       postroom engine goals complete trip-7 --data run
     """
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         status = engine.blocking.wait(engine.goals.complete(goal_id))
     facts = {"goal_id": goal_id, "state": status.state, "decisions": status.decisions}
     shell.output.facts(facts, f"goal {goal_id} is {status.state}")
@@ -149,7 +143,7 @@ def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
     Example:
       postroom engine goals fail trip-7 --reason 'no flight left' --data run
     """
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         status = engine.blocking.wait(engine.goals.fail(goal_id, reason))
     shell.output.facts({"goal_id": goal_id, "state": status.state}, f"goal {goal_id} is {status.state}")
 
@@ -174,7 +168,7 @@ def rollback(
     Example:
       postroom engine goals rollback 'trip-7#3' --data run
     """
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         status = engine.blocking.wait(
             engine.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted)
         )
@@ -220,7 +214,7 @@ def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None
       postroom engine graph get paris --org acme --data run
       postroom engine graph get paris --goal trip-7 --data run
     """
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         view = engine.graph.main(org_id) if goal_id is None else engine.graph.branch(goal_id, org_id)
         node = engine.blocking.wait(view.get(node_id))
     if node is None:
@@ -259,7 +253,7 @@ def save_node(
         decoded = json.loads(properties)
     except ValueError as error:
         raise click.UsageError(f"the properties are no JSON: {error}") from None
-    with open_engine(shell, _required(data), None, create=True) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=True) as engine:
         node = engine.blocking.wait(engine.graph.main(org_id or "").save(node_id, decoded, edges))
     shell.output.facts({"node_id": node_id, "version": node.version}, f"{node_id} has version {node.version}")
 
@@ -336,7 +330,7 @@ def rules(shell: Shell, data: Path | None) -> None:
     """
     import msgspec
 
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         found = [msgspec.to_builtins(rule) for rule in engine.blocking.wait(engine.decisions.rules())]
     _lines(shell, ["rule_id", "org_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
 
@@ -352,7 +346,7 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
     Example:
       postroom engine decisions forget 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    with open_engine(shell, _required(data), None, create=False) as engine:
+    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
         engine.blocking.wait(engine.decisions.forget(rule_id))
     shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
 

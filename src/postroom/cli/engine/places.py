@@ -202,6 +202,7 @@ def open_place(
     app: str | None = None,
     create: bool = False,
 ) -> Iterator[Folder | Remote]:
+    data = shell.default_place(data, url, app)
     if data is not None and url is not None:
         raise click.UsageError("--data and --url name two places for the messages: give one of them")
     if data is None and url is None and app is None:

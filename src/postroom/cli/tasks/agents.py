@@ -7,7 +7,7 @@ import click
 
 from postroom.cli.render import rfc3339
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
-from postroom.cli.tasks.options import needed_data_option, starting_folder
+from postroom.cli.tasks.options import needed_folder_option, starting_folder
 
 if TYPE_CHECKING:
     from postroom.runtime.agents import Agents
@@ -36,7 +36,7 @@ def agent() -> None:
 
 @agent.command()
 @name_argument
-@needed_data_option
+@needed_folder_option
 @click.option("--url", metavar="URL", help="Where the agent listens for nudges.")
 @click.option("--operator", is_flag=True, help="The agent may see and do everything, in every queue.")
 @click.option(
@@ -86,7 +86,7 @@ def add(
 
 
 @agent.command(name="list")
-@needed_data_option
+@needed_folder_option
 @click.pass_obj
 def list_agents(shell: Shell, data: Path) -> None:
     """List the agents, without their tokens.
@@ -108,7 +108,7 @@ def list_agents(shell: Shell, data: Path) -> None:
 
 @agent.command()
 @name_argument
-@needed_data_option
+@needed_folder_option
 @targets_option
 @click.pass_obj
 def allow(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
@@ -125,7 +125,7 @@ def allow(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None
 
 @agent.command()
 @name_argument
-@needed_data_option
+@needed_folder_option
 @targets_option
 @click.pass_obj
 def deny(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
@@ -153,7 +153,7 @@ def print_targets(shell: Shell, name: str, may_send_to: tuple[str, ...]) -> None
 
 @agent.command()
 @name_argument
-@needed_data_option
+@needed_folder_option
 @click.pass_obj
 def remove(shell: Shell, name: str, data: Path) -> None:
     """Remove an agent, so that its token is no longer valid. Its tasks stay.

@@ -12,11 +12,12 @@ import click
 from postroom.cli.render import warn
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import (
+    DATA_DEFAULT,
     Decorated,
     Shell,
     TimeoutOption,
+    needed_data_option,
     parse_wait,
-    path_option,
     place_option,
     together,
 )
@@ -24,10 +25,10 @@ from postroom.errors import InvalidMessage, reason
 
 FOLDER = click.Path(file_okay=False)
 
-data_option = place_option("The data folder of a harness, or the address of its store (postgres://...).")
-needed_data_option = path_option(
-    "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
+data_option = place_option(
+    f"The data folder of a harness, or the address of its store (postgres://...).  {DATA_DEFAULT}"
 )
+needed_folder_option = needed_data_option("The data folder of the harness.")
 
 
 @contextmanager

@@ -147,6 +147,7 @@ def open_place(
     worker: str | None = None,
     create: bool = False,
 ) -> Iterator[Folder | Remote]:
+    data = shell.default_place(data, url)
     check_place(data, url)
     if data is not None:
         shell.show_warnings()

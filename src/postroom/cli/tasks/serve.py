@@ -19,7 +19,7 @@ from postroom.cli.server_options import (
     with_store,
 )
 from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option, stop_with_stdin
-from postroom.cli.tasks.options import durability_option, needed_data_option
+from postroom.cli.tasks.options import durability_option, needed_folder_option
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ CONCURRENCY_DEFAULT = 4
 
 
 @click.command()
-@needed_data_option
+@needed_folder_option
 @store_option("The store of the tasks, such as postgres://user@host/db, instead of DIR/queue.db.")
 @listen_options(PORT_DEFAULT)
 @click.option(

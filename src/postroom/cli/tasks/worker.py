@@ -280,6 +280,7 @@ def work(
         except ProgramFailed as error:
             raise TaskFailed(str(error)) from None
 
+    data = shell.default_place(data, url)
     check_place(data, url)
     shell.show_warnings()
     options = {"poll_every_s": poll_every_s, "worker": worker}
