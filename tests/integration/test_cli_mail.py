@@ -88,7 +88,7 @@ def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
         (["--user", "ada"], "--user needs --password"),
         (["--password", "x"], "--password needs --user"),
         (["--tls-first"], "need --tls-cert"),
-        (["--tls-cert", "missing.pem"], "cannot use the certificate missing.pem"),
+        (["--tls-cert", "missing.pem"], "cannot use missing.pem: No such file or directory"),
         (["--users-file", "missing"], "cannot read the users in missing"),
         (["--users-file", "users"], "line 2 of users is not user:password"),
         (["--quota-bytes", "-1"], "--quota-bytes"),
