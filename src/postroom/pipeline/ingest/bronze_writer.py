@@ -34,7 +34,6 @@ from postroom.pipeline.tables import Staged, Tables, require_rows
 DATES_AT_ONCE: Final = 3  # one starts and one ends while another uses all cores
 TABLE: Final = "bronze_events"
 EMPTY_SHA256: Final = hashlib.sha256().hexdigest()
-SHA256_BITS: Final = 256
 INSPECTED: Final = "lines bigint, is_plain boolean, sha256 string"
 
 cloudpickle.register_pickle_by_value(lines)  # type: ignore[no-untyped-call]  # executors have no postroom
@@ -126,9 +125,7 @@ def _inspected(
         contents = ((each.name, stream.storage.read(each.name)) for each in segments)
         found = {name: Inspected(*lines.inspect(data)) for name, data in contents}
     else:
-        look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
-        rows = _contents(spark, stream, segments).select("path", look("content").alias("found")).collect()
-        found = {_name_in(row["path"]): Inspected(*row["found"]) for row in rows}
+        found = _inspected_by_executors(spark, stream, segments)
     is_trusted = found.keys() == {each.name for each in segments} and all(
         found[each.name].is_plain and found[each.name].sha256.startswith(each.seal) for each in segments
     )
@@ -139,14 +136,32 @@ def hashes_of(spark: SparkSession, stream: EventStream, segments: Sequence[Segme
     """The SHA-256 of the bytes of segments, by their names, which executors compute."""
     found = {segment.name: EMPTY_SHA256 for segment in segments}
     if full := [segment for segment in segments if segment.size]:  # Spark reads no empty file
-        rows = _contents(spark, stream, full).select("path", F.sha2("content", SHA256_BITS)).collect()
-        found |= {_name_in(path): sha256 for path, sha256 in rows}
+        inspected = _inspected_by_executors(spark, stream, full)
+        found |= {name: each.sha256 for name, each in inspected.items()}
     return found
 
 
-def _contents(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> DataFrame:
-    """The whole files of segments that are not empty: `path`, `content`."""
-    return spark.read.format("binaryFile").load([stream.path_of(segment) for segment in segments])
+def _inspected_by_executors(
+    spark: SparkSession, stream: EventStream, segments: Iterable[Segment]
+) -> dict[str, Inspected]:
+    """What was found in segments that are not empty, by their names."""
+    look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
+    files, column = _files_of(spark, stream, segments)
+    rows = files.select("path", look(column).alias("found")).collect()
+    return {_name_in(row["path"]): Inspected(*row["found"]) for row in rows}
+
+
+def _files_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> tuple[DataFrame, str]:
+    """The files of segments, and the column with what `inspect_files` takes.
+
+    Python opens files of this machine by itself: on its way through the JVM, a segment of 128 MiB takes more
+    than half a GiB of the heap.
+    """
+    if stream.storage.local is None or not is_local(spark):
+        files = spark.read.format("binaryFile").load([stream.path_of(segment) for segment in segments])
+        return files.select("path", "content"), "content"
+    paths = [(str(stream.storage.local / segment.name),) for segment in segments]
+    return spark.createDataFrame(paths, "path string"), "path"
 
 
 def _name_in(path: str) -> str:

@@ -74,12 +74,19 @@ def _plain_line() -> Any:
     return msgspec.defstruct("PlainLine", fields, forbid_unknown_fields=True, gc=False)
 
 
-def inspect_files(content: pa.Array) -> pa.Array:
-    """Inspect files that are a column of Arrow, for `arrow_udf`."""
-    found = [inspect(data.as_py()) for data in content]
+def inspect_files(files: pa.Array) -> pa.Array:
+    """Inspect files for `arrow_udf`: a column of their bytes, or of their paths on this machine."""
+    found = [inspect(_bytes_of(file.as_py())) for file in files]
     columns = [
         pa.array([lines for lines, _, _ in found], "int64"),
         pa.array([is_plain for _, is_plain, _ in found], "bool"),
         pa.array([sha256 for _, _, sha256 in found], "string"),
     ]
     return pa.StructArray.from_arrays(columns, ["lines", "is_plain", "sha256"])
+
+
+def _bytes_of(file: bytes | str) -> bytes:
+    if isinstance(file, bytes):
+        return file
+    with open(file, "rb") as opened:  # noqa: PTH123 - an executor has only these functions
+        return opened.read()
