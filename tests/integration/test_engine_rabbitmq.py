@@ -123,6 +123,14 @@ async def until_promoted(engine: Engine, rabbit: RabbitServer, count: int) -> No
         channel.connection.close()
 
 
+def empty_lanes(rabbit: RabbitServer, store: RabbitStore) -> None:
+    """Lose what the broker holds. The ledger still has it."""
+    channel = channel_of(rabbit)
+    for name in lanes_of(store):
+        channel.queue_purge(name)
+    channel.connection.close()
+
+
 def lanes_of(store: RabbitStore, queue: str = "org:acme") -> list[str]:
     return [name for name, _ in store._topology().lanes(queue)]
 
@@ -506,10 +514,7 @@ async def test_a_worker_claims_from_the_ledger_when_the_broker_is_silent(
         handles = await submit(engine, 5)
         store = store_of(engine)
         await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 5})
-        channel = channel_of(rabbit)
-        for name in lanes_of(store):
-            channel.queue_purge(name)
-        channel.connection.close()
+        empty_lanes(rabbit, store)
         async with working(engine):
             await results(handles)
 

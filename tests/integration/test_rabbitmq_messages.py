@@ -13,8 +13,8 @@ from tests.integration.test_engine_rabbitmq import (
     broker_alone,
     channel_of,
     echo,
+    empty_lanes,
     in_loop,
-    lanes_of,
     results,
     store_of,
     submit,
@@ -110,9 +110,6 @@ async def test_workers_compare_the_lanes_with_the_ledger_from_time_to_time(
         handles = await submit(engine, 5)
         store = store_of(engine)
         await until(lambda: store._started().counts(["org:acme"]) == {"org:acme": 5})
-        channel = channel_of(rabbit)
-        for name in lanes_of(store):
-            channel.queue_purge(name)
-        channel.connection.close()
+        empty_lanes(rabbit, store)
         async with working(engine):
             assert await results(handles) == [*range(5)]

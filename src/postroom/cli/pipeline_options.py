@@ -193,7 +193,7 @@ lineage_option = click.option(
 
 
 def with_lineage(command: Command) -> Command:
-    """Emit the run of a job, if a place for its lineage is given. For commands with `lineage_option`.
+    """Emit OpenLineage events about the run of a command with `lineage_option`, when that option is given.
 
     It stands outside of `beside_spark`, so that a job that is stopped emits its end, too.
     """

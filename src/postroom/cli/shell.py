@@ -421,7 +421,7 @@ def check_key_file(folder: Path) -> None:
 def path_option(
     *names: str, metavar: str, text: str, required: bool = False, kind: click.Path = ANY_PATH
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option that names a file or a folder. `--data` names a data folder in every command."""
+    """An option whose value is a path. That of `--data` is a data folder, without the key file in use."""
     callback = as_folder if "--data" in names else as_path
     return click.option(*names, type=kind, callback=callback, required=required, metavar=metavar, help=text)
 

@@ -93,7 +93,7 @@ class Remote:
         self._client = client
 
     def organization(self, org: str) -> str:
-        """Without `org`, that of the admin."""
+        """The organization of a new token: `org`, or without one the organization of the admin."""
         return org or str(self._client.request("GET", "/whoami").get("org") or "")
 
     def create(self, wish: Wish) -> "NewToken":
@@ -111,10 +111,10 @@ class Remote:
     def list(self) -> "list[dict[str, Any]]":
         import msgspec
 
-        from postroom.runtime.schemas import TokensAnswer
+        from postroom.runtime.schemas import TokensAnswer, permissions_of
 
         found = msgspec.convert(self._client.request("GET", "/tokens"), TokensAnswer)
-        return [_row(line, _permissions(line), line.expires, valid=line.valid) for line in found.tokens]
+        return [_row(line, permissions_of(line), line.expires, valid=line.valid) for line in found.tokens]
 
     def revoke(self, token_id: str) -> None:
         self._client.request("POST", _path(token_id, "revoke"), {}, retries=0)
@@ -150,19 +150,6 @@ def _row(
         "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
         "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
     }  # fmt: skip
-
-
-def _permissions(line: "TokenLine") -> "Permissions":
-    from postroom.runtime.tokens import Permissions
-
-    return Permissions(
-        may_send_to=line.may_send_to,
-        may_claim=line.may_claim,
-        may_read=line.may_read,
-        only_message=line.only_message,
-        only_buses=line.only_buses,
-        is_read_only=line.read_only,
-    )
 
 
 def _warn(shell: Shell, warning: str) -> None:

@@ -41,7 +41,7 @@ class Queries(Protocol):
     """The function that makes a row of each element of a list."""
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """All rows of a query, by column name."""
+        """The rows of a query, each as a dictionary from column name to value."""
         ...
 
     def define(self, name: str, query: str) -> None:
@@ -87,7 +87,7 @@ class Database:
         self._con.execute("SET lock_configuration = true")
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """All rows of a query, by column name."""
+        """The rows of a query, each as a dictionary from column name to value."""
         return list(self.each(query))
 
     def each(self, query: str) -> Iterator[dict[str, Any]]:

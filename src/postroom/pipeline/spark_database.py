@@ -31,7 +31,7 @@ class SparkDatabase:
                     tables.read(self._session, name).createOrReplaceTempView(name)
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """All rows of a query, by column name."""
+        """The rows of a query, each as a dictionary from column name to value."""
         return [row.asDict(recursive=True) for row in self._session.sql(query).collect()]
 
     def define(self, name: str, query: str) -> None:

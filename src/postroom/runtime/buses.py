@@ -235,7 +235,7 @@ class Buses:
 
 
 class _PrivateBus(Bus):
-    """A bus in a data folder, which is for the server's user alone."""
+    """A bus whose files only the user of the server may read and write."""
 
     _file_mode, _folder_mode = PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE
 

@@ -22,7 +22,7 @@ from postroom.contracts.tasks import LEASE_S, AgentStatus, Status, TaskLine
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.message import BusMessage, Durability, State
 from postroom.runtime.harness import HarnessStatus
-from postroom.runtime.tokens import EXPIRES_S_MAX, NAMES_MAX, Role
+from postroom.runtime.tokens import EXPIRES_S_MAX, NAMES_MAX, Permissions, Role
 from postroom.settings import RATE_MAX
 from postroom.stores.base import CLAIM_MAX
 
@@ -271,6 +271,17 @@ class NewTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     only_message: Names = ()
     only_buses: Names = ()
     read_only: bool = False
+
+
+def permissions_of(given: NewTokenBody | TokenLine) -> Permissions:
+    return Permissions(
+        may_send_to=given.may_send_to,
+        may_claim=given.may_claim,
+        may_read=given.may_read,
+        only_message=given.only_message,
+        only_buses=given.only_buses,
+        is_read_only=given.read_only,
+    )
 
 
 class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from postroom.runtime.schemas import (
     RotateBody,
     TokenLine,
     TokensAnswer,
+    permissions_of,
 )
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.tokens import MORE_RIGHTS, Permissions, RegisteredToken
@@ -105,14 +106,7 @@ def _permissions(body: NewTokenBody, org: str) -> Permissions:
     given = [name for name in MORE_RIGHTS if getattr(body, name)]
     if given and body.role != "agent" and not org:
         raise InvalidMessage(f"{given[0]} has no effect: an {body.role} of all organizations has every right")
-    return Permissions(
-        may_send_to=body.may_send_to,
-        may_claim=body.may_claim,
-        may_read=body.may_read,
-        only_message=body.only_message,
-        only_buses=body.only_buses,
-        is_read_only=body.read_only,
-    )
+    return permissions_of(body)
 
 
 def _check_names(server: TaskServer, org: str, body: NewTokenBody) -> None:

@@ -108,7 +108,7 @@ class SqliteLedger(Transaction):
         self._new_traits: tuple[Any, ...] | None = None
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
         self._no_cells: set[str] = set()
-        """Kinds that have no cells."""
+        """Kinds of which the store holds no cell, so that no cell of them is looked up."""
         self.counts: dict[tuple[int, Counted], int] = {}
         """What the transaction did to the counters. After a rollback the store reads them again."""
 

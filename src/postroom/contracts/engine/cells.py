@@ -327,7 +327,7 @@ ACCOUNTS: Final = Kind("engine.tokens", Account)
 HOLDS: Final = Kind("engine.token_holds", list[Hold])
 """The complement of the first lease of a claim -> what the claim has reserved and still holds."""
 HOLDS_SWEPT: Final = Kind("engine.token_sweep", str)
-"""The key of `HOLDS` after which the next sweep continues; absent when it starts at the beginning."""
+"""A sweep looks at some of `HOLDS`. The last key that it looked at; absent after the end of the list."""
 TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
 """Provider, model, organization -> its use."""
 DEPENDANTS: Final = Kind("engine.dependant", bool)

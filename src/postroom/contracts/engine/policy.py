@@ -73,7 +73,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Organization(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of one organization."""
+    """What the policy sets for one organization: its share, its limits, how long messages are kept."""
 
     weight: float = WEIGHT_DEFAULT
     """Its share of the deliveries, relative to other organizations that wait."""

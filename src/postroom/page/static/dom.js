@@ -133,6 +133,20 @@ export function seldom(load, fail) {
   };
 }
 
+// Loads something soon after the first of several calls.
+export function soon(load, fail, wait_ms) {
+  let timer = 0;
+  return {
+    ask() {
+      timer ||= setTimeout(() => {
+        timer = 0;
+        load().catch(fail);
+      }, wait_ms);
+    },
+    cancel: () => clearTimeout(timer),
+  };
+}
+
 // ---- notices and dialogs -----------------------------------------------------------------------------
 
 export function notify(text) {

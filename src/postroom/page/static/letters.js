@@ -1,7 +1,7 @@
 // Dead letters: patterns, filters, and a replay that first says what it would do.
 
 import { get, post } from "./api.js";
-import { ask, complain, h, messageLink, notify, number, replace, section, state, table, time } from "./dom.js";
+import { ask, complain, h, messageLink, notify, number, replace, section, soon, state, table, time } from "./dom.js";
 
 const REFRESH_MS = 1000;
 const DEAD = ["dead_letter", "quarantined", "replayed", "deleted"];
@@ -14,7 +14,7 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
   const listPlace = h("div");
   let letters = [];
   let next = "";
-  let timer = 0;
+  let turn = 0; // an answer that comes after that of a later call is not shown
 
   const change = (event) => {
     filters[event.target.name] = event.target.value;
@@ -31,8 +31,9 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
   );
 
   async function load(after = "") {
+    const mine = ++turn;
     const found = await get("/page/dead-letters", { ...filters, after });
-    if (!isCurrent()) return;
+    if (mine !== turn || !isCurrent()) return;
     letters = after ? [...letters, ...found.letters] : found.letters;
     next = found.after;
     if (!after) replace(patternPlace, patterns(found));
@@ -99,17 +100,14 @@ export async function show(content, { parameters, session, isCurrent, fail }) {
     );
   }
 
+  const again = soon(load, fail, REFRESH_MS);
   await load();
   return {
     events(events, skipped) {
-      if (timer || !(skipped || events.some((one) => DEAD.includes(one.kind)))) return;
-      timer = setTimeout(() => {
-        timer = 0;
-        load().catch(fail);
-      }, REFRESH_MS);
+      if (skipped || events.some((one) => DEAD.includes(one.kind))) again.ask();
     },
     reset: () => load().catch(fail),
-    close: () => clearTimeout(timer),
+    close: again.cancel,
   };
 }
 

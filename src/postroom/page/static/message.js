@@ -1,14 +1,13 @@
 // One message: its life, its tree, its payload, its errors, who holds it, and what can be done with it.
 
 import { get, post } from "./api.js";
-import { ask, code, complain, h, link, messageLink, notify, number, replace, seconds, section, state, table, time } from "./dom.js";
+import { ask, code, complain, h, link, messageLink, notify, number, replace, seconds, section, soon, state, table, time } from "./dom.js";
 
 const REFRESH_MS = 300;
 
 export async function show(content, { argument, isCurrent, fail }) {
   const body = h("div");
   let ids = new Set([argument]);
-  let timer = 0;
   let turn = 0;
   content.append(h("h1", {}, "Message ", h("span", { class: "id" }, argument)), body);
 
@@ -19,20 +18,14 @@ export async function show(content, { argument, isCurrent, fail }) {
     ids = new Set([argument, ...found.tree.map((one) => one.message_id)]);
     replace(body, draw(found, load));
   }
-  const reload = () => {
-    if (timer) return;
-    timer = setTimeout(() => {
-      timer = 0;
-      load().catch(fail);
-    }, REFRESH_MS);
-  };
+  const again = soon(load, fail, REFRESH_MS);
   await load();
   return {
     events(events, skipped) {
-      if (skipped || events.some((one) => ids.has(one.message_id) || ids.has(one.parent_message_id))) reload();
+      if (skipped || events.some((one) => ids.has(one.message_id) || ids.has(one.parent_message_id))) again.ask();
     },
-    reset: reload,
-    close: () => clearTimeout(timer),
+    reset: again.ask,
+    close: again.cancel,
   };
 }
 

@@ -1,7 +1,7 @@
 // The tasks of one agent, and one task with its life.
 
 import { get } from "./api.js";
-import { code, h, link, number, replace, seconds, section, seldom, state, taskLink, time } from "./dom.js";
+import { code, h, link, number, replace, seconds, section, seldom, soon, state, taskLink, time } from "./dom.js";
 import { List } from "./list.js";
 import { errors, timeline } from "./message.js";
 
@@ -50,7 +50,6 @@ function form(filters, list) {
 export async function showOne(content, { argument, isCurrent, fail }) {
   const place = h("div");
   let known = "";
-  let timer = 0;
   let turn = 0;
   content.append(h("h1", {}, "Task ", h("span", { class: "id" }, argument)), place);
 
@@ -62,20 +61,14 @@ export async function showOne(content, { argument, isCurrent, fail }) {
     known = text;
     replace(place, draw(found));
   }
-  const reload = () => {
-    if (timer) return;
-    timer = setTimeout(() => {
-      timer = 0;
-      load().catch(fail);
-    }, REFRESH_MS);
-  };
+  const again = soon(load, fail, REFRESH_MS);
   await load();
   return {
     events(events, skipped) {
-      if (skipped || events.some((one) => one.message_id === argument)) reload();
+      if (skipped || events.some((one) => one.message_id === argument)) again.ask();
     },
-    reset: reload,
-    close: () => clearTimeout(timer),
+    reset: again.ask,
+    close: again.cancel,
     overview: seldom(load, fail),
   };
 }
