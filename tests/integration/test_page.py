@@ -480,6 +480,38 @@ def test_a_waiting_message_is_cancelled_and_retried(world: PageWorld, page: Page
     expect(page.locator(".lead .state")).to_have_text("QUEUED")
 
 
+def test_dead_letters_of_an_earlier_filter_do_not_replace_those_of_a_later_one(
+    world: PageWorld, page: Page
+) -> None:
+    failing = {"payload": {"fail": "x"}, "max_retries": 0}
+    hidden, shown = world.run({"org_id": "earlier", **failing}, {"org_id": "later", **failing})
+    late: list[tuple[Route, APIResponse]] = []
+
+    def hold_earlier(route: Route) -> None:
+        if "org_id=earlier" in route.request.url:
+            late.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    page.goto(f"{world.url}/#/dead-letters?org_id=later")
+    expect(page.get_by_label(f"choose {shown}")).to_be_visible()
+    page.route(re.compile("/page/dead-letters"), hold_earlier)
+    organization = page.get_by_label("Organization")
+    for name in ("earlier", "later"):
+        with page.expect_request(re.compile(f"org_id={name}")):
+            organization.fill(name)
+            organization.blur()
+    expect(page.get_by_label(f"choose {shown}")).to_be_visible()
+    [(route, answer)] = late
+    assert [letter["message_id"] for letter in answer.json()["letters"]] == [hidden]
+    with page.expect_response(re.compile("org_id=earlier")) as answered:
+        route.fulfill(response=answer)
+    answered.value.finished()
+    page.evaluate("() => new Promise((done) => setTimeout(done, 0))")  # the page has taken the answer
+    expect(page.get_by_label(f"choose {hidden}")).to_have_count(0)
+    expect(page.get_by_label(f"choose {shown}")).to_be_visible()
+
+
 def test_a_dead_letter_is_replayed_after_a_preview(world: PageWorld, page: Page) -> None:
     [dead] = world.run({"org_id": "replays", "payload": {"fail": "once"}, "max_retries": 0})
     page.goto(f"{world.url}/#/dead-letters?org_id=replays")
