@@ -45,3 +45,24 @@ def test_agents_of_two_organizations_with_the_same_name_have_shares_of_their_own
             shares.take(twin)
         shares.give_back(twin)
     assert shares.used == 0
+
+
+def test_an_organization_leaves_half_of_what_agents_may_use() -> None:
+    shares = Shares("things", total_max=10, each_max=4, reserve=2)
+    for name in "abcd":
+        shares.take(Identity(name, "agent", org="acme"))
+    with pytest.raises(TooMany, match="'acme' may have at most 4 things"):
+        shares.take(Identity("e", "agent", org="acme"))
+    with pytest.raises(TooMany, match="'acme' may have at most 4 things"):
+        shares.take(Identity("chief", "operator", org="acme"))
+    shares.take(Identity("a", "agent", org="other"), 4)
+    shares.give_back(Identity("a", "agent", org="acme"))
+    shares.give_back(Identity("a", "agent", org="other"))
+    shares.take(Identity("e", "agent", org="acme"))
+
+
+def test_agents_without_an_organization_have_no_common_share() -> None:
+    shares = Shares("things", total_max=10, each_max=4, reserve=2)
+    for who in (ONE, TWO):
+        shares.take(who, 4)
+    assert shares.used == 8

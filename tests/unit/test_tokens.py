@@ -125,6 +125,22 @@ def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
     assert len(tokens.list()) == 1
 
 
+def test_tokens_of_an_organization_leave_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postroom.runtime.tokens.TOKENS_AN_ORGANIZATION_MAX", 2)
+    tokens = Tokens(tmp_path)
+    made = [tokens.create("agent", "acme", name) for name in ("ada", "ben")]
+    with pytest.raises(InvalidMessage, match="'acme' has 2 tokens already, which is the limit"):
+        tokens.create("agent", "acme", "cleo")
+    with pytest.raises(InvalidMessage, match="'acme' has 2 tokens already"):
+        tokens.rotate(made[0].token_id, overlap_s=60)
+    tokens.create("agent", "other", "ada")
+    tokens.create("operator")
+    tokens.revoke(made[0].token_id)
+    tokens.create("agent", "acme", "cleo")
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -243,6 +243,26 @@ def test_tokens_take_turns_when_more_calls_wait_than_fit_into_a_commit(
     run(work)
 
 
+def test_many_tokens_of_an_organization_share_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURN_MAX", 4)
+
+    async def work(_: Tasks, writer: StoreWriter) -> None:
+        order = Order(writer)
+        await order.begin()
+        for name in "abcdef":
+            order.submit(f"acme {name}", Identity(name, "agent", org="acme"))
+        order.submit("other 0", Identity("a", "agent", org="other"))
+        order.submit("other 1", Identity("a", "agent", org="other"))
+        order.submit("acme a again", Identity("a", "agent", org="acme"))
+        assert await order.end() == [
+            ["acme a", "other 0", "acme b", "other 1"],
+            ["acme c", "acme d", "acme e", "acme f"],
+            ["acme a again"],
+        ]
+
+    run(work)
+
+
 def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
     large = module.TURN_BYTES_MAX
 

@@ -1,15 +1,21 @@
-"""Shares: one caller cannot use up a resource that all callers of a server share."""
+"""Shares: neither one caller nor one organization can use up what all callers of a server share."""
+
+from collections import Counter
+from typing import Any
 
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
 
 RETRY_AFTER_S = 5.0
+ORGANIZATION_PARTS = 2
+"""One organization gets at most one of so many equal parts of what all agents may use."""
 
 
 class Shares:
-    """A resource with `total_max` units: at most `each_max` for one agent, and a reserve for operators.
+    """A resource with `total_max` units, of which `reserve` are for operators.
 
-    Agents together may use `total_max - reserve`. An operator may use all that is left.
+    One agent may use `each_max`, one organization half of what agents together may use, and an operator all
+    that is left.
     """
 
     def __init__(self, what: str, total_max: int, each_max: int, reserve: int) -> None:
@@ -17,29 +23,36 @@ class Shares:
         self._total_max = total_max
         self._each_max = each_max
         self._reserve = reserve
-        self._by_holder: dict[tuple[str, str], int] = {}
+        self._organization_max = max(1, (total_max - reserve) // ORGANIZATION_PARTS)
+        self._by_holder: Counter[tuple[str, str]] = Counter()
+        self._by_organization: Counter[str] = Counter()
         self.used = 0
 
     def take(self, identity: Identity, amount: int = 1) -> None:
         """Take units. Raises `TooMany` when the caller's share is used up, `Unavailable` when all are."""
         available = self._total_max
-        own = self._by_holder.get(identity.holder, 0) + amount
         if not identity.is_operator:
             available -= self._reserve
-            if own > self._each_max:
+            if self._by_holder[identity.holder] + amount > self._each_max:
                 raise TooMany(identity.name, self._what, self._each_max, RETRY_AFTER_S)
+            if identity.org and self._by_organization[identity.org] + amount > self._organization_max:
+                raise TooMany(identity.org, self._what, self._organization_max, RETRY_AFTER_S)
         if self.used + amount > available:
             raise Unavailable(
                 f"the server allows at most {available} {self._what} at a time: try again later"
             )
-        self._by_holder[identity.holder] = own
+        self._by_holder[identity.holder] += amount
+        self._by_organization[identity.org] += amount
         self.used += amount
 
     def give_back(self, identity: Identity, amount: int = 1) -> None:
         """Return units that were taken."""
         self.used -= amount
-        left = self._by_holder[identity.holder] - amount
-        if left:
-            self._by_holder[identity.holder] = left
-        else:
-            del self._by_holder[identity.holder]
+        _lower(self._by_holder, identity.holder, amount)
+        _lower(self._by_organization, identity.org, amount)
+
+
+def _lower(counts: Counter[Any], key: object, amount: int) -> None:
+    counts[key] -= amount
+    if not counts[key]:
+        del counts[key]

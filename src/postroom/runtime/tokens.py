@@ -31,6 +31,7 @@ DEMO_PREFIX = "demo-"  # of the organizations and agents of the demo
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
+TOKENS_AN_ORGANIZATION_MAX = 2_500
 OWNED_NAMES_MAX = 20_000  # of a data folder
 NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
@@ -154,7 +155,7 @@ class Tokens:
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
         with self._changing() as tokens:
-            _check_room(tokens)
+            _check_room(tokens, org)
             if any(agent == token.token_id for token in tokens):  # the name of an operator without an agent
                 raise InvalidMessage(f"{agent!r} is the id of a token: choose another name of the agent")
             expires = _earliest(expires, _end_of(tokens, maker_id))
@@ -197,7 +198,7 @@ class Tokens:
                     )  # fmt: skip
                     kept = [msgspec.structs.replace(old, expires=end)] if end > now else []
                     if kept:
-                        _check_room(tokens)
+                        _check_room(tokens, old.org)
                     tokens[index : index + 1] = [*kept, successor]
                     return made
             raise _unknown(tokens, token_id)
@@ -315,9 +316,13 @@ def _earliest(*ends: datetime | None) -> datetime | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _check_room(tokens: Sequence[RegisteredToken]) -> None:
+def _check_room(tokens: Sequence[RegisteredToken], org: str) -> None:
     if len(tokens) >= TOKENS_MAX:
         raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
+    if org and sum(token.org == org for token in tokens) >= TOKENS_AN_ORGANIZATION_MAX:
+        raise InvalidMessage(
+            f"{org!r} has {TOKENS_AN_ORGANIZATION_MAX} tokens already, which is the limit: revoke some"
+        )
 
 
 def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -3,9 +3,11 @@
 The event loop hands over all calls of one of its rounds together, and gets all outcomes of a commit together.
 Handing over each call alone would cost far more, because the two threads would switch at every step.
 
-Rule 1: when more calls wait than fit into one commit, the tokens take turns, one call at a time.
-Rule 2: a token whose call does not fit into a commit has the first turn in the next one.
-Rule 3: a token has a share of the waiting calls and of their bytes. Operators have a reserve.
+Rule 1: when more calls wait than fit into one commit, the organizations take turns, one call at a time. So do
+        the tokens of an organization in its turns. A token without an organization has turns of its own.
+Rule 2: who has a call that does not fit into a commit has the first turn in the next one.
+Rule 3: a token has a share of the waiting calls and of their bytes, and so has an organization. Operators
+        have a reserve.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import queue
 import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -60,6 +62,10 @@ class _Job(msgspec.Struct, frozen=True):
     """For a claim: how many of the tasks each submission gets at most; else empty."""
 
 
+_Holder: TypeAlias = tuple[str, str]
+_Tokens: TypeAlias = dict[_Holder, deque[_Submission]]
+
+
 class StoreWriter:
     """Runs calls on `tasks` in a thread, many in one commit, and resolves futures in the event loop."""
 
@@ -72,8 +78,9 @@ class StoreWriter:
             "bytes of calls that wait", WAITING_BYTES_MAX, WAITING_BYTES_A_TOKEN_MAX, WAITING_BYTES_RESERVE
         )
         self._batches: queue.SimpleQueue[list[_Submission] | None] = queue.SimpleQueue()
-        self._waiting: OrderedDict[tuple[str, str], deque[_Submission]] = OrderedDict()
-        """By token: calls that did not fit into the last commit. The token whose turn is next comes first."""
+        self._waiting: OrderedDict[str | _Holder, _Tokens] = OrderedDict()
+        """By organization and token: calls that did not fit into the last commit. Whose turn is next comes
+        first."""
         self._closing = False
         self._ended = False
         self.turns = 0
@@ -166,7 +173,9 @@ class StoreWriter:
         ):
             return submissions
         for submission in submissions:
-            self._waiting.setdefault(submission.identity.holder, deque()).append(submission)
+            holder = submission.identity.holder
+            tokens = self._waiting.setdefault(submission.identity.org or holder, {})
+            tokens.setdefault(holder, deque()).append(submission)
         return self._group()
 
     def _drain(self) -> list[_Submission]:
@@ -182,22 +191,26 @@ class StoreWriter:
         return submissions
 
     def _group(self) -> list[_Submission]:
-        """As many calls as fit into one commit, one of each token in turn."""
+        """As many calls as fit into one commit, one of each organization in turn."""
         group: list[_Submission] = []
         left = TURN_BYTES_MAX
-        unfit: list[tuple[tuple[str, str], deque[_Submission]]] = []
+        unfit: list[tuple[str | _Holder, _Tokens]] = []
         while self._waiting and len(group) < TURN_MAX:
-            holder, waiting = self._waiting.popitem(last=False)
-            if group and waiting[0].work > left:
-                unfit.append((holder, waiting))
+            organization, tokens = self._waiting.popitem(last=False)
+            holder = next(iter(tokens))
+            if group and tokens[holder][0].work > left:
+                unfit.append((organization, tokens))
                 continue
+            waiting = tokens.pop(holder)
             group.append(waiting.popleft())
             left -= group[-1].work
             if waiting:
-                self._waiting[holder] = waiting
-        for holder, waiting in reversed(unfit):
-            self._waiting[holder] = waiting
-            self._waiting.move_to_end(holder, last=False)
+                tokens[holder] = waiting  # after the other tokens
+            if tokens:
+                self._waiting[organization] = tokens
+        for organization, tokens in reversed(unfit):
+            self._waiting[organization] = tokens
+            self._waiting.move_to_end(organization, last=False)
         return group
 
     def _commit(self, calls: list[TaskCall], *, makes_room: bool) -> list[Any]:
