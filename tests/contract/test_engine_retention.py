@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Guard, Organization, Policy
-from postroom.contracts.engine.cells import GOALS, KEY_ENDS, KEYS, PARTS, RATES, Part
+from postroom.contracts.engine.cells import (
+    GOALS,
+    KEY_ENDS,
+    KEYS,
+    MESSAGE_BYTES,
+    PARTS,
+    RATES,
+    STORED_BYTES,
+    Part,
+)
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.retention import (
@@ -20,6 +29,8 @@ from postroom.contracts.engine.retention import (
     forget_over,
     take_turn,
 )
+from postroom.contracts.engine.storage import COUNTED_BYTES
+from postroom.errors import Overloaded
 from postroom.stores.base import Outbox
 from postroom.stores.sqlite_ledger import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
@@ -195,3 +206,61 @@ def test_worker_purges_beside_its_reports(tmp_path: Path) -> None:
             await second
 
     asyncio.run(run())
+
+
+# ---- what one organization may store ---------------------------------------------------------------
+
+
+def limited(tmp_path: Path, rules: Organization) -> EngineUnderTest:
+    return EngineUnderTest(f"sqlite:///{tmp_path}/queue.db", Policy(organization=rules))
+
+
+def test_ended_messages_count_in_the_messages_of_an_organization(tmp_path: Path) -> None:
+    world = limited(tmp_path, Organization(max_stored_messages=10))
+    finished(world, 8)
+    with pytest.raises(Overloaded, match="organization acme stores 8 of at most 10 messages"):
+        world.submit_many(3)
+    world.submit_many(2)
+    with pytest.raises(Overloaded, match="stores 10 of at most 10 messages"):
+        world.submit()
+    world.submit(org_id="other")
+    world.clock.advance(8 * DAY_S)
+    purge(world)
+    world.submit()
+    world.close()
+
+
+def test_large_pieces_count_until_their_message_is_forgotten(tmp_path: Path) -> None:
+    world = limited(tmp_path, Organization(max_stored_bytes=300_000))
+    text = "x" * 100_000
+    world.submit(payload={"text": text})
+    [claimed] = world.claim()
+    record = claimed.record
+    part = Part(record.message_id, "stream_chunk", "", chunk=text)
+
+    def stream(transaction: Transaction) -> None:
+        operations = Operations(transaction, world.engine.policy)
+        operations.add_parts(record.message_id, record.lease, [part], 0)
+        operations.begin_effect(record.message_id, record.lease, "pay", runs_unknown=False)
+        operations.end_effect(record.message_id, record.lease, "pay", "y" * 2 * COUNTED_BYTES)
+
+    world.engine.store.write(stream)
+    world.submit(payload={"text": text[: COUNTED_BYTES // 2]})  # too small to be counted
+    world.finish(
+        Outcome(
+            kind="completed", message_id=record.message_id, lease=record.lease, org_id="acme",
+            result=text.encode(),
+        )
+    )  # fmt: skip
+    used = world.engine.store.read(lambda transaction: STORED_BYTES.get(transaction, "acme"))
+    assert used is not None
+    assert 300_000 + 2 * COUNTED_BYTES <= used <= 300_000 + 3 * COUNTED_BYTES
+    with pytest.raises(Overloaded, match="of at most 300,000 bytes of messages"):
+        world.submit()
+    world.submit(org_id="other", payload={"text": text})
+    world.complete(world.claim(10))
+    world.clock.advance(8 * DAY_S)
+    purge(world)
+    assert world.engine.store.read(STORED_BYTES.all) == world.engine.store.read(MESSAGE_BYTES.all) == []
+    world.submit()
+    world.close()

@@ -55,10 +55,11 @@ class Kind(Generic[T]):
         value = transaction.cell(self.name, joined(*parts))
         return None if value is None else self._decode(value)
 
-    def put(self, transaction: Cells, value: T | None, *parts: str | int) -> None:
-        """Set the value of a key; None removes it."""
+    def put(self, transaction: Cells, value: T | None, *parts: str | int) -> int:
+        """Set the value of a key, and return its bytes; None removes it."""
         encoded = None if value is None else self._encode(value)
         transaction.put_cell(self.name, joined(*parts), encoded)
+        return len(encoded or b"")
 
     def all(self, transaction: Cells) -> list[tuple[str, T]]:
         """Every key with its value."""
@@ -335,5 +336,9 @@ DEPENDANTS: Final = Kind("engine.dependant", bool)
 PURGES: Final = Kind("engine.purge", PurgeTurn)
 BODY_USES: Final = Kind("engine.body_use", bool)
 """Digest, message id -> True: the messages that refer to a large payload."""
+STORED_BYTES: Final = Kind("engine.stored_bytes", int)
+"""Organization -> bytes of what is stored for its messages, of pieces that are counted."""
+MESSAGE_BYTES: Final = Kind("engine.message_bytes", int)
+"""Message id -> its part of `STORED_BYTES`, so that forgetting the message gives it back."""
 BODIES: Final = "engine.body"
 """The kind of large payloads: digest -> bytes."""

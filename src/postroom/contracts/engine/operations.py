@@ -4,13 +4,14 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine import ends, ordering
+from postroom.contracts.engine import ends, ordering, storage
 from postroom.contracts.engine.admission import ALL, Admission
 from postroom.contracts.engine.cells import (
     BODIES,
@@ -104,6 +105,8 @@ class Operations:
                 new.append((index, message))
         if new:
             self._check_ids([message for _, message in new])
+            for org_id, count in Counter(message.org_id for _, message in new).items():
+                storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
             progress.check(self.transaction, [message for _, message in new])
             Admission(self.transaction, self._policy).check([message for _, message in new])
             for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
@@ -192,6 +195,7 @@ class Operations:
         transaction, body = self.transaction, message.body
         if len(message.payload) > self._policy.body_inline_bytes_max:
             self._store_body(message.digest, message.payload, message_id)
+        storage.add(transaction, message.org_id, message_id, len(message.payload))
         if self._books is not None and message.envelope.parent_message_id:
             note_dependant(transaction, message.envelope.parent_message_id, message_id)
         if body.idempotency_key:
@@ -278,7 +282,9 @@ class Operations:
         """Note the outcome of an effect."""
         record = self._held(message_id, lease)
         known = EFFECTS.get(self.transaction, message_id, key) or Effect(record.attempt, 0)
-        EFFECTS.put(self.transaction, replace(known, is_done=True, outcome=outcome), message_id, key)
+        done = replace(known, is_done=True, outcome=outcome)
+        size = EFFECTS.put(self.transaction, done, message_id, key)
+        storage.add(self.transaction, org_of(record.queue), message_id, size)
         self._sync(record)
 
     def drop_effect(self, message_id: str, lease: int, key: str) -> None:
@@ -297,7 +303,8 @@ class Operations:
         record = self._held(message_id, lease)
         if not first and record.attempt > 1:
             PARTS.drop_under(self.transaction, message_id)
-        PARTS.put(self.transaction, list(parts), message_id, record.attempt, first + len(parts) - 1)
+        size = PARTS.put(self.transaction, list(parts), message_id, record.attempt, first + len(parts) - 1)
+        storage.add(self.transaction, org_of(record.queue), message_id, size)
 
     def _held(self, message_id: str, lease: int) -> Record:
         """A record under a live lease."""
@@ -417,6 +424,7 @@ class Operations:
             if self._books is not None:
                 DEPENDANTS.drop_under(transaction, record.message_id)
             RECEIPTS.put(transaction, None, record.message_id)
+            storage.forget(transaction, org_of(record.queue), record.message_id)
             ordering.leave(transaction, record)
             progress.forgotten(transaction, record)
         if records:

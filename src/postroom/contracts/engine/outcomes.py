@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine import ends, ordering
+from postroom.contracts.engine import ends, ordering, storage
 from postroom.contracts.engine.breakers import Breakers, Service
 from postroom.contracts.engine.cells import GOALS, GoalUse
 from postroom.contracts.engine.messages import Body
@@ -120,7 +120,9 @@ class Outcomes:
                 self._breakers.succeeded(outcome.service, outcome.message_id)
             if outcome.body is not None and outcome.body.ordering_key:
                 self._ended(outcome.message_id)
-            self._after_work(outcome, is_new=outcome.message_id in new)
+            if outcome.message_id in new:
+                storage.add(self.transaction, outcome.org_id, outcome.message_id, len(outcome.result))
+                self._after_work(outcome)
         if self._books is not None:
             for outcome in outcomes:
                 if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
@@ -128,10 +130,10 @@ class Outcomes:
         if self._policy.guard.is_set:
             self._count_usage([one for one in outcomes if one.message_id in new])
 
-    def _after_work(self, outcome: Outcome, *, is_new: bool) -> None:
+    def _after_work(self, outcome: Outcome) -> None:
         """Update the registry of operations and the goal of a completed message."""
         body = outcome.body
-        if body is None or not is_new:
+        if body is None:
             return
         if body.operation is not None:
             registry.released(self.transaction, self._policy, outcome.message_id, outcome.result)

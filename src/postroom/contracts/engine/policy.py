@@ -27,6 +27,8 @@ DECISION_TIMEOUT_S: Final = 3_600.0
 RECOVERIES: Final = 3
 KEEP_EVENTS_S: Final = 7 * DAY_S
 KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
+STORED_MESSAGES_MAX: Final = 20_000_000
+STORED_BYTES_MAX: Final = 8 * 1024**3
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
 Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]
@@ -88,6 +90,10 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     """Submits a second of each of its users."""
     max_agents: int = AGENTS_AN_ORGANIZATION_MAX
     """How many agents may be registered, dead ones not counted."""
+    max_stored_messages: int = STORED_MESSAGES_MAX
+    """How many messages may be stored, ended ones included, until further submits are refused."""
+    max_stored_bytes: int = STORED_BYTES_MAX
+    """The same for the bytes of their payloads, results, streams and effects above 4 KiB each."""
 
     def __post_init__(self) -> None:
         if not self.weight >= WEIGHT_MIN:
