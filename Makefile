@@ -40,9 +40,10 @@ test: $(STAMP) ## all tests, with the time of each part
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX) $(BOUNCER)
 	@$(PYTHON) tools/run_tests.py
 
-check: $(STAMP) ## lint, formatting, types, import layers
+check: $(STAMP) ## lint, formatting, registry hosts, types, import layers
 	@$(PYTHON) -m ruff check
 	@$(PYTHON) -m ruff format --check
+	@$(PYTHON) tools/check_hosts.py
 	@$(PYTHON) -m mypy $(SOURCES)
 	@.venv/bin/lint-imports --no-logo
 

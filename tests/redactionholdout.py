@@ -200,7 +200,7 @@ HOLDOUT_NEAR_MISSES = (
     "12:30:45 to 13:00:00 daily",
     "MAC 00:1a:2b:3c:4d:5e joined",
     "arn:aws:s3:::my-bucket/key",
-    "docker pull ghcr.io/acme/app@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "docker pull hub.example/acme/api@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcde",
     "npm install @types/node@20.11.5",
     "follow @anna on the forum",
     "@pytest.fixture def client():",

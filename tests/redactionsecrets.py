@@ -156,7 +156,7 @@ SECRETS: tuple[Secret, ...] = (
     _secret("vendor", "mailgun @@", f"key-{_hex(32)}"),
     _secret("vendor", "mailchimp @@", f"{_hex(32)}-us14"),
     _secret("vendor", "npm @@", f"npm_{_made(36)}"),
-    _secret("vendor", "//registry.npmjs.org/:_authToken=@@", _made(36)),
+    _secret("vendor", "//registry.example.com/:_authToken=@@", _made(36)),
     _secret("vendor", "upload with @@", f"pypi-{_made(80)}"),
     _secret("vendor", '{"auths": {"registry.example.com": {"auth": "@@"}}}', _BASIC),
     _secret("vendor", "openai @@", f"sk-{_made(48)}"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from postroom.pipeline.storage import Storage
     from postroom.pipeline.tables import Tables
 
-PRODUCER: Final = "https://pypi.org/project/postroom"
+PRODUCER: Final = "urn:postroom:pipeline"
 SPEC: Final = "https://openlineage.io/spec"
 RUN_EVENT: Final = f"{SPEC}/2-0-2/OpenLineage.json#/$defs/RunEvent"
 FACETS: Final = {
