@@ -15,7 +15,7 @@ from typing import Any
 from postroom import Engine, Policy, Retry, ValidationError
 
 STEPS = 5
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 600.0
 GOAL = "trip"
 POLICY = Policy(lease_s=2.0, retries={"tool_call": Retry(max_retries=0)})
 

@@ -22,7 +22,7 @@ from robustmq.mq9 import Client, Priority  # type: ignore[import-untyped]
 PAGES = 9  # LangChain's tool shows ten messages at most
 SHARED = "pages.to.read"
 TEAM = "readers"
-TIME_LIMIT_S = 30.0
+TIME_LIMIT_S = 600.0
 
 Say = Callable[[str, str, str], None]
 

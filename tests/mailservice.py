@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.service import MailService
 from postroom.testing import ManualClock
+from tests.waiting import HANG_GUARD_S
 
-HANG_GUARD_S = 30.0
 CREATE = "$mq9.AI.MAILBOX.CREATE"
 MSG = "$mq9.AI.MAILBOX.MSG."
 

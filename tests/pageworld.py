@@ -19,6 +19,7 @@ from postroom.errors import ValidationError
 from postroom.runtime.agents import Agents
 from tests import warmpython
 from tests.pagereport import report
+from tests.waiting import HANG_GUARD_S
 
 HOSTILE = {
     "html": "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">",
@@ -78,7 +79,7 @@ class PageWorld:
     def post(self, path: str, body: Any, token: str | None = None) -> Any:
         headers = {"authorization": f"Bearer {token or self.token}", "content-type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - our own server
+        with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310 - our own server
             return json.loads(answer.read())
 
     def submit(self, **fields: Any) -> str:
@@ -98,7 +99,7 @@ class PageWorld:
         worker = asyncio.create_task(self.engine.run(worker_id="worker-1"))
         for handle in handles:
             with suppress(Exception):  # a dead letter
-                await handle.result(timeout_s=30)
+                await handle.result(timeout_s=HANG_GUARD_S)
         await self.engine.stop()
         await worker
         return [handle.message_id for handle in handles]
@@ -222,4 +223,4 @@ def page_world(
             world.engine.close()
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_GUARD_S)

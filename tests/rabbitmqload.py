@@ -20,10 +20,10 @@ from postroom.errors import StoreUnreachable, Unavailable
 from postroom.stores.rabbitmq import RabbitStore
 from postroom.stores.rabbitmq_lanes import Delivery
 from tests.tcpproxy import TcpProxy
+from tests.waiting import HANG_GUARD_S
 
 TYPE = "tool_call"
 HOW = ("reset", "reset-after")
-PATIENCE_S = 40.0
 BROKER_PATIENCE_S = 120.0  # two heartbeats have to be missed, and a broker starts slowly on a busy machine
 LOAD_PAUSE_S = 0.01
 LOOK_S = 0.02
@@ -94,7 +94,7 @@ class Load:
         wanted = len(self.done) + more
         await self.until(lambda: len(self.done) >= wanted)
 
-    async def until(self, condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    async def until(self, condition: Callable[[], object], within_s: float = HANG_GUARD_S) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"it never came true; {self.report('so far')}"

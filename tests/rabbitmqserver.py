@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.waiting import HANG_GUARD_S
+
 HOST = "127.0.0.1"
-PATIENCE_S = 60.0
 LOOK_S = 0.05
 ERLANG_ARGUMENTS = "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"
 PROGRAMS_VARIABLE = "TEST_RABBITMQ_BIN"
@@ -134,7 +135,7 @@ class RabbitServer:
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, how)
-            process.wait(PATIENCE_S)
+            process.wait(HANG_GUARD_S)
 
     def ctl(self, *words: str) -> str:
         """Run `rabbitmqctl` for this node; what it prints."""
@@ -144,7 +145,7 @@ class RabbitServer:
             check=True,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=HANG_GUARD_S,
         ).stdout
 
 
@@ -161,7 +162,7 @@ def port_mapper() -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(PATIENCE_S)
+        process.wait(HANG_GUARD_S)
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def start_together(nodes: Sequence[RabbitServer]) -> None:
 
 def await_listening(port: int, process: "subprocess.Popen[bytes]") -> None:
     """Wait until a process listens on a port."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_GUARD_S
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(OSError), socket.create_connection((HOST, port), timeout=1.0):
             return

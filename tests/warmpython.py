@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_GUARD_S
+
 STATUS = struct.Struct("i")
 LENGTH = struct.Struct("I")
 STREAMS = 3
@@ -159,7 +161,7 @@ class Template:
         if os.getpid() == self._owner:  # not in a forked child
             self._control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+                self._process.wait(HANG_GUARD_S)
 
 
 _made: list[Template] = []

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests import warmpython
+from tests.waiting import HANG_GUARD_S
 
 HOST = "127.0.0.1"
-HANG_GUARD_S = 60.0
 LOOK_S = 0.01
 CONNECT = b'CONNECT {"verbose":false,"pedantic":false,"headers":true,"no_responders":true}\r\n'
 

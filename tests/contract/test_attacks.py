@@ -14,6 +14,7 @@ import pytest
 
 from postroom import Bus, Queue
 from postroom.errors import InvalidMessage, SinceIdNotFound
+from tests.waiting import HANG_GUARD_S
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_an_exception_in_a_signal_handler_releases_the_lock(tmp_path: Path) -> N
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERRUPTED, tmp_path],
-        capture_output=True, text=True, timeout=100, check=False, env=environ,
+        capture_output=True, text=True, timeout=HANG_GUARD_S, check=False, env=environ,
     )  # fmt: skip
     assert run.stdout == "True True\n", run.stderr
 
@@ -114,7 +115,11 @@ def test_too_little_memory_for_the_bodies_loses_nothing(queue: Queue, tmp_path: 
         "except MemoryError: print('MemoryError')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code, queue.root], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, queue.root],
+        capture_output=True,
+        text=True,
+        timeout=HANG_GUARD_S,
+        check=False,
     )
     assert run.stdout == "MemoryError\n", run.stderr
     assert [m["msg_id"] for m in queue.poll("ada")] == sent

@@ -20,6 +20,7 @@ from postroom import Bus
 from postroom.errors import HandleDead, Unavailable, WriteFailed
 from postroom.message import BusMessage, Durability
 from tests.faultydisk import FaultyDisk, in_background
+from tests.waiting import HANG_GUARD_S
 
 CLASSES: list[Durability] = ["os", "group", "fsync"]
 SYNCED: list[Durability] = ["group", "fsync"]
@@ -284,7 +285,7 @@ def test_rollback_keeps_messages_of_other_processes(tmp_path: Path, disk: Faulty
         failures.append(caught.value)
 
     writer = in_background(write)
-    assert disk.entered.wait(60)
+    assert disk.entered.wait(HANG_GUARD_S)
     post(other, "acknowledged")
     disk.failing = True
     disk.gate.set()
@@ -320,7 +321,7 @@ def write_in_vain(bus: Bus, disk: FaultyDisk, meanwhile: Callable[[], None], *lo
             post_many(bus, *lost)
 
     writer = in_background(write)
-    assert disk.entered.wait(60)
+    assert disk.entered.wait(HANG_GUARD_S)
     meanwhile()
     disk.failing = True
     disk.gate.set()

@@ -17,13 +17,13 @@ from postroom.stores.transaction import Claim
 from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import fill, small_disk
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
 FEW_PAGES = 20
 MANY = 400  # commits, each of two pages or more
 HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096
-LONG_S = 60.0
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def wal_pages(path: Path) -> int:
 def wait_for_thread() -> None:
     for thread in threading.enumerate():
         if thread.name == "postroom-checkpoint":
-            thread.join(LONG_S)
+            thread.join(HANG_GUARD_S)
 
 
 def test_the_wal_is_reused_after_each_checkpoint(store: SqliteStore, path: Path) -> None:
@@ -190,7 +190,7 @@ def test_threads_commit_during_a_checkpoint(store: SqliteStore) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_GUARD_S)
     assert store.count() == {"q": {"QUEUED": 800}}
 
 

@@ -15,7 +15,7 @@ from postroom.core.agents import AgentRules
 from postroom.errors import InvalidMessage, SandboxUnavailable, ValidationError
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
-from tests.waiting import eventually
+from tests.waiting import HANG_GUARD_S, eventually
 
 __all__ = ["database", "postgres"]  # fixtures
 
@@ -222,17 +222,17 @@ def test_every_worker_process_gets_warm_sandboxes_for_spawned_agents(tmp_path: P
             worker = asyncio.create_task(here.run())
             payload = {"agent_id": "coder", "tools": ["shell"]}
             spawn = await here.submit(type="agent_spawn", org_id="acme", payload=payload)
-            await spawn.result(30)
+            await spawn.result(HANG_GUARD_S)
             await there.sandboxes.tend()
             assert there.sandboxes.status()["acme/coder"].warm == 2
             folders = {box.sandbox._folder for box in there.sandboxes._pools["acme", "coder"]._warm}  # type: ignore[attr-defined]
             assert all(folder.is_dir() for folder in folders)
             end = await here.submit(type="agent_terminate", org_id="acme", payload=payload)
-            await end.result(30)
+            await end.result(HANG_GUARD_S)
             await there.sandboxes.tend()
             assert there.sandboxes.status() == {}
             assert not any(folder.exists() for folder in folders)
-            await (await here.submit(type="agent_spawn", org_id="acme", payload=payload)).result(30)
+            await (await here.submit(type="agent_spawn", org_id="acme", payload=payload)).result(HANG_GUARD_S)
             assert here.sandboxes.status()
             await here.stop()
             await worker

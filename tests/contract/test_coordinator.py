@@ -32,9 +32,9 @@ from postroom.stores.base import Listing
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.engines import soon
+from tests.waiting import HANG_GUARD_S
 
 T = TypeVar("T")
-WAIT_S = 30
 FAST_RETRIES = {"model_call": Retry(max_retries=3, delay_s=0.01), "tool_call": Retry(delay_s=0.01)}
 
 
@@ -96,7 +96,7 @@ def events_of(engine: Engine, kind: str) -> list[Event]:
 
 
 async def eventually(look: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_GUARD_S):
         while not look():  # noqa: ASYNC110 - the store has no event for it
             await asyncio.sleep(0.01)
 
@@ -112,9 +112,11 @@ def test_an_agent_gets_results_and_joined_streams_alike(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            assert await agent.request(type="tool_call", payload={"n": 7}, timeout_s=WAIT_S) == {"got": 7}
+            assert await agent.request(type="tool_call", payload={"n": 7}, timeout_s=HANG_GUARD_S) == {
+                "got": 7
+            }
             words = {"words": ["a", "b"], "result": {"tokens": 2}}
-            assert await agent.request(type="model_call", payload=words, timeout_s=WAIT_S) == "1a1b"
+            assert await agent.request(type="model_call", payload=words, timeout_s=HANG_GUARD_S) == "1a1b"
             await eventually(lambda: not open_requests(engine))
             assert len(events_of(engine, "delivered")) == 2
 
@@ -126,7 +128,7 @@ def test_acknowledgment_progress_chunks_and_end_are_parts_with_the_epoch(url: st
         async with working(url) as engine, Coordinator(engine), Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
             stream = agent.stream(
-                type="model_call", payload={"words": "abc", "result": "done"}, timeout_s=WAIT_S
+                type="model_call", payload={"words": "abc", "result": "done"}, timeout_s=HANG_GUARD_S
             )
             parts = [part async for part in stream]
         kinds = ["acknowledgment", "progress", *["stream_chunk"] * 3, "stream_complete"]
@@ -144,7 +146,7 @@ def test_a_retry_restarts_the_stream(url: str) -> None:
             agent = await coordinator.register("planner", "acme")
             failing = gate("failing")
             payload = {"words": "ab", "fails": 1, "gate": "failing"}
-            stream = agent.stream(type="model_call", payload=payload, timeout_s=WAIT_S)
+            stream = agent.stream(type="model_call", payload=payload, timeout_s=HANG_GUARD_S)
             seen: list[Any] = []
 
             async def read() -> None:
@@ -170,10 +172,10 @@ def test_replace_gives_the_chunks_of_the_next_attempt_without_an_error(url: str)
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
             fields: dict[str, Any] = {"type": "model_call", "payload": {"words": "ab", "fails": 2}}
-            stream = agent.stream(**fields, restart="replace", timeout_s=WAIT_S)
+            stream = agent.stream(**fields, restart="replace", timeout_s=HANG_GUARD_S)
             chunks = [part.chunk async for part in stream if part.type == "stream_chunk"]
             assert chunks[-2:] == ["3a", "3b"]
-            assert await agent.request(**fields, timeout_s=WAIT_S) == "3a3b"
+            assert await agent.request(**fields, timeout_s=HANG_GUARD_S) == "3a3b"
 
     soon(scenario())
 
@@ -184,9 +186,9 @@ def test_a_failed_message_raises_for_request_and_is_the_last_part_of_a_stream(ur
             agent = await coordinator.register("planner", "acme")
             fields: dict[str, Any] = {"type": "tool_call", "payload": {"fails": True}, "max_retries": 0}
             with pytest.raises(MessageFailed, match="no") as failed:
-                await agent.request(**fields, timeout_s=WAIT_S)
+                await agent.request(**fields, timeout_s=HANG_GUARD_S)
             assert failed.value.state == "DEAD_LETTER"
-            parts = [part async for part in agent.stream(**fields, timeout_s=WAIT_S)]
+            parts = [part async for part in agent.stream(**fields, timeout_s=HANG_GUARD_S)]
             assert (parts[-1].type, parts[-1].error) == ("error", {"type": "ValueError", "message": "no"})
             await eventually(lambda: not open_requests(engine))
 
@@ -216,7 +218,9 @@ def test_a_restarted_agent_resumes_its_open_requests_and_nothing_else(url: str) 
         async with working(url) as engine:
             async with Coordinator(engine) as first:
                 agent = await first.register("planner", "acme")
-                assert await agent.request(type="tool_call", payload={"n": 0}, timeout_s=WAIT_S) == {"got": 0}
+                assert await agent.request(type="tool_call", payload={"n": 0}, timeout_s=HANG_GUARD_S) == {
+                    "got": 0
+                }
                 restarted = gate("restarted")
                 tasks = [
                     asyncio.create_task(
@@ -270,7 +274,7 @@ def test_two_reads_of_the_same_message_both_get_the_answer(url: str) -> None:
             asked = gate("asked twice")
             fields: dict[str, Any] = {"payload": {"n": 1, "gate": "asked twice"}, "idempotency_key": "once"}
             both = [
-                asyncio.create_task(agent.request(type="tool_call", **fields, timeout_s=WAIT_S))
+                asyncio.create_task(agent.request(type="tool_call", **fields, timeout_s=HANG_GUARD_S))
                 for _ in range(2)
             ]
             await eventually(lambda: agent.reading.total() == 2)
@@ -286,7 +290,7 @@ def test_a_slow_reader_gets_every_chunk_in_order(url: str) -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
             words = [f"w{n} " for n in range(6_000)]
-            stream = agent.stream(type="model_call", payload={"words": words}, timeout_s=WAIT_S)
+            stream = agent.stream(type="model_call", payload={"words": words}, timeout_s=HANG_GUARD_S)
             indexes, waiting_most = [], 0
             async for part in stream:
                 if part.chunk_index is not None:
@@ -307,7 +311,10 @@ def test_agents_of_a_testing_engine_get_answers() -> None:
         handlers(engine)
         async with engine.testing() as testing, Coordinator(testing) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            assert await agent.request(type="model_call", payload={"words": "ab"}, timeout_s=WAIT_S) == "1a1b"
+            assert (
+                await agent.request(type="model_call", payload={"words": "ab"}, timeout_s=HANG_GUARD_S)
+                == "1a1b"
+            )
 
     soon(scenario())
 
@@ -316,7 +323,7 @@ def test_blocking_request_waits_for_the_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with working(f"sqlite:///{tmp_path}/queue.db") as engine:
             request = engine.blocking.request
-            fields: dict[str, Any] = {"org_id": "acme", "timeout_s": WAIT_S}
+            fields: dict[str, Any] = {"org_id": "acme", "timeout_s": HANG_GUARD_S}
             answer = await asyncio.to_thread(request, type="model_call", payload={"words": "ab"}, **fields)
             assert answer == "1a1b"
             assert await asyncio.to_thread(request, type="tool_call", payload={"n": 3}, **fields) == {
@@ -382,7 +389,9 @@ def test_registrations_at_the_same_time_have_one_winner(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
             both = await asyncio.gather(*(each.register("planner", "acme") for each in (one, two) * 5))
-            calls = [agent.request(type="tool_call", payload={"n": 1}, timeout_s=WAIT_S) for agent in both]
+            calls = [
+                agent.request(type="tool_call", payload={"n": 1}, timeout_s=HANG_GUARD_S) for agent in both
+            ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             assert outcomes.count({"got": 1}) == 1
             assert sum(isinstance(outcome, AgentReplaced) for outcome in outcomes) == 9
@@ -460,7 +469,7 @@ def test_agents_have_no_queue_and_no_task_of_their_own(url: str) -> None:
             all_ask = gate("all ask")
             payload = {"n": 1, "gate": "all ask"}
             asked = [
-                asyncio.create_task(agent.request(type="tool_call", payload=payload, timeout_s=WAIT_S))
+                asyncio.create_task(agent.request(type="tool_call", payload=payload, timeout_s=HANG_GUARD_S))
                 for agent in agents
             ]
             await eventually(lambda: len(open_requests(engine)) == len(agents))
@@ -517,7 +526,7 @@ def test_an_inbox_waits_for_messages(url: str) -> None:
             for number in range(3):  # each one comes to a reader that waits
                 await eventually(lambda: len(seen) == number)  # noqa: B023 - awaited at once
                 await sender.send(to="reader", payload=number)
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(HANG_GUARD_S):
                 await reading
             assert seen == [0, 1, 2]
 
@@ -540,7 +549,7 @@ def test_a_message_to_nobody_bounces_at_once(url: str) -> None:
                 type="agent_message", org_id="acme", agent_id="sender", payload={"to": "reader", "body": 1}
             )
             with pytest.raises(MessageFailed) as failed:
-                await handle.result(timeout_s=WAIT_S)
+                await handle.result(timeout_s=HANG_GUARD_S)
             assert failed.value.error_history[-1]["error_type"] == "Bounced"
             assert len(failed.value.error_history) == 1
 
@@ -554,7 +563,7 @@ def test_a_submitted_agent_message_reaches_the_inbox(url: str) -> None:
             handle = await engine.submit(
                 type="agent_message", org_id="acme", user_id="ada", payload={"to": "reader", "body": {"a": 1}}
             )
-            await handle.result(timeout_s=WAIT_S)
+            await handle.result(timeout_s=HANG_GUARD_S)
             [message] = await reader.inbox()
             assert (message.payload, message.message_id) == ({"a": 1}, handle.message_id)
 
@@ -581,7 +590,7 @@ def test_a_purge_removes_chunks(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")
-            await agent.request(type="model_call", payload={"words": ["a"] * 300}, timeout_s=WAIT_S)
+            await agent.request(type="model_call", payload={"words": ["a"] * 300}, timeout_s=HANG_GUARD_S)
             assert engine.store.read(PARTS.all)
             records = engine.store.find(Listing(limit=1_000))
             await engine.core.write(lambda operations: operations.forget(records))
@@ -598,7 +607,10 @@ def test_the_bytes_of_a_stream_are_limited(url: str, monkeypatch: pytest.MonkeyP
             agent = await coordinator.register("planner", "acme")
             with pytest.raises(MessageFailed, match="at most 100 bytes"):
                 await agent.request(
-                    type="model_call", payload={"words": ["long " * 10] * 3}, max_retries=0, timeout_s=WAIT_S
+                    type="model_call",
+                    payload={"words": ["long " * 10] * 3},
+                    max_retries=0,
+                    timeout_s=HANG_GUARD_S,
                 )
 
     soon(scenario())
@@ -618,11 +630,13 @@ def test_a_damaged_answer_ends_with_an_error_and_holds_up_no_other_agent(url: st
             *_, (key, _) = engine.store.read(PARTS.all)
             engine.store.write(lambda transaction: transaction.put_cell(PARTS.name, key, b"[{"))
             again = await coordinator.register("a", "acme")
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(HANG_GUARD_S):
                 damaged = [part async for part in again.resume()][-1]
             assert damaged.error is not None
             assert damaged.error["type"] == "AnswerDamaged"
-            assert await other.request(type="tool_call", payload={"n": 1}, timeout_s=WAIT_S) == {"got": 1}
+            assert await other.request(type="tool_call", payload={"n": 1}, timeout_s=HANG_GUARD_S) == {
+                "got": 1
+            }
             opened.set()
 
     asyncio.run(scenario())
@@ -635,7 +649,7 @@ def test_a_damaged_answer_bounces_like_others(url: str) -> None:
                 type="model_call", org_id="acme", agent_id="gone", payload={"words": ["x"]},
                 created_by={"type": "user", "id": "ada"},
             )  # fmt: skip
-            await handle.result(WAIT_S)
+            await handle.result(HANG_GUARD_S)
             *_, (key, _) = engine.store.read(PARTS.all)
 
             def damage(transaction: Transaction) -> None:
@@ -669,7 +683,7 @@ def test_a_chunk_that_json_cannot_hold_fails_its_message(chunk: Any) -> None:
             async with Coordinator(engine) as coordinator:
                 agent = await coordinator.register("a", "acme")
                 with pytest.raises(MessageFailed, match="a chunk cannot be written as JSON"):
-                    await agent.request(type="tool_call", payload={}, timeout_s=WAIT_S)
+                    await agent.request(type="tool_call", payload={}, timeout_s=HANG_GUARD_S)
             await engine.stop()
             await worker
 
@@ -687,7 +701,7 @@ def test_a_progress_report_that_does_not_fit_fails_its_message(report: Any) -> N
 
             worker = asyncio.create_task(engine.run())
             with pytest.raises(MessageFailed, match="progress"):
-                await engine.request(type="tool_call", org_id="acme", payload={}, timeout_s=WAIT_S)
+                await engine.request(type="tool_call", org_id="acme", payload={}, timeout_s=HANG_GUARD_S)
             await engine.stop()
             await worker
 

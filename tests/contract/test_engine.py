@@ -41,6 +41,7 @@ from postroom.stores.store import Store
 from postroom.testing import FIRST_WALL_US, ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
 from tests.postgresserver import database, postgres, store_url
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "postgres"]  # fixtures
 
@@ -1001,7 +1002,7 @@ def test_worker_runs_async_plain_and_process_handlers(url: str) -> None:
             def two(_message: Any, ctx: Any) -> str:
                 ctx.progress(0.5)
                 child = ctx.submit(type="tool_call", payload={})
-                return f"{threading.current_thread().name} {child.result(timeout_s=30)}"
+                return f"{threading.current_thread().name} {child.result(timeout_s=HANG_GUARD_S)}"
 
             @engine.handler("memory_save", pool="process")
             def three(_message: Any, ctx: Any) -> Any:
@@ -1011,7 +1012,7 @@ def test_worker_runs_async_plain_and_process_handlers(url: str) -> None:
             results = []
             for kind in ("tool_call", "model_call", "memory_save"):
                 handle = await engine.submit(type=kind, org_id="acme", payload={})
-                results.append(await handle.result(timeout_s=30))
+                results.append(await handle.result(timeout_s=HANG_GUARD_S))
             assert results[0] == "async"
             assert results[1].startswith("postroom-handler")
             assert results[2] == "process"
@@ -1081,7 +1082,7 @@ def test_cancel_reaches_a_running_handler(url: str) -> None:
                     await asyncio.wait_for(started.wait(), 30)
                 await handle.cancel()
                 with pytest.raises(MessageFailed, match="CANCELLED"):
-                    await handle.result(timeout_s=30)
+                    await handle.result(timeout_s=HANG_GUARD_S)
             await asyncio.wait_for(cancelled.wait(), 30)
             await asyncio.to_thread(seen.wait, 30)
             await engine.stop()
@@ -1154,10 +1155,12 @@ def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> N
             worker = asyncio.create_task(engine.run())
             message = {"type": "tool_call", "org_id": "acme"}
             handles = await engine.submit_many([{**message, "payload": {"n": n}} for n in range(50)])
-            results = [await handle.result(timeout_s=30) for n, handle in enumerate(handles) if n != 3]
+            results = [
+                await handle.result(timeout_s=HANG_GUARD_S) for n, handle in enumerate(handles) if n != 3
+            ]
             assert results == [n for n in range(50) if n != 3]
             with pytest.raises(MessageFailed, match="odd"):
-                await handles[3].result(timeout_s=30)
+                await handles[3].result(timeout_s=HANG_GUARD_S)
             assert max(sizes) == 25
             await engine.stop()
             await worker
@@ -1176,7 +1179,7 @@ def test_handler_timeout_is_retried(url: str) -> None:
             worker = asyncio.create_task(engine.run())
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
             with pytest.raises(MessageFailed, match="longer than"):
-                await handle.result(timeout_s=30)
+                await handle.result(timeout_s=HANG_GUARD_S)
             await engine.stop()
             await worker
 
@@ -1196,7 +1199,7 @@ def test_leases_are_renewed_while_a_handler_runs(url: str) -> None:
 
             worker = asyncio.create_task(engine.run())
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-            assert await handle.result(timeout_s=30) == "done"
+            assert await handle.result(timeout_s=HANG_GUARD_S) == "done"
             assert runs == [1]
             await engine.stop()
             await worker
@@ -1228,17 +1231,17 @@ def test_blocking_verbs_work_in_plain_code(url: str) -> None:
     thread.start()
     try:
         handle = engine.blocking.submit(type="tool_call", org_id="acme", payload={"n": 5})
-        assert handle.result(timeout_s=30) == 5
+        assert handle.result(timeout_s=HANG_GUARD_S) == 5
         assert [part.type for part in handle][-1] == "result"
         assert engine.blocking.get(handle.message_id).state == "COMPLETED"
         many = engine.blocking.submit_many(
             [{"type": "tool_call", "org_id": "acme", "payload": {"n": n}} for n in range(3)]
         )
-        assert [each.result(timeout_s=30) for each in many] == [0, 1, 2]
+        assert [each.result(timeout_s=HANG_GUARD_S) for each in many] == [0, 1, 2]
         assert engine.blocking.status().organizations["acme"].states["COMPLETED"] == 4
     finally:
         engine.blocking.stop()
-        thread.join(30)
+        thread.join(HANG_GUARD_S)
         engine.close()
 
 
@@ -1340,7 +1343,7 @@ def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
     async def parent(_message: Any, ctx: Any) -> str:
         child = await ctx.submit(type="tool_call", payload={}, delay_s=60)
         with pytest.raises(TimeoutError):
-            await child.result(timeout_s=10)
+            await child.result(timeout_s=HANG_GUARD_S)
         return "gave up"
 
     async def scenario() -> None:

@@ -35,9 +35,7 @@ from postroom.errors import (
     WrongState,
 )
 from tests.engines import EngineUnderTest
-from tests.waiting import until
-
-WAIT_S = 20.0
+from tests.waiting import HANG_GUARD_S, until
 
 
 class NoTextError(Exception):
@@ -62,7 +60,7 @@ def served(tmp_path: Path, scenario: Callable[[Engine], Awaitable[None]]) -> Non
             worker = asyncio.create_task(engine.run(concurrency=4))
             await scenario(engine)
             other = await engine.submit(type="memory_save", org_id="other", payload={})
-            assert await other.result(timeout_s=WAIT_S) == "fine"
+            assert await other.result(timeout_s=HANG_GUARD_S) == "fine"
             worker.cancel()
             await asyncio.gather(worker, return_exceptions=True)
 
@@ -77,7 +75,7 @@ def outcome_of(tmp_path: Path, handler: Callable[..., Any], **options: Any) -> M
         engine.handler("tool_call", retry=Retry(max_retries=0), **options)(handler)
         handle = await engine.submit(type="tool_call", org_id="acme", payload={})
         with pytest.raises(MessageFailed) as failed:
-            await handle.result(timeout_s=WAIT_S)
+            await handle.result(timeout_s=HANG_GUARD_S)
         failures.append(failed.value)
 
     served(tmp_path, scenario)
@@ -146,9 +144,9 @@ def test_an_odd_retry_after_does_not_stop_the_worker(tmp_path: Path, seconds: fl
             raise TooManyRequestsError(seconds)
 
         handle = await engine.submit(type="tool_call", org_id="acme", payload={}, max_retries=1)
-        await asyncio.wait_for(called.wait(), WAIT_S)
+        await asyncio.wait_for(called.wait(), HANG_GUARD_S)
         other = await engine.submit(type="memory_save", org_id="other", payload={})
-        await other.result(timeout_s=WAIT_S)  # its outcome is committed after that of the first
+        await other.result(timeout_s=HANG_GUARD_S)  # its outcome is committed after that of the first
         assert (await engine.get(handle.message_id)).attempt >= 1
 
     served(tmp_path, scenario)
@@ -168,12 +166,12 @@ def test_plain_handlers_that_never_return_do_not_hold_up_later_ones(tmp_path: Pa
     async def scenario(engine: Engine) -> None:
         @engine.handler("tool_call", timeout_s=0.2, retry=Retry(max_retries=0))
         def hang(_message: Any, _ctx: Any) -> None:
-            end.wait(WAIT_S)
+            end.wait(HANG_GUARD_S)
 
         message = {"type": "tool_call", "org_id": "acme", "payload": {}}
         for handle in await engine.submit_many([message] * 8):  # twice the slots of the worker
             with pytest.raises(MessageFailed, match="longer than"):
-                await handle.result(timeout_s=WAIT_S)
+                await handle.result(timeout_s=HANG_GUARD_S)
 
     try:
         served(tmp_path, scenario)
@@ -208,14 +206,14 @@ def test_handler_in_a_process_of_its_own_uses_its_context_on_a_store_in_memory(i
             ctx.submit(type="memory_save", payload={}, priority=9)
         with pytest.raises(ZeroDivisionError):
             ctx.effect("failing", lambda: 1 / 0)
-        return [ctx.effect("k", os.getpid) == os.getpid(), child.result(timeout_s=WAIT_S), ctx.attempt]
+        return [ctx.effect("k", os.getpid) == os.getpid(), child.result(timeout_s=HANG_GUARD_S), ctx.attempt]
 
     async def coroutine(_message: Any, ctx: Any) -> Any:
         await ctx.progress(0.5, "half")
         await ctx.stream("chunk")
         child = await ctx.submit(type="memory_save", payload={"n": 1})
         is_own = await ctx.effect("k", os.getpid) == os.getpid()
-        return [is_own, await child.result(timeout_s=WAIT_S), ctx.attempt]
+        return [is_own, await child.result(timeout_s=HANG_GUARD_S), ctx.attempt]
 
     async def run() -> None:
         with Engine.open("memory://") as engine:
@@ -223,7 +221,7 @@ def test_handler_in_a_process_of_its_own_uses_its_context_on_a_store_in_memory(i
             engine.handler("tool_call", pool="process")(coroutine if is_async else plain)
             worker = asyncio.create_task(engine.run())
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-            assert await handle.result(timeout_s=WAIT_S) == [True, 1, 1]
+            assert await handle.result(timeout_s=HANG_GUARD_S) == [True, 1, 1]
             parts = [part async for part in handle]
             assert [part.type for part in parts] == [
                 "acknowledgment", "progress", "stream_chunk", "stream_complete",
@@ -250,7 +248,7 @@ def test_daemon_of_an_isolated_handler_does_not_hold_its_message(tmp_path: Path)
     async def scenario(engine: Engine) -> None:
         engine.handler("tool_call", pool="process")(run)
         handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-        assert await handle.result(timeout_s=WAIT_S) == "done"
+        assert await handle.result(timeout_s=HANG_GUARD_S) == "done"
 
     try:
         served(tmp_path, scenario)
@@ -528,7 +526,7 @@ def test_a_cancelled_worker_ends_also_when_it_is_woken_at_the_same_moment(turns:
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-            done, _ = await asyncio.wait([task], timeout=WAIT_S)
+            done, _ = await asyncio.wait([task], timeout=HANG_GUARD_S)
             assert done == {task}
 
     asyncio.run(run())

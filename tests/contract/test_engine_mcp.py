@@ -12,9 +12,9 @@ import pytest
 from postroom import Engine, MessageFailed, Policy, Retry
 from postroom.contracts.goals.cells import EFFECTS
 from postroom.errors import InvalidSetting
+from tests.waiting import HANG_GUARD_S
 
 TEST_SERVER = Path(__file__).resolve().parents[1] / "mcpserver.py"
-WAIT_S = 60.0
 
 
 def opened(folder: Path) -> Engine:
@@ -59,15 +59,15 @@ def test_tools_of_a_third_party_server_answer_tool_calls(tmp_path: Path) -> None
 
     async def check(engine: Engine) -> None:
         call = calling("convert_time", source_timezone="UTC", time="12:00", target_timezone="Asia/Tokyo")
-        answer = await engine.request(**call, service="time", timeout_s=WAIT_S)
+        answer = await engine.request(**call, service="time", timeout_s=HANG_GUARD_S)
         assert "+9.0h" in str(answer)
         wrong = calling("get_current_time", timezone="Nowhere/City")
         with pytest.raises(MessageFailed, match="Invalid timezone"):
-            await engine.request(**wrong, service="time", timeout_s=WAIT_S)
+            await engine.request(**wrong, service="time", timeout_s=HANG_GUARD_S)
         with pytest.raises(MessageFailed, match="has no tool 'fly', but"):
-            await engine.request(**calling("fly"), service="time", timeout_s=WAIT_S)
+            await engine.request(**calling("fly"), service="time", timeout_s=HANG_GUARD_S)
         with pytest.raises(MessageFailed, match="service must be an MCP server"):
-            await engine.request(**calling("fly"), service="other", timeout_s=WAIT_S)
+            await engine.request(**calling("fly"), service="other", timeout_s=HANG_GUARD_S)
 
     run(engine, check)
 
@@ -80,7 +80,9 @@ def test_progress_errors_and_cancellation_pass_between_the_message_and_the_tool(
         assert parts[-1].type == "result"
 
         with pytest.raises(MessageFailed, match="no such thing"):
-            await engine.request(**calling("delete", name="missing"), idempotency_key="k-1", timeout_s=WAIT_S)
+            await engine.request(
+                **calling("delete", name="missing"), idempotency_key="k-1", timeout_s=HANG_GUARD_S
+            )
         assert calls(tmp_path) == ["delete missing k-1"]  # it was not retried
 
         hanging = await engine.submit(**calling("hang"))
@@ -95,10 +97,12 @@ def test_a_destructive_tool_whose_server_died_is_not_repeated(tmp_path: Path) ->
     async def check(engine: Engine) -> None:
         handle = await engine.submit(**calling("delete", name="crash"))
         with pytest.raises(MessageFailed) as failed:
-            await handle.result(timeout_s=WAIT_S)
+            await handle.result(timeout_s=HANG_GUARD_S)
         assert failed.value.error_history[-1]["error_type"] == "EffectUnknown"
         assert calls(tmp_path) == [f"delete crash {handle.message_id}"]
-        answer = await engine.request(**calling("delete", name="file"), timeout_s=WAIT_S)  # a new connection
+        answer = await engine.request(
+            **calling("delete", name="file"), timeout_s=HANG_GUARD_S
+        )  # a new connection
         assert "deleted file" in str(answer)
 
     run(opened(tmp_path), check)
@@ -108,8 +112,8 @@ def test_hints_of_a_tool_say_whether_a_rollback_can_undo_its_call(tmp_path: Path
     async def check(engine: Engine) -> None:
         await engine.goals.start("acme", "g")
         for tool in ("delete", "add", "write"):
-            await engine.request(**calling(tool, name="file"), goal_id="g", timeout_s=WAIT_S)
-        await engine.request(**calling("count", steps=1), goal_id="g", timeout_s=WAIT_S)
+            await engine.request(**calling(tool, name="file"), goal_id="g", timeout_s=HANG_GUARD_S)
+        await engine.request(**calling("count", steps=1), goal_id="g", timeout_s=HANG_GUARD_S)
         effects = engine.store.read(EFFECTS.all)
         assert [(effect.key, effect.reversal_class) for _, effect in effects] == [
             ("mcp/test/delete", "IRREVERSIBLE"),
@@ -123,7 +127,7 @@ def test_hints_of_a_tool_say_whether_a_rollback_can_undo_its_call(tmp_path: Path
 def test_an_idempotent_tool_whose_server_died_is_repeated(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         handle = await engine.submit(**calling("put", name="file"))
-        assert "put file" in str(await handle.result(timeout_s=WAIT_S))
+        assert "put file" in str(await handle.result(timeout_s=HANG_GUARD_S))
         assert calls(tmp_path) == ["put file", "put file"]
         assert (await engine.get(handle.message_id)).attempt == 2
 
@@ -141,7 +145,7 @@ def test_a_server_that_cannot_start_is_retried_and_names_itself(tmp_path: Path) 
 
     async def check(engine: Engine) -> None:
         with pytest.raises(MessageFailed, match="MCP server gone cannot be reached"):
-            await engine.request(**calling("any"), timeout_s=WAIT_S)
+            await engine.request(**calling("any"), timeout_s=HANG_GUARD_S)
 
     run(engine, check)
 

@@ -35,6 +35,7 @@ from postroom.stores.base import Outbox
 from postroom.stores.sqlite_ledger import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
 from tests.engines import EngineUnderTest
+from tests.waiting import HANG_GUARD_S
 
 DAY_S = 86_400.0
 RULES = Policy(guard=Guard(messages=1_000_000), organization=Organization(max_depth=100_000))
@@ -192,7 +193,7 @@ def test_worker_purges_beside_its_reports(tmp_path: Path) -> None:
             engine.handler("tool_call")(lambda _message, _ctx: None)
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
             first = asyncio.create_task(engine.run())
-            await handle.result(timeout_s=20)
+            await handle.result(timeout_s=HANG_GUARD_S)
             await engine.stop()
             await first
             second = asyncio.create_task(engine.run())

@@ -17,6 +17,7 @@ from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event
 from postroom.testing import ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
+from tests.waiting import HANG_GUARD_S
 
 SMALL = {"tokens_per_minute": 1_000}
 TIERS = [0.4, 0.3, 0.2, 0.1]
@@ -352,7 +353,7 @@ def test_plain_handler_has_the_same_calls(make: Make) -> None:
     async def work() -> Any:
         running = asyncio.create_task(engine.engine.run(concurrency=1))
         submitted = await engine.engine.submit(type="tool_call", org_id="acme", payload={}, tokens=300)
-        result = await submitted.result(timeout_s=30)
+        result = await submitted.result(timeout_s=HANG_GUARD_S)
         await engine.engine.stop()
         await running
         return result

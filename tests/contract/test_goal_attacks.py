@@ -22,6 +22,7 @@ from tests.children import no_child_left
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
 from tests.smalldisk import fill, small_disk
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "no_child_left", "postgres", "small_disk"]  # fixtures
 
@@ -236,11 +237,11 @@ def test_conflicting_operations_of_many_processes_never_overlap(tmp_path: Path, 
         )
         pids = [children.start(work) for _ in range(PROCESSES)]
         for handle in handles[:10]:
-            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, 60))
+            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, HANG_GUARD_S))
         for pid in pids[:2]:
             os.kill(pid, signal.SIGKILL)
         for handle in handles:
-            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, 60))
+            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, HANG_GUARD_S))
         states = {engine.blocking.get(handle.message_id).state for handle in handles}
     assert states == {"COMPLETED"}
     assert not (tmp_path / "overlap").exists(), (tmp_path / "overlap").read_text()

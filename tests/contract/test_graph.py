@@ -13,6 +13,7 @@ from postroom.errors import GraphUnavailable, InvalidMessage, InvalidSetting, Un
 from tests.engines import soon
 from tests.falkordbservers import FalkorServer
 from tests.graphplaces import database, engine, falkordb, place, postgres, run
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "engine", "falkordb", "place", "postgres"]  # fixtures
 
@@ -392,19 +393,19 @@ def test_memory_messages_work_on_the_branch_of_their_goal(place: Any) -> None:
         fields = {"org_id": "acme", "goal_id": "g"}
         payload = {"node_id": "n", "properties": {"x": 1}, "edges": [["k", "m"]]}
         saved = await engine.submit(type="memory_save", payload=payload, **fields)
-        assert (await saved.result(10))["version"] == 1
+        assert (await saved.result(HANG_GUARD_S))["version"] == 1
         changed = await engine.submit(
             type="memory_update", payload={"node_id": "n", "changes": {"x": 2}}, **fields
         )
-        await changed.result(10)
+        await changed.result(HANG_GUARD_S)
         read = await engine.submit(type="memory_retrieve", payload={"node_id": "n"}, **fields)
-        assert (await read.result(10))["node"]["properties"] == {"x": 2}
+        assert (await read.result(HANG_GUARD_S))["node"]["properties"] == {"x": 2}
         searched = await engine.submit(type="memory_retrieve", payload={"query": "N"}, **fields)
-        found = (await searched.result(10))["nodes"]
+        found = (await searched.result(HANG_GUARD_S))["nodes"]
         assert "n" in [node["node_id"] for node in found]
         assert await engine.graph.main().get("n") is None
         elsewhere = await engine.submit(type="memory_retrieve", payload={"node_id": "n"}, org_id="acme")
-        assert (await elsewhere.result(10))["node"] is None
+        assert (await elsewhere.result(HANG_GUARD_S))["node"] is None
         await engine.goals.complete("g")
         assert (await engine.graph.main().get("n")).properties == {"x": 2}
         await engine.stop()

@@ -17,6 +17,7 @@ from postroom.errors import InvalidMessage, InvalidName, MessageFailed, UnknownG
 from postroom.testing import ManualClock
 from tests.engines import soon
 from tests.graphplaces import database, engine, falkordb, place, postgres, run
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "engine", "falkordb", "place", "postgres"]  # fixtures
 
@@ -153,7 +154,7 @@ def test_memory_messages_of_another_organization_reach_nothing(
 
         async def result(kind: str, goal_id: Any, **payload: Any) -> Any:
             fields = {"org_id": "bolt", "max_retries": 0} | ({"goal_id": goal_id} if goal_id else {})
-            return await (await engine.submit(type=kind, payload=payload, **fields)).result(20)
+            return await (await engine.submit(type=kind, payload=payload, **fields)).result(HANG_GUARD_S)
 
         for goal_id in ("a", "b", "none", None):
             for node_id in ("secret0", "draft", "goal:a"):

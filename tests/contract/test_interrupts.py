@@ -14,6 +14,7 @@ from postroom import Tasks
 from postroom.errors import WriteFailed
 from postroom.stores.sqlite_transaction import SqliteTransaction
 from postroom.testing import check_consistency
+from tests.waiting import HANG_GUARD_S
 
 ROUNDS = 300
 WITHIN_S = 0.002  # about as long as a round takes
@@ -120,7 +121,7 @@ def test_interrupts_anywhere_lose_no_task_and_block_no_thread(tasks: Tasks, othe
             hits += 1
     ending.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_GUARD_S)
         assert not thread.is_alive(), "a writer waits for ever"
     assert hits
     assert len(acknowledged) == len(set(acknowledged))

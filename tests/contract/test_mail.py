@@ -19,7 +19,8 @@ from postroom.core.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
 from postroom.logs import mail_log
 from tests.faultydisk import FaultyDisk
-from tests.mailservice import CREATE, HANG_GUARD_S, MSG, FakeLink, Harness
+from tests.mailservice import CREATE, MSG, FakeLink, Harness
+from tests.waiting import HANG_GUARD_S
 
 PUBLIC = "$mq9.AI.PUBLIC.LIST"
 LIST = "$mq9.AI.MAILBOX.LIST."

@@ -14,8 +14,9 @@ from postroom.contracts.mail.service import MailService
 from postroom.runtime import natsserver
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import NatsServer, new_loop
-from tests.contract.natsservers import CONNECT, HANG_GUARD_S
+from tests.contract.natsservers import CONNECT
 from tests.smalldisk import fill, small_disk
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["small_disk"]  # a fixture
 

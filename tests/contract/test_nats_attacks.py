@@ -12,8 +12,9 @@ import pytest
 from postroom.runtime import natsclients, natsconn, natsoptions
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
-from tests.contract.natsservers import CONNECT, HANG_GUARD_S, Server, Wanted, Wire, running
+from tests.contract.natsservers import CONNECT, Server, Wanted, Wire, running
 from tests.crash.memory import peak_mb
+from tests.waiting import HANG_GUARD_S
 
 USERS = {"ann": "secret"}
 LOGIN = b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n'

@@ -23,7 +23,6 @@ from postroom.runtime.natsoptions import FILES_RESERVED, LAME_DUCK_S
 from postroom.runtime.natsserver import CLOSE_TIMEOUT_S
 from tests.contract.natsservers import (
     CONNECT,
-    HANG_GUARD_S,
     Server,
     Wanted,
     Wire,
@@ -31,6 +30,7 @@ from tests.contract.natsservers import (
     running,
     trusting,
 )
+from tests.waiting import HANG_GUARD_S
 
 KINDS = ("ours", "nats-server")
 BARE = b'CONNECT {"verbose":false,"pedantic":false}\r\n'

@@ -11,7 +11,8 @@ import pytest
 from postroom.contracts.mail import Link
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, ServerOptions
 from postroom.runtime.natsserver import NatsServer, new_loop
-from tests.contract.natsservers import CONNECT, HANG_GUARD_S, key_beside, made_certificate
+from tests.contract.natsservers import CONNECT, key_beside, made_certificate
+from tests.waiting import HANG_GUARD_S
 
 LINK_FULL_BYTES = 1 << 20
 LONG_REPLAY = 3_000

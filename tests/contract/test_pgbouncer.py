@@ -21,7 +21,7 @@ from tests.pgbouncer import behind, program, running_bouncer
 from tests.postgresload import under_load
 from tests.postgresserver import database, postgres
 from tests.tcpproxy import TcpProxy
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 __all__ = ["database", "postgres"]  # fixtures
 
@@ -81,7 +81,7 @@ def test_handles_share_two_sessions_and_poll(url: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_GUARD_S)
     assert len(found) == len(set(found)) == 40
     assert not any(tasks.notifier.hears_other_processes for tasks in handles)
     for tasks in handles:
@@ -95,7 +95,7 @@ def test_store_that_listens_behind_a_pooler_notices_it_and_polls(url: str) -> No
         found: list[Any] = []
         waiting.start()
         task_id = sender.enqueue(agent="a", payload=1)
-        waiting.join(60)
+        waiting.join(HANG_GUARD_S)
         assert [task.task_id for task in found] == [task_id]
         assert not receiver.notifier.hears_other_processes
         with ThreadPoolExecutor(POOL) as pool:  # all sessions of the pool at once
@@ -132,7 +132,7 @@ def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int,
                 transaction.find(ByIds((message_id,)))
                 if freezes:
                     freezes.pop()
-                    everybody.wait(60)
+                    everybody.wait(HANG_GUARD_S)
                 transaction.apply(
                     ByIds((message_id,)), lambda record, moment: lifecycle.defer(record, moment, 1, "x")
                 )
@@ -143,7 +143,7 @@ def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int,
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_GUARD_S)
         assert [record.state for record in direct.find(Listing())] == ["SCHEDULED"] * POOL
         for store in (*stores, direct):
             store.close()
@@ -168,7 +168,7 @@ def test_neither_a_working_server_nor_a_queue_for_its_sessions_is_interrupted(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_GUARD_S)
     assert len(asked) == len(stores), "a transaction was done again"
     assert "half open" not in caplog.text
     for store in stores:

@@ -38,6 +38,7 @@ from postroom.testing.postgres_server import PostgresServer
 from tests import children
 from tests.children import no_child_left
 from tests.postgresserver import database, postgres
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "no_child_left", "postgres"]  # fixtures
 
@@ -169,7 +170,7 @@ def test_enqueue_of_another_handle_wakes_a_waiting_claim(
         while not worker.notifier.hears_other_processes:
             time.sleep(0.01)
         sender.enqueue(agent="a", payload=1)
-        waiting.join(20)
+        waiting.join(HANG_GUARD_S)
         assert len(found) == 1
 
 
@@ -180,7 +181,7 @@ def test_store_without_listen_polls(database: str) -> None:
         waiting = threading.Thread(target=lambda: found.extend(worker.claim(agent="a", wait_s=20)))
         waiting.start()
         sender.enqueue(agent="a", payload=1)
-        waiting.join(20)
+        waiting.join(HANG_GUARD_S)
         assert (len(found), worker.notifier.hears_other_processes) == (1, False)
 
 
@@ -189,7 +190,7 @@ def test_a_notifier_that_closes_while_it_connects_starts_no_thread_again(databas
     may_connect = threading.Event()
 
     def connect() -> Any:
-        assert may_connect.wait(20)
+        assert may_connect.wait(HANG_GUARD_S)
         return address.connect()
 
     before = set(threading.enumerate())
@@ -198,7 +199,7 @@ def test_a_notifier_that_closes_while_it_connects_starts_no_thread_again(databas
         notifier.close()
         may_connect.set()
     for thread in set(threading.enumerate()) - before:
-        thread.join(20)
+        thread.join(HANG_GUARD_S)
     names = {thread.name for thread in set(threading.enumerate()) - before}
     assert not names & {"postroom-notify", "postroom-listen"}
 
@@ -320,7 +321,7 @@ def test_queue_near_its_limit_is_never_overfilled_by_several_handles(database: s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_GUARD_S)
     assert stores[0].count()["q"] == {"QUEUED": 20}
     for store in stores:
         store.close()
@@ -333,16 +334,16 @@ def test_a_connection_that_is_in_use_when_the_store_closes_is_closed_after_it(da
     def look(transaction: Transaction) -> None:
         found.append(transaction.depth("a"))
         begun.set()
-        go_on.wait(60)
+        go_on.wait(HANG_GUARD_S)
 
     store = open_store(database)
     assert isinstance(store, PostgresStore)
     reader = threading.Thread(target=store.read, args=(look,))
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(HANG_GUARD_S)
     store.close()
     go_on.set()
-    reader.join(60)
+    reader.join(HANG_GUARD_S)
     assert not store._pool._idle  # the collector would find it open
     assert store.count() is not None  # a later call opens the store again, and keeps its connection
     assert store._pool._idle

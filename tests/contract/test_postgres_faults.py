@@ -432,7 +432,7 @@ def test_deadlocks_are_resolved_inside(database: str) -> None:
         def work(transaction: Transaction) -> None:
             transaction.find(ByIds(names[:1]))
             if waits.pop() if waits else False:
-                both.wait(10)
+                both.wait(HANG_GUARD_S)
             transaction.apply(
                 ByIds(names[1:]), lambda record, moment: lifecycle.defer(record, moment, 1, "x")
             )
@@ -446,7 +446,7 @@ def test_deadlocks_are_resolved_inside(database: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_GUARD_S)
     assert [record.state for record in stores[0].find(Listing())] == ["SCHEDULED"] * 2
     check_consistency(stores[0])
     for store in stores:
@@ -467,7 +467,7 @@ def test_cells_that_several_processes_change_lose_no_change(database: str) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_GUARD_S)
     assert stores[0].read(lambda transaction: transaction.cell("n", "n")) == b"60"
     for store in stores:
         store.close()

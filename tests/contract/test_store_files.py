@@ -13,6 +13,7 @@ from postroom.stores import sqlite
 from postroom.stores.sqlite_snapshot import SqliteSnapshot
 from postroom.testing import check_consistency
 from tests.children import no_child_left, run
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["no_child_left"]  # a fixture
 
@@ -80,7 +81,7 @@ def test_parent_and_child_can_write_after_a_fork_beside_a_writing_thread(tmp_pat
                 os._exit(1)
         wait_for(pid)
     ending.set()
-    thread.join(30)
+    thread.join(HANG_GUARD_S)
     assert not thread.is_alive()
     assert tasks.status().agents["child"].depth == 5
     check_consistency(tasks.store)
@@ -112,7 +113,7 @@ def test_a_truncated_wake_up_file_does_no_harm(tmp_path: Path) -> None:
         with tasks.notifier.subscribed("a", heard.set):
             os.truncate(tmp_path / "queue.db.bells" / "a", 0)
             tasks.enqueue(agent="a", payload=2)
-            assert heard.wait(10)
+            assert heard.wait(HANG_GUARD_S)
         assert len(tasks.claim(agent="a", limit=2)) == 2
 
 

@@ -50,12 +50,12 @@ from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background
 from tests.smalldisk import fill, small_disk
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
 CHILDREN = 8
 EACH = 25
-LONG_S = 60.0
 
 
 class TestMemory(StoreContract):
@@ -226,7 +226,7 @@ def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: Sqlit
     other._lock.release()
     other._lock.forget()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_GUARD_S)
     refused = {number for number, answer in answers.items() if isinstance(answer, KeyError)}
     assert (len(answers), refused) == (12, {0, 4, 8})
     assert store.count() == {"q": {"QUEUED": 10}}
@@ -243,7 +243,7 @@ def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> Non
     other._lock.release()
     other._lock.forget()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_GUARD_S)
     commits = sqlite3.connect(path).execute("SELECT count(*) FROM events").fetchone()[0]
     assert store.count() == {"q": {"QUEUED": 21}}
     assert commits <= 4  # the first commit, the current one, and the shared one
@@ -727,7 +727,7 @@ def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteSt
     poller = Poller(store)
     thread = in_background(poller.poll_until_stopped)
     made = commits_while_sending(poller, store)
-    thread.join(LONG_S)
+    thread.join(HANG_GUARD_S)
     assert made <= 2 * MESSAGES
 
 
@@ -805,10 +805,10 @@ def test_every_caller_of_a_commit_gets_the_error_of_its_fsync(store: SqliteStore
             failures.append(error)
 
     threads = [in_background(call) for _ in range(6)]
-    assert disk.entered.wait(LONG_S)
+    assert disk.entered.wait(HANG_GUARD_S)
     disk.gate.set()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_GUARD_S)
     assert len(failures) == 6
 
 
@@ -842,7 +842,7 @@ def test_an_interrupt_during_the_fsync_repeats_no_call(
     other._lock.release()
     other._lock.forget()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_GUARD_S)
     assert len(answers) == 8
     assert answers.count("KeyboardInterrupt") == 1
     assert store.count() == {"q": {"QUEUED": 9}}

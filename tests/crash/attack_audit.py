@@ -21,12 +21,12 @@ from postroom import Bus, Queue, Tasks
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb
+from tests.waiting import HANG_GUARD_S
 
 COMMAND = Path(sys.executable).parent / "postroom"
 EVENTS = 2_000  # valid events of each file
 MEMORY_MB_MAX = 400  # of one command, which reads a window of a file at a time
 KILLS = 5
-HANG_GUARD_S = 300.0
 LOOK_S = 0.005  # between two measurements of a command's memory
 DEPTHS = (101, 500, 900, 990, 1_100, 20_000, 400_000)
 REFUSALS = (

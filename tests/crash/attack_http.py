@@ -25,12 +25,11 @@ from postroom.runtime.task_server import POLLS_A_TOKEN_MAX
 from tests.crash.kills import Tick
 from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 MEMORY_MB_MAX = 512
 BUS_MAX_BYTES = 24 * 1024 * 1024
 PIECE = 0x10000
-HANG_GUARD_S = 60.0
 REFUSALS = frozenset({400, 401, 408, 413, 429, 431, 503, 507})
 SOFT_DESCRIPTORS = 1024
 HOLD_S = 2.0  # for which an attack continues once it is complete

@@ -25,9 +25,9 @@ from postroom.core.mailbox import MESSAGE_COST_BYTES
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
 from tests.crash.memory import peak_mb
 from tests.smalldisk import NotPermitted, fill, mounted
+from tests.waiting import HANG_GUARD_S
 
 HOST, GOOD_HOST, BAD_HOST = "127.0.0.1", "127.0.0.2", "127.0.0.3"
-STUCK_S = 30.0
 ATTACK_S = 3.0  # of each attack with a duration
 MB = 1 << 20
 
@@ -94,7 +94,7 @@ class Server:
         self.measure()
         self.written_mb += self.written() // MB
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(STUCK_S)
+        self._process.wait(HANG_GUARD_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -117,7 +117,7 @@ class Client:
     """A connection on a bare socket, from a given address."""
 
     def __init__(self, server: Server, host: str = BAD_HOST, **login: str) -> None:
-        self.socket = socket.create_connection((HOST, server.port), STUCK_S, source_address=(host, 0))
+        self.socket = socket.create_connection((HOST, server.port), HANG_GUARD_S, source_address=(host, 0))
         self._reader = wire.ServerReader(payload_bytes_max=64 * MB)
         self._commands: list[wire.Command] = []
         self._asked = 0
@@ -202,7 +202,7 @@ class GoodClient(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        self.join(STUCK_S)
+        self.join(HANG_GUARD_S)
         self._client.socket.close()
 
 
@@ -334,7 +334,7 @@ def linger(server: Server, tally: Tally, _: Random) -> None:
     part = b"PUB a 1000000\r\n" + b"x" * 900_000
     with contextlib.ExitStack() as stack:
         for _number in range(UNFINISHED_CONNECTIONS):
-            made = socket.create_connection((HOST, server.port), STUCK_S, source_address=(BAD_HOST, 0))
+            made = socket.create_connection((HOST, server.port), HANG_GUARD_S, source_address=(BAD_HOST, 0))
             stack.enter_context(made)
             with contextlib.suppress(OSError):
                 made.settimeout(0.2)
@@ -356,7 +356,7 @@ def starve(server: Server, tally: Tally, _: Random) -> None:
         _refused(client.ask(f"{MSG}full.critical", b"x" * 100_000), 503, "a send to a full disk", tally)
         _refused(client.ask(f"{MSG}full.critical", b"x" * 100_000), 503, "the next one", tally)
         filler.unlink()
-        ends = time.monotonic() + STUCK_S
+        ends = time.monotonic() + HANG_GUARD_S
         while "msg_id" not in client.ask(f"{MSG}full.critical", b"x"):
             if time.monotonic() > ends:
                 tally.breaks("the server did not recover when there was room again")
@@ -415,7 +415,7 @@ def _launch_until_acknowledged(
 
     Some attacks take less time than one fsync of a busy disk.
     """
-    before, ends = len(good.acknowledged), time.monotonic() + STUCK_S
+    before, ends = len(good.acknowledged), time.monotonic() + HANG_GUARD_S
     while True:
         _launch(attack, server, tally, rng)
         if good.trouble or len(good.acknowledged) > before:

@@ -20,12 +20,12 @@ from tests import warmpython
 from tests.crash import coordinators
 from tests.crash.ledger import Tally
 from tests.integration.engineworkers import working
+from tests.waiting import HANG_GUARD_S
 
 KILLS = 40
 SERVER_KILLS = 4
 UPGRADES = 3
 AGENTS = 3
-HANG_GUARD_S = 60.0
 
 PROGRAM = """
 import sys

@@ -6,8 +6,9 @@ Rule 1: every `python` and `sh` block of a page runs as a process, in the order 
 Rule 2: a `text` block after such a block is its output. Only ids, times and checksums may differ.
 Rule 3: a block without a language is neither run nor checked. Other languages are only shown, and must be
         known here.
-Rule 4: port 8800 of a page is replaced by a free port. A process that a page leaves running has its process
-        id in a file that ends in .pid, and is ended with the page.
+Rule 4: port 8800 of a page is replaced by a free port, and so is the default port of NATS: other programs may
+        use both. A process that a page leaves running has its process id in a file that ends in .pid, and is
+        ended with the page.
 """
 
 import importlib
@@ -31,10 +32,10 @@ import pytest
 from postroom import Bus, Engine, Mail, Queue, Tasks, errors
 from postroom.client import TaskClient
 from tests import warmpython
+from tests.waiting import HANG_GUARD_S
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-HANG_GUARD_S = 60.0  # every block takes far less
 
 README = ROOT / "README.md"
 CONTRACTS = ROOT / "docs" / "contracts"
@@ -134,6 +135,7 @@ def test_every_block_prints_the_output_that_its_page_shows(
     page: Path, tmp_path: Path, environ: dict[str, str]
 ) -> None:
     port = free_port()
+    environ |= {"POSTROOM_HTTP_PORT": port, "POSTROOM_NATS_PORT": free_port()}
     with empty_folder(tmp_path / "page") as folder:
         for block, following in pairwise([*blocks(page), Block("", "", 0)]):
             if block.language not in RUN:

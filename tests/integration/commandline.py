@@ -17,9 +17,9 @@ import pytest
 
 from postroom.cli import main, shell, zosmq
 from tests import warmpython
+from tests.waiting import HANG_GUARD_S
 
 BIN = Path(sys.executable).parent
-HANG_GUARD_S = 60.0  # far longer than any run
 
 
 class Result(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any
 from postroom import Tasks
 from postroom.client import TaskClient
 from postroom.runtime.agents import Agents
-from tests.integration.commandline import HANG_GUARD_S, start
+from tests.integration.commandline import start
+from tests.waiting import HANG_GUARD_S
 
 LOOK_EVERY_S = 0.01
 

@@ -24,8 +24,8 @@ from robustmq.mq9.client import Message as SdkMessage
 from robustmq.mq9.client import Mq9Error
 
 from postroom import Mail, MailRefused
+from tests.waiting import HANG_GUARD_S
 
-HANG_GUARD_S = 20.0
 QUIET_S = 0.15  # longer than any expected message takes
 NPM_PACKAGE = "nats@2.29.3"
 MSG = "$mq9.AI.MAILBOX.MSG."
@@ -208,7 +208,7 @@ class NatsPy(Raw):
         self._nc = loop.run(nats.connect(url, error_cb=failed, allow_reconnect=False))
 
     def request(self, subject: str, body: bytes) -> Mapping[str, Any]:
-        found = self._loop.run(self._nc.request(subject, body, timeout=10))
+        found = self._loop.run(self._nc.request(subject, body, timeout=HANG_GUARD_S))
         return dict(json.loads(found.data))
 
     def publish(self, subject: str, body: bytes) -> None:

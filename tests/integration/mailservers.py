@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import warmpython
-
-HANG_GUARD_S = 60.0
+from tests.waiting import HANG_GUARD_S
 
 
 class MailServer:

@@ -1,5 +1,6 @@
 """The MCP server of a task server and of `postroom mcp`, and the official client."""
 
+import asyncio
 import json
 import shlex
 import sys
@@ -14,6 +15,9 @@ from mcp.client.streamable_http import streamable_http_client
 
 from postroom.runtime.tokens import Permissions, Tokens
 from tests.integration.commandline import finish, start
+from tests.waiting import HANG_GUARD_S
+
+WAIT_S = 30.0  # the longest that a tool waits
 
 SOURCES = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -50,9 +54,9 @@ def serving(data: Path) -> Iterator[Serving]:
 
 @asynccontextmanager
 async def over_http(server: Serving, name: str) -> AsyncIterator[Client]:
-    headers, timeout = {"Authorization": f"Bearer {server.tokens[name]}"}, httpx2.Timeout(30, read=60)
+    headers = {"Authorization": f"Bearer {server.tokens[name]}"}
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=timeout) as http_client,
+        httpx2.AsyncClient(headers=headers, timeout=HANG_GUARD_S) as http_client,
         Client(streamable_http_client(f"{server.url}/mcp", http_client=http_client)) as client,
     ):
         yield client
@@ -77,6 +81,23 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     assert not answer.is_error, answer.content
     found: dict[str, Any] = answer.structured_content
     assert json.loads(answer.content[0].text) == found  # type: ignore[union-attr]
+    return found
+
+
+async def awaited(client: Client, tool: str, key: str, **arguments: Any) -> dict[str, Any]:
+    """The answer of a tool that waits, once it has found something under `key`."""
+    async with asyncio.timeout(HANG_GUARD_S):
+        while not (found := await call(client, tool, wait_s=WAIT_S, **arguments))[key]:
+            pass
+    return found
+
+
+async def answered(client: Client, to: str, question: str) -> dict[str, Any]:
+    """The answer to a question, however often it has to be waited for."""
+    async with asyncio.timeout(HANG_GUARD_S):
+        found = await call(client, "ask", to=to, question=question, wait_s=WAIT_S)
+        while found["status"] == "waiting":
+            found = await call(client, "wait_for", id=found["question_id"], wait_s=WAIT_S)
     return found
 
 

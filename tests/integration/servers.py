@@ -16,8 +16,7 @@ from postroom import Tasks
 from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX
 from tests import warmpython
-
-HANG_GUARD_S = 60.0
+from tests.waiting import HANG_GUARD_S
 
 # Fails a decision whose payload says so, and records the others.
 PROGRAM = """

@@ -14,9 +14,8 @@ from postroom.client import EngineClient, RemoteAgent
 from postroom.runtime.agents import Agents
 from tests import warmpython
 from tests.integration.engineworkers import working
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
-WAIT_S = 30
 SERVER = """
 import sys
 from pathlib import Path
@@ -49,7 +48,7 @@ def ask(agent: RemoteAgent, call: str, gate: Path) -> Any:
     fields: dict[str, Any] = {"type": "tool_call", "payload": {"say": 1, "waits_for": str(gate)}}
     match call:
         case "request":
-            return agent.request(**fields, timeout_s=WAIT_S)
+            return agent.request(**fields, timeout_s=HANG_GUARD_S)
         case "stream":
             return [*agent.stream(**fields)][-1]["result"]
         case _:
@@ -77,5 +76,5 @@ def test_a_call_that_stays_open_is_heard(clients: dict[str, EngineClient], call:
         until(lambda: silent_s() > 0.1)
         until(lambda: silent_s() < 0.1)
     gate.touch()
-    asking.join(WAIT_S)
+    asking.join(HANG_GUARD_S)
     assert answers == [{"said": 1}]

@@ -14,9 +14,8 @@ import pytest
 
 from postroom import AgentRules, Engine, MessageFailed, Organization, Policy
 from postroom.runtime.agent_programs import AgentPrograms
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
-WAIT_S = 30
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -37,12 +36,14 @@ def working(folder: Path, *, program: bool = True) -> Iterator[Engine]:
         yield engine
     finally:
         engine.blocking.stop()
-        thread.join(WAIT_S)
+        thread.join(HANG_GUARD_S)
         engine.close()
 
 
 def ask(engine: Engine, type: str, org_id: str = "acme", **payload: Any) -> Any:  # noqa: A002
-    return engine.blocking.request(type=type, org_id=org_id, payload=payload, max_retries=0, timeout_s=WAIT_S)
+    return engine.blocking.request(
+        type=type, org_id=org_id, payload=payload, max_retries=0, timeout_s=HANG_GUARD_S
+    )
 
 
 def started(folder: Path, name: str) -> list[int]:

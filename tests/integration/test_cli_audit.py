@@ -22,7 +22,6 @@ from postroom.sinks.chain import Chain, read_chain
 from postroom.sinks.cipher import Cipher
 from postroom.sinks.segment_writer import SegmentSink
 from tests.integration.commandline import (
-    HANG_GUARD_S,
     Result,
     finish,
     isolate,
@@ -31,7 +30,7 @@ from tests.integration.commandline import (
     start,
 )
 from tests.integration.harnesses import serving
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 CANARY = "sk-canary-7f3a9bd2c41e8f6a5b0c9d8e7f6a5b4c"
 

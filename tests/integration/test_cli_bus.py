@@ -27,6 +27,7 @@ from tests.integration.commandline import (
     run_on_terminal,
     start,
 )
+from tests.waiting import HANG_GUARD_S
 
 PIPE_BYTES = 64 * 1024  # bytes that a pipe buffers before its writer blocks
 
@@ -512,7 +513,7 @@ def test_follow_ends_at_once_when_its_output_is_closed(path: Path) -> None:
     read_line(process)
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(HANG_GUARD_S) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
@@ -524,7 +525,7 @@ def test_a_closed_pipe_is_not_an_error(path: Path) -> None:
     read_line(process)
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(HANG_GUARD_S) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()

@@ -19,8 +19,8 @@ from postroom.cli.engine.operate import progress_line
 from postroom.contracts.engine.cells import BOUNCES, Bounce
 from postroom.stores.transaction import Transaction
 from tests import warmpython
-from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
-from tests.waiting import until
+from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
+from tests.waiting import HANG_GUARD_S, until
 
 # With this lease no message runs again because its lease ends: only a noticed crash requeues it.
 APP = """

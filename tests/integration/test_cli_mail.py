@@ -12,7 +12,8 @@ import pytest
 from postroom import Mail
 from tests.contract.natsservers import key_beside, made_certificate, running
 from tests.integration.commandline import Result, finish, isolate, postroom, run, run_on_terminal, start
-from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
+from tests.integration.mailservers import MailServer, serving
+from tests.waiting import HANG_GUARD_S
 
 
 @pytest.fixture(name="server", scope="module")

@@ -24,7 +24,6 @@ from postroom.contracts.tasks import STATUS
 from postroom.core.times import parse_utc
 from postroom.message import State
 from tests.integration.commandline import (
-    HANG_GUARD_S,
     Result,
     finish,
     isolate,
@@ -33,7 +32,7 @@ from tests.integration.commandline import (
     start,
 )
 from tests.integration.harnesses import Harness, serving
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from postroom import Engine
 from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, start
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_a_terminal_is_drawn_until_it_is_interrupted_and_then_restored(folder: P
     until(lambda: has(b"acme"))  # it is live
     process.send_signal(signal.SIGINT)
     until(lambda: has(b"\x1b[?1049l"))
-    assert process.wait(30) == 0
+    assert process.wait(HANG_GUARD_S) == 0
     os.close(ours)
     assert b"Traceback" not in drawn

@@ -20,7 +20,7 @@ from postroom.stores.base import ByIds
 from tests.integration.commandline import finish, isolate, postroom, run, start
 from tests.integration.ups import Running, answer_to_login, running
 from tests.postgresserver import database, postgres
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 ALL_RUN = {"status": "ok", "parts": dict.fromkeys(("http", "mail", "audit"), "running")}
 
@@ -37,7 +37,7 @@ async def echo(url: str, token: str) -> bytes:
     try:
         waiting = await client.subscribe("plain.subject")
         await client.publish("plain.subject", b"hello")
-        return (await waiting.next_msg(timeout=30)).data
+        return (await waiting.next_msg(timeout=HANG_GUARD_S)).data
     finally:
         await client.close()
 
@@ -203,7 +203,7 @@ def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
             client = await nats.connect(up.nats, token=up.token, tls=trusting)
             waiting = await client.subscribe("plain.subject")
             await client.publish("plain.subject", b"hello")
-            data = (await waiting.next_msg(timeout=30)).data
+            data = (await waiting.next_msg(timeout=HANG_GUARD_S)).data
             await client.close()
             return data
 

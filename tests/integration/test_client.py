@@ -31,9 +31,8 @@ from postroom.client import (
     UnknownTask,
     nudge_endpoint,
 )
-from tests.integration.commandline import HANG_GUARD_S
 from tests.integration.harnesses import Harness, serving
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 SHORT_LEASE_S = 0.6
 NEVER_S = 3_600.0  # longer than any test

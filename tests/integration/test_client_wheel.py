@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.harnesses import serving
+from tests.waiting import HANG_GUARD_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,8 @@ def test_the_client_of_the_wheel_works_for_a_real_harness(python: Path, tmp_path
         ids = [tasks.enqueue(agent="a", payload=n) for n in range(3)]
         done = subprocess.run(
             [python, "-c", AGENT, harness.url, harness.token("a")],
-            capture_output=True, text=True, check=False, env=clean_environ(), cwd=tmp_path, timeout=60,
+            capture_output=True, text=True, check=False, env=clean_environ(), cwd=tmp_path,
+            timeout=HANG_GUARD_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert [tasks.get(task_id).result for task_id in ids] == [{"twice": n * 2} for n in range(3)]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_GUARD_S
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
@@ -77,7 +79,7 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     for command in commands:
         copied = subprocess.run(
             ["/bin/sh", "-c", command], cwd="/", env={"HOME": str(tmp_path)},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=4 * HANG_GUARD_S, check=False,
         )  # fmt: skip
         assert (copied.returncode, bool(copied.stdout)) == (0, True), f"{command}\n{copied.stderr}"
 
@@ -85,7 +87,11 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
 def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     run = subprocess.run(
-        [sys.executable, DEMO, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, DEMO, "--folder", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=HANG_GUARD_S,
+        check=False,
     )
     assert run.returncode == 1
     assert "is not empty" in run.stderr

@@ -16,6 +16,7 @@ from postroom import Engine
 from tests.deployfiles import commands, instructions
 from tests.integration.commandline import finish, isolate, start
 from tests.postgresserver import database, postgres
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "postgres"]
 
@@ -29,7 +30,6 @@ engine = Engine.open(os.environ["POSTROOM_STORE"])
 def call_tool(message, context):
     return "done"
 """
-WAIT_S = 30.0
 SERVERS = [pytest.param(words, id=name) for name, words in commands() if words[0] == "up"]
 WORKERS = [pytest.param(words, id=name) for name, words in commands() if words[0] != "up"]
 
@@ -69,7 +69,7 @@ def test_a_server_of_deploy_gets_ready_and_stops(
 ) -> None:
     with running(words, database, monkeypatch, tmp_path) as facts:
         check_health(facts["http"])
-        with urllib.request.urlopen(f"{facts['http']}/health", timeout=WAIT_S) as answer:  # noqa: S310 - our own
+        with urllib.request.urlopen(f"{facts['http']}/health", timeout=HANG_GUARD_S) as answer:  # noqa: S310 - our own
             assert json.load(answer)["status"] == "ok"
         assert (facts["nats"], facts["token"]) != ("", "")
     assert (tmp_path / "data" / "tokens.json").exists()
@@ -85,7 +85,7 @@ def test_a_worker_of_deploy_works_and_stops(
     async def request() -> Any:
         async with Engine.open(database) as engine:
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-            return await handle.result(timeout_s=WAIT_S)
+            return await handle.result(timeout_s=HANG_GUARD_S)
 
     with running(words, database, monkeypatch, tmp_path) as facts:
         assert facts["workers"] == 1

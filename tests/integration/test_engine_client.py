@@ -25,7 +25,7 @@ from postroom.client import (
 from tests.integration.commandline import Result, isolate, postroom
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import Harness, serving
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 UNKNOWN = "0190163d-8694-739b-aea5-966c26f8ad91"
 
@@ -134,7 +134,7 @@ def test_a_stream_is_opened_again_after_a_restart_of_the_server(tmp_path: Path) 
             own.end(signal.SIGKILL)
             own.start()
             go.touch()
-            reader.join(60)
+            reader.join(HANG_GUARD_S)
         assert [part["type"] for part in seen] == ["acknowledgment", *["stream_chunk"] * 2, "stream_complete"]
 
 

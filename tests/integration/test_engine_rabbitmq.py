@@ -37,11 +37,11 @@ from postroom.stores.transaction import Transaction
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqserver import RabbitServer
+from tests.waiting import HANG_GUARD_S
 from tests.waiting import until as until_true
 
 __all__ = ["database", "postgres"]
 
-PATIENCE_S = 20.0
 TYPE = "tool_call"
 DELIVERY_LIMIT = 2
 SECRET = "s3cret-pw"  # noqa: S105 - of a broker that the test starts
@@ -52,7 +52,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 2 * PATIENCE_S))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 2 * HANG_GUARD_S))
 
     return run
 
@@ -92,14 +92,14 @@ async def working(engine: Engine, **options: Any) -> AsyncIterator[None]:
 
 
 async def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_GUARD_S
     while not what():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.02)
 
 
 async def results(handles: list[Any]) -> list[Any]:
-    return [await handle.result(timeout_s=PATIENCE_S) for handle in handles]
+    return [await handle.result(timeout_s=HANG_GUARD_S) for handle in handles]
 
 
 async def submit(engine: Engine, count: int, **fields: Any) -> list[Any]:
@@ -229,9 +229,9 @@ async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_
 
         async with working(engine):
             [handle_] = await submit(engine, 1)
-            assert await handle_.result(timeout_s=PATIENCE_S) == 3
+            assert await handle_.result(timeout_s=HANG_GUARD_S) == 3
             [later] = await submit(engine, 1, delay_s=0.4)
-            assert await later.result(timeout_s=PATIENCE_S) == 3
+            assert await later.result(timeout_s=HANG_GUARD_S) == 3
         delays = [
             (event.message_id, event.state)
             for event in engine.store.events(limit=1_000)
@@ -266,7 +266,7 @@ async def test_a_delay_queue_that_expired_is_declared_before_the_next_message(
 
 async def until_gone(channel: Any, exchange: str) -> Any:
     """Wait until an exchange has expired with its queue. Returns a channel that is open."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_GUARD_S
     while time.monotonic() < deadline:
         try:
             channel.exchange_declare(exchange, passive=True)
@@ -293,11 +293,11 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter_and_can_be_replay
             await until_async(engine, handle_.message_id, "DEAD_LETTER")
             is_healed = True
             await engine.dlq.replay([handle_.message_id])
-            assert await handle_.result(timeout_s=PATIENCE_S) == "healed"
+            assert await handle_.result(timeout_s=HANG_GUARD_S) == "healed"
 
 
 async def until_async(engine: Engine, message_id: str, state: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_GUARD_S
     while (await engine.get(message_id)).state != state:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
@@ -429,9 +429,9 @@ def test_two_processes_never_both_take_the_last_own_lanes(
 
         first = threading.Thread(target=one.write, args=(take_first,))
         first.start()
-        assert has_taken.wait(PATIENCE_S)
+        assert has_taken.wait(HANG_GUARD_S)
         other.write(take_second)
-        first.join(PATIENCE_S)
+        first.join(HANG_GUARD_S)
         assert one.read(own_homes) == {"org:one"}
         assert [record.queue for record in one.find(Listing())] == ["org:one", "org:other"]
 
@@ -626,7 +626,7 @@ async def test_the_password_is_in_no_log(
             echo(engine)
             async with working(engine):
                 [handle] = await submit(engine, 1)
-                await handle.result(timeout_s=PATIENCE_S)
+                await handle.result(timeout_s=HANG_GUARD_S)
                 assert SECRET not in await engine.explain(handle.message_id)
                 assert SECRET not in engine.store.url
         wrong = url.replace(SECRET, f"{SECRET}-wrong").replace("queue.db", "other.db")
@@ -661,7 +661,7 @@ def test_commands_take_the_address_of_a_broker(
 
 async def _worked(engine: Engine, message_id: str) -> None:
     async with working(engine):
-        assert await engine.handle(message_id).result(timeout_s=PATIENCE_S) == 1
+        assert await engine.handle(message_id).result(timeout_s=HANG_GUARD_S) == 1
 
 
 def test_a_missing_pika_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

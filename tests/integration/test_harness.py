@@ -24,9 +24,8 @@ from postroom.runtime.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
 from tests.faultydisk import in_background
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
-HANG_GUARD_S = 30.0
 AGENT_POLLS_EVERY_S = 10.0
 
 

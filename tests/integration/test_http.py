@@ -21,8 +21,8 @@ from postroom.runtime.schemas import (
     ENQUEUE_MANY_MAX,
     SMALL_BODY_BYTES_MAX,
 )
-from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
-from tests.waiting import until
+from tests.integration.servers import Answer, Server, serving
+from tests.waiting import HANG_GUARD_S, until
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,7 @@ from postroom.contracts.engine.cells import BOUNCES, Bounce
 from postroom.errors import InvalidMessage
 from tests.integration.engineworkers import working
 from tests.integration.servers import Server, serving
-from tests.waiting import until
-
-WAIT_S = 30
+from tests.waiting import HANG_GUARD_S, until
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +52,18 @@ def writer(server: Server) -> Iterator[RemoteAgent]:
 
 
 def test_a_request_waits_for_its_answer(planner: RemoteAgent) -> None:
-    assert planner.request(type="tool_call", payload={"say": "hello"}, timeout_s=WAIT_S) == {"said": "hello"}
-    joined = planner.request(type="tool_call", payload={"chunks": 3}, timeout_s=WAIT_S)
+    assert planner.request(type="tool_call", payload={"say": "hello"}, timeout_s=HANG_GUARD_S) == {
+        "said": "hello"
+    }
+    joined = planner.request(type="tool_call", payload={"chunks": 3}, timeout_s=HANG_GUARD_S)
     assert joined == [{"n": 0}, {"n": 1}, {"n": 2}]
     with pytest.raises(MessageFailed, match="no such thing"):
-        planner.request(type="tool_call", payload={"fails": True}, max_retries=0, timeout_s=WAIT_S)
+        planner.request(type="tool_call", payload={"fails": True}, max_retries=0, timeout_s=HANG_GUARD_S)
     assert [*planner.resume()] == []
 
 
 def test_a_request_without_python(server: Server) -> None:
-    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S}
+    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": HANG_GUARD_S}
     answer = server.post("planner", "/engine/request", **body)
     assert (answer.status, answer.json["state"], answer.json["result"]) == (200, "COMPLETED", {"said": 1})
     assert answer.json["epoch"] > 0
@@ -143,7 +143,7 @@ def test_an_agent_leaves_and_comes_back(server: Server, planner: RemoteAgent) ->
     planner.leave()
     with client_of(server, "planner") as client:
         assert "planner" not in [one["agent_id"] for one in client.agents()]
-    assert planner.request(type="tool_call", payload={"say": 1}, timeout_s=WAIT_S) == {"said": 1}
+    assert planner.request(type="tool_call", payload={"say": 1}, timeout_s=HANG_GUARD_S) == {"said": 1}
     assert planner.registration.session > session
     for call in ("beat", "leave"):  # an older registration keeps nobody alive, and ends nobody
         assert server.post("planner", f"/engine/agents/planner/{call}?session={session}").status == 409
@@ -184,7 +184,7 @@ def test_a_resume_ends_when_a_request_bounces(server: Server, planner: RemoteAge
             ),
             makes_room=True,
         )
-        reading.join(WAIT_S)
+        reading.join(HANG_GUARD_S)
         assert not reading.is_alive()
         engine.blocking.cancel(later)
 
@@ -203,7 +203,7 @@ def test_each_event_of_an_answer_has_its_own_id(server: Server, planner: RemoteA
 
 
 def test_a_bounce_is_fetched_and_removed(server: Server, planner: RemoteAgent) -> None:
-    message_id = planner._request({"type": "tool_call", "payload": {"say": 9}}, WAIT_S).message_id
+    message_id = planner._request({"type": "tool_call", "payload": {"say": 9}}, HANG_GUARD_S).message_id
     with working(server.data) as engine:
 
         def to_a_user(transaction: Any) -> None:
@@ -292,7 +292,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
 
             def ask(say: int) -> None:
                 payload = {"say": say, "waits_for": str(gate)}
-                answers.append(agent.request(type="tool_call", payload=payload, timeout_s=WAIT_S))
+                answers.append(agent.request(type="tool_call", payload=payload, timeout_s=HANG_GUARD_S))
 
             threads = [threading.Thread(target=ask, args=(say,), daemon=True) for say in range(4)]
             for thread in threads:
@@ -303,7 +303,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
             server.start(port)
             gate.touch()
             for thread in threads:
-                thread.join(WAIT_S)
+                thread.join(HANG_GUARD_S)
             assert sorted(answer["said"] for answer in answers) == [0, 1, 2, 3]
             assert [*agent.resume()] == []
 
@@ -311,7 +311,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
 def test_a_call_without_a_session_uses_the_newest_registration_also_of_another_server(
     server: Server, worker: Engine
 ) -> None:
-    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S}
+    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": HANG_GUARD_S}
     assert server.post("planner", "/engine/request", **body).status == 200  # this server knows a session now
 
     async def register_elsewhere() -> None:

@@ -14,8 +14,9 @@ import pytest
 from postroom import Tasks
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX
 from postroom.runtime.writer import TURN_MAX
-from tests.integration.servers import HANG_GUARD_S, Server, serving
+from tests.integration.servers import Server, serving
 from tests.integration.test_http_limits import connected, head, health, received
+from tests.waiting import HANG_GUARD_S
 
 ROUNDS_MAX = 5
 

@@ -16,6 +16,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX
 from tests.pageworld import PageWorld, page_world
+from tests.waiting import HANG_GUARD_S
 
 CALLERS = 8
 READS = ("/engine/goals", "/engine/goals/launch", "/engine/goals/launch/checkpoints", "/engine/decisions",
@@ -56,7 +57,7 @@ class Site:
         self._netloc = urlsplit(world.url).netloc
 
     def send(self, who: str, method: str, path: str, body: bytes | None = None) -> Answer:
-        connection = http.client.HTTPConnection(self._netloc, timeout=60)
+        connection = http.client.HTTPConnection(self._netloc, timeout=HANG_GUARD_S)
         headers = {"Authorization": f"Bearer {self.tokens[who]}"} if self.tokens[who] else {}
         try:
             connection.request(method, path, body, headers)
@@ -232,7 +233,7 @@ def results(site: Site, kind: str, payload: dict[str, Any]) -> list[Any]:
 async def submit_over_mcp(site: Site, kind: str, payload: dict[str, Any]) -> str:
     headers = {"Authorization": f"Bearer {site.tokens['eve']}"}
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=30) as http_client,
+        httpx2.AsyncClient(headers=headers, timeout=HANG_GUARD_S) as http_client,
         Client(streamable_http_client(f"{site.world.url}/mcp", http_client=http_client)) as client,
     ):
         answer = await client.call_tool("submit", {"type": kind, "payload": payload})

@@ -18,8 +18,8 @@ from postroom.runtime.listener import (
 )
 from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX
 from postroom.runtime.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
-from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
-from tests.waiting import until
+from tests.integration.servers import Answer, Server, serving
+from tests.waiting import HANG_GUARD_S, until
 
 PIECE = 0x10000
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"

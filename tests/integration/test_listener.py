@@ -20,8 +20,7 @@ from postroom.runtime.connections import Connections
 from postroom.runtime.http import create_app
 from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.task_server import TaskServer
-from tests.integration.servers import HANG_GUARD_S
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 SHORT_S = 0.2
 LONG_S = 600.0

@@ -18,7 +18,8 @@ from postroom.core.mailcalls import message_of
 from postroom.core.natswire import ControlLine
 from postroom.errors import InvalidMessage, InvalidSetting
 from tests.contract.natsservers import key_beside, made_certificate, running
-from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
+from tests.integration.mailservers import MailServer, serving
+from tests.waiting import HANG_GUARD_S
 
 MANY = 1_200
 ENDLESS: list[Any] = []

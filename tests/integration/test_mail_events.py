@@ -19,9 +19,9 @@ from postroom.core.mailbox import RANKS, Letter, Priority
 from postroom.runtime import mailserver
 from postroom.runtime.mailserver import EventLog
 from tests.integration.commandline import isolate, postroom
-from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
+from tests.integration.mailservers import MailServer, serving
 from tests.mailservice import FakeLink, Harness
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 BODY = "what nobody else may read"
 

@@ -15,10 +15,9 @@ from postroom import Mail
 from postroom.errors import MailRefused
 from postroom.runtime.tokens import Permissions, Tokens
 from tests.integration.mailservers import MailServer, serving
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 API = "$mq9.AI."
-HANG_GUARD_S = 20.0
 QUIET_S = 0.15
 OUTSIDERS = ("other", "operator of other")
 INSIDERS = ("ada", "amy", "operator of acme", "operator of all")

@@ -14,7 +14,8 @@ from nats.aio.msg import Msg
 from robustmq.mq9 import Client as SdkClient  # type: ignore[import-untyped]
 from robustmq.mq9 import Priority
 
-from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
+from tests.integration.mailservers import MailServer, serving
+from tests.waiting import HANG_GUARD_S
 
 CREATE = "$mq9.AI.MAILBOX.CREATE"
 QUIET_S = 0.2

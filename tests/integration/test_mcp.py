@@ -17,6 +17,8 @@ from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
     Serving,
+    answered,
+    awaited,
     call,
     names,
     of_server,
@@ -25,6 +27,7 @@ from tests.integration.mcpclients import (
     refused,
     serving,
 )
+from tests.waiting import HANG_GUARD_S
 
 ALL = {
     "send", "inbox", "ask", "reply", "wait_for", "enqueue", "claim", "complete", "fail", "post", "read_bus",
@@ -60,14 +63,14 @@ def test_http_without_a_token_of_the_server_is_refused(server: Serving, header: 
     body = b'{"jsonrpc":"2.0","id":1,"method":"tools/list"}'
     request = urllib.request.Request(f"{server.url}/mcp", body, header)  # noqa: S310 - our own server
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(request, timeout=30)  # noqa: S310
+        urllib.request.urlopen(request, timeout=HANG_GUARD_S)  # noqa: S310
 
 
 def test_an_agent_cannot_act_for_another_one(server: Serving) -> None:
     header = {"Authorization": f"Bearer {server.tokens['alice']}", "postroom-agent": "acme/bob"}
     request = urllib.request.Request(f"{server.url}/whoami", headers=header)  # noqa: S310 - our own server
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=30)  # noqa: S310
+        urllib.request.urlopen(request, timeout=HANG_GUARD_S)  # noqa: S310
 
 
 def test_an_inbox_is_read_by_budget_and_proves_what_was_read(server: Serving) -> None:
@@ -230,7 +233,7 @@ def test_a_team_finishes_its_job_over_mcp_although_one_agent_is_killed(
 
     async def dying_builder() -> None:
         async with of_server(server, "builder", pid_file) as builder:
-            claimed = await call(builder, "claim", wait_s=20, lease_s=LEASE_S)
+            claimed = await awaited(builder, "claim", "task", lease_s=LEASE_S)
             assert claimed["task"]["payload"] == {"part": "roof"}
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
@@ -238,16 +241,15 @@ def test_a_team_finishes_its_job_over_mcp_although_one_agent_is_killed(
         async with over_http(server, "builder") as builder:
             await call(builder, "post", bus="house", body="a builder was lost: I take over its tasks")
             for _ in range(2):
-                task = (await call(builder, "claim", wait_s=20))["task"]
-                asked = await call(builder, "ask", to="reviewer", question=task["payload"]["part"], wait_s=20)
-                assert asked["status"] == "answered", asked
+                task = (await awaited(builder, "claim", "task"))["task"]
+                asked = await answered(builder, "reviewer", task["payload"]["part"])
                 built = {"built": task["payload"]["part"], "review": asked["body"]}
                 await call(builder, "complete", task_id=task["task_id"], lease=task["lease"], result=built)
 
     async def review(reviewer: Client) -> None:
         cursor = ""
         for _ in range(2):
-            found = await call(reviewer, "inbox", cursor=cursor, wait_s=30)
+            found = await awaited(reviewer, "inbox", "messages", cursor=cursor)
             cursor = found["cursor"]
             [question] = found["messages"]
             assert question["kind"] == "question"
@@ -266,7 +268,7 @@ def test_a_team_finishes_its_job_over_mcp_although_one_agent_is_killed(
             ]
             await dying_builder()
             await asyncio.gather(second_builder(), review(reviewer))
-            results = [await call(planner, "wait_for", id=task_id, wait_s=20) for task_id in tasks]
+            results = [await awaited(planner, "wait_for", "ended", id=task_id) for task_id in tasks]
             assert [found["result"] for found in results] == [
                 {"built": "roof", "review": "roof is good"},
                 {"built": "door", "review": "door is good"},

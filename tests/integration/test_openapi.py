@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.runtime.schemas import WAIT_S_MAX
 from tests.integration.servers import Server, serving
+from tests.waiting import HANG_GUARD_S
 
 EXAMPLES = 8
 # A lease of 7.0 and an invalid time of a bus message are refused; a schema cannot express that.
@@ -58,7 +59,7 @@ def test_the_server_does_what_its_document_says(
     case.call_and_validate(
         base_url=f"http://127.0.0.1:{server.port}",
         headers={"Authorization": f"Bearer {server.tokens['boss']}"},
-        timeout=60,
+        timeout=HANG_GUARD_S,
         session=session,
         excluded_checks=[NOT_ALL_CAN_BE_SAID],
     )

@@ -18,7 +18,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 ACME, OTHER = "acme", "other"
 
@@ -39,7 +39,7 @@ class World:
         headers = {"authorization": f"Bearer {token}"}
         request = urllib.request.Request(self.up.http + path, data, headers)  # noqa: S310 - our own server
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
@@ -135,7 +135,7 @@ def test_an_inbox_takes_nothing_from_another_organization(world: World) -> None:
             await other.publish(inbox, b"forged")
             await other.publish("$mq9.AI.MAILBOX.CREATE", b"{}", reply=inbox)  # its answer goes to the inbox
             with pytest.raises(NoRespondersError):
-                await other.request(inbox, b"forged", timeout=30)
+                await other.request(inbox, b"forged", timeout=HANG_GUARD_S)
         await other.flush()
         await friend.publish("_INBOX.acme", b"of acme")
         for client in (friend, acme, other):
@@ -161,7 +161,7 @@ def test_no_other_organization_sees_the_answer_to_a_request(world: World) -> Non
             await client.flush()
         await acme.publish("service.of.acme", b"?", reply=inbox)
         try:
-            return (await waiting.next_msg(timeout=30)).data
+            return (await waiting.next_msg(timeout=HANG_GUARD_S)).data
         finally:
             for client in (acme, service, spy):
                 await client.drain()
@@ -190,7 +190,7 @@ def test_an_organization_does_not_hear_the_inbox_of_an_operator_that_asked_it(wo
         await answers(service, "asked.second", b"of an operator")
         try:
             return [
-                (await operator.request(subject, b"?", timeout=30)).data
+                (await operator.request(subject, b"?", timeout=HANG_GUARD_S)).data
                 for subject in ("asked.first", "asked.second")
             ]
         finally:
@@ -209,7 +209,7 @@ def test_an_operator_of_all_organizations_asks_and_answers_each_of_them(world: W
         await answers(everything, "asked.by.acme", b"of the operator")
         try:
             return [
-                (await client.request(subject, b"?", timeout=30)).data
+                (await client.request(subject, b"?", timeout=HANG_GUARD_S)).data
                 for client, subject in ((everything, "asked.by.operator"), (acme, "asked.by.acme"))
             ]
         finally:
@@ -341,7 +341,7 @@ def test_a_stream_ends_when_another_organization_creates_its_bus(world: World) -
         world.up.http + "/bus/not-yet/messages",
         headers={"authorization": f"Bearer {world.other}", "accept": "text/event-stream"},
     )
-    with urllib.request.urlopen(request, timeout=30) as stream:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as stream:  # noqa: S310
         assert stream.readline() == b": ready\n"
         assert world.call(world.acme, "/bus/not-yet/messages", NEWS)[0] == 201
         for line in stream:

@@ -26,7 +26,7 @@ from tests.integration.commandline import finish, postroom, start
 from tests.integration.ups import running
 from tests.pageworld import HOSTILE, PageWorld, page_world
 from tests.tcpproxy import TcpProxy
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 expect.set_options(timeout=30_000)  # a hang guard
 
@@ -115,7 +115,7 @@ def call(
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(world.url + path, data, named, method=method)  # noqa: S310 - our own server
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
             return answer.status, answer.read(), dict(answer.headers.items())
     except urllib.error.HTTPError as error:
         return error.code, error.read(), dict(error.headers.items())
@@ -854,7 +854,7 @@ async def worked(engine: Engine) -> str:
     asyncio.get_running_loop().create_task(engine.run(worker_id="worker-7"))
     for call_handle in calls:
         with suppress(Exception):  # the service is down
-            await call_handle.result(timeout_s=30)
+            await call_handle.result(timeout_s=HANG_GUARD_S)
     await engine.pause(org_id="beta", type="agent_message")
     held = await engine.submit(type="model_call", org_id="acme", payload={}, tokens=400, models=["small"])
     return str(held.message_id)

@@ -15,7 +15,7 @@ from postroom.core.redaction import Redactor
 from postroom.page.mount import PageMount
 from postroom.runtime.http import TasksApp
 from tests.pageworld import PageWorld, Unsure, page_world
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 HOST = "outsider.example"
 SECRET = re.compile(rf"(\w+)@{HOST}|sk-(\w+)-x7Q2m9Lr4Tz8Vb1Nc6Kd3Wf5Hg")
@@ -86,9 +86,9 @@ class Planted:
         holding = {"type": "agent_message", "org_id": "acme", "payload": {"holds": True}}
         held = await engine.submit(**holding, operation=operation)
         await engine.submit(**holding, operation=operation, parent_message_id=secret("parent"))
-        await ended.result(timeout_s=30)
+        await ended.result(timeout_s=HANG_GUARD_S)
         with pytest.raises(Exception, match="error"):
-            await dead.result(timeout_s=30)
+            await dead.result(timeout_s=HANG_GUARD_S)
         return ended.message_id, dead.message_id, held.message_id
 
     def _goals(self) -> None:
@@ -168,7 +168,7 @@ class Planted:
         }
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self._request(path), timeout=30) as answer:  # noqa: S310 - our own server
+        with urllib.request.urlopen(self._request(path), timeout=HANG_GUARD_S) as answer:  # noqa: S310 - our own server
             return str(answer.read().decode())
 
     def _post(self, path: str, body: dict[str, Any]) -> str:
@@ -179,7 +179,7 @@ class Planted:
 
     def _stream(self, path: str) -> str:
         """The events of a stream up to one that is submitted while it is open."""
-        with urllib.request.urlopen(self._request(path), timeout=30) as answer:  # noqa: S310
+        with urllib.request.urlopen(self._request(path), timeout=HANG_GUARD_S) as answer:  # noqa: S310
             if path.startswith("/page/buses"):
                 last = self.world.post("/bus/team/messages", {**BUS_MESSAGE, "body": "the last"})["msg_id"]
             else:

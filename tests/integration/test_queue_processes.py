@@ -17,11 +17,11 @@ from postroom import Queue
 from tests import children
 from tests.children import no_child_left
 from tests.quick import quick_path
+from tests.waiting import HANG_GUARD_S
 
 SENDERS = 8
 EACH = 120
 LONG = 5000
-HANG_GUARD_S = 60.0
 START = datetime(2026, 6, 10, tzinfo=UTC)
 __all__ = ["no_child_left", "quick_path"]  # fixtures
 pytestmark = pytest.mark.usefixtures("no_child_left")

@@ -23,11 +23,10 @@ from tests.postgresserver import database, postgres
 from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
 from tests.tcpproxy import TcpProxy
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 __all__ = ["database", "postgres"]  # fixtures
 
-PATIENCE_S = 40.0
 CONSUMER_TIMEOUT_MS = 2_000
 
 
@@ -128,7 +127,7 @@ def test_no_delivery_is_held_until_the_consumer_timeout(
             assert store._started()._epoch == 1, "the broker closed the channel of the worker"
             held.set()
             for each in handles:
-                await each.result(timeout_s=PATIENCE_S)
+                await each.result(timeout_s=HANG_GUARD_S)
             await engine.stop()
             await worker
             assert done == len(handles)
@@ -178,7 +177,7 @@ def test_up_on_a_broker_degrades_without_it_and_recovers(
 
             def double(n: int) -> int:
                 one = remote.submit(type="tool_call", org_id="acme", payload={"n": n})
-                return int(remote.result(one, PATIENCE_S)["double"])
+                return int(remote.result(one, HANG_GUARD_S)["double"])
 
             assert double(1) == 2
             assert health()["status"] == "ok"
@@ -324,7 +323,7 @@ def test_p0_of_broker_only_may_be_lost_and_goes_on_after_a_restart(
                     own_rabbit.kill()
             await asyncio.to_thread(own_rabbit.start)
             worker = asyncio.create_task(engine.run())
-            sent, deadline = len(load.accepted), time.monotonic() + PATIENCE_S
+            sent, deadline = len(load.accepted), time.monotonic() + HANG_GUARD_S
             while not set(load.accepted[sent:]) & set(load.done) and time.monotonic() < deadline:
                 await submit()
                 await asyncio.sleep(LOOK_S)

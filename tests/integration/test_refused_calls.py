@@ -19,7 +19,7 @@ from mcp.client.streamable_http import streamable_http_client
 from postroom import Tasks
 from postroom.runtime.tokens import Tokens
 from tests.integration.ups import Running, answer_to_login, running
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 WRONG = "pr_" + "x" * 43
 RATE = 2.0
@@ -39,7 +39,7 @@ class World:
             self.up.http + path, json.dumps(body).encode(), {"authorization": f"Bearer {token}"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
                 return answer.status, dict(answer.headers), json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers), json.loads(error.read())
@@ -105,7 +105,7 @@ def test_refusals_of_the_page_and_of_mcp_themselves_are_events(world: World) -> 
     assert world.up.get("/mcp", token)[0] == 405
     until(lambda: world.events(call="GET /mcp", who="lost", status=405))
     own = {"authorization": f"Bearer {token}", "accept": "text/plain"}
-    assert httpx2.post(world.up.http + "/mcp", json={}, headers=own, timeout=30).status_code == 406
+    assert httpx2.post(world.up.http + "/mcp", json={}, headers=own, timeout=HANG_GUARD_S).status_code == 406
     until(lambda: world.events(call="POST /mcp", who="lost", status=406))
 
 
@@ -140,7 +140,7 @@ def test_sign_ins_count_in_the_rate_of_their_token(world: World) -> None:
 def test_a_refused_tool_over_mcp_is_an_event(world: World) -> None:
     async def call(token: str, tool: str, times: int = 1) -> list[Any]:
         async with (
-            httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=30) as http,
+            httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=HANG_GUARD_S) as http,
             Client(streamable_http_client(f"{world.up.http}/mcp", http_client=http)) as client,
         ):
             return [await client.call_tool(tool, {}) for _ in range(times)]
@@ -169,7 +169,7 @@ def test_a_refused_login_over_nats_is_an_event(world: World) -> None:
 
 def test_a_malformed_login_over_nats_is_an_event(world: World) -> None:
     address = urlsplit(world.up.nats)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=HANG_GUARD_S) as client:
         client.sendall(b"CONNECT {nonsense\r\n")
         assert b"-ERR" in b"".join(iter(lambda: client.recv(4096), b""))
     until(lambda: world.mail_events("400"))

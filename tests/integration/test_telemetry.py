@@ -17,7 +17,7 @@ from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.mcpclients import call, over_stdio
 from tests.integration.ups import running
 from tests.otlpreceiver import Receiver, attributes, receiving, receiving_grpc
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 METRICS = {"postroom.queue.messages", "postroom.mail.mailboxes", "postroom.audit.shipped"}
 """One of each part."""
@@ -60,7 +60,7 @@ def post(address: str, token: str, body: Any, **headers: str) -> Any:
         json.dumps(body).encode(),
         {"authorization": f"Bearer {token}", "content-type": "application/json", **headers},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310 - the same
+    with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310 - the same
         return json.loads(answer.read())
 
 

@@ -15,8 +15,8 @@ from postroom.runtime import tls_listener
 from postroom.runtime.connections import Connections
 from postroom.runtime.tls_listener import FailedHandshake, TlsListener
 from postroom.system.tls import make_self_signed, server_context
+from tests.waiting import HANG_GUARD_S
 
-HANG_GUARD_S = 30.0
 SHORT_S = 0.2
 FEW = 8  # connections, of which one address may have one without a token
 

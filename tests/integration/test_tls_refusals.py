@@ -19,7 +19,7 @@ from postroom.runtime.refusal_events import EVENTS_EACH_MAX
 from postroom.system.tls import make_self_signed
 from tests.integration.mailservers import serving
 from tests.integration.ups import Running, running
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 FLOOD = 30
 
@@ -56,7 +56,7 @@ class World:
 
     def connect(self, url: str) -> socket.socket:
         address = urlsplit(url)
-        return socket.create_connection((address.hostname or "", address.port or 0), timeout=30)
+        return socket.create_connection((address.hostname or "", address.port or 0), timeout=HANG_GUARD_S)
 
     def plain(self, data: bytes) -> None:
         """Send bytes to the port of HTTP, and read until the end of the connection."""
@@ -164,7 +164,7 @@ def test_a_failed_handshake_of_a_server_that_begins_with_tls_is_an_event(
     words = ("--tls-first", "--tls-cert", str(files[0]), "--tls-key", str(files[1]))
     with serving(tmp_path / "mail", *words) as server:
         for data in (b"CONNECT {}\r\n", b""):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as client:
                 client.sendall(data)
                 with suppress(ConnectionResetError):
                     client.shutdown(socket.SHUT_WR)

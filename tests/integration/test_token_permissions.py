@@ -19,7 +19,7 @@ from postroom.runtime.http import TasksApp
 from postroom.runtime.routes import ROUTES
 from postroom.runtime.tokens import NewToken, Permissions, Tokens
 from tests.integration.commandline import finish, postroom, start
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 OPEN = {
     "/",
@@ -61,7 +61,7 @@ class World:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 - our own server
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
@@ -175,7 +175,7 @@ def _wait_over_mcp(world: World, token: str, name: str) -> str:
     tool = {"name": name, "arguments": {"wait_s": 20}}
     call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": tool}
     headers = {"authorization": f"Bearer {token}", "accept": "application/json, text/event-stream"}
-    return httpx2.post(f"{world.url}/mcp", json=call, headers=headers, timeout=30).text
+    return httpx2.post(f"{world.url}/mcp", json=call, headers=headers, timeout=HANG_GUARD_S).text
 
 
 @pytest.mark.parametrize("claim", [_claim_over_http, _claim_over_mcp])
@@ -190,7 +190,7 @@ def test_a_revoked_token_gets_no_task_for_a_claim_that_waits(
     world.tokens.revoke(made.token_id)
     until(lambda: world.call(made.token, "/whoami")[0] == 401)
     task_id = world.enqueue("waiter")
-    waiting.join(30)
+    waiting.join(HANG_GUARD_S)
     assert "the token has expired or was revoked" in answers[0]
     assert world.call(world.admin, f"/tasks/{task_id}")[1]["state"] == "QUEUED"
     world.call(world.admin, f"/tasks/{task_id}/cancel", {})
@@ -203,7 +203,7 @@ def test_a_tool_that_waits_for_messages_ends_with_its_token(world: World) -> Non
     waiting.start()
     until(lambda: "sitter" in str(world.call(world.admin, "/engine/agents")[1]))
     world.tokens.revoke(made.token_id)
-    waiting.join(30)
+    waiting.join(HANG_GUARD_S)
     assert "the token has expired or was revoked" in answers[0]
 
 
@@ -211,7 +211,7 @@ def _metrics(world: World) -> bytes:
     request = urllib.request.Request(  # noqa: S310 - our own server
         f"{world.url}/metrics", headers={"authorization": f"Bearer {world.admin}"}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
         return bytes(answer.read())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.integration.commandline import finish, start
+from tests.waiting import HANG_GUARD_S
 
 
 class Running:
@@ -29,7 +30,7 @@ class Running:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310 - our own server
         try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=HANG_GUARD_S, context=context) as answer:  # noqa: S310
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
@@ -62,6 +63,6 @@ def running(data: Path, *options: object) -> Iterator[Running]:
 def answer_to_login(url: str, token: str) -> bytes:
     """What the server says to a login, up to the end of the connection."""
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=HANG_GUARD_S) as client:
         client.sendall(b'CONNECT {"verbose":false,"auth_token":"%b"}\r\nPING\r\n' % token.encode())
         return b"".join(iter(lambda: client.recv(4096), b""))

@@ -14,6 +14,7 @@ from postroom.logs.appendfile import AppendFile
 from postroom.message import Durability
 from postroom.system import lock
 from tests.faultydisk import FaultyDisk, in_background
+from tests.waiting import HANG_GUARD_S
 
 TIMEOUT_S = 0.05
 
@@ -201,7 +202,7 @@ def test_a_group_append_waits_for_its_fsync(make: Make, disk: FaultyDisk) -> Non
     ticket = append(file, b"x")
     disk.hold()
     waiter, failures = settle_elsewhere(file, ticket)
-    assert disk.entered.wait(60)
+    assert disk.entered.wait(HANG_GUARD_S)
     assert waiter.is_alive()
     disk.gate.set()
     waiter.join()
@@ -228,7 +229,7 @@ def test_failed_group_fsync_keeps_appends_synced_earlier(make: Make, disk: Fault
     file.open()
     disk.hold()
     waiter, failures = settle_elsewhere(file, append(file, b"acknowledged "))
-    assert disk.entered.wait(60)
+    assert disk.entered.wait(HANG_GUARD_S)
     late = append(file, b"late")
     disk.gate.set()
     waiter.join()

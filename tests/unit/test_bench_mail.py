@@ -10,6 +10,8 @@ import pytest
 from mailbench import mail, plain, servers
 from mailbench.sizes import SMALL
 
+from tests.waiting import HANG_GUARD_S
+
 
 @pytest.mark.parametrize("bench", bench_mail.BENCHES, ids=lambda bench: bench.__name__)
 def test_a_bench_yields_figures_with_a_value_and_a_verdict(
@@ -28,7 +30,6 @@ def test_a_bench_yields_figures_with_a_value_and_a_verdict(
 # ---- a reference server that asks whether its clients are still there --------------------------------
 
 OFTEN = 'ping_interval: "50ms"'
-HANG_GUARD_S = 30.0
 PINGS = 4  # two unanswered pings end a connection
 
 

@@ -36,9 +36,9 @@ from postroom.client import (
     tasks,
     worker,
 )
+from tests.waiting import HANG_GUARD_S
 
 TOKEN = "pr_secret"  # noqa: S105 - of no harness
-HANG_GUARD_S = 30.0
 
 
 class Request(NamedTuple):

@@ -13,10 +13,9 @@ from postroom.errors import LockTimeout
 from postroom.system.fairlock import FairLock
 from tests import children
 from tests.children import no_child_left
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 AT_ONCE_S = 0.01
-LONG_S = 60.0
 ROUNDS = 200
 
 __all__ = ["no_child_left"]  # a fixture
@@ -89,7 +88,7 @@ def is_gate_taken(path: Path) -> bool:
 def test_only_one_process_waits_inside_the_gate(path: Path, lock: FairLock, no_child_left: None) -> None:
     """A process that returns finds the gate taken, so it cannot overtake the waiting process."""
     lock.acquire()
-    waiting = children.start(lambda: FairLock(path, LONG_S).acquire())
+    waiting = children.start(lambda: FairLock(path, HANG_GUARD_S).acquire())
     back = FairLock(path, AT_ONCE_S)
     until(lambda: is_gate_taken(path))
     with pytest.raises(LockTimeout):
@@ -104,9 +103,9 @@ def test_death_of_the_holder_releases_the_lock(path: Path, lock: FairLock, no_ch
     reader, writer = os.pipe()
 
     def hold_for_ever() -> None:
-        FairLock(path, LONG_S).acquire()
+        FairLock(path, HANG_GUARD_S).acquire()
         os.write(writer, b"!")
-        time.sleep(LONG_S)
+        time.sleep(HANG_GUARD_S)
 
     holder = children.start(hold_for_ever)
     assert os.read(reader, 1) == b"!"
@@ -125,7 +124,7 @@ def test_no_update_is_lost_between_processes(path: Path, no_child_left: None) ->
     counter.write_text("0")
 
     def count() -> None:
-        lock = FairLock(path, LONG_S)
+        lock = FairLock(path, HANG_GUARD_S)
         for _ in range(ROUNDS):
             lock.acquire()
             counter.write_text(str(int(counter.read_text()) + 1))

@@ -13,8 +13,7 @@ from postroom.nudges.notifier import Notifier
 from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import small_disk
-
-LONG_S = 60.0  # a hang guard, not a measurement
+from tests.waiting import HANG_GUARD_S
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
@@ -31,7 +30,7 @@ def test_a_notification_arrives_in_the_same_process_with_or_without_a_folder(not
         heard = threading.Event()
         with each.subscribed("q", heard.set):
             each.notify("q")
-            assert heard.wait(LONG_S)
+            assert heard.wait(HANG_GUARD_S)
 
 
 def test_callbacks_run_for_their_queue_and_only_inside_the_block() -> None:
@@ -65,10 +64,10 @@ def test_a_notification_of_another_process_arrives(
             pytest.skip("a wake-up by another process was NOT tested: this system has no inotify")
         ringing = children.start(lambda: Notifier(tmp_path / "bells").notify("q"))
         children.wait(ringing)
-        assert heard.wait(LONG_S)
+        assert heard.wait(HANG_GUARD_S)
         heard.clear()
         children.run(lambda: Notifier(tmp_path / "bells").notify("q"))  # the file is there already
-        assert heard.wait(LONG_S)
+        assert heard.wait(HANG_GUARD_S)
 
 
 def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_child_left: None) -> None:
@@ -78,17 +77,17 @@ def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_ch
         heard_in_child = threading.Event()
         with notifier.subscribed("child", heard_in_child.set):
             notifier.notify("q")
-            assert heard_in_child.wait(LONG_S)
+            assert heard_in_child.wait(HANG_GUARD_S)
         notifier.close()
 
     with notifier.subscribed("q", heard.set):
         if not notifier.hears_other_processes:
             pytest.skip("a wake-up by another process was NOT tested: this system has no inotify")
         notifier.notify("q")
-        assert heard.wait(LONG_S)
+        assert heard.wait(HANG_GUARD_S)
         heard.clear()
         pid = children.start(child)
-        assert heard.wait(LONG_S)
+        assert heard.wait(HANG_GUARD_S)
         stop = threading.Event()
 
         def ring_until_heard() -> None:
@@ -141,11 +140,11 @@ def test_a_closed_notifier_closes_its_files_and_works_again(notifier: Notifier) 
         heard = threading.Event()
         with notifier.subscribed("q", heard.set):
             notifier.notify("q")
-            assert heard.wait(LONG_S)
+            assert heard.wait(HANG_GUARD_S)
         notifier.close()
         for thread in threading.enumerate():
             if thread.name == "postroom-notifier":
-                thread.join(LONG_S)
+                thread.join(HANG_GUARD_S)
         assert len(os.listdir("/proc/self/fd")) <= before
         assert not notifier.hears_other_processes
 
@@ -161,7 +160,7 @@ def test_on_a_full_disk_only_the_wake_up_is_lost(small_disk: Path, no_child_left
         heard = threading.Event()
         with notifier.subscribed("q", heard.set):
             notifier.notify("q")
-            assert heard.wait(LONG_S)
+            assert heard.wait(HANG_GUARD_S)
         notifier.close()
 
     children.run(wait_and_ring)

@@ -19,8 +19,8 @@ from postroom.runtime.nudger import (
     is_public,
     parse_url,
 )
+from tests.waiting import HANG_GUARD_S
 
-HANG_GUARD_S = 30.0
 OK = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
 
 

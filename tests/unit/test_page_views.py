@@ -22,6 +22,7 @@ from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in,
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.http_messages import Refusal
 from postroom.stores.base import ByIds
+from tests.waiting import HANG_GUARD_S
 
 IDLE = EngineStatus({}, 0, 0, {}, 0, {}, [])
 
@@ -178,9 +179,9 @@ def test_the_tree_of_a_message_has_its_ancestors_and_descendants(engine: Engine)
     async def story() -> str:
         root = await engine.submit(type="tool_call", org_id="a", payload={"children": 2})
         worker = asyncio.create_task(engine.run())
-        await root.result(timeout_s=30)
+        await root.result(timeout_s=HANG_GUARD_S)
         for handle in handles:  # each one has added its children by then
-            await handle.result(timeout_s=30)
+            await handle.result(timeout_s=HANG_GUARD_S)
         await engine.stop()
         await worker
         return root.message_id

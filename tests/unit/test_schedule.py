@@ -3,9 +3,9 @@ import threading
 import pytest
 
 from postroom.pipeline.schedule import run_in_order
+from tests.waiting import HANG_GUARD_S
 
 NEEDS = {"a": ("outside",), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ()}
-HANG_GUARD_S = 30.0
 
 
 def test_each_job_runs_once_and_after_its_inputs() -> None:

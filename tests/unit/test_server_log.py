@@ -11,8 +11,7 @@ import pytest
 
 from postroom.runtime import server_log as module
 from postroom.runtime.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, error_location
-
-HANG_GUARD_S = 30.0
+from tests.waiting import HANG_GUARD_S
 
 
 def fail() -> None:

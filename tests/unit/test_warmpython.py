@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests import warmpython
+from tests.waiting import HANG_GUARD_S
 from tests.warmpython import WarmProcess
 
-HANG_GUARD_S = 60.0
 COMMAND = Path(sys.executable).parent / "postroom"
 
 

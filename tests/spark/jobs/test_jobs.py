@@ -38,7 +38,6 @@ from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
 FEWEST_TASKS = "spark.sql.files.minPartitionNum"
-HANG_GUARD_S = 120.0
 
 
 def test_a_folder_that_is_none_is_named(spark: SparkSession, tmp_path: Path) -> None:

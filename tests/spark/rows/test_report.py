@@ -46,6 +46,7 @@ from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
 from tests.spark.stories import write_segment
+from tests.waiting import HANG_GUARD_S
 
 EVIL = (
     "\"><script>document.title='broken'</script><img src=https://evil.example/x onerror=alert(1)>&'\x00\x1b]"
@@ -636,7 +637,7 @@ def browse(place: Path, html: Path, *arguments: str) -> bytes:
         "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
         f"--user-data-dir={place / 'profile'}", "--window-size=1280,2400", *arguments, html.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, check=True, timeout=120).stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=HANG_GUARD_S).stdout
 
 
 def colours(png: bytes) -> tuple[int, int, int]:
