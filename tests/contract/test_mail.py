@@ -92,9 +92,21 @@ def test_an_empty_body_creates_a_private_mailbox(harness: Harness) -> None:
     assert harness.request(FakeLink(), CREATE)["is_new"]
 
 
-@pytest.mark.parametrize("body", [b'{"name": "mine"}', b'{"name": "mine", "public": false, "ttl": 60}'])
-def test_a_private_mailbox_cannot_be_named(harness: Harness, body: bytes) -> None:
-    assert harness.request(FakeLink(), CREATE, body)["code"] == 400
+@pytest.mark.parametrize("body", [b'{"name": "mine"}', b'{"name": "mine", "public": null, "ttl": 60}'])
+def test_a_name_without_public_makes_a_public_mailbox(harness: Harness, body: bytes) -> None:
+    link = FakeLink()
+    harness.service.subscribed(link, "1", PUBLIC, "")
+    explicit = b'{"name": "mine", "public": true}'
+    for each, is_new in ((body, True), (body, False), (explicit, False)):
+        reply = harness.request(FakeLink(), CREATE, each)
+        assert reply == {"mail_id": "mine", "mail_address": "mine", "is_new": is_new}
+    assert [(each["event"], each["mail_id"]) for each in said(link)] == [("created", "mine")]
+    assert harness.send(FakeLink(), "mine", b"x")
+
+
+def test_a_private_mailbox_cannot_be_named(harness: Harness) -> None:
+    reply = harness.request(FakeLink(), CREATE, b'{"name": "mine", "public": false, "ttl": 60}')
+    assert reply["code"] == 400
     assert harness.service.stats()["mailboxes"] == 0
 
 

@@ -233,6 +233,8 @@ def test_a_refusal_of_the_server_raises_with_its_code(mail: Mail) -> None:
         mail.subscribe("nowhere")
     with pytest.raises(MailRefused, match="needs a name"):
         mail.create(public=True)
+    with pytest.raises(MailRefused, match="private mailbox has no name"):
+        mail.create("named")
     mail.create()  # and the client continues to work
 
 

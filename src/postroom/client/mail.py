@@ -210,7 +210,7 @@ class AsyncMail:
         fields = {
             "ttl": None if ttl_s is None else checked_seconds("ttl_s", ttl_s),
             "name": checked_text("name", name) or None,
-            "public": public or None,
+            "public": public if public or name else None,  # without it, a name alone means a public mailbox
             "desc": checked_text("desc", desc) or None,
         }
         body = {key: value for key, value in fields.items() if value is not None}

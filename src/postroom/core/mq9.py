@@ -175,6 +175,11 @@ class Creation(msgspec.Struct, frozen=True):
     desc: str | None = None
     prefix: str | None = None
 
+    @property
+    def is_public(self) -> bool:
+        """A name is enough: the newest dialect has no `public`."""
+        return bool(self.name) if self.public is None else self.public
+
 
 class ListOptions(msgspec.Struct, frozen=True):
     """The body of LIST."""

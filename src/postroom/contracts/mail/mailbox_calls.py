@@ -34,7 +34,7 @@ class MailboxCalls:
         box = mailboxes.open(
             name or mailboxes.private_id(mq9.checked_prefix(body.prefix) if body.prefix else ""),
             ttl_s,
-            public=bool(body.public),
+            public=body.is_public,
             named=bool(name),
             desc=body.desc or "",
             creator=request.link.user,
@@ -111,9 +111,9 @@ class MailboxCalls:
 
 
 def _check_creation(body: Creation) -> None:
-    if body.public and not body.name:
+    if body.is_public and not body.name:
         raise Mq9Error(400, "a public mailbox needs a name")
-    if body.name and not body.public:
+    if body.name and not body.is_public:
         raise Mq9Error(
             400, "a private mailbox has no name: a name can be guessed, so the server makes its id"
         )
