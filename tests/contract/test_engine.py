@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,10 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
+from postroom.contracts.engine.claims import Claimed
+from postroom.contracts.engine.handlers import ended
 from postroom.contracts.engine.operations import Operations
+from postroom.core import poison
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.errors import (
@@ -574,11 +579,21 @@ def test_retry_keeps_its_place_in_the_line_of_its_key(world: EngineUnderTest) ->
 # ---- crashes ---------------------------------------------------------------------------------------
 
 
-def test_crashes_are_counted_separately_from_retries_and_end_in_quarantine(world: EngineUnderTest) -> None:
+def die_alone(world: EngineUnderTest, claimed: Claimed) -> None:
+    """The process that runs only this message dies."""
+    assert poison.runs_alone(claimed.record)
+    world.finish(ended(claimed, "crashed", "the process of the handler died with signal 9"))
+
+
+def test_deaths_of_own_processes_are_counted_separately_from_retries_and_end_in_quarantine(
+    world: EngineUnderTest,
+) -> None:
     handle = world.submit()
-    for _ in range(4):
-        assert world.claim()
-        world.clock.advance(16)
+    assert world.claim()
+    world.wait(world.engine.put_back("w"))
+    for _ in range(3):
+        [claimed] = world.claim()
+        die_alone(world, claimed)
     assert not world.claim()
     info = world.wait(world.engine.get(handle.message_id))
     assert info.state == "QUARANTINED"
@@ -589,9 +604,57 @@ def test_crashes_are_counted_separately_from_retries_and_end_in_quarantine(world
     assert handle.message_id in alerts[-1].error
     [letter] = world.wait(world.engine.dlq.list())
     assert "Poison" in letter.failure_reason
-    assert "is QUARANTINED: it crashed its worker 3 times" in world.wait(handle.explain())
+    assert "is QUARANTINED: its own process died 3 times" in world.wait(handle.explain())
     assert not world.wait(world.engine.dlq.replay())
     assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
+    [claimed] = world.claim()
+    assert not poison.runs_alone(claimed.record)
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_deaths_of_workers_and_lapsed_leases_never_count(world: EngineUnderTest, is_noticed: bool) -> None:
+    world.submit()
+    for _ in range(20):
+        [claimed] = world.claim()
+        if is_noticed:
+            world.wait(world.engine.put_back("w"))
+        else:
+            world.clock.advance(16)
+    [claimed] = world.claim()
+    assert poison.runs_alone(claimed.record)
+    assert world.wait(world.engine.get(claimed.record.message_id)).crashes == 0
+
+
+def test_message_runs_alone_once_after_the_death_of_its_worker(world: EngineUnderTest) -> None:
+    world.submit(max_retries=9)
+
+    def claim(*, alone: bool) -> Claimed:
+        world.clock.advance(300)
+        [claimed] = world.claim()
+        assert poison.runs_alone(claimed.record) == alone
+        return claimed
+
+    claim(alone=False)
+    world.wait(world.engine.put_back("w"))
+    world.finish(ended(claim(alone=True), "released"))  # it did not come to an end: it is still to run alone
+    world.fail(claim(alone=True))
+    claim(alone=False)
+    world.wait(world.engine.put_back("w"))
+    die_alone(world, claim(alone=True))
+    world.fail(claim(alone=True))
+    claim(alone=True)  # a message whose own process has died keeps away from others
+
+
+def test_own_process_outlives_a_sigterm_for_all_processes_of_a_service(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call", pool="process")
+    def run(_message: Any, _ctx: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        told = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False)
+        return f"done, and its program ended with {told.returncode}"
+
+    handle = world.submit()
+    world.run_all()
+    assert world.wait(handle.result()) == "done, and its program ended with -15"
 
 
 def test_messages_beside_a_killer_have_no_crash_counted(world: EngineUnderTest) -> None:

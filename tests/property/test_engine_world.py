@@ -21,7 +21,7 @@ from postroom.contracts.engine import tokens as token_books
 from postroom.contracts.engine.cells import EFFECTS, KEYS
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.outcomes import Outcomes
-from postroom.core import lifecycle, tokens
+from postroom.core import lifecycle, poison, tokens
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World
@@ -200,6 +200,19 @@ def keep_reservations_of_failures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(token_books, "is_live", lambda *_: True)
 
 
+def blame_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """The death of a worker counts against all messages that it ran."""
+    patch.setattr(poison, "after_worker_death", lambda crashes: crashes + 1)
+
+
+def let_killers_run_beside_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(poison, "after_worker_death", lambda crashes: crashes)
+
+
+def keep_the_mark(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(poison, "after_attempt", lambda crashes: crashes)
+
+
 MUTANTS: dict[Patch, set[str]] = {
     accept_any_token: {"stale", "history"},
     ignore_the_end_of_a_lease: {"stale"},
@@ -215,6 +228,9 @@ MUTANTS: dict[Patch, set[str]] = {
     ignore_open_breakers: {"breaker"},
     ignore_operations: {"conflict"},
     count_usage_twice: {"usage"},
+    blame_neighbours: {"blame"},
+    let_killers_run_beside_others: {"blame"},
+    keep_the_mark: {"blame"},
     revive_the_cancelled: {"terminal"},
     miscount: {"books"},
     keep_what_was_rolled_back: {"unknown"},

@@ -25,6 +25,7 @@ from postroom import (
 )
 from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import AgentOperations
+from postroom.contracts.engine.handlers import ended
 from postroom.contracts.engine.outcomes import Outcome
 from postroom.core.lifecycle import ENDED
 from postroom.pipeline.times import DAY_US
@@ -155,11 +156,11 @@ class World:
         self.engine.run_all()
 
     def _crashes(self) -> None:
-        """Each claim is a worker that dies: its lease lapses."""
+        """Each claim is a process that dies with the only message that it runs."""
         self.engine.submit(type="agent_message", org_id="zen", goal_id="g8")
-        for _ in range(1 + POLICY.poison_crashes):
-            assert self.engine.claim()
-            self.engine.clock.advance(POLICY.lease_s + 1)
+        for _ in range(POLICY.poison_crashes):
+            [held] = self.engine.claim()
+            self.engine.finish(ended(held, "crashed", "the process of the handler died with signal 9"))
         assert not self.engine.claim()  # it is quarantined
 
     def _deferral_by_the_holder(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from postroom.core import poison
 from postroom.errors import StaleLease, WrongState
 from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
 
@@ -309,24 +310,25 @@ def fail(
     """The work failed. The record is retried after `delay_ns` (None: never), in `lane` when given."""
     if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
         return None
-    counted = replace(record, retries=record.retries + 1)
+    counted = replace(record, retries=record.retries + 1, crashes=poison.after_attempt(record.crashes))
     return _failed(counted, moment, "fail", error, error_type, delay_ns, lane=lane)
 
 
 def lapse(record: Record, moment: Moment, error: str = LAPSED, error_type: str = "LeaseLapsed") -> Step:
-    """The lease ran out: a crash. The record is ready again at once.
+    """The lease ran out, or its worker died. The record is ready again at once.
 
-    In an agent's queue a crash is also a failure. In an organization's queue the two are counted separately.
+    In an agent's queue this is also a failure.
     """
     retries = record.retries if org_of(record.queue) else record.retries + 1
-    crashed = replace(record, crashes=record.crashes + 1, retries=retries)
-    return _failed(crashed, moment, "lapse", error, error_type, 0, token_after=0)
+    lapsed = replace(record, crashes=poison.after_worker_death(record.crashes), retries=retries)
+    return _failed(lapsed, moment, "lapse", error, error_type, 0, token_after=0)
 
 
 def crash(record: Record, moment: Moment, token: int, error: str) -> Step:
-    """The holder's process has died: as `lapse`, without waiting for the end of the lease."""
+    """The record's own process died, as its worker says: as `lapse`, but it counts against the record."""
     _holds(record, moment, token)
-    return lapse(record, moment, error, "ProcessDied")
+    died = replace(record, crashes=poison.after_own_death(record.crashes))
+    return lapse(died, moment, error, "ProcessDied")
 
 
 def is_overdue(record: Record, steady_ns: int) -> bool:

@@ -1,11 +1,34 @@
 """Messages that bring their workers down.
 
-Rule 1: a lapsed lease is a crash, and it is counted apart from retries.
-Rule 2: the first crash may be a neighbour's fault, so it is not held against the message. From then on the
-        message runs alone in a process of its own, and each further crash is its own.
+Rule 1: only the death of a message's own process, which ran nothing else, counts against the message. Such
+        deaths are counted apart from retries.
+Rule 2: the death of a worker counts against none of its messages, because any of them, or none, may be the
+        cause. It marks them: the next attempt of each runs alone, in a process of its own. The message that
+        brought the worker down then kills only this process. A lapsed lease marks its message, too: it may be
+        all that others see of a dead worker.
+Rule 3: the end of an attempt removes the mark. A message whose own process has died runs alone from then on.
+
+`Record.crashes` holds both: 0 without a mark, 1 with it, and 1 more for each death of an own process.
 """
 
 from postroom.message import Record
+
+_MARKED = 1
+
+
+def after_worker_death(crashes: int) -> int:
+    """The worker died, or the lease lapsed."""
+    return max(crashes, _MARKED)
+
+
+def after_own_death(crashes: int) -> int:
+    """The process that ran only this message died."""
+    return max(crashes, _MARKED) + 1
+
+
+def after_attempt(crashes: int) -> int:
+    """An attempt came to its end, and the message will have another one."""
+    return 0 if crashes == _MARKED else crashes
 
 
 def runs_alone(record: Record) -> bool:
@@ -13,11 +36,11 @@ def runs_alone(record: Record) -> bool:
     return record.crashes > 0
 
 
-def own_crashes(record: Record) -> int:
-    """Crashes that happened while the message ran alone."""
-    return max(0, record.crashes - 1)
+def own_deaths(record: Record) -> int:
+    """How often a process died that ran only this message."""
+    return max(0, record.crashes - _MARKED)
 
 
 def is_poison(record: Record, crashes_max: int) -> bool:
-    """Whether the message has crashed alone too often to be delivered again."""
-    return own_crashes(record) >= crashes_max
+    """Whether processes of the message died too often for another delivery."""
+    return own_deaths(record) >= crashes_max

@@ -44,7 +44,7 @@ Point: TypeAlias = Literal[
 """Where a worker crashes. `lease over` is no crash: the handler outlives its lease and reports late."""
 
 FAULT_SHARE: Final = 0.25
-FAULTS_A_MESSAGE_MAX: Final = 2  # below the crashes after which a message counts as poison
+FAULTS_A_MESSAGE_MAX: Final = 2  # so that every message ends
 ROUNDS_MAX: Final = 100_000
 EVENTS_MAX: Final = 100_000
 

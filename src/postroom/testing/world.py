@@ -32,7 +32,7 @@ from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
 from postroom.contracts.engine.token_status import status_of
-from postroom.core import breaker, conflicts, lifecycle
+from postroom.core import breaker, conflicts, lifecycle, poison
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker, Circuit
 from postroom.core.events import of_store
@@ -64,7 +64,7 @@ from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import ManualClock
 from postroom.testing.events import check_consistency
 from postroom.testing.reports import SeedReport
-from postroom.testing.world_checker import Checker, Sent
+from postroom.testing.world_checker import WORKER_DIED, Checker, Sent
 
 T = TypeVar("T")
 StoreName: TypeAlias = str
@@ -135,10 +135,10 @@ class World:
     def __init__(self, seed: int, *, store: StoreName = "memory") -> None:
         self.seed = seed
         self.store_name: StoreName = store
-        self.checker = Checker()
         self.clock = ManualClock()
         self._random = random.Random(seed)  # noqa: S311 - a history must be repeatable
         self.policy = _policy(self._random)
+        self.checker = Checker(self.policy.poison_crashes)
         self._registry = Registry(REQUEST_TYPES)
         self._rotations = {f"w{number}": Rotation() for number in range(3)}
         self._held: list[_Held] = []
@@ -256,7 +256,9 @@ class World:
         if record.lease != event.lease:
             self.checker.report("history", record.message_id, "its lease is not that of the event")
         until_ns = self._now_ns() + round(self.policy.lease_s * NANOS_PER_S)
-        self.checker.claimed(record.message_id, record.lease, self._now_ns(), until_ns)
+        self.checker.claimed(
+            record.message_id, record.lease, self._now_ns(), until_ns, alone=poison.runs_alone(record)
+        )
 
     # ---- senders -------------------------------------------------------------------------------
 
@@ -508,7 +510,7 @@ class World:
                 if held.worker == worker and self.checker.is_live(
                     held.message_id, held.lease, self._now_ns()
                 ):
-                    self.checker.over(held.message_id, "crashed")
+                    self.checker.over(held.message_id, WORKER_DIED)
 
     # ---- effects -------------------------------------------------------------------------------
 

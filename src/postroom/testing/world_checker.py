@@ -30,11 +30,16 @@ RULES: Final[dict[str, str]] = {
     "breaker": "more than one message reached a service whose breaker was open",
     "conflict": "two operations that conflict were leased at the same time",
     "effect": "an effect was to run again, or had two outcomes",
+    "blame": "a message was quarantined without deaths of its own process, or ran beside others after one",
     "usage": "the usage of a goal is not the sum of the accepted completions",
     "tokens": "the books of a model are not what live leases reserved and accepted outcomes used",
     "books": "the counters or the events of the store do not match its records",
     "history": "the events break a rule of the history checker",
 }
+
+
+WORKER_DIED: Final = "the death of the worker"
+"""The end of a lease whose worker is known to be dead."""
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -72,6 +77,9 @@ class _Life(msgspec.Struct):
     sent: Sent
     position: int
     grant: Grant | None = None
+    own_deaths: int = 0
+    is_marked: bool = False
+    """Whether a worker died with it, or its lease lapsed, and no attempt came to its end since."""
     ended: str = ""
     """How the message ended, as far as its users were told."""
     result: bytes | None = None
@@ -87,7 +95,9 @@ class _EffectLife(msgspec.Struct):
 class Checker:
     """What the users of one engine were told so far, and which rules that breaks."""
 
-    def __init__(self) -> None:
+    def __init__(self, crashes_max: int = 1) -> None:
+        """`crashes_max` deaths of its own process make a message poison."""
+        self._crashes_max = crashes_max
         self.broken: list[Broken] = []
         self._lives: dict[str, _Life] = {}
         self._by_key: dict[tuple[str, str], list[str]] = {}
@@ -142,8 +152,8 @@ class Checker:
 
     # ---- leases --------------------------------------------------------------------------------
 
-    def claimed(self, message_id: str, lease: int, now_ns: int, until_ns: int) -> None:
-        """A claim returned a lease."""
+    def claimed(self, message_id: str, lease: int, now_ns: int, until_ns: int, *, alone: bool) -> None:
+        """A claim returned a lease; the message runs alone, or beside others."""
         life = self._life(message_id)
         if life.ended:
             self.report("terminal", message_id, f"it was delivered after it was {life.ended}")
@@ -151,8 +161,19 @@ class Checker:
             self.report("overlap", message_id, f"it was leased while lease {life.grant.lease} was alive")
         if 0 < life.sent.expires_ns <= now_ns and not life.is_replayed:
             self.report("expired", message_id, "it was delivered after its expiry")
+        self._check_blame(life, alone=alone)
         life.grant = Grant(lease, until_ns)
         self._check_order(life, now_ns)
+
+    def _check_blame(self, life: _Life, *, alone: bool) -> None:
+        """A message runs alone next time when its holder did not end its lease, and after each own death."""
+        if life.grant is not None and life.grant.ended_by in ("", WORKER_DIED):
+            life.is_marked = True
+        if alone != (life.is_marked or life.own_deaths > 0):
+            how = "alone" if alone else "beside others"
+            self.report("blame", life.sent.message_id, f"it runs {how} after {life.own_deaths} own deaths")
+        if life.own_deaths >= self._crashes_max:
+            self.report("blame", life.sent.message_id, f"it runs again after {life.own_deaths} own deaths")
 
     def _check_order(self, life: _Life, now_ns: int) -> None:
         sent = life.sent
@@ -208,6 +229,8 @@ class Checker:
         if not accepted or grant is None or grant.lease != lease:
             return
         grant.ended_by = kind
+        life.own_deaths += kind == "crashed"
+        life.is_marked = life.is_marked and kind != "failed"
         if kind in ("completed", "failed") and (message_id, lease) in self._reserved:
             model, reserved = self._reserved[message_id, lease]
             self._spent.append((model, now_ns, min(tokens, reserved)))
@@ -255,6 +278,8 @@ class Checker:
     def seen(self, message_id: str, state: State) -> None:
         """A user saw the state of a message. An end is final until the message is replayed."""
         life = self._life(message_id)
+        if state == "QUARANTINED" and life.own_deaths < self._crashes_max:
+            self.report("blame", message_id, f"it was quarantined after {life.own_deaths} own deaths")
         if life.ended and life.ended != state and (life.ended, state) != ("DEAD_LETTER", "QUARANTINED"):
             self.report("terminal", message_id, f"it was {life.ended}, and is {state} now")
         if state in lifecycle.ENDED:
@@ -272,8 +297,8 @@ class Checker:
     def replayed(self, message_id: str) -> None:
         """A replay was acknowledged: the message has another life."""
         life = self._life(message_id)
-        self.over(message_id, "replayed")
         life.ended, life.is_replayed = "", True
+        life.grant, life.own_deaths, life.is_marked = None, 0, False
 
     # ---- effects -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.policy import Policy
-from postroom.core import admission
+from postroom.core import admission, poison
 from postroom.core.admission import Throttle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import GuardTripped, Overloaded
@@ -122,12 +122,13 @@ class Admission:
         return pressure
 
     def _look_for_poison(self) -> None:
-        """Name messages in flight that have crashed a worker: they may be the cause of the overflow."""
-        held = self._transaction.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
-        suspects = [record.message_id for record in held if record.crashes and org_of(record.queue)]
+        """Name messages in flight whose own process has died: they may be the cause of the overflow."""
+        found = self._transaction.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
+        held = [record for record in found if org_of(record.queue)]
+        suspects = [record.message_id for record in held if poison.own_deaths(record)]
         if suspects:
             named = ", ".join(suspects[:SUSPECTS_NAMED_MAX])
-            self._transaction.alert("Poison suspected", f"{len(suspects)} crashed a worker before: {named}")
+            self._transaction.alert("Poison suspected", f"processes of {len(suspects)} died before: {named}")
 
     def _active_organizations(self) -> int:
         transaction = self._transaction

@@ -267,7 +267,7 @@ class Claims:
         ends.ended(self._transaction, self._policy, step.record)
 
     def _quarantine(self, record: Record) -> None:
-        said = f"it crashed its worker {poison.own_crashes(record)} times while it ran alone"
+        said = f"its own process died {poison.own_deaths(record)} times"
         self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
         self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
 

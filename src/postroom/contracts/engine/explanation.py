@@ -97,7 +97,7 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
         if scope in pauses:
             return f": {_scope(*scope)} is paused. It runs after a resume."
     if poison.is_poison(record, policy.poison_crashes):
-        return ": it crashed too often while it ran alone (poison). The next claim quarantines it."
+        return ": its own process died too often (poison). The next claim quarantines it."
     body = body_of(stored.envelope.payload)
     service = service_called(org_id, body.service if body else "", services.get(kind, ""))
     circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None

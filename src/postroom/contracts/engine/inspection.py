@@ -31,7 +31,7 @@ class MessageInfo(msgspec.Struct, frozen=True):
     attempt: int
     retry_count: int
     crashes: int
-    """Crashes while the message ran alone."""
+    """How often a process died that ran only this message."""
     errors: list[dict[str, Any]]
     history: list[Event]
     message: dict[str, Any]
@@ -101,7 +101,7 @@ def info_of(operations: Operations, message_id: str) -> MessageInfo:
         accepted_priority=record.priority,
         attempt=record.attempt,
         retry_count=record.retries,
-        crashes=poison.own_crashes(record),
+        crashes=poison.own_deaths(record),
         errors=error_history(stored),
         history=stored.history,
         message=original_message(operations, stored) or {},

@@ -3,6 +3,8 @@
 Rule 1: the child is forked, so it knows every handler, also one that is defined inside a function.
 Rule 2: the end of the child ends the call, also when a process that the handler started keeps the pipe open.
 Rule 3: a child that must be killed is killed with the processes that it started.
+Rule 4: a child survives SIGTERM and SIGINT: its worker decides whether the handler may finish. A service
+        manager signals all processes of a service, and the death of a child counts against its message.
 """
 
 import asyncio
@@ -94,7 +96,7 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _left_to_the_worker)
         data = call()
         while data:
             data = data[os.write(write_fd, data) :]
@@ -104,6 +106,10 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _left_to_the_worker(*_: object) -> None:
+    """Not `SIG_IGN`, which the programs that a handler starts would inherit."""
 
 
 def _kill(pid: int) -> None:

@@ -389,7 +389,7 @@ class Operations:
             if record.worker_id == worker_id and org_of(record.queue)
         ]
         for record in held:
-            self.transaction.apply(ByIds((record.message_id,)), lifecycle.lapse)
+            self.transaction.apply(ByIds((record.message_id,)), _worker_died)
         if self._books is not None:
             self._books.settle_all(record.lease for record in held)
         return len(held)
@@ -468,6 +468,10 @@ class Operations:
         """Workers that reported lately."""
         lost_ns = self.transaction.steady_ns - round(WORKER_LOST_S * lifecycle.NANOS_PER_S)
         return {name: info for name, info in WORKERS.all(self.transaction) if info.seen_ns >= lost_ns}
+
+
+def _worker_died(record: Record, moment: Moment) -> Step:
+    return lifecycle.lapse(record, moment, "its worker died", "WorkerDied")
 
 
 def _expire(record: Record, moment: Moment) -> Step | None:
