@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from postroom.core.jsoninput import JSON_ELEMENTS_MAX
 from postroom.runtime.connections import FILES_RESERVED, Connections
 from postroom.runtime.listener import (
     DISCARDED_BYTES_MAX,
@@ -320,6 +321,40 @@ def test_deeply_nested_json_is_one_refused_request(server: Server, depth: int) -
             assert "nested" in answer.json["message"]
         assert server.send("triage", "POST", "/bus/deep/messages", raw=value).status == 400
     server.post("triage", "/queue/release", task_id=task_id, lease=task["lease"])
+
+
+# ---- JSON of too many elements ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [b"{}", b"1", b'"f":1'], ids=["objects", "numbers", "fields"])
+def test_a_body_of_too_many_elements_is_refused(server: Server, one: bytes) -> None:
+    many = b",".join([one] * JSON_ELEMENTS_MAX)
+    value = b"{%b}" % many if b":" in one else b"[%b]" % many
+    for path, raw in (
+        ("/queue/enqueue", b'{"agent": "triage", "payload": %b}' % value),
+        ("/queue/enqueue", b'{"tasks": %b}' % value),
+        ("/engine/messages", b'{"org_id": "acme", "type": "tool_call", "payload": {"a": %b}}' % value),
+        ("/engine/messages", b'{"a": %b}' % value),
+        ("/engine/request", b'{"org_id": "acme", "type": "tool_call", "payload": {"a": %b}}' % value),
+        ("/bus/deep/messages", b'{"type": %b}' % value),
+    ):
+        answer = server.send("boss", "POST", path, raw=raw)
+        assert (answer.status, answer.json["error"]) == (400, "InvalidMessage"), path
+        assert answer.json["message"].startswith("the body has more than 200000 JSON elements")
+
+
+def test_many_unknown_fields_are_refused_by_their_number(server: Server) -> None:
+    fields = {f"f{number}": 1 for number in range(JSON_ELEMENTS_MAX // 3)}
+    answer = server.post("boss", "/engine/messages", org_id="acme", type="tool_call", payload={}, **fields)
+    assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
+    assert answer.json["message"] == "a message has at most 64 fields that are not known"
+
+
+def test_a_long_body_of_few_elements_is_stored(server: Server) -> None:
+    payload = {"text": ", [{:" * JSON_ELEMENTS_MAX}
+    answer = server.post("boss", "/engine/messages", org_id="acme", type="tool_call", payload=payload)
+    stored = server.get("boss", f"/engine/messages/{answer.json['message_id']}").json
+    assert stored["message"]["payload"] == payload
 
 
 # ---- shares ----------------------------------------------------------------------------------------

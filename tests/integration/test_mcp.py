@@ -13,6 +13,8 @@ import pytest
 from mcp import Client, MCPError
 
 from postroom import Engine
+from postroom.core.jsoninput import JSON_ELEMENTS_MAX
+from postroom.mcp.mount import BODY_BYTES_MAX
 from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
@@ -64,6 +66,23 @@ def test_http_without_a_token_of_the_server_is_refused(server: Serving, header: 
     request = urllib.request.Request(f"{server.url}/mcp", body, header)  # noqa: S310 - our own server
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(request, timeout=HANG_GUARD_S)  # noqa: S310
+
+
+def test_a_body_of_too_many_elements_is_refused(server: Serving) -> None:
+    raw = b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"send","arguments":{"body":%b}}}'
+    header = {
+        "Authorization": f"Bearer {server.tokens['alice']}",
+        "Accept": "application/json, text/event-stream",
+    }
+    for value, says in (
+        (b"[" + b",".join([b"{}"] * JSON_ELEMENTS_MAX) + b"]", "has more than 200000 JSON elements"),
+        (b"[" * 300 + b"]" * 300, "is nested more than 203 levels deep"),
+        (b'"' + b"x" * BODY_BYTES_MAX + b'"', f"may have at most {BODY_BYTES_MAX} bytes"),
+    ):
+        request = urllib.request.Request(f"{server.url}/mcp", raw % value, header)  # noqa: S310 - our own server
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=30)  # noqa: S310
+        assert says in json.loads(refusal.value.read())["message"]
 
 
 def test_an_agent_cannot_act_for_another_one(server: Serving) -> None:

@@ -4,10 +4,24 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from postroom.core.auditlines import of_audit_line, of_mail_line
 from postroom.core.events import SCHEMA, AuditEvent, decode_lines, from_line, to_line
-from postroom.core.jsoninput import NESTING_MAX, TOO_DEEP, guarded, is_deep
+from postroom.core.jsoninput import (
+    JSON_ELEMENTS_MAX,
+    NESTING_MAX,
+    PIECE_BYTES,
+    TOO_DEEP,
+    Size,
+    check_json,
+    guarded,
+    is_deep,
+    is_nested_deeper,
+    sizes,
+)
+from postroom.errors import InvalidMessage
 
 DEPTHS = (NESTING_MAX + 1, 500, 980, 1_100, 200_000)
 
@@ -98,3 +112,76 @@ def test_a_guarded_decoder_passes_other_errors_on() -> None:
     assert decode(b"1") == 1
     with pytest.raises(msgspec.ValidationError):
         decode(b'"a"')
+
+
+# ---- before anything is decoded --------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.integers() | st.booleans() | st.text(st.sampled_from('a"\\\n,:[]{}'), max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\,', max_size=3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def elements(value: Any) -> int:
+    """The commas, colons and opening brackets of a value."""
+    if isinstance(value, dict):
+        return max(1, 2 * len(value)) + sum(elements(inner) for inner in value.values())
+    return max(1, len(value)) + sum(map(elements, value)) if isinstance(value, list) else 0
+
+
+def levels(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(
+        (levels(inner) for inner in (value.values() if isinstance(value, dict) else value)), default=0
+    )
+
+
+@given(JSON)
+def test_elements_and_levels_are_counted_outside_of_strings(value: Any) -> None:
+    data = msgspec.json.encode(value)
+    assert [*sizes(data)] == [Size(elements(value), levels(value))]
+    for most in range(levels(value) + 2):
+        assert is_nested_deeper(data, most) is (levels(value) > most)
+
+
+@pytest.mark.parametrize("shift", range(24))
+def test_a_string_may_lie_across_pieces(shift: int) -> None:
+    value = [
+        "x" * (PIECE_BYTES - shift),
+        '\\"[[',
+        "\\\\",
+        '\\\\\\"{,',
+        [["", 1]],
+        "\\" * PIECE_BYTES,
+        {"a": [2]},
+    ]
+    data = msgspec.json.encode(value)
+    assert [*sizes(data)][-1] == Size(elements(value), 3)
+
+
+@pytest.mark.parametrize("one", [b"{}", b"[]", b"1", b'"a"', b'{"k":1}'])
+def test_a_body_of_too_many_elements_is_refused_before_it_is_decoded(one: bytes) -> None:
+    most = JSON_ELEMENTS_MAX // max(1, elements([msgspec.json.decode(one)]))
+    check_json("the body", b"[" + b",".join([one] * most) + b"]", 3)
+    with pytest.raises(InvalidMessage, match=r"^the body has more than 200000 JSON elements"):
+        check_json("the body", b"[" + b",".join([one] * (most + 1)) + b"]", 3)
+
+
+def test_a_long_text_has_few_elements() -> None:
+    check_json("the body", msgspec.json.encode({"text": ", [{:" * JSON_ELEMENTS_MAX}), 1)
+
+
+@pytest.mark.parametrize("depth", [4, 5_000, 1_000_000])
+def test_a_body_of_too_many_levels_is_refused_before_it_is_decoded(depth: int) -> None:
+    for data in (nested(depth), b"[" * depth, b'{"a":' * depth):
+        with pytest.raises(InvalidMessage, match=r"JSON elements|nested more than 3 levels deep"):
+            check_json("the body", data, 3)
+
+
+def test_text_that_is_no_json_is_checked_up_to_its_end() -> None:
+    for data in (b"", b'"', b"\\", b'"\\', b"\xff" * 9, b"]]]]", b'[["', b'"\\"' * 99):
+        check_json("the body", data, 3)

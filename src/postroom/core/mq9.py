@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from postroom.core.jsoninput import is_nested_deeper
 from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Priority
 from postroom.core.names import look_alike_fault
 from postroom.core.times import SECONDS_MAX
@@ -65,7 +66,6 @@ _PART = r"[^\s.*>\x00-\x1f\x7f]+"
 _NAME = re.compile(rf"{_PART}(?:\.{_PART})*")
 _PREFIX_NAME = re.compile(r"[a-z0-9]+(?:\.[a-z0-9]+)*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class Mq9Error(PostroomError):
@@ -270,21 +270,9 @@ def checked_json(payload: bytes) -> bytes:
     """Refuse JSON that is too long or too deeply nested, before it is decoded."""
     if len(payload) > JSON_BYTES_MAX:
         raise Mq9Error(400, f"the body of this call has at most {JSON_BYTES_MAX} bytes")
-    if payload.count(b"[") + payload.count(b"{") > JSON_DEPTH_MAX < _depth(payload):
+    if is_nested_deeper(payload, JSON_DEPTH_MAX):
         raise Mq9Error(400, f"the body is nested too deeply: at most {JSON_DEPTH_MAX} levels")
     return payload
-
-
-def _depth(payload: bytes) -> int:
-    """The depth of nested lists and objects, without brackets in strings."""
-    depth = deepest = 0
-    for byte in _STRING.sub(b"", payload):
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
 
 
 def body(payload: bytes, kind: type[_Body]) -> _Body:

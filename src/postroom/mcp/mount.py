@@ -2,6 +2,7 @@
 
 Rule 1: the MCP library is imported with the first call, because most servers have no MCP clients.
 Rule 2: there are no sessions. Every request carries its token, so a server that restarts loses nothing.
+Rule 3: the library gets a body that has arrived in full and whose JSON can be decoded quickly.
 """
 
 import asyncio
@@ -9,13 +10,16 @@ import importlib.util
 from contextlib import suppress
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from postroom.core.jsoninput import check_json
+from postroom.errors import PostroomError
 from postroom.mcp.backend import LocalBackend
 from postroom.mcp.presence import Presence
-from postroom.runtime.endpoint import refuse
+from postroom.runtime.endpoint import read_body, refuse
 from postroom.runtime.http import TasksApp
-from postroom.runtime.http_messages import IDENTITY, TOKEN, Refusal
+from postroom.runtime.http_messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
+from postroom.runtime.schemas import BODY_DEPTH_MAX
 
 PATH = "/mcp"
 BODY_BYTES_MAX = 4 * 1024 * 1024
@@ -46,8 +50,23 @@ class McpMount:
         elif scope["method"] == "GET":  # no notification is ever sent outside of a call
             await refuse(send, Refusal(405, "MethodNotAllowed", "this server opens no stream: use POST"))
         else:
+            await self._handle(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, request = self._app.running_server(), HttpRequest(scope, receive, send)
+        request.identity = scope[IDENTITY]
+        try:
+            body = await read_body(server, request, BODY_BYTES_MAX)
+            await server.decode_for(request, _check, body)
             manager = await self._started()
-            await manager.handle_request(scope, receive, send)
+            await manager.handle_request(scope, _again(body, receive), send)
+        except ClientDisconnected:
+            return
+        except (Refusal, PostroomError) as error:
+            await refuse(send, error)
+        finally:
+            if request.body_bytes_held:
+                server.body_share.give_back(request.identity, request.body_bytes_held)
 
     async def _started(self) -> Any:
         async with self._starting:
@@ -87,3 +106,17 @@ class McpMount:
         if self._task is not None:
             with suppress(Exception):
                 await self._task
+
+
+def _check(body: bytes) -> None:
+    check_json("the body", body, BODY_DEPTH_MAX)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that begins with a body that was read."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return unread.pop() if unread else await receive()
+
+    return receive_again

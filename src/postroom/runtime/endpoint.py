@@ -1,7 +1,8 @@
 """One route as an ASGI application: checks the token, decodes the body or query, calls the handler, replies.
 
 Rule 1: every request gets a reply. An error is one sentence, without server paths and payloads.
-Rule 2: a body over its limit is refused before it is kept.
+Rule 2: a body with too many bytes is refused before it is kept, and one with too many JSON elements before it
+        is decoded.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from postroom.core.fieldfaults import field_fault
+from postroom.core.jsoninput import check_json
 from postroom.errors import (
     AgentReplaced,
     AuditBehind,
@@ -70,7 +72,7 @@ from postroom.runtime.http_messages import (
 from postroom.runtime.listener import CONNECTION
 from postroom.runtime.openapi import Route
 from postroom.runtime.refusal_events import RefusedCall
-from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
+from postroom.runtime.schemas import BODY_DEPTH_MAX, SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
 from postroom.runtime.server_log import error_location
 from postroom.runtime.task_server import TaskServer
 
@@ -180,11 +182,11 @@ class Endpoint:
     async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
         if not self.route.is_open:
             self._identify(server, request)
-        body = await _read_body(server, request, self._served.body_bytes_max)
+        body = await read_body(server, request, self._served.body_bytes_max)
         request.size = len(body)
         if self._decoders:
             request.raw = body
-            request.body = self._decode(body)
+            request.body = await server.decode_for(request, self._decode, body)
         else:
             request.query = _decode_query(request.scope["query_string"], self.route.query)
         return await self._served.handler(server, request)
@@ -212,6 +214,7 @@ class Endpoint:
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""
+        check_json("the body", body, BODY_DEPTH_MAX)
         for decoder in self._decoders[:-1]:
             with suppress(msgspec.ValidationError):
                 return _decoded(decoder, body)
@@ -346,7 +349,7 @@ def _decode_query(query: bytes, kind: type) -> Any:
         raise InvalidMessage(field_fault(error, "the query", kind)) from None
 
 
-async def _read_body(server: TaskServer, request: HttpRequest, bytes_max: int) -> bytes:
+async def read_body(server: TaskServer, request: HttpRequest, bytes_max: int) -> bytes:
     """Read the whole body, also where none is expected: a request is handled when it has arrived in full."""
     pieces: list[bytes] = []
     size = 0

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from postroom.contracts.task_input import (
     DELAY_S_MAX,
+    JSON_DEPTH_MAX,
     KEY_CHARS_MAX,
     LEASE_S_MAX,
     RESULT_BYTES_MAX,
@@ -28,6 +29,7 @@ from postroom.stores.base import CLAIM_MAX
 
 WAIT_S_MAX = 30.0
 SMALL_BODY_BYTES_MAX = 64 * 1024  # a body without a payload
+BODY_DEPTH_MAX = JSON_DEPTH_MAX + 3  # a payload in a task in a list of a body
 COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + SMALL_BODY_BYTES_MAX
 ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
 ENQUEUE_MANY_MAX = 1_000

@@ -48,11 +48,12 @@ class Shares:
     def give_back(self, identity: Identity, amount: int = 1) -> None:
         """Return units that were taken."""
         self.used -= amount
-        _lower(self._by_holder, identity.holder, amount)
-        _lower(self._by_organization, identity.org, amount)
+        lower(self._by_holder, identity.holder, amount)
+        lower(self._by_organization, identity.org, amount)
 
 
-def _lower(counts: Counter[Any], key: object, amount: int) -> None:
+def lower(counts: Counter[Any], key: object, amount: int) -> None:
+    """Count less for a key, and forget it at zero."""
     counts[key] -= amount
     if not counts[key]:
         del counts[key]

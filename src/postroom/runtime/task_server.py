@@ -2,7 +2,7 @@
 
 Rule 1: nothing blocks the event loop. Store reads run in reader threads, writes in the writer thread, and
         bus files are used in bus threads.
-Rule 2: one token cannot use all threads, long polls, streams or buffer bytes.
+Rule 2: neither one token nor one organization can use all threads, long polls, streams or buffer bytes.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from postroom.runtime.refusal_events import RefusalEvents
 from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.shares import Shares
+from postroom.runtime.turns import SharedThreads
 from postroom.runtime.writer import StoreWriter
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ BUS_THREADS = 8  # apart from the readers: a bus locked by another process delay
 BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # reader threads; the store has one connection for them
 READERS_A_TOKEN_MAX = 1
+DECODERS = 2  # threads that decode long bodies
+DECODERS_A_TOKEN_MAX = 1
+DECODED_AT_ONCE_BYTES = 256 * 1024  # bytes that the event loop decodes itself
 STREAMS_MAX = 256
 STREAMS_A_TOKEN_MAX = 32
 OPERATOR_STREAMS_RESERVE = 32
@@ -78,10 +82,9 @@ class TaskServer:
         """None without telemetry."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
-        self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
-        self._read_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(READERS_A_TOKEN_MAX))
-        self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
-        self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
+        self._readers = SharedThreads("postroom-reader", READERS, READERS_A_TOKEN_MAX)
+        self._bus_threads = SharedThreads("postroom-bus", BUS_THREADS, BUS_THREADS_A_TOKEN_MAX)
+        self._decoders = SharedThreads("postroom-decoder", DECODERS, DECODERS_A_TOKEN_MAX)
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._health_checked = -HEALTH_CHECK_S
         self._health: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -108,17 +111,21 @@ class TaskServer:
 
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a read of the store in a reader thread."""
-        return self._loop.run_in_executor(self._readers, look)
+        return self._readers.run_for_server(look)
 
-    async def read_for(self, request: HttpRequest, look: Callable[[], T]) -> T:
-        """Run a read for a request. Further reads of the same token wait for their turn."""
-        async with self._read_turns(request.identity.holder):
-            return await self.read(look)
+    def read_for(self, request: HttpRequest, look: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run a read for a request when it has its turn."""
+        return self._readers.run(request.identity, look)
 
-    async def on_bus(self, request: HttpRequest, work: Callable[[], T]) -> T:
-        """Run work on a bus file in a bus thread. Further work of the same token waits for its turn."""
-        async with self._bus_turns(request.identity.holder):
-            return await self._loop.run_in_executor(self._bus_threads, work)
+    def on_bus(self, request: HttpRequest, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run work on a bus file in a bus thread when it has its turn."""
+        return self._bus_threads.run(request.identity, work)
+
+    async def decode_for(self, request: HttpRequest, decode: Callable[[bytes], T], data: bytes) -> T:
+        """Decode what a request sent. A long text is decoded in a thread when it has its turn."""
+        if len(data) <= DECODED_AT_ONCE_BYTES:
+            return decode(data)
+        return await self._decoders.run(request.identity, lambda: decode(data))
 
     def wake_streams(self) -> None:
         """Make event streams look for new events now."""
@@ -187,7 +194,7 @@ class TaskServer:
         self.end_waits()
         self.writer.close()
         self.engine.close()
-        self._readers.shutdown()
+        for threads in (self._readers, self._decoders, self._bus_threads):
+            threads.close()
         self._health_thread.shutdown()
-        self._bus_threads.shutdown()
         self.buses.close()

@@ -3,8 +3,7 @@
 The event loop hands over all calls of one of its rounds together, and gets all outcomes of a commit together.
 Handing over each call alone would cost far more, because the two threads would switch at every step.
 
-Rule 1: when more calls wait than fit into one commit, the organizations take turns, one call at a time. So do
-        the tokens of an organization in its turns. A token without an organization has turns of its own.
+Rule 1: when more calls wait than fit into one commit, they have turns, one call at a time.
 Rule 2: who has a call that does not fit into a commit has the first turn in the next one.
 Rule 3: a token has a share of the waiting calls and of their bytes, and so has an organization. Operators
         have a reserve.
@@ -13,9 +12,8 @@ Rule 3: a token has a share of the waiting calls and of their bytes, and so has 
 import asyncio
 import queue
 import threading
-from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +23,7 @@ from postroom.contracts.tasks import Tasks
 from postroom.errors import HandleDead, Unavailable
 from postroom.runtime.agents import Identity
 from postroom.runtime.shares import Shares
+from postroom.runtime.turns import Owner, Turns, owner_of
 from postroom.stores.base import CLAIM_MAX
 from postroom.stores.transaction import Claim
 
@@ -62,10 +61,6 @@ class _Job(msgspec.Struct, frozen=True):
     """For a claim: how many of the tasks each submission gets at most; else empty."""
 
 
-_Holder: TypeAlias = tuple[str, str]
-_Tokens: TypeAlias = dict[_Holder, deque[_Submission]]
-
-
 class StoreWriter:
     """Runs calls on `tasks` in a thread, many in one commit, and resolves futures in the event loop."""
 
@@ -78,9 +73,8 @@ class StoreWriter:
             "bytes of calls that wait", WAITING_BYTES_MAX, WAITING_BYTES_A_TOKEN_MAX, WAITING_BYTES_RESERVE
         )
         self._batches: queue.SimpleQueue[list[_Submission] | None] = queue.SimpleQueue()
-        self._waiting: OrderedDict[str | _Holder, _Tokens] = OrderedDict()
-        """By organization and token: calls that did not fit into the last commit. Whose turn is next comes
-        first."""
+        self._waiting: Turns[_Submission] = Turns()
+        """Calls that did not fit into the last commit."""
         self._closing = False
         self._ended = False
         self.turns = 0
@@ -173,9 +167,7 @@ class StoreWriter:
         ):
             return submissions
         for submission in submissions:
-            holder = submission.identity.holder
-            tokens = self._waiting.setdefault(submission.identity.org or holder, {})
-            tokens.setdefault(holder, deque()).append(submission)
+            self._waiting.add(submission.identity, submission)
         return self._group()
 
     def _drain(self) -> list[_Submission]:
@@ -191,26 +183,20 @@ class StoreWriter:
         return submissions
 
     def _group(self) -> list[_Submission]:
-        """As many calls as fit into one commit, one of each organization in turn."""
+        """As many calls as fit into one commit. Whose call does not fit keeps its turn for the next one."""
         group: list[_Submission] = []
         left = TURN_BYTES_MAX
-        unfit: list[tuple[str | _Holder, _Tokens]] = []
-        while self._waiting and len(group) < TURN_MAX:
-            organization, tokens = self._waiting.popitem(last=False)
-            holder = next(iter(tokens))
-            if group and tokens[holder][0].work > left:
-                unfit.append((organization, tokens))
-                continue
-            waiting = tokens.pop(holder)
-            group.append(waiting.popleft())
-            left -= group[-1].work
-            if waiting:
-                tokens[holder] = waiting  # after the other tokens
-            if tokens:
-                self._waiting[organization] = tokens
-        for organization, tokens in reversed(unfit):
-            self._waiting[organization] = tokens
-            self._waiting.move_to_end(organization, last=False)
+        unfit: set[Owner] = set()
+
+        def fits(submission: _Submission) -> bool:
+            owner = owner_of(submission.identity)
+            if group and submission.work > left:
+                unfit.add(owner)
+            return owner not in unfit
+
+        while len(group) < TURN_MAX and (fitting := self._waiting.take(fits, unfit)) is not None:
+            group.append(fitting)
+            left -= fitting.work
         return group
 
     def _commit(self, calls: list[TaskCall], *, makes_room: bool) -> list[Any]:

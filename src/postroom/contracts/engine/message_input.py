@@ -134,6 +134,8 @@ class Registry:
             )
         given = self._migrated(fields, policy)
         extra: dict[str, Any] = {}
+        if len(given) > len(FIELDS) + len(_IGNORED) + EXTRA_FIELDS_MAX:  # before a long list of names is made
+            raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
         if not given.keys() <= FIELDS:
             extra = {name: given.pop(name) for name in given.keys() - FIELDS}
             extra = {name: value for name, value in extra.items() if name not in _IGNORED}
