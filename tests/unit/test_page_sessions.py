@@ -23,7 +23,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 def test_a_session_knows_its_token_until_its_end(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path)
-    secret = sessions.begin("digest", NOW)
+    secret = sessions.begin("digest", "acme", NOW)
     assert sessions.token_of(secret, NOW) == "digest"
     assert Sessions(tmp_path).token_of(secret, NOW) == "digest"  # after a restart
     assert sessions.token_of(secret, NOW + timedelta(seconds=SESSION_S)) is None
@@ -33,7 +33,7 @@ def test_a_session_knows_its_token_until_its_end(tmp_path: Path) -> None:
 
 def test_a_session_ends_at_sign_out(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path)
-    first, second = sessions.begin("a", NOW), sessions.begin("b", NOW)
+    first, second = sessions.begin("a", "acme", NOW), sessions.begin("b", "acme", NOW)
     sessions.end(first)
     sessions.end("unknown")
     assert (sessions.token_of(first, NOW), sessions.token_of(second, NOW)) == (None, "b")
@@ -41,11 +41,11 @@ def test_a_session_ends_at_sign_out(tmp_path: Path) -> None:
 
 def test_sessions_are_bounded_and_the_oldest_ends_first(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path)
-    oldest, second = sessions.begin("a", NOW), sessions.begin("b", NOW)
+    oldest, second = sessions.begin("a", "acme", NOW), sessions.begin("b", "acme", NOW)
     file = session_file(tmp_path)
     with file.changing() as entries:
-        entries += [Session(str(n), "c", NOW + timedelta(hours=1)) for n in range(SESSIONS_MAX - 2)]
-    newest = sessions.begin("d", NOW)
+        entries += [Session(str(n), "c", NOW + timedelta(hours=1), "acme") for n in range(SESSIONS_MAX - 2)]
+    newest = sessions.begin("d", "acme", NOW)
     assert len(file.read()) == SESSIONS_MAX
     found = [sessions.token_of(secret, NOW) for secret in (oldest, second, newest)]
     assert found == [None, "b", "d"]
@@ -57,10 +57,21 @@ def test_one_token_does_not_end_the_sessions_of_others(
     monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
     monkeypatch.setattr(page_sessions, "SESSIONS_A_TOKEN_MAX", 3)
     found = Sessions(tmp_path)
-    operator = found.begin("operator")
-    secrets = [found.begin("agent") for _ in range(10)]
+    operator = found.begin("operator", "")
+    secrets = [found.begin("agent", "acme") for _ in range(10)]
     assert found.token_of(operator) == "operator"
     assert [found.token_of(secret) for secret in secrets] == [None] * 7 + ["agent"] * 3
+
+
+def test_one_organization_does_not_end_the_sessions_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
+    found = Sessions(tmp_path)
+    others = [found.begin("a", "acme"), found.begin("b", "")]
+    flood = [found.begin(f"token-{number}", "flood") for number in range(10)]
+    assert [found.token_of(secret) for secret in others] == ["a", "b"]
+    assert [found.token_of(secret) for secret in flood] == [None] * 7 + ["token-7", "token-8", "token-9"]
 
 
 def test_the_secret_against_forged_requests_belongs_to_one_session() -> None:

@@ -33,21 +33,31 @@ def test_a_caller_without_a_token_is_its_network() -> None:
 
 def test_each_client_has_a_few_events_and_one_sum() -> None:
     refusals = window()
-    assert [refusals.add("a", number) for number in range(5)] == [True, True, False, False, False]
-    assert refusals.add("b", 7)
+    assert [refusals.add("acme", "a", number) for number in range(5)] == [True, True, False, False, False]
+    assert refusals.add("acme", "b", 7)
     assert [(one.last, one.calls, one.is_shared) for one in refusals.end()] == [(4, 3, False)]
-    assert refusals.add("a", 0)
+    assert refusals.add("acme", "a", 0)
     assert refusals.end() == []
 
 
 def test_many_clients_share_one_sum_and_the_total_is_bounded() -> None:
     refusals = window(each_max=1, all_max=4, clients_max=3)
-    events = sum(refusals.add(f"client-{number}", number) for number in range(1_000))
+    events = sum(refusals.add(f"org-{number}", f"client-{number}", number) for number in range(1_000))
     sums = refusals.end()
     assert events == 4
     assert len(sums) == 4
     assert sum(one.calls for one in sums) == 996
     assert [one.is_shared for one in sums] == [False, False, False, True]
+
+
+def test_one_organization_uses_half_of_the_events_and_sums() -> None:
+    refusals = window(each_max=1, all_max=4, clients_max=4)
+    flood = [refusals.add("flood", f"client-{number}", number) for number in range(100)]
+    assert flood == [True, True] + [False] * 98
+    assert [refusals.add("acme", "a", number) for number in range(3)] == [True, False, False]
+    assert [(one.last, one.calls, one.is_shared) for one in refusals.end()] == [
+        (2, 1, False), (3, 1, False), (99, 96, True), (2, 2, False),
+    ]  # fmt: skip
 
 
 def test_a_flood_of_refused_calls_makes_few_events_that_count_every_call() -> None:

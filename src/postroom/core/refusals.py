@@ -2,8 +2,10 @@
 
 Rule 1: in one window, at most `each_max` refusals of a client and `all_max` of all clients are events.
 Rule 2: at most `clients_max` clients are counted apart. The refusals of further clients have one sum.
+Rule 3: the clients of one organization use at most half of both. Those of no organization count as one.
 """
 
+from collections import Counter
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -25,18 +27,23 @@ class RefusalWindow(Generic[T]):
         self._each_max = each_max
         self._all_max = all_max
         self._clients_max = clients_max
-        self._noted: dict[str, int] = {}
+        self._noted: Counter[str] = Counter()
+        self._noted_of: Counter[str] = Counter()
         self._sums: dict[str | None, RefusalSum[T]] = {}
-        self._all = 0
+        self._sums_of: Counter[str] = Counter()
 
-    def add(self, client: str, refused: T) -> bool:
+    def add(self, organization: str, client: str, refused: T) -> bool:
         """Count a refusal. Returns whether it becomes an event."""
-        noted = self._noted.get(client, 0)
-        if noted < self._each_max and self._all < self._all_max:
-            self._noted[client] = noted + 1
-            self._all += 1
+        if self._noted[client] < self._each_max and _has_room(self._noted_of, organization, self._all_max):
+            self._noted[client] += 1
+            self._noted_of[organization] += 1
             return True
-        key = client if client in self._sums or len(self._sums) < self._clients_max else None
+        key: str | None = client
+        if client not in self._sums:
+            if _has_room(self._sums_of, organization, self._clients_max):
+                self._sums_of[organization] += 1
+            else:
+                key = None
         before = self._sums.get(key)
         self._sums[key] = RefusalSum(refused, 1 if before is None else before.calls + 1, key is None)
         return False
@@ -44,7 +51,10 @@ class RefusalWindow(Generic[T]):
     def end(self) -> list[RefusalSum[T]]:
         """The sums of the window, which begins again."""
         sums = [*self._sums.values()]
-        self._noted.clear()
-        self._sums.clear()
-        self._all = 0
+        for counts in (self._noted, self._noted_of, self._sums, self._sums_of):
+            counts.clear()
         return sums
+
+
+def _has_room(counts: Counter[str], organization: str, all_max: int) -> bool:
+    return counts.total() < all_max and counts[organization] < all_max // 2

@@ -163,7 +163,7 @@ class PageMount:
             raise Refusal(401, "Unauthorized", "this token is unknown, expired or revoked")
         request.identity, request.token = identity, token
         server.rates.check(identity)
-        secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token))
+        secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token), identity.org)
         server.server_log.write("signed_in", agent=identity.name)
         name, is_tls = _cookie_of(request)
         set_cookie = (b"set-cookie", cookie(name, secret, is_tls=is_tls).encode())

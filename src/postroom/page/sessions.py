@@ -1,7 +1,8 @@
 """Sessions of the live page: a token is exchanged for a cookie, and every change needs a second secret.
 
 Rule 1: the file holds the SHA-256 of a session's secret and of its token. Neither can be read from it.
-Rule 2: a session ends with its token, at its own end, at sign-out, or when newer sessions need its place.
+Rule 2: a session ends with its token, at its own end, at sign-out, or when newer sessions need its place. No
+        organization ends the sessions of one that has fewer.
 Rule 3: the secret against forged requests follows from the secret in the cookie. Only a page of the same
         origin can read it, and a forged request cannot send it.
 """
@@ -9,6 +10,7 @@ Rule 3: the secret against forged requests follows from the secret in the cookie
 import hashlib
 import hmac
 import secrets
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -19,7 +21,7 @@ from postroom.runtime.tokens import Session, session_file
 SECRET_BYTES: Final = 32
 SESSION_S: Final = 12 * 3600
 SESSIONS_MAX: Final = 1_000
-"""Of all callers together; the oldest one ends first."""
+"""Of all callers together; of the organization that has the most, the oldest one ends first."""
 SESSIONS_A_TOKEN_MAX: Final = 20
 """Of one token, so that no token ends the sessions of others."""
 
@@ -30,17 +32,20 @@ class Sessions:
     def __init__(self, data: Path) -> None:
         self._file = session_file(data)
 
-    def begin(self, token_sha256: str, now: datetime | None = None) -> str:
+    def begin(self, token_sha256: str, org: str, now: datetime | None = None) -> str:
         """Begin a session and return its secret, which is not stored."""
         now = now or datetime.now(UTC)
         secret = secrets.token_urlsafe(SECRET_BYTES)
-        begun = Session(_digest(secret), token_sha256, now + timedelta(seconds=SESSION_S))
+        begun = Session(_digest(secret), token_sha256, now + timedelta(seconds=SESSION_S), org)
         with self._file.changing() as sessions:
-            live = [one for one in sessions if one.expires > now]
+            live = [*(one for one in sessions if one.expires > now), begun]
             own = [one for one in live if one.token_sha256 == token_sha256]
-            ended = own[: max(0, len(own) - SESSIONS_A_TOKEN_MAX + 1)]
-            live = [one for one in live if one not in ended]
-            sessions[:] = [*live[-(SESSIONS_MAX - 1) :], begun]
+            for ended in own[:-SESSIONS_A_TOKEN_MAX]:
+                live.remove(ended)
+            while len(live) > SESSIONS_MAX:
+                [(largest, _)] = Counter(one.org for one in live).most_common(1)
+                live.remove(next(one for one in live if one.org == largest))
+            sessions[:] = live
         return secret
 
     def token_of(self, secret: str, now: datetime | None = None) -> str | None:

@@ -1,7 +1,8 @@
 """Refused calls as events in the store: who called, from where, and why the call was refused.
 
 Rule 1: a flood of refused calls cannot fill the disk. In `WINDOW_S`, `EVENTS_EACH_MAX` calls of a caller and
-        `EVENTS_ALL_MAX` of all callers are events; the rest is counted, and each caller's count is one event.
+        `EVENTS_ALL_MAX` of all callers are events, half of them at most for one organization; the rest is
+        counted, and each caller's count is one event.
 Rule 2: an event holds no token and no body, and at most `TEXT_CHARS_MAX` characters of each text.
 """
 
@@ -91,7 +92,7 @@ class RefusalEvents:
         """A call was refused."""
         if self._end is None:
             self._end = self._loop.call_later(WINDOW_S, self._end_window)
-        if self._window.add(refused.client, refused):
+        if self._window.add(refused.identity.org, refused.client, refused):
             self._emit([refused.facts()])
 
     def _end_window(self) -> None:

@@ -119,6 +119,7 @@ class Session(msgspec.Struct, frozen=True):
     secret_sha256: str
     token_sha256: str
     expires: datetime
+    org: str = ""
 
 
 def session_file(data: Path) -> RegistryFile[Session]:
