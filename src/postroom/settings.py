@@ -293,6 +293,14 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"env": ("POSTROOM_UP_MCP",), "wants": "1 or 0, true or false"},
         ),
     ] = True
+    allowed_hosts: Annotated[
+        str,
+        Meta(
+            description="Names, with commas, that the page and MCP answer for beside localhost and those of "
+            "the certificate: the public name of a server behind a proxy.",
+            extra={"env": ("POSTROOM_ALLOWED_HOSTS",), "wants": "names with commas between them"},
+        ),
+    ] = ""
     http: Annotated[
         bool,
         Meta(

@@ -26,6 +26,12 @@ tls_options = together(
     path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file."),
 )
 
+allowed_hosts_option = click.option(
+    "--allowed-hosts",
+    metavar="NAMES",
+    help="Names, with commas, that the page and MCP answer for beside localhost and the certificate's.",
+)
+
 
 def as_store(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
     """The address of a store, or several of them. `env:NAME` stands for the value of a variable."""

@@ -14,6 +14,7 @@ from postroom.cli.server_options import (
     FROM_ENVIRONMENT,
     PORT,
     STORE_VARIABLE,
+    allowed_hosts_option,
     store_option,
     with_store,
 )
@@ -44,6 +45,7 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--http/--no-http", default=None, help="Serve Tasks, Engine and buses.  [default: yes]")
 @click.option("--page/--no-page", default=None, help="Serve the live page over HTTP.  [default: yes]")
 @click.option("--mcp/--no-mcp", default=None, help="Serve MCP over HTTP.  [default: yes]")
+@allowed_hosts_option
 @click.option("--mail/--no-mail", default=None, help="Serve Mail over NATS.  [default: yes]")
 @click.option("--audit/--no-audit", default=None, help="Ship events to DIR/audit.  [default: yes]")
 @click.option("--app", metavar="MODULE:ENGINE", help="Run workers for the handlers of this engine.")
@@ -225,7 +227,8 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     off = tuple(f"--no-{name}" for name in ("page", "mcp") if not getattr(settings, name))
     parts: list[Part] = []
     if settings.http:
-        serve = ("tasks", "serve", "--data", folder, *store, "--port", port, *listen, *app, *off)
+        names = ("--allowed-hosts", settings.allowed_hosts) if settings.allowed_hosts else ()
+        serve = ("tasks", "serve", "--data", folder, *store, "--port", port, *listen, *names, *app, *off)
         parts.append(Part("http", (*program, *serve)))
     if settings.mail:
         mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)

@@ -35,6 +35,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.endpoint import Endpoint, identified, note_refusal, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
+from postroom.runtime.hosts import Hosts
 from postroom.runtime.http_messages import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.runtime.listener import HttpServer, listener_config
 from postroom.runtime.refusal_events import RefusedCall
@@ -95,7 +96,9 @@ class TasksApp(Starlette):
         lifespan: Callable[["TasksApp"], Any],
         mounted: Mount | None = None,
         page: "Callable[[TasksApp], PageApp] | None" = None,
+        hosts: Iterable[str] = (),
     ) -> None:
+        self._hosts = Hosts(hosts)
         self.server: TaskServer | None = None
         """None before the start."""
         self.task_spans: TaskSpans | None = None
@@ -133,13 +136,25 @@ class TasksApp(Starlette):
                 await self._serve_mounted(self.mounted, scope, receive, send)
                 return
             if self.page is not None and self.page.serves(scope["path"]):
-                await self.page(scope, receive, send)
+                await self._serve_page(self.page, scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
+
+    async def _serve_page(self, page: "PageApp", scope: Scope, receive: Receive, send: Send) -> None:
+        request = HttpRequest(scope, receive, send)
+        try:
+            self._hosts.check(request)
+        except Refusal as error:
+            await refuse(send, error)
+            call = f"{scope['method']} of the page"
+            note_refusal(self.running_server(), call, error, request.identity, scope.get("client"))
+        else:
+            await page(scope, receive, send)
 
     async def _serve_mounted(self, mounted: "MountedApp", scope: Scope, receive: Receive, send: Send) -> None:
         server, request = self.running_server(), HttpRequest(scope, receive, send)
         try:
+            self._hosts.check(request)
             scope[IDENTITY] = identified(server, request, is_counted=False)
             scope[TOKEN] = request.token
         except (Refusal, PostroomError) as error:
@@ -240,6 +255,7 @@ def create_app(
     token_rate: float = 0.0,
     mounted: Mount | None = None,
     page: Callable[[TasksApp], PageApp] | None = None,
+    hosts: Iterable[str] = (),
 ) -> TasksApp:
     """The server of a data folder as an ASGI application. The harness runs from its start to its end.
 
@@ -279,7 +295,7 @@ def create_app(
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 
-    return TasksApp(lifespan, mounted, page)
+    return TasksApp(lifespan, mounted, page, hosts)
 
 
 async def _beat() -> None:
@@ -316,6 +332,7 @@ def serve(
     tls: tuple[Path, Path | None] | None = None,
     mounted: Mount | None = None,
     page: Callable[[TasksApp], PageApp] | None = None,
+    hosts: Iterable[str] = (),
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
@@ -325,7 +342,8 @@ def serve(
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
     types of `app_engine`, but not its store. A token without a rate of its own may make `token_rate` calls a
-    second; 0 is no limit. `tls` is a certificate and its key. With `overlap`, another
+    second; 0 is no limit. `tls` is a certificate and its key. `hosts` are further names that the page and MCP
+    answer for. With `overlap`, another
     server with `overlap` may listen on the same port: during an upgrade the new one starts before the old one
     ends.
     """
@@ -366,6 +384,7 @@ def serve(
             token_rate=token_rate,
             mounted=mounted,
             page=page,
+            hosts=(host, *hosts),
         )
 
         served = app if telemetry is None else telemetry.serving(app, engine, server_log)

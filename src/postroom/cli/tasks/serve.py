@@ -13,6 +13,7 @@ from postroom.cli.program import end_programs, run_program
 from postroom.cli.server_options import (
     FROM_ENVIRONMENT,
     STORE_VARIABLE,
+    allowed_hosts_option,
     listen_options,
     store_option,
     tls_options,
@@ -90,6 +91,7 @@ CONCURRENCY_DEFAULT = 4
 @tls_options
 @click.option("--page/--no-page", default=True, help="Serve the live page.  [default: yes]")
 @click.option("--mcp/--no-mcp", default=True, help="Serve MCP at /mcp.  [default: yes]")
+@allowed_hosts_option
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Stop when stdin ends: the parent has exited.")
 @durability_option("group")
 @click.pass_obj
@@ -109,6 +111,7 @@ def serve(
     tls_key: Path | None,
     page: bool,
     mcp: bool,
+    allowed_hosts: str | None,
     while_stdin: bool,
     durability: Any,
     **terms: Any,
@@ -141,6 +144,7 @@ def serve(
     from postroom.contracts.tasks import Tasks
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
+    from postroom.runtime.hosts import checked_hosts
 
     address = store or f"sqlite:///{data / DATABASE}"
     settings = shell.settings
@@ -156,7 +160,8 @@ def serve(
                 beside=shipping(shell, data, store, audit),
                 app_engine=None if app is None else load_engine(app),
                 tls=check_tls(tls_cert, tls_key), mounted=mount if mcp else None,
-                page=mount_page(lambda: page_redactor(hidden)) if page else None, **terms,
+                page=mount_page(lambda: page_redactor(hidden)) if page else None,
+                hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
             )  # fmt: skip
         finally:
             end_programs()
