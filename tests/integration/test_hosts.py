@@ -11,8 +11,8 @@ import pytest
 
 from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import finish, postroom, start
+from tests.waiting import HANG_GUARD_S
 
-HANG_GUARD_S = 60.0
 PATHS = ("/", "/page/session", "/page/overview", "/page/nothing", "/mcp")
 
 

@@ -284,17 +284,19 @@ async def enqueue(backend: Backend, given: EnqueueArguments) -> dict[str, Any]:
 
 
 class ClaimArguments(Arguments, frozen=True, kw_only=True):
-    """Take the next task of your own queue. You hold it for lease_s; then another worker gets it.
+    """Take the next task of your queue. You hold it for lease_s; then another worker gets it.
 
     End it with complete or fail, both with its task_id and lease.
     """
 
+    agent: Annotated[str, Meta(description="Whose queue: an agent that your token may claim for.")] = ""
     wait_s: Wait = 0.0
     lease_s: Annotated[float, Meta(gt=0, description="How long you need for the task, in seconds.")] = 300.0
 
 
 async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
-    body = {"wait_s": given.wait_s, "lease_s": given.lease_s, "worker": f"mcp:{backend.agent}"}
+    whose = {"agent": given.agent} if given.agent else {}
+    body = {**whose, "wait_s": given.wait_s, "lease_s": given.lease_s, "worker": f"mcp:{backend.agent}"}
     task = await backend.call("POST", "/queue/next", body, as_agent=True, wait_s=given.wait_s)
     if task is None:
         return {"task": None, "next": "there is no task now: call claim again with wait_s, or inbox"}
