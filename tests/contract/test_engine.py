@@ -845,6 +845,75 @@ def test_only_organizations_above_their_fair_share_are_throttled(opened: Opened)
     world.submit(priority=1, org_id="small")
 
 
+def test_organizations_that_are_idle_cost_a_submit_nothing(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = opened(backpressure=Backpressure(scale=4, light=8, heavy=30, emergency=40))
+    for org_id in ("idle", "quiet", "small", "flood"):
+        world.submit(org_id=org_id)
+    world.complete(world.claim(4))
+    world.submit(priority=1, org_id="small")
+    world.submit_many(8, priority=1, org_id="flood")
+    kind = type(world.engine.store.write(lambda transaction: transaction))
+
+    def scan(_self: object) -> None:
+        raise AssertionError("a submit reads the queues of all organizations")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "queues", scan)
+        world.submit(priority=3, org_id="flood")
+        with pytest.raises(Overloaded, match="organization flood has 9"):
+            world.submit(priority=3, org_id="flood")
+        world.submit_many(2, priority=3, org_id="small")
+
+
+@pytest.mark.parametrize(("priority", "most"), [(0, 100), (1, 41), (2, 41), (3, 41)])
+def test_batch_is_held_to_the_stage_that_it_causes(opened: Opened, priority: int, most: int) -> None:
+    world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
+    if priority:
+        with pytest.raises(Overloaded, match=rf"which refuses P{priority}: try again in 5 s"):
+            world.submit_many(most + 1, priority=priority)
+        assert world.wait(world.engine.status()).depth == 0
+    world.submit_many(most, priority=priority)
+    assert world.wait(world.engine.status()).depth == most
+
+
+def test_batch_is_refused_whole_for_one_of_its_classes(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
+    message = {"type": "tool_call", "org_id": "acme", "payload": {}}
+    batch = [{**message, "priority": 0}] * 41 + [{**message, "priority": 1}]
+    with pytest.raises(Overloaded) as refused:
+        world.wait(world.engine.submit_many(batch))
+    assert str(refused.value) == (
+        "organization acme would have 42 messages waiting (stage 4, above 40), which refuses P1: "
+        "try again in 5 s"
+    )
+    assert world.wait(world.engine.status()).depth == 0
+    world.wait(world.engine.submit_many(batch[:41]))
+
+
+def test_batch_counts_for_all_organizations_together(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
+    world.submit_many(6, priority=1, org_id="a")
+    world.submit_many(6, priority=1, org_id="b")
+    with pytest.raises(Overloaded, match="organization c would have 30"):
+        world.submit_many(30, priority=1, org_id="c")
+    world.submit_many(10, priority=1, org_id="c")
+    assert world.wait(world.engine.status()).depth == 22
+
+
+def test_throttled_batch_takes_as_many_admissions_as_it_has_messages(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=2, light=4, heavy=100, emergency=200))
+    world.submit_many(10, priority=3)
+    for seconds in (9.5, 0.4):
+        world.clock.advance(seconds)
+        with pytest.raises(Overloaded, match="which throttles P3"):
+            world.submit(priority=3)
+    world.submit(priority=2)
+    world.clock.advance(0.2)
+    world.submit(priority=3)
+
+
 def test_retry_is_not_refused_by_backpressure(opened: Opened) -> None:
     world = opened(backpressure=SMALL)
     failing(world, RuntimeError("boom"))

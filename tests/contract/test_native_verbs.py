@@ -39,6 +39,8 @@ class General(SqliteTransaction):
     active = Transaction.active
     oldest = Transaction.oldest
     total = Transaction.total
+    depths = Transaction.depths
+    count_active = Transaction.count_active
     put_back = Transaction.put_back
     heads = Transaction.heads
     has_overdue = Transaction.has_overdue

@@ -247,6 +247,9 @@ def test_counters_are_folded_and_stay_right(database: str, monkeypatch: pytest.M
     assert sql(database, "SELECT n FROM S.counts WHERE queue = ''") == [(12,)]
     assert store.read(lambda transaction: transaction.total()) == {"P2": 14}
     check_consistency(store)
+    for queue in ("org:acme", "org:b"):  # counters that are folded, in part folded, and not folded
+        insert(store, 1, queue=queue)
+        assert store.read(lambda transaction: transaction.count_active()) == 1 + (queue == "org:b")
     store.close()
 
 

@@ -92,17 +92,18 @@ def completion_rate(throttle: Throttle, now_ns: int, completed: int) -> float:
     return max(0, completed - first) / WINDOW_S
 
 
-def admit(throttle: Throttle, priority: int, rate: float, now_ns: int) -> tuple[Throttle, float]:
-    """Admit at most `rate` submits a second.
+def admit(
+    throttle: Throttle, priority: int, rate: float, now_ns: int, count: int = 1
+) -> tuple[Throttle, float]:
+    """Admit a batch of `count` messages when the batch before it is paid off at `rate` messages a second.
 
-    Returns the new state, and after how many seconds to try again; 0 when the submit is admitted.
+    Returns the new state, and after how many seconds to try again; 0 when the batch is admitted.
     """
     due_ns = throttle.next_ns[priority]
     if now_ns < due_ns:
         return throttle, (due_ns - now_ns) / NANOS_PER_S
-    pause_ns = round(NANOS_PER_S / max(rate, RATE_MIN))
     nexts = [*throttle.next_ns]
-    nexts[priority] = now_ns + pause_ns
+    nexts[priority] = now_ns + round(count * NANOS_PER_S / max(rate, RATE_MIN))
     return msgspec.structs.replace(throttle, next_ns=tuple(nexts)), 0.0
 
 

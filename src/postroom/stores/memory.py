@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.message import Event, Record, Stored
+from postroom.message import Event, Record, Stored, org_of
 from postroom.stores.base import (
+    LANE_COUNTS,
     NEWEST,
     ByIds,
     Change,
@@ -49,6 +50,10 @@ class _Data:
         self.rows: dict[str, Stored] = {}
         self.indexes: dict[_Index, list[tuple[int, int, str]]] = {}
         self.counts: dict[str, dict[Counted, int]] = {}
+        self.total: dict[Counted, int] = {}
+        """The counters of all organizations together."""
+        self.ready: dict[str, int] = {}
+        """The QUEUED records of each organization that has some."""
         self.cells: dict[str, dict[str, bytes]] = {}
         self.events: list[Event] = []
         self.number = 1
@@ -212,8 +217,12 @@ class MemoryTransaction(Transaction):
         self._undo_by(lambda: self._set(values, key, before))
 
     def _count(self, queue: str, what: Counted, change: int) -> None:
-        counts = self._data.counts.setdefault(queue, {})
+        counts, total, waiting = self._data.counts.setdefault(queue, {}), self._data.total, self._data.ready
         self._set(counts, what, counts.get(what, 0) + change)
+        if org_of(queue):
+            self._set(total, what, total.get(what, 0) + change)
+            if what in LANE_COUNTS:
+                self._set(waiting, queue, waiting.get(queue, 0) + change or None)
 
     def events(self, after: int, limit: int) -> list[Event]:
         events = self._data.events
@@ -249,6 +258,12 @@ class MemoryTransaction(Transaction):
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
         return {what: n for what, n in self._data.counts.get(queue, {}).items() if n}
+
+    def total(self) -> dict[Counted, int]:
+        return {what: n for what, n in self._data.total.items() if n}
+
+    def count_active(self) -> int:
+        return len(self._data.ready)
 
     def queues(self) -> list[str]:
         return sorted(queue for queue, counts in self._data.counts.items() if any(counts.values()))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import psycopg
 from psycopg import errors as sql_errors
@@ -26,7 +26,6 @@ from psycopg import errors as sql_errors
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError, StoreDamaged, StoreRefused, Unavailable, WriteFailed
 from postroom.message import Event
-from postroom.stores.base import Counted
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.postgres_connection import (
     ON_DISK,
@@ -425,9 +424,6 @@ class PostgresStore(PostgresKeys):
             connection.execute(self.writing["place_events"], [PLACED_A_READ_MAX])  # type: ignore[arg-type, unused-ignore]
 
         self._persist(attempt)
-
-    def depths(self) -> dict[str, Mapping[Counted, int]]:
-        return self.read(lambda transaction: dict(cast("PostgresTransaction", transaction).depths()))
 
     def identity(self) -> str:
         return self._persist(lambda _: self._opened().store_id)

@@ -117,6 +117,7 @@ class PostgresLedger(Transaction):
         self._depths: dict[str, dict[Counted, int]] = {}
         self._has_all_depths = False
         self._total: dict[Counted, int] | None = None
+        self._active: int | None = None
         self._new: list[Envelope] = []
         """New records that are not written yet. They differ only in payload and have consecutive numbers."""
         self._new_first = 0
@@ -423,6 +424,12 @@ class PostgresLedger(Transaction):
             self._set_total(self._ask("total"))
         return {what: n for what, n in (self._total or {}).items() if n}
 
+    def count_active(self) -> int:
+        """Without what this transaction has changed."""
+        if self._active is None:
+            self._active = int(self._ask("count_active")[0][0])
+        return self._active
+
     def _set_total(self, rows: list[Any]) -> None:
         self._total = dict(rows)
         for (name, what), change in self.counts.items():
@@ -442,11 +449,10 @@ class PostgresLedger(Transaction):
 
     def queues(self) -> list[str]:
         if not self._has_all_depths:
-            self._depths, self._has_all_depths = self.depths(), True
+            self._depths, self._has_all_depths = {name: {**n} for name, n in self.depths().items()}, True
         return sorted(queue for queue, counts in self._depths.items() if any(counts.values()))
 
-    def depths(self) -> dict[str, dict[Counted, int]]:
-        """The counters of every queue."""
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
         found: dict[str, dict[Counted, int]] = {}
         for queue, what, n in self._ask("depths"):
             found.setdefault(from_sql(queue), {})[what] = n

@@ -192,6 +192,12 @@ class RabbitTransaction(Transaction):
                     self._stale.update(each.tag for each in old)
         return counts
 
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.depths()
+
+    def count_active(self) -> int:
+        return self._inner.count_active()
+
     def is_quiet(self, queue: str, most: int) -> bool:
         return self._inner.is_quiet(queue, most)
 

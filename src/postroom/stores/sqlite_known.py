@@ -29,6 +29,10 @@ class Known(OwnIds):
         self.depths: Depths = defaultdict(dict)
         self.total: dict[Counted, int] = {}
         """The counters of all organizations together."""
+        self.ready: dict[int, int] = {}
+        """The QUEUED records of each organization that has some."""
+        self.unfolded: set[int] = set()
+        """Queues whose counters may have changed since they were written to the file."""
         self.newest = 0
         """The number of the last event."""
         self.stored = 0
@@ -55,10 +59,11 @@ class Known(OwnIds):
             self.add(queue, what, -n)
         [(folded,)] = ask(connection, sql.FACT, ("counted",)) or [(0,)]
         if from_start or folded > self.stored:  # rows of events that are not counted here may be purged
-            self.depths, self.total = defaultdict(dict), {}
+            self.depths, self.total, self.ready = defaultdict(dict), {}, {}
             for queue, depths in ask(connection, "SELECT queue, depths FROM queues"):
                 for what, n in _decode_depths(depths).items():
                     self.add(queue, what, n)
+            self.unfolded = set()
             self.stored = folded
         self.folded, self.implied, self.deadline_ns = folded, {}, 0
         for seq, counts in ask(connection, sql.COUNTS_AFTER, (self.stored,)):
@@ -75,5 +80,12 @@ class Known(OwnIds):
         """Change a counter."""
         depths = self.depths[queue]
         depths[what] = depths.get(what, 0) + change
+        self.unfolded.add(queue)
         if queue >= ENGINE_QUEUES:
             self.total[what] = self.total.get(what, 0) + change
+            if what in LANE_COUNTS:
+                left = self.ready.get(queue, 0) + change
+                if left:
+                    self.ready[queue] = left
+                else:
+                    self.ready.pop(queue, None)

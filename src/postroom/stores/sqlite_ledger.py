@@ -161,8 +161,16 @@ class SqliteLedger(Transaction):
     def total(self) -> dict[Counted, int]:
         return {what: n for what, n in self._known_counts().total.items() if n}
 
+    def count_active(self) -> int:
+        return len(self._known_counts().ready)
+
     def queues(self) -> list[str]:
         return [name for (name,) in ask(self._cursor, "SELECT name FROM queues ORDER BY name")]
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        counts = self._known_counts().depths
+        names = ask(self._cursor, "SELECT name, queue FROM queues ORDER BY name")
+        return {name: {what: n for what, n in counts[queue].items() if n} for name, queue in names}
 
     # ---- records -------------------------------------------------------------------------------
 
@@ -503,11 +511,12 @@ class SqliteLedger(Transaction):
 
     def _fold(self, last: int) -> None:
         """Write the counters, so that they can be read without the events up to the last one."""
-        for queue, depths in self._known.depths.items():
-            counts = {what: n for what, n in depths.items() if n}
+        known = self._known
+        for queue in known.unfolded:
+            counts = {what: n for what, n in known.depths[queue].items() if n}
             self._raw_cursor.execute(sql.SET_DEPTHS, (_encode(counts).decode(), queue))
         self._raw_cursor.execute(sql.SET_FACT, ("counted", last))
-        self._known.folded = last
+        known.folded, known.unfolded = last, set()
 
     def committed(self) -> None:
         """Remember what was committed."""

@@ -201,9 +201,7 @@ class Store(ABC):
 
     def depths(self) -> dict[str, Mapping[Counted, int]]:
         """The counters of every queue."""
-        return self.read(
-            lambda transaction: {queue: transaction.depth(queue) for queue in transaction.queues()}
-        )
+        return self.read(lambda transaction: transaction.depths())
 
     def count(self) -> dict[str, dict[Counted, int]]:
         """How many records each queue has in each state."""

@@ -305,6 +305,14 @@ class Transaction(Ledger, Lanes):
         ]
         return sorted(waiting_here)[:limit]
 
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        """The counters of every queue."""
+        return {queue: self.depth(queue) for queue in self.queues()}
+
+    def count_active(self) -> int:
+        """How many organizations have QUEUED records."""
+        return sum(ready(self.depth(queue)) > 0 for queue in self.queues() if org_of(queue))
+
     def total(self) -> dict[Counted, int]:
         """The counters of all organizations together."""
         counts: dict[Counted, int] = {}

@@ -431,6 +431,33 @@ class StoreContract(ABC):
             claim(store, lanes=(3,))
             assert store.depths()[MINE] == {"P0": 1, "P3": 1, "PROCESSING": 1}
 
+    def test_organizations_with_ready_records_are_counted(self, tmp_path: Path) -> None:
+        def active(store: Store) -> int:
+            return store.write(lambda transaction: transaction.count_active())
+
+        clock = ManualClock()
+        with self.opened(tmp_path, clock) as store:
+            assert active(store) == 0
+            acme = put_in(store, 2, queue="org:acme", priority=1) + put_in(store, queue="org:acme")
+            [other] = put_in(store, queue="org:other")
+            put_in(store)
+            put_in(store, queue="org:later", delay_ns=NANOS_PER_S)
+            assert active(store) == store.read(lambda transaction: transaction.count_active()) == 2
+            for left, name in ((2, acme[0]), (2, acme[1]), (1, acme[2]), (0, other)):
+                apply(store, name, lifecycle.cancel)
+                assert active(store) == left
+            with raises(KeyError):
+                store.write(lambda transaction: [transaction.insert([new(queue="org:undone")]), fails()])
+            assert active(store) == 0
+            apply(store, other, lifecycle.replay)
+            store.write(
+                lambda transaction: [transaction.insert([new(queue="org:new")]), transaction.put_back(9)]
+            )
+            assert active(store) == 2
+            clock.advance(1)
+            sweep(store)
+            assert active(store) == 3
+
     def test_a_deferred_record_waits_without_counting_a_retry(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:

@@ -25,7 +25,7 @@ from postroom.core.admission import Throttle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import GuardTripped, Overloaded
 from postroom.message import ENGINE_PREFIX, org_of
-from postroom.stores.base import Listing, ready
+from postroom.stores.base import Counted, Listing, ready
 from postroom.stores.transaction import Transaction
 
 SUSPECTS_LOOKED_MAX = 1_000
@@ -44,14 +44,13 @@ class Admission:
 
     def check(self, messages: Sequence[Prepared]) -> None:
         """Admit messages, all or none."""
-        counts: dict[str, dict[int, int]] = {}
+        counts: dict[str, Counter[int]] = {}
         for message in messages:
-            of_org = counts.setdefault(message.org_id, {})
-            of_org[message.envelope.priority] = of_org.get(message.envelope.priority, 0) + 1
+            counts.setdefault(message.org_id, Counter())[message.envelope.priority] += 1
         self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
         self._check_kill_switch(counts.keys())
         for org_id, priorities in counts.items():
-            self._check_pressure(org_id, priorities)
+            self._check_pressure(org_id, priorities, len(messages))
             self._check_rate(org_id, [one for one in messages if one.org_id == org_id])
         if self._policy.guard.is_set:
             self._check_guards(messages)
@@ -67,43 +66,49 @@ class Admission:
 
     # ---- backpressure --------------------------------------------------------------------------
 
-    def _check_pressure(self, org_id: str, priorities: Mapping[int, int]) -> None:
-        """Check whether an organization may submit, given how many of its messages wait.
+    def _check_pressure(self, org_id: str, priorities: Counter[int], batch: int) -> None:
+        """Check whether an organization may submit, at the depths that the last message of the batch meets.
 
-        `priorities` is how many new messages there are of each priority.
+        `priorities` is how many new messages of the organization there are of each priority, `batch` how many
+        new messages there are of all organizations.
         """
         transaction, rule = self._transaction, self._policy.backpressure
         queue, quiet = ENGINE_PREFIX + org_id, int(admission.LEAVE_AT * rule.scale)
-        if transaction.is_quiet(queue, quiet):
+        if transaction.is_quiet(queue, quiet - batch + 1):
             return
-        counts = transaction.depth(queue)
-        depth, total = ready(counts), ready(transaction.total())
+        counts, new = transaction.depth(queue), priorities.total()
+        depth, total = ready(counts) + new - 1, ready(transaction.total()) + batch - 1
         pressure = self._pressure(org_id, depth)
-        stage = pressure.stage
+        stage, whose = pressure.stage, ""
         if total > quiet:
             of_all = self._pressure(ALL, total)
-            if of_all.stage > stage and depth > total / max(1, self._active_organizations()):
-                stage = of_all.stage
+            if of_all.stage > stage and depth > total / self._active_organizations(counts):
+                stage, whose = of_all.stage, " of all organizations"
         completed = counts.get("COMPLETED", 0)
         throttle = admission.sampled(pressure.throttle, transaction.steady_ns, completed)
-        reason = f"organization {org_id} has {depth}"
+        held = f"has {depth} messages waiting" if new == 1 else f"would have {depth + 1} messages waiting"
+        said = (
+            f"organization {org_id} {held} (stage {stage}, above {rule.thresholds[max(0, stage - 1)]}{whose})"
+        )
         for priority, count in priorities.items():
-            throttle = self._throttled(throttle, priority, count, stage, completed, reason)
+            throttle = self._throttled(throttle, priority, count, stage, completed, said)
         if throttle != pressure.throttle:
             PRESSURES.put(transaction, replace(pressure, throttle=throttle), org_id)
 
     def _throttled(
-        self, throttle: Throttle, priority: int, count: int, stage: int, completed: int, reason: str
+        self, throttle: Throttle, priority: int, count: int, stage: int, completed: int, said: str
     ) -> Throttle:
+        """Hold the messages of one class to a stage. `said` is where the organization stands."""
         share = admission.share_of(stage, priority)
-        retry_after = admission.EMERGENCY_RETRY_S if share == 0 else 0.0
-        if 0 < share < 1:
-            now = self._transaction.steady_ns
-            rate = share * admission.completion_rate(throttle, now, completed)
-            throttle, retry_after = admission.admit(throttle, priority, rate / count, now)
+        if share == 0:
+            raise Overloaded(f"{said}, which refuses P{priority}", admission.EMERGENCY_RETRY_S)
+        if share == 1:
+            return throttle
+        now = self._transaction.steady_ns
+        rate = share * admission.completion_rate(throttle, now, completed)
+        throttle, retry_after = admission.admit(throttle, priority, rate, now, count)
         if retry_after:
-            said = f"{reason} messages waiting (stage {stage}), which throttles P{priority}"
-            raise Overloaded(said, retry_after)
+            raise Overloaded(f"{said}, which throttles P{priority}", retry_after)
         return throttle
 
     def _pressure(self, org_id: str, depth: int) -> Pressure:
@@ -130,10 +135,9 @@ class Admission:
             named = ", ".join(suspects[:SUSPECTS_NAMED_MAX])
             self._transaction.alert("Poison suspected", f"processes of {len(suspects)} died before: {named}")
 
-    def _active_organizations(self) -> int:
-        transaction = self._transaction
-        queues = (queue for queue in transaction.queues() if org_of(queue))
-        return sum(ready(transaction.depth(queue)) > 0 for queue in queues)
+    def _active_organizations(self, counts: Mapping[Counted, int]) -> int:
+        """How many organizations share the queue, this one included. `counts` are its counters."""
+        return max(1, self._transaction.count_active() + (not ready(counts)))
 
     # ---- rates ---------------------------------------------------------------------------------
 

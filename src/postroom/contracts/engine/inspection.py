@@ -16,7 +16,7 @@ from postroom.core import admission, breaker, lifecycle, poison
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.message import Event, org_of
-from postroom.stores.base import LANE_COUNTS, Counted, by_state, ready
+from postroom.stores.base import LANE_COUNTS, LANES, Counted, by_state, ready
 from postroom.stores.transaction import Transaction
 
 
@@ -122,15 +122,11 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
     paused = {org_id for org_id, type_name in pauses if not type_name}
     pressures = dict(PRESSURES.all(transaction))
     organizations = {
-        org_of(queue): _organization(
-            transaction.depth(queue),
-            org_of(queue),
-            pressures,
-            policy,
-            is_paused=bool(paused & {ALL, org_of(queue)}),
+        org_id: _organization(
+            counts, pressures.get(org_id), policy, is_paused=ALL in paused or org_id in paused
         )
-        for queue in transaction.queues()
-        if org_of(queue)
+        for queue, counts in transaction.depths().items()
+        if (org_id := org_of(queue))
     }
     depth = ready(transaction.total())
     stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
@@ -149,18 +145,13 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
 
 
 def _organization(
-    counts: Mapping[Counted, int],
-    org_id: str,
-    pressures: Mapping[str, Pressure],
-    policy: Policy,
-    *,
-    is_paused: bool,
+    counts: Mapping[Counted, int], pressure: Pressure | None, policy: Policy, *, is_paused: bool
 ) -> OrganizationStatus:
     depth = ready(counts)
     return OrganizationStatus(
-        lanes=[counts.get(lane, 0) for lane in LANE_COUNTS],
+        lanes=[counts.get(lane, 0) for lane in LANE_COUNTS] if depth else [0] * LANES,
         depth=depth,
-        stage=_stage(depth, pressures.get(org_id), policy),
+        stage=_stage(depth, pressure, policy) if depth else 0,
         states={str(state): n for state, n in by_state(counts).items() if state != "LAPSES"},
         paused=is_paused,
     )

@@ -234,6 +234,20 @@ SELECT counter, sum(n)::bigint FROM (
     UNION ALL SELECT counter, change FROM postroom.count_changes WHERE left(queue, 4) = 'org:'
 ) AS every GROUP BY counter
 
+-- name: count_active
+WITH changed AS (
+    SELECT queue, sum(change) AS n FROM postroom.count_changes
+    WHERE left(queue, 4) = 'org:' AND counter IN ('P0', 'P1', 'P2', 'P3') GROUP BY queue
+), differing AS (
+    SELECT (folded.n + changed.n > 0)::int - (folded.n > 0)::int AS n FROM changed CROSS JOIN LATERAL (
+        SELECT coalesce(sum(n), 0) AS n FROM postroom.counts
+        WHERE queue = changed.queue AND counter IN ('P0', 'P1', 'P2', 'P3')
+    ) AS folded
+)
+SELECT (SELECT count(DISTINCT queue) FROM postroom.counts
+    WHERE n > 0 AND counter IN ('P0', 'P1', 'P2', 'P3') AND left(queue, 4) = 'org:')
+    + (SELECT coalesce(sum(n), 0) FROM differing)::bigint
+
 -- name: depths
 SELECT queue, counter, sum(n)::bigint FROM (
     SELECT queue, counter, n FROM postroom.counts WHERE queue <> ''
