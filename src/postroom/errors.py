@@ -80,6 +80,7 @@ The library, the servers and the clients raise these same classes. The module im
 library, because the task client needs it. `EXIT_CODES` maps the tree to the exit codes of the command line.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,36 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - a very long number, or a class with a broken `__repr__`
         return f"an object of type {type(value).__name__}"
     return clipped(text)
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?::/+|//+)")
+_WITH_TOKENS = ("nats", "tls", "http")
+"""Schemes in whose addresses a name without a password is a token."""
+_OPTION = re.compile(r"([?&;][^=&;]*(?i:pass|pwd|secret|token|key|sig|credential)[^=&;]*=)[^&;]*")
+_PORTS = re.compile(r"(?:\[[^\]]*\]?|[^:/?#]*)(?::[0-9]*)?(?:,[^,:]*(?::[0-9]*)?)*(?:[/?#].*)?", re.DOTALL)
+
+
+def shown_address(text: str) -> str:
+    """An address, mistyped ones included, as an error may name it: without its password.
+
+    The password is everything from the first colon behind the scheme up to the last @: a slash or an @ in it
+    may be the typing error. Without an @, it is what stands in the place of a port and is none.
+    """
+    place, found, ledger = text.partition("ledger=")
+    if found:  # of a store in a broker: an address within an address
+        return shown_address(place) + found + shown_address(ledger)
+    match = _SCHEME.match(text)
+    scheme = match[0] if match else ""
+    rest = text[len(scheme) :]
+    user, at, hosts = rest.rpartition("@")
+    name, colon, _ = user.partition(":")
+    if at and scheme.startswith(_WITH_TOKENS) and (colon or "/" not in user):
+        rest = hosts
+    elif at and colon:
+        rest = f"{name}@{hosts}"
+    elif not at and scheme.endswith("://") and not _PORTS.fullmatch(rest):
+        rest = rest.partition(":")[0]
+    return _OPTION.sub(r"\1***", scheme + rest)
 
 
 def clipped(reason: object) -> str:

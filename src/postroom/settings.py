@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta
 
-from postroom.errors import InvalidSetting, reason
+from postroom.errors import InvalidSetting, reason, shown_address
 from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 
 DEFAULT_SESSION = "default"
@@ -537,11 +537,17 @@ def _checked(setting: Setting, name: str, value: object, *, strict: bool) -> Any
     try:
         return msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
     except (msgspec.ValidationError, ValueError):
-        raise InvalidSetting(f"{name} must be {setting.wants}, not {value!r}") from None
+        found = repr(shown_address(value) if isinstance(value, str) else value)
+        raise InvalidSetting(f"{name} must be {setting.wants}, not {found}") from None
+
+
+def is_address(text: str) -> bool:
+    """Whether a text that should be a path is an address, such as the mistyped postgres//u:x@h/d."""
+    return ADDRESS.match(text) is not None or (text[:1] not in "/.~" and shown_address(text) != text)
 
 
 def _path(kind: type, value: object) -> Path:
-    if kind is not Path or not isinstance(value, str) or not value or "\0" in value or ADDRESS.match(value):
+    if kind is not Path or not isinstance(value, str) or not value or "\0" in value or is_address(value):
         raise ValueError
     return Path(value)
 
@@ -560,7 +566,7 @@ def _document(config: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(config.read_text("utf-8"))
     except OSError as error:
-        raise InvalidSetting(f"cannot read {config}: {error.strerror}") from None
+        raise InvalidSetting(f"cannot read {shown_address(str(config))}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
         raise InvalidSetting(f"{config} is not TOML: {reason(error)}") from None
 

@@ -35,12 +35,14 @@ def move(shell: Shell, source: str, target: str | None, undo: bool, force: bool)
       postroom move --undo sqlite:///run/queue.db postgres://app@db.internal/postroom
     """
     from postroom.contracts.move import end_move, move_store
-    from postroom.errors import StoreMoved
+    from postroom.errors import StoreMoved, shown_address
     from postroom.stores.open import SQLITE
 
     path = source.removeprefix(SQLITE)
     if path == source or not Path(path).exists():
-        raise click.ClickException(f"there is no store at {path}: FROM is named as in sqlite:///run/queue.db")
+        raise click.ClickException(
+            f"there is no store at {shown_address(path)}: FROM is named as in sqlite:///run/queue.db"
+        )
     shell.show_warnings()
     if force and not undo:
         raise click.UsageError("--force is for --undo")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
+from postroom.core.door import leaving
 from postroom.core.text import visible, visible_json, visible_line
 from postroom.errors import Unavailable
 
@@ -266,5 +267,5 @@ def _char_width(char: str) -> int:
 def warn(program: str, text: str) -> None:
     """Print a line on stderr. A closed stderr does not stop the work."""
     with suppress(OSError):
-        sys.stderr.write(f"{program}: {visible_line(text)}\n")
+        sys.stderr.write(f"{program}: {visible_line(leaving(text))}\n")
         sys.stderr.flush()

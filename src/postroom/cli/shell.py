@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import click
 
 from postroom.cli.render import Form, Output, OutputFailed, warn
+from postroom.core.door import leaving
 from postroom.errors import (
     EXIT_OK,
     EXIT_RUNTIME,
@@ -30,6 +32,7 @@ from postroom.errors import (
     PostroomError,
     exit_code,
     reason,
+    shown_address,
 )
 
 if TYPE_CHECKING:
@@ -286,10 +289,8 @@ def _guarded(command: click.Command, program: str, arguments: list[str] | None) 
         return EXIT_OK
     except click.ClickException as error:
         return _misused(program, error)
-    except Exception as error:
-        if os.environ.get(TRACE_VARIABLE):
-            raise
-        return _failed(program, sentence(error), exit_code(error))
+    except Exception as error:  # noqa: BLE001 - rule 1
+        return _broken(program, error)
     return result if isinstance(result, int) else EXIT_OK
 
 
@@ -353,6 +354,13 @@ def _failed(program: str, text: str, code: int = EXIT_RUNTIME) -> int:
     return code
 
 
+def _broken(program: str, error: Exception) -> int:
+    if os.environ.get(TRACE_VARIABLE):
+        sys.stderr.write(leaving("".join(traceback.format_exception(error))))
+        return exit_code(error)
+    return _failed(program, sentence(error), exit_code(error))
+
+
 def _misused(program: str, error: click.ClickException) -> int:
     context = getattr(error, "ctx", None)
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -393,12 +401,12 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str | Non
     """
     if value is None:
         return None
-    from postroom.settings import ADDRESS
+    from postroom.settings import is_address
 
     if value == "":
         raise click.BadParameter("the path is empty")
-    if ADDRESS.match(value):
-        raise click.BadParameter(f"{value} is an address, and not a path on this machine")
+    if is_address(value):
+        raise click.BadParameter(f"{shown_address(value)} is an address, and not a path on this machine")
     return Path(value)
 
 
@@ -451,8 +459,6 @@ class StoreAddress(PosixPath):
 
     @classmethod
     def of(cls, url: str) -> "StoreAddress":
-        from postroom.stores.open import shown_address
-
         shown = shown_address(url)
         address = cls(shown)
         address.url, address.shown = url, shown
@@ -466,12 +472,12 @@ class StoreAddress(PosixPath):
 
 def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     """A data folder, or the address of a store."""
-    from postroom.settings import ADDRESS
+    from postroom.settings import is_address
     from postroom.stores.open import SERVERS
 
     if value is not None and value.startswith(SERVERS):
         return StoreAddress.of(value)
-    if value is not None and ADDRESS.match(value):
+    if value is not None and is_address(value):
         raise click.BadParameter(
             "it must be a data folder, or an address as postgres://user@host/db or amqp://host/?ledger=URL"
         )

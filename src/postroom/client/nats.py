@@ -69,11 +69,11 @@ def servers_of(addresses: str, *, user: str, password: str, token: str) -> list[
 
 
 def _server_of(text: str, user: str, password: str, token: str) -> Server:
-    parts = urlsplit(text if "://" in text else f"nats://{text}")
     try:
+        parts = urlsplit(text if "://" in text else f"nats://{text}")
         host, port = parts.hostname, parts.port or DEFAULT_PORT
     except ValueError:
-        host, port = None, 0
+        parts, host, port = urlsplit(""), None, 0
     if parts.scheme not in ("nats", "tls") or not host:
         raise InvalidSetting("the address of a server looks like nats://host:4222 or tls://host:4222")
     name, secret = unquote(parts.username or ""), parts.password

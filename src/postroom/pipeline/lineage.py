@@ -19,8 +19,8 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from postroom.errors import InvalidSetting
-from postroom.pipeline.places import is_address
+from postroom.errors import InvalidSetting, shown_address
+from postroom.settings import is_address
 
 if TYPE_CHECKING:
     from postroom.pipeline.delta_log import Commit
@@ -62,7 +62,9 @@ class JobRun:
     def __init__(self, place: str | None, job: str, warn: Callable[[str], None] = lambda _: None) -> None:
         """Without a place, events are made and delivered nowhere."""
         if place is not None and "://" in place and not place.startswith(("http://", "https://")):
-            raise InvalidSetting(f"{place} is no place for lineage: it is a file or an HTTP address")
+            raise InvalidSetting(
+                f"{shown_address(place)} is no place for lineage: it is a file or an HTTP address"
+            )
         self._place = place
         self._warn = warn
         self._run = _Run(job, str(uuid.uuid4()), {})

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline.places import is_address, normalized
+from postroom.pipeline.places import normalized
+from postroom.settings import is_address
 from postroom.sinks.layout import CHAIN, STREAM
 
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events

@@ -3,12 +3,7 @@
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from postroom.settings import ADDRESS
-
-
-def is_address(place: str) -> bool:
-    """Whether a place is an address such as `s3://bucket`, and not a path of this machine."""
-    return ADDRESS.match(place) is not None
+from postroom.settings import is_address
 
 
 def normalized(place: Path | str) -> str:

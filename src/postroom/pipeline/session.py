@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
-from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+from postroom.errors import InvalidMessage, InvalidSetting, Unavailable, shown_address
 from postroom.pipeline.archive import find_java, using_archive
+from postroom.system.addresses import split_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -271,18 +271,16 @@ def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[
 
 def _need_server(remote: str) -> None:
     """Raise if no server listens: Spark's client would retry for ten minutes."""
-    url = urlsplit(remote)
+    url = split_address(remote)
+    if url is None or url.scheme != "sc" or not url.hostname:
+        raise InvalidSetting(
+            f"{shown_address(remote)!r} is no Spark Connect server: it has the form sc://HOST:PORT"
+        )
     try:
-        place = (url.hostname or "", url.port or CONNECT_PORT)
-    except ValueError:
-        place = ("", 0)
-    if url.scheme != "sc" or not place[0]:
-        raise InvalidSetting(f"{remote!r} is no Spark Connect server: it has the form sc://HOST:PORT")
-    try:
-        socket.create_connection(place, CONNECT_TIMEOUT_S).close()
+        socket.create_connection((url.hostname, url.port or CONNECT_PORT), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise Unavailable(
-            f"there is no Spark Connect server at {remote}: {error.strerror or error}"
+            f"there is no Spark Connect server at {shown_address(remote)}: {error.strerror or error}"
         ) from None
 
 

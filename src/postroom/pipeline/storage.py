@@ -17,8 +17,9 @@ from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs as arrow_fs
 
-from postroom.errors import Unavailable
-from postroom.pipeline.places import is_address, normalized
+from postroom.errors import Unavailable, shown_address
+from postroom.pipeline.places import normalized
+from postroom.settings import is_address
 
 S3A: Final = ("s3a://", "s3://")
 """Hadoop's name of S3, and the name that everybody else uses."""
@@ -92,7 +93,7 @@ class Storage:
         try:
             return arrow_fs.PyFileSystem(_Handler(self.uri, self.options))
         except (OSError, ValueError, DeltaError) as error:
-            raise Unavailable(f"{self.place} cannot be opened: {_first_line(error)}") from None
+            raise Unavailable(f"{shown_address(self.place)} cannot be opened: {_first_line(error)}") from None
 
     # ---- files -----------------------------------------------------------------------------------------
 

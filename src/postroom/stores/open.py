@@ -1,9 +1,8 @@
 """`open_store`: a store by its address."""
 
 import os
-import re
 
-from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.errors import InvalidMessage, InvalidSetting, shown_address
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
 from postroom.system.encryption import key_file_encryption
@@ -14,8 +13,6 @@ AMQP = ("amqp://", "amqps://")
 POSTGRES = ("postgres://", "postgresql://")
 SERVERS = (*POSTGRES, *AMQP)
 """The schemes of stores that several hosts can share. Their workers claim concurrently."""
-
-_PASSWORD = re.compile(r"(://[^:/?@]*):[^/?]*@")
 
 
 def open_store(
@@ -61,17 +58,3 @@ def open_store(
     store = SqliteStore(path, clock=clock, encryption=key_file_encryption(key_file))
     store.notes_keys = notes_keys
     return store
-
-
-def shown_address(url: str) -> str:
-    """The address of a store without its passwords."""
-    if url.startswith(AMQP):
-        from postroom.stores.rabbitmq import parse_address
-
-        address = parse_address(url)
-        return f"{address.shown}?ledger={shown_address(address.ledger)}"
-    if url.startswith(POSTGRES):
-        from postroom.stores.postgres_connection import Address
-
-        return Address(url).url
-    return _PASSWORD.sub(r"\1@", url)

@@ -14,10 +14,11 @@ from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlunsplit
 
-from postroom.errors import InvalidMessage, StoreDamaged, StoreRefused, StoreUnreachable
+from postroom.errors import InvalidMessage, StoreDamaged, StoreRefused, StoreUnreachable, shown_address
 from postroom.stores import postgres_refusal
+from postroom.system.addresses import ESCAPED, split_address
 from postroom.system.handles import leak
 
 try:
@@ -82,7 +83,9 @@ class Address:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        parts = split_address(url, several=True)
+        if parts is None:
+            raise InvalidMessage(f"{shown_address(url)} is not the address of a database: {ESCAPED}")
         options = parse_qsl(parts.query, keep_blank_values=True)
         own = {name: value for name, value in options if name in _OWN_OPTIONS}
         self.schema = own.get("schema", SCHEMA_DEFAULT)

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, shown_address
 from postroom.message import Event, Record, org_of
 from postroom.stores import rabbitmq_lanes
 from postroom.stores.base import Counted, Listing, ready
@@ -41,6 +41,7 @@ from postroom.stores.rabbitmq_lanes import (
 from postroom.stores.rabbitmq_transaction import HOMES, RabbitTransaction, own_homes
 from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
+from postroom.system.addresses import ESCAPED, split_address
 from postroom.system.clock import SystemClock
 from postroom.system.encryption import KeysInUse
 from postroom.system.handles import reset_after_fork
@@ -89,7 +90,9 @@ def parse_address(url: str) -> Address:
     head, found, ledger = url.partition("ledger=")
     if not found or not ledger or not head.endswith(("?", "&")):
         raise InvalidSetting("a store in a broker needs a ledger: amqp://host/?ledger=sqlite:///queue.db")
-    parts = urlsplit(head.rstrip("?&"))
+    parts = split_address(head.rstrip("?&"), several=True)
+    if parts is None:
+        raise InvalidSetting(f"{shown_address(url)} is not the address of a broker: {ESCAPED}")
     user, _, hosts = parts.netloc.rpartition("@")
     shown = f"{user.partition(':')[0]}@{hosts}" if user else hosts
     options = dict(parse_qsl(parts.query, keep_blank_values=True))

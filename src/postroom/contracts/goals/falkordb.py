@@ -10,14 +10,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 
 from postroom.contracts.engine.cells import SCAN_MAX, SEPARATOR, Cells, Kind, joined
 from postroom.contracts.goals.branches import HISTORY, HISTORY_AT, MAIN, SHARED, Node, Old, put_node
 from postroom.contracts.goals.graph import Graph
-from postroom.errors import GraphUnavailable, InvalidSetting
+from postroom.errors import GraphUnavailable, InvalidSetting, shown_address
+from postroom.system.addresses import split_address
 
 T = TypeVar("T")
 
@@ -54,10 +55,10 @@ class FalkorGraph(Graph):
     """The graph of `falkordb://user:password@host:port/name`."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "falkordb" or not parts.hostname:
+        parts = split_address(url)
+        if parts is None or parts.scheme != "falkordb" or not parts.hostname:
             raise InvalidSetting(
-                f"a graph is named by text such as falkordb://127.0.0.1:6379/name, not {url!r}"
+                f"a graph is named by text such as falkordb://127.0.0.1:6379/name, not {shown_address(url)!r}"
             )
         self.url = url
         self._parts = parts

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from postroom.core.redaction.fields import DEFAULT_FIELDS, HEADERS, assignments, split_fields
-from postroom.core.redaction.rules import CUSTOM, LONG_NUMBERS, PAIRS, RULES, Compiled, Rule, compiled
+from postroom.core.redaction.rules import CUSTOM, LONG_NUMBERS, PAIRS, RULES, Compiled, Rule
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.splicing import Splicing, suspects
 from postroom.core.redaction.texts import PASSES_MAX, Texts, encodable, shape_of
@@ -29,7 +29,7 @@ class Redactor:
 
     `patterns` are further rules: the name of a marker and a regular expression, whose first group (if it has
     one) is replaced. With a `key`, a marker carries a token: equal values have equal tokens, and the value
-    cannot be guessed from the token without the key.
+    cannot be guessed from the token without the key. Rules whose marker is in `kept` do not apply.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Redactor:
         patterns: Mapping[str, str] = {},
         fields: Collection[str] = DEFAULT_FIELDS,
         key: bytes | None = None,
+        kept: Collection[str] = (),
     ) -> None:
         if level not in ("none", "medium", "full"):
             raise ValueError(f'"{level}" is not a level of redaction: use none, medium or full.')
@@ -47,12 +48,13 @@ class Redactor:
         names, tails = split_fields(fields)
         signs = Signs([*names, *tails, *HEADERS])
         custom = [_custom(name, pattern) for name, pattern in patterns.items()]
-        rules = (*custom, *map(compiled, (*RULES[:_HEAD], *assignments(names, tails), *RULES[_HEAD:])))
+        built_in = (*RULES[:_HEAD], *assignments(names, tails), *RULES[_HEAD:])
+        rules = (*custom, *(Compiled(rule) for rule in built_in if rule.name not in kept))
         self._texts = Texts(rules, signs, patterns, key)
         self._values = Values(self._texts, names, tails, full=self._full, numbers=bool(custom))
         self._splicing = Splicing(self._texts, self._values)
         self._scan: Callable[[str], TriggerHits] = Triggers(signs, CUSTOM if custom else 0).scan
-        self._long_numbers = (compiled(LONG_NUMBERS),)
+        self._long_numbers = (Compiled(LONG_NUMBERS),)
 
     def payload(self, text: str) -> str:
         """A redacted message body. JSON stays JSON; any other text is treated as one string."""
@@ -108,6 +110,7 @@ def _custom(name: str, pattern: str) -> Compiled:
             f'"{name}" is not a name for a pattern: use lower-case letters, digits, - and _, at most 32.'
         )
     try:
-        return compiled(Rule(name, CUSTOM, pattern, ("",)), 0)
+        re.compile(pattern)
     except re.error as error:
         raise ValueError(f'The pattern "{name}" is not a regular expression: {error}.') from None
+    return Compiled(Rule(name, CUSTOM, pattern, ("",)), 0)

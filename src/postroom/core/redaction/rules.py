@@ -99,6 +99,9 @@ NEXT_LINE: Final = rf"(?:{_LINE_END}[ \t]{{1,16}})?+"
 BLOCK: Final = rf"[|>][0-9+-]{{0,2}}{_LINE_END}[ \t]{{1,16}}([^ \t\n][^\n]*(?:\n[ \t]+[^\n]+)*)"
 EQUALS: Final = r":?={1,3}>?"
 
+# Servers whose addresses have a password, also when the address is mistyped.
+_SERVERS: Final = r"(?i:postgre[a-z]{0,5}|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|nats|falkordb)"
+
 RULES: Final = (
     Rule(
         "key",
@@ -117,8 +120,9 @@ RULES: Final = (
     Rule(
         "redacted",
         LINKS,
-        r"://[^\x00-\x20/?#@:\"'<>]{0,128}:([^\x00-\x20/?#\"'<>]{1,256})@",
-        ("://",),
+        rf"(?://(?!\[)|{_SERVERS}[:/]/?)[^\x00-\x20/?#@:\"'<>]{{0,128}}"
+        r":(?:([^\x00-\x20/?#\"'<>]{1,256})|(?![0-9]{1,5}[,/?#\]])([^\x00-\x20\"'<>]{1,256}))@",
+        ("@",),
     ),
     Rule(
         "redacted",
@@ -328,21 +332,32 @@ BUILT_IN: Final = (
 )
 
 
-class Compiled(NamedTuple):
-    """A rule with its compiled patterns."""
+class Compiled:
+    """A rule. Its patterns are compiled at their first use: a process that ends soon needs few of them."""
 
-    name: str
-    group: int
+    __slots__ = ("_flags", "_rule", "check", "fold", "group", "hint", "name", "search", "search_plain")
+
     search: Callable[..., "re.Match[str] | None"]
     search_plain: Callable[..., "re.Match[str] | None"]
     """The faster search for a text without escape sequences."""
     hint: Callable[[str], "re.Match[str] | None"]
-    check: Callable[[str], int] | None
-    fold: Callable[[str], str] | None
 
+    def __init__(self, rule: Rule, flags: int = re.ASCII) -> None:
+        self.name, self.group, self.check, self.fold = rule.name, rule.group, rule.check, rule.fold
+        self._rule, self._flags = rule, flags
 
-def compiled(rule: Rule, flags: int = re.ASCII) -> Compiled:
-    search = re.compile(rule.pattern, flags).search
-    search_plain = re.compile(_plain(rule.pattern), flags).search
-    hint = re.compile("|".join(map(re.escape, rule.hints))).search
-    return Compiled(rule.name, rule.group, search, search_plain, hint, rule.check, rule.fold)
+    def __getattr__(self, name: str) -> Callable[..., "re.Match[str] | None"]:
+        """Called for a slot that is empty."""
+        patterns = {
+            "search": self._rule.pattern,
+            "search_plain": _plain(self._rule.pattern),
+            "hint": "|".join(map(re.escape, self._rule.hints)),
+        }
+        if name not in patterns:
+            raise AttributeError(name)
+        found = re.compile(patterns[name], 0 if name == "hint" else self._flags).search
+        setattr(self, name, found)
+        return found
+
+    def __reduce__(self) -> tuple[type["Compiled"], tuple[Rule, int]]:
+        return Compiled, (self._rule, self._flags)
