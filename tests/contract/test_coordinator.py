@@ -22,7 +22,7 @@ from postroom import (
 )
 from postroom.contracts.engine.agent import PARTS_WAITING_MAX
 from postroom.contracts.engine.agent_sweeps import bounce
-from postroom.contracts.engine.agents import AgentOperations
+from postroom.contracts.engine.agents import LETTERS_BYTES_A_READ_MAX, AgentOperations
 from postroom.contracts.engine.cells import PARTS, REQUESTS
 from postroom.contracts.engine.part_writer import PARTS_A_COMMIT_MAX
 from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX
@@ -504,6 +504,26 @@ def test_a_message_has_four_receipts_each_an_event(url: str) -> None:
             assert kinds == ["stored", "fetched", "shown", "acted_on"]
             await eventually(lambda: engine.blocking.get(sent.message_id).state == "COMPLETED")
             assert len(events_of(engine, "receipt")) == 4
+
+    soon(scenario())
+
+
+def test_a_page_of_an_inbox_ends_when_it_has_enough_bytes(url: str) -> None:
+    long = "x" * (LETTERS_BYTES_A_READ_MAX // 2)
+
+    async def scenario() -> None:
+        async with Engine.open(url) as engine, Coordinator(engine) as coordinator:
+            sender = await coordinator.register("sender", "acme")
+            reader, other = [await coordinator.register(name, "acme") for name in ("reader", "reader2")]
+            for number in range(5):
+                await sender.send(to="reader", payload=[number, long])
+                await sender.send(to="reader2", payload="short")
+            page = await reader.inbox().page()
+            assert [message.payload[0] for message in page] == [0, 1]
+            page = await reader.inbox().page(page[-1].number)
+            assert [message.payload[0] for message in page] == [2, 3]
+            assert [message.payload[0] for message in await reader.inbox()] == [0, 1, 2, 3, 4]
+            assert [message.payload for message in await other.inbox()] == ["short"] * 5
 
     soon(scenario())
 

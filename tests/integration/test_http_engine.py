@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Raw
 from prometheus_client.parser import text_string_to_metric_families
 
 from postroom import Engine
 from postroom.client import EngineClient, GuardTripped
+from postroom.contracts.engine.messages import Body, CreatedBy, encode_body
+from postroom.message import Envelope
 from postroom.runtime.agents import Identity
-from postroom.runtime.engine_handlers import attributed, check_attribution
+from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
 from postroom.runtime.http_messages import Refusal
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
@@ -319,6 +322,45 @@ def test_the_harness_executes_no_completed_message(server: Server, worker: Engin
     until(lambda: server.get("boss", f"/tasks/{task_id}").json["status"] == "done")
     assert message_id not in (server.data / "executed").read_text()
     assert server.get("caller", path_of(message_id)).json["state"] == "COMPLETED"
+
+
+# ---- stored JSON is passed on as it is ---------------------------------------------------------------
+
+
+def planted(server: Server, payload: bytes) -> str:
+    """A message whose payload is stored in these bytes. A decoder and an encoder would change them."""
+    body = Body(payload=Raw(payload), goal_id="g", task_id="t", created_by=CreatedBy("system", "x"))
+    envelope = Envelope(
+        queue="org:acme", payload=encode_body(body), type="tool_call", delay_ns=3_600_000_000_000
+    )
+    with server.tasks() as tasks:
+        return tasks.store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
+
+
+def test_a_stored_payload_is_passed_on_as_it_is(server: Server) -> None:
+    message_id = planted(server, b'{"n":1.000}')
+    assert b'"payload":{"n":1.000}' in server.get("caller", path_of(message_id)).body
+    found = server.get("caller", "/engine/messages?limit=1000&text=1.000").json["messages"]
+    assert [line["message_id"] for line in found] == [message_id]
+    with server.tasks() as tasks:
+        envelope = Envelope(queue="triage", payload=b"[1.000]")
+        task_id = tasks.store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
+    assert b'"payload":[1.000]' in server.get("boss", f"/tasks/{task_id}").body
+    until(lambda: b'"payload":[1.000]' in server.post("triage", "/queue/next").body)
+
+
+def test_a_search_ends_when_it_has_looked_at_enough_bytes(server: Server) -> None:
+    text = "long " * (SEARCHED_BYTES_MAX // 5 // 3)
+    for number in range(4):
+        submit(server, "spy", payload={"text": text, "number": number}, delay_s=3600)
+    after, pages = 0, list[int]()
+    while True:
+        page = server.get("spy", f"/engine/messages?text=long&after={after}").json
+        pages.append(len(page["messages"]))
+        after = page["next_after"]
+        if not after:
+            break
+    assert pages == [3, 1]
 
 
 # ---- dead letters ----------------------------------------------------------------------------------

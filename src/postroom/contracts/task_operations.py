@@ -22,6 +22,7 @@ from postroom.contracts.task_input import (
     encoded,
 )
 from postroom.core import lifecycle
+from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
@@ -35,8 +36,6 @@ LEASE_S = 300.0  # from the last heartbeat
 DECISIONS = "harness.decisions"
 """The queue of decisions: results that the harness has to execute."""
 MESSAGE_ID_CHARS = 36  # every message of an organization has a UUID as its id; few tasks have
-
-_decode = msgspec.json.Decoder().decode
 
 
 class LeasedTask(msgspec.Struct, frozen=True):
@@ -124,16 +123,21 @@ class TaskOperations:
 
     # ---- lease holders -------------------------------------------------------------------------
 
-    def claim(self, terms: Claim) -> list[LeasedTask]:
-        """Lease ready tasks, oldest first."""
-        return [_task(delivery) for delivery in self.transaction.claim(terms)]
+    def claim(self, terms: Claim, read_value: ReadValue = decoded_value) -> list[LeasedTask]:
+        """Lease ready tasks, oldest first. `read_value` reads their payloads."""
+        return [_task(delivery, read_value) for delivery in self.transaction.claim(terms)]
 
     def heartbeat(self, task_id: str, lease: int) -> None:
         """Renew a lease: it runs its full length from now."""
         token = checked_token(lease)
         self._apply(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
 
-    def complete(self, results: Mapping[str, tuple[int, bytes]], claim_next: int = 0) -> list[LeasedTask]:
+    def complete(
+        self,
+        results: Mapping[str, tuple[int, bytes]],
+        claim_next: int = 0,
+        read_value: ReadValue = decoded_value,
+    ) -> list[LeasedTask]:
         """Complete tasks (id to token and result). Then claim more with the same worker and lease length."""
         if not results:
             return []
@@ -144,7 +148,7 @@ class TaskOperations:
         if not claim_next:
             return []
         record = self.record(next(iter(results)))
-        return self.claim(Claim(record.queue, record.worker_id, claim_next, record.lease_ns))
+        return self.claim(Claim(record.queue, record.worker_id, claim_next, record.lease_ns), read_value)
 
     def fail(
         self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
@@ -251,10 +255,10 @@ def _differ_in_payload_alone(one: NewTask, other: NewTask) -> bool:
     )
 
 
-def _task(delivery: Delivery) -> LeasedTask:
+def _task(delivery: Delivery, read_value: ReadValue) -> LeasedTask:
     return LeasedTask(
         delivery.message_id,
-        _decode(delivery.payload),
+        read_value(delivery.payload),
         delivery.lease,
         delivery.attempt,
         delivery.queue,

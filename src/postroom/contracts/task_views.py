@@ -7,11 +7,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from postroom.contracts.task_input import checked_id
 from postroom.core import lifecycle
+from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.errors import UnknownTask
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
 from postroom.stores.base import Counted, Listing, by_state, ready, waiting
+from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
 HOLDERS_MAX = 10_000  # leases that a status reads to count them by holder
@@ -108,18 +112,26 @@ class TasksStatus(msgspec.Struct, frozen=True):
     """Enqueues of this process that were delayed or refused because of that backlog."""
 
 
-def task_info(stored: Stored) -> TaskInfo:
-    """Return everything about a stored task."""
+def stored_task(store: Store, task_id: str, read_value: ReadValue = decoded_value) -> TaskInfo:
+    """Read a task as `task_info`. Raises `UnknownTask`, also for a message of an organization."""
+    stored = store.load(checked_id(task_id))
+    if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
+        raise UnknownTask(task_id)
+    return task_info(stored, read_value)
+
+
+def task_info(stored: Stored, read_value: ReadValue = decoded_value) -> TaskInfo:
+    """Return everything about a stored task. `read_value` reads its payload and its result."""
     record, envelope = stored.record, stored.envelope
     return TaskInfo(
         task_id=record.message_id,
         agent=record.queue,
         status=STATUS[record.state],
-        payload=msgspec.json.decode(envelope.payload),
+        payload=read_value(envelope.payload),
         created_at=_time_of(record.created_us),
         claimed_at=_time_or_none(record.claimed_us),
         completed_at=_time_or_none(record.ended_us),
-        result=None if stored.result is None else msgspec.json.decode(stored.result),
+        result=None if stored.result is None else read_value(stored.result),
         retry_count=record.retries,
         last_heartbeat=_time_or_none(record.heartbeat_us),
         state=record.state,

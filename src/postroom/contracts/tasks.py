@@ -20,7 +20,6 @@ from postroom.contracts.task_input import (
     check_claim_limit,
     check_durability,
     check_page,
-    checked_id,
     checked_results,
     checked_terms,
 )
@@ -43,7 +42,7 @@ from postroom.contracts.task_views import (
     TasksStatus,
     agents_status,
     find_tasks,
-    task_info,
+    stored_task,
     task_line,
     totals,
 )
@@ -328,10 +327,7 @@ class Tasks(Closing):
 
     def get(self, task_id: str) -> TaskInfo:
         """Return everything about a task, with its history. Raises `UnknownTask`."""
-        stored = self.store.load(checked_id(task_id))
-        if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
-            raise UnknownTask(task_id)
-        return task_info(stored)
+        return stored_task(self.store, task_id)
 
     def wait(self, task_id: str, timeout_s: float | None = None) -> TaskInfo:
         """Wait until the task has ended, at most `timeout_s`, and return it as it is then."""

@@ -10,7 +10,7 @@ Rule 3: the checks of undecoded JSON look at bytes alone, and build no object fo
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -30,6 +30,16 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _STEPS: Final = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # signed: 1 level down, or 1 up
 
 T = TypeVar("T")
+
+ReadValue: TypeAlias = Callable[[bytes], Any]
+"""What a view makes of a stored JSON value."""
+decoded_value: Final[ReadValue] = msgspec.json.Decoder().decode
+_raw: Final = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def raw_value(data: bytes) -> msgspec.Raw | None:
+    """A value whose syntax is checked and that stays JSON, for a reply that passes it on. None for null."""
+    return None if data == b"null" else _raw(data)
 
 
 def guarded(

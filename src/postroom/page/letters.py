@@ -77,8 +77,8 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     def work(operations: Operations) -> tuple[Found, list[DeadLetter]]:
         if wanted.after is not None:
             visible(operations, wanted.after, request.identity)
-        sample = dlq.letters(operations, sampled) if wanted.after is None else []
-        return dlq.search(operations, wanted, LOOKED_MAX), sample
+        sample = dlq.letters(operations, sampled, None) if wanted.after is None else []
+        return dlq.search(operations, wanted, LOOKED_MAX, None), sample
 
     found, sample = await read(server, request, work)
     answer = {
@@ -177,12 +177,12 @@ def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> t
         org_id = operated_org(identity, body.org_id or "")
         if org_id:
             filters["org_id"] = org_id
-        found = dlq.search(operations, dlq.checked_filters(filters), LOOKED_MAX)
+        found = dlq.search(operations, dlq.checked_filters(filters), LOOKED_MAX, None)
         return found.letters, bool(found.last)
     for message_id in body.message_ids:
         visible(operations, message_id, identity)
     named = dict.fromkeys(body.message_ids)
-    return [dlq.letter_by_id(operations, message_id) for message_id in named], False
+    return [dlq.letter_by_id(operations, message_id, None) for message_id in named], False
 
 
 def preview(

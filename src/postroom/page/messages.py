@@ -12,13 +12,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from postroom.contracts.engine import dlq
 from postroom.contracts.engine.explanation import explain
 from postroom.contracts.engine.inspection import MessageInfo, info_of
-from postroom.contracts.engine.messages import checked_message_id
+from postroom.contracts.engine.messages import body_of, checked_message_id
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.goals.cells import STATES
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.jsoninput import raw_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
@@ -27,7 +27,7 @@ from postroom.page.live import scope_of
 from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.agents import Identity
-from postroom.runtime.engine_handlers import operated_org, visible
+from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX, operated_org, searchable, visible
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import Listing, by_state
@@ -119,16 +119,21 @@ def lines(operations: Operations, query: MessagesQuery, org_id: str | None) -> L
     if by_id is not None and not query.before:
         return Lines([by_id], 0)
     found: list[Line] = []
-    last = None
+    last, searched, wanted = None, 0, query.text.strip().casefold()
     for looked, record in enumerate(_of_organizations(operations.transaction, query, org_id), 1):
         if isinstance(record, int):  # the numbers that one call may walk are used up
             return Lines(found, record, None if last is None else accepted_at(last))
         last = record
         stored = operations.loaded(record.message_id)
-        line = _line(operations, stored)
-        if _fits(operations, query, stored, line):
-            found.append(line)
-        if len(found) == query.limit or looked == LOOKED_MAX:
+        line = _line(stored)
+        if query.type in ("", stored.envelope.type):
+            if _is_named(line, wanted):
+                found.append(line)
+            else:
+                content = searchable(operations, stored).decode().casefold()
+                searched += len(content)
+                found += [line] if wanted in content else []
+        if len(found) == query.limit or looked == LOOKED_MAX or searched >= SEARCHED_BYTES_MAX:
             return Lines(found, record.seq, accepted_at(record))
     return Lines(found, 0)
 
@@ -178,22 +183,16 @@ def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None
         stored = operations.loaded(text.strip())
     except (UnknownTask, ValueError):
         return None
-    return _line(operations, stored) if org_id in (None, org_of(stored.record.queue)) else None
+    return _line(stored) if org_id in (None, org_of(stored.record.queue)) else None
 
 
-def _fits(operations: Operations, query: MessagesQuery, stored: Stored, line: Line) -> bool:
-    if query.type not in ("", stored.envelope.type):
-        return False
-    wanted = query.text.strip().casefold()
-    if not wanted or wanted in line.message_id.casefold():
-        return True
-    message = dlq.original_message(operations, stored) or {}
-    return wanted in _encode(message).decode().casefold() or wanted in line.error_type.casefold()
+def _is_named(line: Line, wanted: str) -> bool:
+    """Whether a text is found without reading the message."""
+    return not wanted or wanted in line.message_id.casefold() or wanted in line.error_type.casefold()
 
 
-def _line(operations: Operations, stored: Stored) -> Line:
-    record = stored.record
-    message = dlq.original_message(operations, stored) or {}
+def _line(stored: Stored) -> Line:
+    record, body = stored.record, body_of(stored.envelope.payload)
     errors = [event.error_type for event in stored.history if event.error_type]
     return Line(
         seq=record.seq,
@@ -201,7 +200,7 @@ def _line(operations: Operations, stored: Stored) -> Line:
         org_id=org_of(record.queue),
         state=record.state,
         type=stored.envelope.type,
-        agent_id=message.get("agent_id", ""),
+        agent_id="" if body is None else body.agent_id,
         priority=record.lane,
         attempt=record.attempt,
         created_at=accepted_at(record),
@@ -222,7 +221,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: Operations) -> dict[str, Any]:
         stored = visible(operations, message_id, identity)
-        info = info_of(operations, message_id)
+        info = info_of(operations, message_id, raw_value)
         goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
         return {
             "info": info,
@@ -233,19 +232,22 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         }
 
     found = await read(server, request, work)
-    answer = {
-        **_shown(request, found["info"], identity),
-        "has_goal": found["has_goal"],
-        "explanation": shown_text(request, found["explanation"]),
-        "lease_left_s": found["lease_left_s"],
-        "tree": [_shown_node(request, node) for node in found["tree"]],
-    }
-    return HttpReply(200, _encode(answer))
+
+    def shown() -> dict[str, Any]:
+        return {
+            **_shown(request, found["info"], identity),
+            "has_goal": found["has_goal"],
+            "explanation": shown_text(request, found["explanation"]),
+            "lease_left_s": found["lease_left_s"],
+            "tree": [_shown_node(request, node) for node in found["tree"]],
+        }
+
+    return HttpReply(200, _encode(await server.read_for(request, shown)))
 
 
 def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[str, Any]:
     """A message for the page: everything that others wrote is redacted text."""
-    message = msgspec.to_builtins(info.message)
+    message = dict(info.message)
     payload = message.pop("payload", None)
     free = {name: message.pop(name) for name in FREE_FIELDS if message.get(name)}
     org_id = info.message.get("org_id", "")

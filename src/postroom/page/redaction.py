@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 REDACTOR: Final = "postroom.redactor"
 """The key of the function that gives the redactor, in the scope of a request."""
 PAYLOAD_CHARS_MAX: Final = 100_000
+REDACTED_CHARS_MAX: Final = 2_000_000
+"""Of a payload that is redacted. A longer one is not shown, because it would take seconds."""
 NAMES_KEPT_MAX: Final = 1_024
 """How many types, workers and errors the stream remembers in their redacted form."""
 _ID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
@@ -31,13 +33,15 @@ Hide: TypeAlias = Callable[[str], str]
 
 def shown_json(request: HttpRequest, value: Any) -> str:
     """A value as indented JSON, redacted."""
-    redacted = _redactor(request).payload(msgspec.json.encode(value).decode())
-    return _cut(msgspec.json.format(redacted, indent=2))
+    text = msgspec.json.encode(value).decode()
+    if len(text) > REDACTED_CHARS_MAX:
+        return _too_long(text)
+    return _cut(msgspec.json.format(_redactor(request).payload(text), indent=2))
 
 
 def shown_body(request: HttpRequest, text: str) -> str:
     """The body of a message that is text, redacted."""
-    return _cut(_redactor(request).payload(text))
+    return _too_long(text) if len(text) > REDACTED_CHARS_MAX else _cut(_redactor(request).payload(text))
 
 
 def shown_text(request: HttpRequest, text: str) -> str:
@@ -74,6 +78,10 @@ def names_hidden(redactor: "Redactor") -> Hide:
 def _redactor(request: HttpRequest) -> "Redactor":
     found: Callable[[], Redactor] = request.scope[REDACTOR]
     return found()
+
+
+def _too_long(text: str) -> str:
+    return f"It has {len(text):,} characters, and the page shows none of more than {REDACTED_CHARS_MAX:,}."
 
 
 def _cut(text: str) -> str:

@@ -179,7 +179,8 @@ def _beginning(text: str) -> str:
 
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(_shown(request, await readable_task(server, request))))
+    task = await readable_task(server, request)
+    return HttpReply(200, _encode(await server.read_for(request, lambda: _shown(request, task))))
 
 
 def _shown(request: HttpRequest, task: TaskInfo) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from postroom.contracts.engine import dlq
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain as explanation_of
-from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
+from postroom.contracts.engine.inspection import EngineStatus, MessageInfo, info_of, status_of
 from postroom.contracts.engine.message_input import Prepared
-from postroom.contracts.engine.messages import CreatedBy, checked_message_id, unknown_message
+from postroom.contracts.engine.messages import CreatedBy, body_of, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.jsoninput import raw_value
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Stored, org_of
@@ -53,6 +54,7 @@ from postroom.stores.base import Listing
 T = TypeVar("T")
 
 SEARCHED_MAX = 500
+SEARCHED_BYTES_MAX = 32 * 1024 * 1024  # of messages that one search reads, and one more message
 AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 
@@ -177,24 +179,32 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:
     records = operations.transaction.find(pick)
     lines: list[MessageLine] = []
+    searched, text = 0, query.text.encode()
     for record in records:
         stored = operations.loaded(record.message_id)
-        message = dlq.original_message(operations, stored) or {}
-        if query.type in ("", stored.envelope.type) and query.text.encode() in _encode(message):
-            lines.append(_line(stored, message))
-        if len(lines) == query.limit:
+        if query.type in ("", stored.envelope.type):
+            content = searchable(operations, stored) if text else b""
+            searched += len(content)
+            if text in content:
+                lines.append(_line(stored))
+        if len(lines) == query.limit or searched >= SEARCHED_BYTES_MAX:
             return FoundAnswer(lines, record.seq)
     return FoundAnswer(lines, records[-1].seq if len(records) == pick.limit else 0)
 
 
-def _line(stored: Stored, message: dict[str, Any]) -> MessageLine:
-    record = stored.record
+def searchable(operations: Operations, stored: Stored) -> bytes:
+    """The fields of a message as JSON, in which a search looks for its text. The payload is not decoded."""
+    return _encode(dlq.original_message(operations, stored, raw_value) or {})
+
+
+def _line(stored: Stored) -> MessageLine:
+    record, body = stored.record, body_of(stored.envelope.payload)
     return MessageLine(
         seq=record.seq,
         message_id=record.message_id,
         state=record.state,
         type=stored.envelope.type,
-        agent_id=message.get("agent_id", ""),
+        agent_id="" if body is None else body.agent_id,
         attempt=record.attempt,
         created_at=EPOCH + record.created_us * MICROSECOND,
     )
@@ -205,14 +215,18 @@ def _line(stored: Stored, message: dict[str, Any]) -> MessageLine:
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
-    info = await _read_visible(server, request, info_of)
+    info = await _read_visible(server, request, _raw_info)
     if query.wait_s and not info.ended:
         async with poll_share(server, request) as disconnected:
             await server.result_polls.wait(info.message_id, query.wait_s, disconnected)
             if disconnected.done():
                 raise ClientDisconnected
-        info = await _read_visible(server, request, info_of)
+        info = await _read_visible(server, request, _raw_info)
     return HttpReply(200, _encode(info))
+
+
+def _raw_info(operations: Operations, message_id: str) -> MessageInfo:
+    return info_of(operations, message_id, raw_value)
 
 
 async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:
@@ -317,14 +331,14 @@ async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
     def work(operations: Operations) -> list[dlq.DeadLetter]:
         if wanted.after is not None:
             visible(operations, wanted.after, identity)
-        return dlq.letters(operations, wanted)
+        return dlq.letters(operations, wanted, raw_value)
 
     found = await server.read_for(request, lambda: _read(server, work))
     return HttpReply(200, _encode({"letters": [dlq.as_json(letter) for letter in found]}))
 
 
 async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
-    letter = await _read_visible(server, request, dlq.letter_by_id)
+    letter = await _read_visible(server, request, partial(dlq.letter_by_id, read_value=raw_value))
     return HttpReply(200, _encode(dlq.as_json(letter)))
 
 

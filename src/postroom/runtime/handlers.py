@@ -15,8 +15,9 @@ import msgspec
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_results
 from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
-from postroom.contracts.task_views import TaskInfo, totals
+from postroom.contracts.task_views import TaskInfo, stored_task, totals
 from postroom.contracts.tasks import Tasks
+from postroom.core.jsoninput import raw_value
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
 from postroom.message import ENGINE_PREFIX, Record, State
 from postroom.runtime.agents import Identity
@@ -156,7 +157,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
         results = checked_results([(body.task_id, body.lease, body.decision)])
         is_repeated = record.lease == body.lease and record.state in _COMPLETED
         # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
-        return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next)
+        return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
     started_ns = time.time_ns()
@@ -320,10 +321,13 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
-    """Read a task for its agent, its sender or an operator. It is unknown to other callers."""
+    """Read a task for its agent, its sender or an operator. It is unknown to other callers.
+
+    Its payload and its result stay JSON.
+    """
     task_id, identity = request.path_param("id"), request.identity
     own = visible_queue(identity)
-    info = await server.read_for(request, lambda: server.tasks.get(task_id))
+    info = await server.read_for(request, lambda: stored_task(server.tasks.store, task_id, raw_value))
     if not (own is None or identity.reads(info.agent) or info.sender == own):
         raise UnknownTask(task_id)
     return info

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from postroom.contracts.task_operations import LeasedTask, TaskCall
 from postroom.contracts.tasks import Tasks
+from postroom.core.jsoninput import raw_value
 from postroom.errors import HandleDead, Unavailable
 from postroom.runtime.agents import Identity
 from postroom.runtime.shares import Shares
@@ -53,7 +54,10 @@ class _Submission(msgspec.Struct, frozen=True):
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """One call of a commit. Claims of several requests on equal terms are merged into submission."""
+    """One call of a commit. Claims of several requests on equal terms are merged into one.
+
+    Their payloads stay JSON, because the requests pass them on.
+    """
 
     call: TaskCall
     submissions: tuple[_Submission, ...]
@@ -241,7 +245,7 @@ def _claims(terms: Claim, submissions: list[_Submission]) -> list[_Job]:
 
 def _claim(terms: Claim, submissions: list[_Submission], limits: list[int]) -> _Job:
     together = replace(terms, limit=sum(limits))
-    return _Job(lambda operations: operations.claim(together), tuple(submissions), tuple(limits))
+    return _Job(lambda operations: operations.claim(together, raw_value), tuple(submissions), tuple(limits))
 
 
 def _shares(job: _Job, outcome: Any) -> list[Any]:

@@ -29,7 +29,6 @@ from postroom.contracts.engine.cells import (
     OpenRequest,
     Part,
     WantedProgram,
-    joined,
 )
 from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
@@ -47,6 +46,7 @@ from postroom.stores.transaction import Transaction
 LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
 INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
 LETTERS_A_READ_MAX: Final = 100
+LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
 OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
 WAITS_SHOWN_MAX: Final = 100
 AGENTS_LISTED_MAX: Final = 10_000  # of one organization
@@ -375,9 +375,10 @@ class AgentOperations:
 
     def letters(self, org_id: str, agent_id: str, after: str = "") -> list[tuple[str, Letter]]:
         """Messages in an inbox behind a key, each with its key."""
-        prefix = joined(org_id, agent_id) + SEPARATOR
-        found = LETTERS.scan(self.transaction, after or prefix, LETTERS_A_READ_MAX)
-        return [(key, letter) for key, letter in found if key.startswith(prefix)]
+        return LETTERS.under(
+            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after,
+            bytes_max=LETTERS_BYTES_A_READ_MAX,
+        )  # fmt: skip
 
     def note_receipt(
         self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt

@@ -4,6 +4,7 @@ Rule 1: the parts of a key are joined by a character that no part can hold, so k
         are neighbours.
 """
 
+import math
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -72,19 +73,32 @@ class Kind(Generic[T]):
         """Keys above `after` with their values."""
         return [(key, self._decode(value)) for key, value in transaction.cells(self.name, after, limit)]
 
-    def under(self, transaction: Cells, *parts: str | int, limit: int = SCAN_MAX) -> list[tuple[str, T]]:
-        """Keys that begin with these parts and have more, with their values."""
+    def under(
+        self,
+        transaction: Cells,
+        *parts: str | int,
+        limit: int = SCAN_MAX,
+        after: str = "",
+        bytes_max: float = math.inf,
+    ) -> list[tuple[str, T]]:
+        """Keys above `after` that begin with these parts and have more, with their values.
+
+        There are at most `limit`, and none behind the value with which `bytes_max` is reached.
+        """
         prefix = joined(*parts) + SEPARATOR
-        after, size = prefix, PAGE
+        after, size = after or prefix, PAGE
         found: list[tuple[str, T]] = []
         while len(found) < limit:
             size = min(size, limit - len(found))
             page = transaction.cells(self.name, after, size)
-            own = [(key, self._decode(value)) for key, value in page if key.startswith(prefix)]
-            found += own
-            if len(own) < size:
+            for key, value in page:
+                if not key.startswith(prefix) or bytes_max <= 0:
+                    return found
+                found.append((key, self._decode(value)))
+                bytes_max -= len(value)
+            if len(page) < size:
                 break
-            after, size = own[-1][0], 4 * size
+            after, size = page[-1][0], 4 * size
         return found
 
     def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:

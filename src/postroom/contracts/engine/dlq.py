@@ -13,6 +13,7 @@ from postroom.contracts.engine.messages import checked_message_id, decode_body, 
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import error_history
 from postroom.contracts.goals.questions import patterns
+from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
 from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
 from postroom.message import Record, Stored
@@ -25,6 +26,7 @@ Letters: TypeAlias = "list[DeadLetter]"
 Patterns: TypeAlias = list[dict[str, Any]]
 
 LETTERS_MAX = 1_000
+LETTERS_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one list, and one more payload
 LOOKED_A_READ = 500
 MAX_RETRIES_EXCEEDED = "Max retries exceeded"
 
@@ -119,8 +121,9 @@ class DeadLetters:
             if not isinstance(message_ids, Iterable):
                 raise InvalidMessage(f"message_ids must be a list of ids, not {shown(message_ids)}")
             given = dict.fromkeys(map(checked_message_id, message_ids))  # a repeated id counts once
-            return [(await self.show(message_id)).message_id for message_id in given]
-        found = await self.list(**filters)
+            return [await self._core.read(partial(_checked_id, message_id=one)) for one in given]
+        wanted = checked_filters(filters)
+        found = await self._core.read(lambda operations: letters(operations, wanted, None))
         return [
             letter.message_id
             for letter in found
@@ -132,8 +135,12 @@ def _replay(operations: Operations, message_id: str, priority: int | None) -> No
     operations.replay(message_id, priority)
 
 
+def _checked_id(operations: Operations, message_id: str) -> str:
+    return letter_by_id(operations, message_id, None).message_id
+
+
 def _forget(operations: Operations, message_id: str) -> None:
-    letter_by_id(operations, message_id)
+    letter_by_id(operations, message_id, None)
     operations.forget([operations.loaded(message_id).record])
 
 
@@ -156,38 +163,59 @@ class Found(NamedTuple):
     """The id of the last dead letter that was looked at; empty when it was the last one of all."""
 
 
-def letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
+class _Payloads:
+    """Reads payloads and counts their bytes."""
+
+    def __init__(self, read_value: ReadValue) -> None:
+        self._read_value = read_value
+        self.size = 0
+
+    def __call__(self, data: bytes) -> Any:
+        self.size += len(data)
+        return self._read_value(data)
+
+
+def letters(
+    operations: Operations, wanted: Filters, read_value: ReadValue | None = decoded_value
+) -> list[DeadLetter]:
     """Dead letters by acceptance."""
-    return search(operations, wanted).letters
+    return search(operations, wanted, read_value=read_value).letters
 
 
-def search(operations: Operations, wanted: Filters, looked_max: int | None = None) -> Found:
-    """Dead letters by acceptance. The search stops after `looked_max` of them."""
+def search(
+    operations: Operations,
+    wanted: Filters,
+    looked_max: int | None = None,
+    read_value: ReadValue | None = decoded_value,
+) -> Found:
+    """Dead letters by acceptance. The search stops after `looked_max` of them, or with enough payload bytes.
+
+    Without `read_value`, payloads are not read.
+    """
     found: list[DeadLetter] = []
-    looked = 0
+    looked, payloads = 0, None if read_value is None else _Payloads(read_value)
     since_us, until_us = _us(wanted.since), _us(wanted.until)
     after = 0 if wanted.after is None else operations.loaded(wanted.after).record.seq
     while records := operations.dead_letters(wanted.org_id, after, LOOKED_A_READ):
         for record in records:
             is_early, is_late = record.ended_us < since_us, 0 < until_us < record.ended_us
-            letter = None if is_early or is_late else _fitting(operations, wanted, record)
-            if letter is not None:
-                found.append(letter)
+            stored = None if is_early or is_late else operations.loaded(record.message_id)
+            if stored is not None and _fits(wanted, stored):
+                found.append(_letter(operations, stored, payloads))
             looked += 1
-            if len(found) == wanted.limit or looked == looked_max:
+            is_full = payloads is not None and payloads.size >= LETTERS_BYTES_MAX
+            if len(found) == wanted.limit or looked == looked_max or is_full:
                 return Found(found, record.message_id)
         after = records[-1].seq
     return Found(found, "")
 
 
-def _fitting(operations: Operations, wanted: Filters, record: Record) -> DeadLetter | None:
-    """The dead letter of a record; None when its type or its error type does not match the filters."""
-    stored = operations.loaded(record.message_id)
-    if wanted.type is not None and stored.envelope.type != wanted.type:
-        return None
-    letter = _letter(operations, stored)
-    types = {entry["error_type"] for entry in letter.error_history[-1:]}
-    return letter if wanted.error_type is None or wanted.error_type in types else None
+def _fits(wanted: Filters, stored: Stored) -> bool:
+    """Whether the type and the error type of a dead letter match the filters."""
+    types = {entry["error_type"] for entry in error_history(stored)[-1:]}
+    return wanted.type in (None, stored.envelope.type) and (
+        wanted.error_type is None or wanted.error_type in types
+    )
 
 
 def _us(moment: Any) -> int:
@@ -199,7 +227,9 @@ def _us(moment: Any) -> int:
     return epoch_ns_of(value) // 1000
 
 
-def letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
+def letter_by_id(
+    operations: Operations, message_id: str, read_value: ReadValue | None = decoded_value
+) -> DeadLetter:
     """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
     stored = operations.loaded(message_id)
     if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
@@ -207,12 +237,12 @@ def letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
         raise WrongState(
             message_id, "replay", state, f"message {shown(message_id)} is no dead letter: it is {state}"
         )
-    return _letter(operations, stored)
+    return _letter(operations, stored, read_value)
 
 
-def _letter(operations: Operations, stored: Stored) -> DeadLetter:
+def _letter(operations: Operations, stored: Stored, read_value: ReadValue | None) -> DeadLetter:
     record = stored.record
-    original = original_message(operations, stored)
+    original = original_message(operations, stored, read_value)
     return DeadLetter(
         message_id=record.message_id,
         original_message=original or {},
@@ -237,16 +267,21 @@ def _reason(record: Record, stored: Stored) -> str:
     return f"{last.error_type}: {last.error}"
 
 
-def original_message(operations: Operations, stored: Stored) -> dict[str, Any] | None:
-    """The fields of a message as it was submitted; None when its bytes cannot be decoded."""
+def original_message(
+    operations: Operations, stored: Stored, read_value: ReadValue | None = decoded_value
+) -> dict[str, Any] | None:
+    """The fields of a message as it was submitted; None when its bytes cannot be decoded.
+
+    Without `read_value`, the payload is not read.
+    """
     try:
         body = decode_body(stored.envelope.payload)
-        payload = msgspec.json.decode(operations.payload_of(body))
+        payload = None if read_value is None else read_value(operations.payload_of(body))
     except (msgspec.DecodeError, UnknownTask):
         return None
     envelope = stored.envelope
     message = message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload)
-    fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(msgspec.Raw,))
     fields |= fields.pop("extra")
     fields["priority"] = fields.pop("accepted_priority")
     return fields
@@ -254,7 +289,7 @@ def original_message(operations: Operations, stored: Stored) -> dict[str, Any] |
 
 def as_json(letter: DeadLetter) -> dict[str, Any]:
     """A dead letter for people and for HTTP."""
-    fields: dict[str, Any] = msgspec.to_builtins(letter, builtin_types=(bytes,))
+    fields: dict[str, Any] = msgspec.to_builtins(letter, builtin_types=(bytes, msgspec.Raw))
     raw = fields.pop("original_bytes")
     if raw:
         fields["original_bytes"] = base64.b64encode(raw).decode()

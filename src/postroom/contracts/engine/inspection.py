@@ -13,6 +13,7 @@ from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.results import error_history
 from postroom.core import admission, breaker, lifecycle, poison
+from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.message import Event, org_of
@@ -90,8 +91,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pauses: list[dict[str, str]]
 
 
-def info_of(operations: Operations, message_id: str) -> MessageInfo:
-    """Everything about a message. Raises `UnknownTask`."""
+def info_of(operations: Operations, message_id: str, read_value: ReadValue = decoded_value) -> MessageInfo:
+    """Everything about a message. `read_value` reads its payload and its result. Raises `UnknownTask`."""
     stored = operations.loaded(message_id)
     record = stored.record
     return MessageInfo(
@@ -104,8 +105,8 @@ def info_of(operations: Operations, message_id: str) -> MessageInfo:
         crashes=poison.own_deaths(record),
         errors=error_history(stored),
         history=stored.history,
-        message=original_message(operations, stored) or {},
-        result=None if stored.result is None else msgspec.json.decode(stored.result),
+        message=original_message(operations, stored, read_value) or {},
+        result=None if stored.result is None else read_value(stored.result),
         worker_id=record.worker_id,
         created_at=EPOCH + record.created_us * MICROSECOND,
         ended_at=EPOCH + record.ended_us * MICROSECOND if record.ended_us else None,
