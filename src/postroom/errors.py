@@ -325,6 +325,14 @@ class UnknownToken(Rejected, LookupError):
         super().__init__(message or said)
 
 
+class UnknownBus(Rejected, LookupError):
+    """No bus that this caller may see has this name. In a client, `message` is the server's sentence."""
+
+    def __init__(self, name: str, message: str = "") -> None:
+        self.name = name
+        super().__init__(message or f"there is no bus {shown(name)}")
+
+
 class UnknownTask(Rejected, LookupError):
     """No task that this caller may see has this id. In a client, `message` is the harness's sentence."""
 

@@ -15,10 +15,11 @@ import pytest
 from postroom import Tasks
 from postroom.contracts.bus import Bus
 from postroom.runtime import listener, refusal_events
-from postroom.runtime.agents import Agents
+from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.connections import Connections
 from postroom.runtime.http import create_app
 from postroom.runtime.listener import HttpServer, listener_config
+from postroom.runtime.schemas import NewBusMessage
 from postroom.runtime.task_server import TaskServer
 from tests.waiting import HANG_GUARD_S, until
 
@@ -180,6 +181,8 @@ def test_a_stream_whose_token_is_removed_is_an_event(place: Place) -> None:
 
 def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", SHORT_S)
+    note = NewBusMessage(type="INFO", project_id="p")
+    place.server.buses.append("long", note, Identity("triage", "agent"))
     bus = Bus(place.data / "buses" / "long.yaml")
     bus.append_many([{"type": "INFO", "project_id": "p", "body": "x" * 1_000_000}] * 8)
     request = f"GET /bus/long/messages HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {place.token}\r\n\r\n"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.render import warn
+from postroom.cli.server_options import token_option
 from postroom.cli.shell import (
     COUNT,
     HELP_OPTIONS,
@@ -347,6 +348,33 @@ def discover(shell: Shell, root: Path) -> None:
 
     rows = ({"path": str(path), "bytes": size_of(path)} for path in find(root))
     shell.output.rows(["bytes", "path"], rows, empty=f"there is no bus below {root}")
+
+
+@bus.command()
+@click.argument("name", metavar="NAME")
+@click.option("--url", metavar="URL", required=True, help="The address of the server.")
+@token_option
+@click.option("--org-id", metavar="ORG", default="", help="Its organization, for an operator of all of them.")
+@click.pass_obj
+def remove(shell: Shell, name: str, url: str, token: str | None, org_id: str) -> None:
+    """Remove a bus of a server, with its archives. Its streams end.
+
+    The agent that created the bus may do that, and operators.
+
+    \b
+    Example:
+      postroom bus remove plan --url http://127.0.0.1:8800 --token $TOKEN
+    """
+    from urllib.parse import quote
+
+    from postroom.cli.tasks.places import needed_token
+    from postroom.client.calls import HttpClient
+
+    with HttpClient(url, needed_token(token)) as client:
+        path = f"/bus/{quote(name, safe='')}/remove?org_id={quote(org_id, safe='')}"
+        removed = client.request("POST", path, retries=0)
+    of = f" of {removed['org_id']}" if removed["org_id"] else ""
+    shell.output.facts(removed, f"the bus {removed['bus']}{of} is removed")
 
 
 add_json_option(bus)

@@ -62,6 +62,7 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "purge": ("deleted",),
         "enqueue while the stream is too far behind": ("alert",),
         "a call over HTTP or MCP that is refused": ("rejected",),
+        "the removal of a bus of the server": ("deleted",),
     },
     "engine": {
         "submit": ("created", "enqueued"),

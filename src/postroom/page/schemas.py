@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from postroom.contracts.engine.dlq import LETTERS_MAX
 from postroom.message import State
-from postroom.runtime.schemas import Id, Name, Number, Text
+from postroom.runtime.schemas import Id, Name, Number, Scope, Text
 
 LINES_DEFAULT = 50
 LINES_MAX = 200
@@ -100,3 +100,4 @@ class BusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`GET /page/buses/{name}`: without `since`, the newest messages."""
 
     since: Text = ""
+    org_id: Scope = ""

@@ -23,7 +23,7 @@ from postroom.core.events import SCHEMA
 from postroom.errors import InvalidMessage, PostroomError, StoreDamaged, Unavailable, WriteFailed
 from postroom.logs import busfile, eventfiles
 from postroom.logs.mail_log import is_log_segment, log_segments
-from postroom.runtime import buses
+from postroom.runtime import bus_owners
 from postroom.runtime.archive import ArchiveWriter, Report, reading
 from postroom.runtime.data_folder import (
     AUDIT_FOLDER,
@@ -271,7 +271,7 @@ class _Selection:
         for name, known_size in self._sealed:
             self._write_file(writer, name, known_size)
             written.add(name)
-        for bus in sorted((self._folder / buses.FOLDER).glob(f"*{buses.SUFFIX}")):
+        for bus in bus_owners.bus_files(self._folder):
             written |= self._write_bus(writer, bus)
         for path in self._others(written):
             with suppress(FileNotFoundError):  # removed since the list was made: it belongs to no part
@@ -360,8 +360,8 @@ def _belongs_to_part(name: str, written: set[str]) -> bool:
         return not rest.startswith(f"{TORN}/")
     if folder == MAIL_FOLDER:
         return is_log_segment(rest) or rest == eventfiles.GROWING or eventfiles.is_full_name(rest)
-    if folder == buses.FOLDER:
-        bus, suffix, _ = name.partition(buses.SUFFIX)  # of an archive, its bus
+    if folder == bus_owners.FOLDER:
+        bus, suffix, _ = name.rpartition(bus_owners.SUFFIX)  # of an archive, its bus
         return bus + suffix in written
     return name == f"{AUDIT_FOLDER}{HEAD_SUFFIX}"
 

@@ -16,15 +16,13 @@ from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
 from postroom.contracts.goals.cells import Active, Checkpoint, Decision, Waiting
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
-from postroom.core.names import NAME_CHARS_MAX
 from postroom.core.token_rules import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability, State
-from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Number, Page, Text
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX, Id, Name, Number, Page, Scope, Text
 
 LETTERS_DEFAULT = 100
 
-Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
 Key = Annotated[str, Meta(min_length=1, max_length=KEY_CHARS_MAX)]
 Priority = Annotated[int, Meta(ge=0, le=3)]
 BounceKey = Annotated[str, Meta(max_length=160, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*/[0-9]{1,18}$")]

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
-from postroom.runtime.buses import BUSES_MAX
+from postroom.runtime.buses import BusRemoved, Follower
 from postroom.runtime.handlers import is_valid, visible_queue
 from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, StreamRefused, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
@@ -27,8 +27,11 @@ from postroom.runtime.schemas import (
     BusAnswer,
     BusesAnswer,
     BusIdAnswer,
+    BusOfQuery,
     BusQuery,
     NewBusMessage,
+    RemovedBusAnswer,
+    RemovedNotice,
     ResetNotice,
 )
 from postroom.runtime.task_server import TaskServer
@@ -75,21 +78,23 @@ def bus_name(request: HttpRequest) -> str:
 
 async def find_buses(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The buses by name that the caller may read."""
-    buses, only = server.buses, request.identity.permissions.only_buses
-
-    def work() -> list[str]:
-        names = [name for name in buses.names(BUSES_MAX) if not only or name in only]
-        return [name for name in names if buses.is_open_to(name, request.identity)]
-
-    return HttpReply(200, _encode(BusesAnswer(await server.on_bus(request, work))))
+    only = request.identity.permissions.only_buses
+    found: dict[str, list[str]] = await server.on_bus(request, lambda: server.buses.names(request.identity))
+    allowed = {
+        org: [name for name in names if not only or name in only] for org, names in found.items() if names
+    }
+    if request.identity.is_operator:
+        return HttpReply(200, _encode(BusesAnswer(allowed.pop("", []), allowed)))
+    return HttpReply(200, _encode(BusesAnswer(sorted({*chain.from_iterable(allowed.values())}))))
 
 
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     query: BusQuery = request.query
     name = bus_name(request)
     if EVENT_STREAM not in request.header(b"accept"):
-        messages = await read_checked(
-            server, request, lambda: server.buses.read(name, query.since, query.limit)
+        messages = await server.on_bus(
+            request,
+            lambda: server.buses.read(name, query.since, query.limit, request.identity, query.org_id),
         )
         return HttpReply(200, _encode(BusAnswer(messages)))
     since = request.header(b"last-event-id") or query.since
@@ -98,48 +103,24 @@ async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None
     return None
 
 
-async def read_checked(
-    server: TaskServer, request: HttpRequest, read: Callable[[], list[BusMessage]]
-) -> list[BusMessage]:
-    """What was read of the bus of the path, if the caller's organization may use it."""
-    name = bus_name(request)
-
-    def work() -> list[BusMessage]:
-        messages = read()
-        server.buses.check_access(name, request.identity)
-        return messages
-
-    found: list[BusMessage] = await server.on_bus(request, work)
-    return found
-
-
 async def bus_pages(
     server: TaskServer, request: HttpRequest, since: str, shown: Callable[[BusMessage], Any] | None = None
 ) -> ReadPage[str]:
-    """A reader of the bus of the path that opens the file only after it has changed.
-
-    `shown` is applied to each message. The stream ends when another organization creates the bus.
-    """
-    name = bus_name(request)
-    await read_checked(server, request, list)
-    path = server.buses.path(name)
-    follower = server.buses.follow(name, since)
-    read_version: tuple[int, int, int] | None = None
+    """A reader of the bus of the path. `shown` is applied to each message."""
+    name, org_id = bus_name(request), request.query.org_id
+    follower: Follower = await server.on_bus(
+        request, lambda: server.buses.follow(name, since, request.identity, org_id)
+    )
 
     def page(position: str) -> tuple[bytes, str | None]:
-        nonlocal read_version
-        version = _version(path)
-        if version == read_version:
-            return b"", position
         try:
             messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
         except SinceIdNotFound:  # it was in an archive that was removed, or never existed
             follower.since = ""
             return sse("", "reset", _encode(ResetNotice(position))), ""
-        if not server.buses.is_open_to(name, request.identity):
-            return b"", None
+        except BusRemoved:
+            return sse("", "removed", _encode(RemovedNotice(f"the bus {name!r} was removed"))), None
         if not messages:
-            read_version = version
             return b"", position
         data = b"".join(
             sse(message.msg_id, "message", _encode(message if shown is None else shown(message)))
@@ -157,6 +138,15 @@ async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     server.wake_streams()
     server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
     return HttpReply(201, _encode(BusIdAnswer(msg_id)))
+
+
+async def remove_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: BusOfQuery = request.query
+    name = bus_name(request)
+    key = await server.on_bus(request, lambda: server.buses.remove(name, request.identity, query.org_id))
+    server.wake_streams()
+    server.server_log.write("bus_removed", agent=request.identity.name, bus=name, org=key.org)
+    return HttpReply(202, _encode(RemovedBusAnswer(key.name, key.org)))
 
 
 class EventStream(Generic[T]):
@@ -262,12 +252,3 @@ def is_number(text: str) -> bool:
 def sse(event_id: str, kind: str, data: bytes) -> bytes:
     """One server-sent event."""
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id.encode(), kind.encode(), data)
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    """Changes with every post. A new file may have the inode and the size of a removed one."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -32,6 +32,7 @@ from postroom.core.times import checked_seconds
 from postroom.errors import PostroomError, Unavailable
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
+from postroom.runtime.bus_owners import take_over
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.endpoint import Endpoint, identified, note_refusal, refuse
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
@@ -276,7 +277,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: TasksApp) -> AsyncIterator[None]:
-        buses = Buses(data, bus_durability, bus_max_bytes)
+        unreadable = await asyncio.to_thread(_taken_over, data, tasks, agents)
+        buses = Buses(data, tasks.store, bus_durability, bus_max_bytes, unreadable)
         server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine, token_rate)
         server.openapi_json = _openapi_json
         server.task_spans = app.task_spans
@@ -296,6 +298,15 @@ def create_app(
             await asyncio.to_thread(server.close)
 
     return TasksApp(lifespan, mounted, page, hosts)
+
+
+def _taken_over(data: Path, tasks: Tasks, agents: Agents) -> Unavailable | None:
+    """Take over the owners of buses of an earlier version. Returns why they cannot be read; else None."""
+    try:
+        take_over(data, tasks.store, agents.knows)
+    except Unavailable as error:
+        return error
+    return None
 
 
 async def _beat() -> None:

@@ -44,6 +44,7 @@ URL_QUERY_FIELDS_MAX = 16
 Name = Annotated[
     str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]  # fmt: skip
+Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
 Names = Annotated[tuple[Name, ...], Meta(max_length=NAMES_MAX)]
 Id = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
@@ -116,7 +117,10 @@ class EnqueueManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bus/{name}/messages`: the keywords of `Bus.append`."""
+    """`POST /bus/{name}/messages`: the keywords of `Bus.append`.
+
+    An operator of all organizations may name one as `org_id`, here and below.
+    """
 
     type: Annotated[str, Meta(min_length=1)]
     project_id: Annotated[str, Meta(min_length=1)]
@@ -126,6 +130,7 @@ class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attachment: str | None = None
     body: str = ""
     ts: str | None = None
+    org_id: Scope = ""
 
 
 class ShowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +159,13 @@ class BusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     since: str = ""
     limit: Page = PAGE_DEFAULT
+    org_id: Scope = ""
+
+
+class BusOfQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bus/{name}/remove`."""
+
+    org_id: Scope = ""
 
 
 class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -316,10 +328,14 @@ class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, str] = {}
 
 
-class BusesAnswer(msgspec.Struct, frozen=True):
-    """The buses that the caller may read, by name."""
+class BusesAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The buses that the caller may read, by name.
+
+    An operator of all organizations also sees those of each organization.
+    """
 
     buses: list[str]
+    organizations: dict[str, list[str]] = {}
 
 
 class BusAnswer(msgspec.Struct, frozen=True):
@@ -332,6 +348,19 @@ class ResetNotice(msgspec.Struct, frozen=True):
     """The event `reset` of a bus stream: `since` was removed, and the oldest message comes next."""
 
     since: str
+
+
+class RemovedNotice(msgspec.Struct, frozen=True):
+    """The event `removed` of a bus stream, which is its last."""
+
+    message: str
+
+
+class RemovedBusAnswer(msgspec.Struct, frozen=True):
+    """The bus that was removed, and its organization."""
+
+    bus: str
+    org_id: str
 
 
 class BusIdAnswer(msgspec.Struct, frozen=True):

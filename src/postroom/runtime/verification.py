@@ -8,7 +8,7 @@ from postroom.core.diagnosis import FileFault
 from postroom.errors import KeyMissing, PostroomError, StoreUnwritable
 from postroom.logs import busfile
 from postroom.logs.mail_log import damaged_stretches
-from postroom.runtime import agents, buses, tokens
+from postroom.runtime import agents, bus_owners, tokens
 from postroom.runtime.agents import Agents
 from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE, MAIL_FOLDER
 from postroom.sinks.heads import StreamHead, head_path
@@ -75,10 +75,9 @@ class DataCheck:
                 yield FileFault("registry", name, str(error))
 
     def _bus_faults(self) -> Iterator[FileFault]:
-        folder = self._data / buses.FOLDER
-        found = sorted(folder.glob(f"*{buses.SUFFIX}")) if folder.is_dir() else []
+        found = bus_owners.bus_files(self._data)
         if found:
-            self._begin("buses", buses.FOLDER)
+            self._begin("buses", bus_owners.FOLDER)
         for bus in found:
             for path in [*busfile.archives(bus), bus]:
                 name = path.relative_to(self._data).as_posix()

@@ -23,7 +23,7 @@ from postroom.system.encryption import Encryption
 
 PLAIN_CELLS = frozenset(
     {
-        KEY, LIMITS, OUTBOX,
+        KEY, LIMITS, OUTBOX, "bus.owner",
         "engine.agent", "engine.agents", "engine.body_use", "engine.breaker", "engine.coordinator",
         "engine.dependant", "engine.epoch", "engine.goal", "engine.key_end", "engine.line", "engine.line_of",
         "engine.parked", "engine.pause", "engine.pressure", "engine.purge", "engine.rate", "engine.receipt",

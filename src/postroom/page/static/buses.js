@@ -6,31 +6,38 @@ import { h, link, replace, time } from "./dom.js";
 const SHOWN_MAX = 500;
 
 export async function show(content) {
-  const { buses } = await get("/page/buses");
+  const { buses, organizations = {} } = await get("/page/buses");
+  const ofOrganizations = Object.entries(organizations).flatMap(([org, names]) => names.map((name) => org + "/" + name));
+  const all = [...buses, ...ofOrganizations];
   content.append(
     h("h1", {}, "Buses"),
-    buses.length
-      ? h("ul", { class: "names" }, buses.map((name) => h("li", {}, link("#/buses/" + encodeURIComponent(name), name))))
+    all.length
+      ? h("ul", { class: "names" }, all.map((name) => h("li", {}, link("#/buses/" + name, name))))
       : h("p", { class: "empty" }, "There is no bus."),
   );
 }
 
 export async function showOne(content, { argument, isCurrent, fail }) {
   const conversation = new Conversation();
-  const path = "/page/buses/" + encodeURIComponent(argument);
+  const [name, org_id = ""] = argument.split("/").reverse();
+  const path = "/page/buses/" + encodeURIComponent(name);
   content.append(h("h1", {}, "Bus ", h("span", { class: "id" }, argument)), conversation.element);
 
   async function load() {
-    const { messages } = await get(path);
+    const { messages } = await get(path, { org_id });
     if (!isCurrent()) return "";
     conversation.begin(messages);
     return messages.at(-1)?.msg_id ?? "";
   }
 
   const last = await load();
-  const source = new EventSource(path + "/stream" + (last ? "?since=" + encodeURIComponent(last) : ""));
+  const source = new EventSource(path + "/stream?" + new URLSearchParams({ since: last, org_id }));
   source.addEventListener("message", (event) => conversation.add(JSON.parse(event.data)));
   source.addEventListener("reset", () => load().catch(fail));
+  source.addEventListener("removed", (event) => {
+    source.close();
+    fail(new Error(JSON.parse(event.data).message));
+  });
   return { close: () => source.close() };
 }
 
