@@ -26,8 +26,8 @@ sys.stdin.read()
 
 
 @contextmanager
-def working(folder: Path, *, program: bool = True) -> Iterator[Engine]:
-    command = (sys.executable, "-c", PROGRAM, str(folder)) if program else ()
+def working(folder: Path, *, program: str = PROGRAM) -> Iterator[Engine]:
+    command = (sys.executable, "-c", program, str(folder)) if program else ()
     policy = Policy(agents=AgentRules(program=command), organizations={"small": Organization(max_agents=1)})
     engine = Engine.open(f"sqlite:///{folder}/queue.db", policy)
     thread = threading.Thread(target=lambda: asyncio.run(engine.run()), daemon=True)
@@ -85,6 +85,21 @@ def test_the_next_supervisor_starts_what_is_wanted(tmp_path: Path) -> None:
             until(lambda: len(started(tmp_path, "acme.writer.")) == 2)
 
 
+def test_a_program_that_ignores_its_stdin_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
+    program = PROGRAM.replace("sys.stdin.read()", "import time; time.sleep(10_000)")
+    with working(tmp_path, program=program) as engine:
+        ask(engine, "agent_spawn", agent_id="writer")
+    pid = os.fork()
+    if pid == 0:
+        with working(tmp_path, program=program) as engine:
+            AgentPrograms(engine).start()
+            until(lambda: started(tmp_path, "acme.writer."))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    [orphan] = started(tmp_path, "acme.writer.")
+    until(lambda: is_gone(orphan))
+
+
 def test_an_organization_spawns_a_limited_number_of_agents(tmp_path: Path) -> None:
     with working(tmp_path) as engine:
         ask(engine, "agent_spawn", "small", agent_id="a0")
@@ -104,5 +119,5 @@ def test_a_payload_that_does_not_fit_is_a_dead_letter(tmp_path: Path, payload: d
 
 
 def test_without_a_configured_program_nothing_is_spawned(tmp_path: Path) -> None:
-    with working(tmp_path, program=False) as engine, pytest.raises(MessageFailed, match="no program"):
+    with working(tmp_path, program="") as engine, pytest.raises(MessageFailed, match="no program"):
         ask(engine, "agent_spawn", agent_id="writer")

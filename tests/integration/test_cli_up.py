@@ -125,6 +125,24 @@ def test_no_part_outlives_a_killed_up(tmp_path: Path) -> None:
         assert again.get("/health", None) == (200, ALL_RUN)
 
 
+def test_stopped_parts_and_their_workers_end_with_a_killed_up(tmp_path: Path) -> None:
+    Path("slow.py").write_text(SLOW_APP)
+    data = tmp_path / "run"
+    with running(data, "--app", "slow:engine") as up:
+        parts = up.parts(data)
+        workers = parts["workers"]["pid"]
+        until(lambda: len(children(workers)) == 2)
+        pids = [*(part["pid"] for part in parts.values()), *children(workers)]
+        for part in parts.values():
+            os.kill(part["pid"], signal.SIGSTOP)
+        up.process.kill()
+        until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_a_revoked_token_ends_its_open_connection(tmp_path: Path) -> None:
     data = tmp_path / "run"
     with running(data, "--no-audit") as up:

@@ -24,7 +24,6 @@ from postroom.cli.shell import (
     as_path,
     path_option,
     reader_gone,
-    stop_with_stdin,
 )
 from postroom.errors import EXIT_RUNTIME
 
@@ -250,6 +249,8 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if while_stdin:
+        from postroom.system.parent import stop_with_stdin
+
         stop_with_stdin()
     noted_at = time.monotonic()
 

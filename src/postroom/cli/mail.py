@@ -22,7 +22,6 @@ from postroom.cli.shell import (
     path_option,
     read_body,
     reader_gone,
-    stop_with_stdin,
     together,
 )
 from postroom.errors import InvalidMessage, InvalidSetting
@@ -238,6 +237,8 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
         shell.output.flush()
 
     shell.show_warnings()
+    from postroom.system.parent import stop_with_stdin
+
     if chosen["while_stdin"]:
         stop_with_stdin()
     with exporting(SERVICE) as telemetry:

@@ -216,17 +216,6 @@ def reader_gone() -> bool:
         return False
 
 
-def stop_with_stdin() -> None:
-    """Send SIGTERM to this process when stdin ends: then the parent that holds its other end has exited."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="postroom-parent", daemon=True).start()
-
-
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's signature
     raise Stopped
 

@@ -80,8 +80,9 @@ class AgentPrograms:
             if agent not in self._running and len(self._running) < PROGRAMS_MAX:
                 _log.info("agent %s of %s is started", agent[1], agent[0])
                 supervisor = Supervisor(
-                    program.command, name=f"agent {agent[1]}", environment=environment_of(*agent, program)
-                )
+                    program.command, name=f"agent {agent[1]}", environment=environment_of(*agent, program),
+                    is_foreign=True,
+                )  # fmt: skip
                 supervisor.start()
                 self._running[agent] = program, supervisor
 

@@ -27,6 +27,7 @@ from postroom.client.mail import Mail
 from postroom.contracts.engine import Breaker, Engine, Policy
 from postroom.errors import PostroomError, ValidationError
 from postroom.runtime.tokens import Permissions, Tokens
+from postroom.system.parent import stop_with_stdin
 
 ORGANIZATIONS: Final = ("demo-acme", "demo-globex", "demo-initech")
 TEAM: Final = ("demo-planner", "demo-coder", "demo-reviewer")
@@ -292,12 +293,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: demo.stop())
 
-    def stop_with_stdin() -> None:
-        while os.read(0, 4096):
-            pass
-        demo.stop()
-
-    threading.Thread(target=stop_with_stdin, daemon=True).start()
+    stop_with_stdin()
     demo.run()
 
 

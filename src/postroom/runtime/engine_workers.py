@@ -8,7 +8,6 @@ Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to fini
 
 import importlib
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -162,7 +161,7 @@ class WorkerProcesses:
     def _start(self, now: float) -> None:
         worker_id = new_worker_id()
         process = subprocess.Popen(  # noqa: S603 - our own program
-            list(self._command(worker_id)), stdin=subprocess.DEVNULL, env=self._environment
+            list(self._command(worker_id)), stdin=subprocess.PIPE, env=self._environment
         )
         self._children.append(_Child(worker_id, process, now))
 
@@ -213,10 +212,5 @@ def default_command(app: str, store: str = "") -> Callable[[str], Sequence[str]]
     where = ("--store", store) if store else ()
     return lambda worker_id: (
         sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app, *where,
-        "--as-worker", worker_id, "--supervisor", str(os.getpid()),
+        "--as-worker", worker_id, "--while-stdin",
     )  # fmt: skip
-
-
-def parent_is_alive(parent: int) -> bool:
-    """Whether the supervisor that started this process still runs."""
-    return os.getppid() == parent

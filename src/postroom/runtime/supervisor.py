@@ -1,7 +1,7 @@
 """Runs a child process, restarts it when it dies, and makes sure that it does not outlive this process.
 
 The stdin of the child is a pipe from this process. When this process ends in any way, the child reads the end
-of the pipe and stops.
+of the pipe and stops. A program that does not know this (`is_foreign`) is killed.
 """
 
 import logging
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Literal
 
 from postroom.system.heartbeat import VARIABLE, Pulse
+from postroom.system.parent import die_with_parent
 
 PAUSE_S = 1.0  # before a restart, doubled each time
 PAUSE_S_MAX = 30.0
@@ -42,9 +43,11 @@ class Supervisor:
         on_log: Callable[[str], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        is_foreign: bool = False,
     ) -> None:
         self.name = name
         self._environment = environment
+        self._is_foreign = is_foreign
         self.state: State = "starting"
         self.restarts = 0
         self.command = list(command)
@@ -126,6 +129,7 @@ class Supervisor:
                     stderr=subprocess.PIPE,
                     env={**(self._environment or os.environ), VARIABLE: str(pulse.writing)},
                     pass_fds=(pulse.writing,),
+                    preexec_fn=die_with_parent if self._is_foreign else None,  # noqa: PLW1509 - it only calls the system
                 )
             finally:
                 pulse.started()

@@ -6,7 +6,6 @@ user.
 """
 
 import atexit
-import ctypes
 import os
 import pwd
 import shutil
@@ -24,6 +23,8 @@ from typing import Any
 
 import psycopg
 
+from postroom.system.parent import signal_at_parents_end
+
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.02
@@ -34,7 +35,6 @@ PROGRAMS_VARIABLE = "TEST_POSTGRES_BIN"
 SYSTEM_SERVERS = "/usr/lib/postgresql"
 LOG = "server.log"
 
-_PR_SET_PDEATHSIG = 1
 _SYNCHRONOUS = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
 
 
@@ -329,4 +329,4 @@ def _is_running(pid: int) -> bool:
 
 def _die_with_parent() -> None:
     """Stop the server when the process that started it dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    signal_at_parents_end(signal.SIGINT)

@@ -10,7 +10,7 @@ import click
 
 from postroom.cli.engine.places import store_in
 from postroom.cli.server_options import FROM_ENVIRONMENT, STORE_VARIABLE, store_option, with_store
-from postroom.cli.shell import Shell, path_option, stop_with_stdin
+from postroom.cli.shell import Shell, path_option
 from postroom.cli.tasks.options import FOLDER
 from postroom.errors import InvalidSetting
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
 MAX_WORKERS_DEFAULT = 50
-SUPERVISOR_CHECK_S = 0.5
 SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
@@ -46,7 +45,6 @@ SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME s
 @click.option(
     "--as-worker", metavar="ID", hidden=True, help="Be one worker, of the supervisor that starts it."
 )
-@click.option("--supervisor", type=click.INT, hidden=True, help="The process of the supervisor.")
 @click.pass_obj
 def work(
     shell: Shell,
@@ -58,7 +56,6 @@ def work(
     store: str | None,
     while_stdin: bool,
     as_worker: str | None,
-    supervisor: int | None,
 ) -> None:
     """Run worker processes for the handlers of an app.
 
@@ -79,17 +76,20 @@ def work(
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
     from postroom.runtime.telemetry import exporting
     from postroom.stores.open import open_store
+    from postroom.system.parent import stop_with_stdin
 
     shell.show_warnings()
     if data is not None and store is not None:
         raise click.UsageError("--data and --store exclude each other")
     store = store if data is None else store_in(shell, data.absolute(), create=False)
     engine = load_app(app) if store is None else load_app(app).on(open_store(store))
+    if while_stdin:
+        stop_with_stdin()
     if as_worker is not None:
         with exporting(SERVICE) as telemetry:
             if telemetry is not None:
                 telemetry.attach(engine)
-            asyncio.run(run_worker(engine, as_worker, supervisor))
+            asyncio.run(run_worker(engine, as_worker))
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
@@ -99,8 +99,6 @@ def work(
         shell.output.facts(facts, f"draining {in_flight} messages, at most {DRAIN_S:g} s")
         shell.output.flush()
 
-    if while_stdin:
-        stop_with_stdin()
     command = default_command(app, "" if store is None else f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
     processes = WorkerProcesses(
         engine, command, least=least, most=most, on_drain=drains, environment=with_store(store)
@@ -114,15 +112,15 @@ def work(
         processes.run()
 
 
-async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -> None:
-    """Work until a signal, or until the supervisor is gone."""
+async def run_worker(engine: "Engine", worker_id: str) -> None:
+    """Work until a signal."""
     import asyncio
 
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    watch = asyncio.create_task(_stop_on_signal(engine, stopping, supervisor))
+    watch = asyncio.create_task(_stop_on_signal(engine, stopping))
     try:
         await engine.run(worker_id=worker_id)
     finally:
@@ -130,16 +128,8 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
         engine.close()
 
 
-async def _stop_on_signal(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
-    import asyncio
-
-    from postroom.runtime.engine_workers import parent_is_alive
-
-    while not stopping.is_set() and (supervisor is None or parent_is_alive(supervisor)):
-        try:
-            await asyncio.wait_for(stopping.wait(), SUPERVISOR_CHECK_S)
-        except TimeoutError:
-            continue
+async def _stop_on_signal(engine: "Engine", stopping: "asyncio.Event") -> None:
+    await stopping.wait()
     await engine.stop()
 
 

@@ -19,7 +19,7 @@ from postroom.cli.server_options import (
     tls_options,
     with_store,
 )
-from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option, stop_with_stdin
+from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option
 from postroom.cli.tasks.options import durability_option, needed_folder_option
 from postroom.cli.tasks.places import DATABASE
 
@@ -145,6 +145,7 @@ def serve(
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
     from postroom.runtime.hosts import checked_hosts
+    from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
     settings = shell.settings

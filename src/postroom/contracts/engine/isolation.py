@@ -8,7 +8,6 @@ Rule 4: a child survives SIGTERM and SIGINT: its worker decides whether the hand
 """
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
@@ -22,8 +21,8 @@ from postroom.core import poison
 from postroom.core.sandbox_rules import bytes_of
 from postroom.errors import PostroomError
 from postroom.message import Record
+from postroom.system.parent import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 65_536
 EXIT_S = 1.0  # a child that lives longer after it has closed its pipe is killed
 EXIT_LOOK_S = 0.001
@@ -92,8 +91,7 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
         os.close(read_fd)
         with suppress(OSError):
             os.setpgid(0, 0)
-        with suppress(OSError, AttributeError):  # the child ends with its parent, also when that is killed
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _left_to_the_worker)
