@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs screenshots lock clean
+.PHONY: help setup demo test quick check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs screenshots lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -39,6 +39,10 @@ demo: $(STAMP) ## a tour with real processes, some of which are killed
 test: $(STAMP) ## all tests, with the time of each part
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX) $(BOUNCER)
 	@$(PYTHON) tools/run_tests.py
+
+quick: $(STAMP) ## unit and contract tests, in about 90 s on two idle cores
+	@$(PYTHON) tools/setup.py --system $(BROKERS) $(SANDBOX) $(BOUNCER)
+	@$(PYTHON) tools/run_tests.py quick
 
 check: $(STAMP) ## lint, formatting, registry hosts, types, import layers
 	@$(PYTHON) -m ruff check

@@ -1,4 +1,4 @@
-"""`make test`: all tests, in four processes at the same time.
+"""`make test`: all tests, in four processes at the same time. `make quick`: unit and contract tests.
 
 Most tests wait for processes, sockets and disks, so that four processes keep two cores busy. The first group
 prints as it runs; the output of the others follows when it is done. The end shows how long each one took.
@@ -59,11 +59,29 @@ IN_TURN = (("integration",), ("others",), ("forking", "spark rows"), ("spark",))
 """Groups that run at the same time. Spark has two, because one would leave a core idle at the end."""
 
 
+def contract(*names: str) -> list[str]:
+    """The contract tests in the files whose names begin with one of `names`."""
+    return sorted(str(path) for name in names for path in Path("tests/contract").glob(f"test_{name}*.py"))
+
+
+# Three parts of the contract tests that take about as long as one another.
+OF_STORES = contract("postgres", "pgbouncer", "rabbitmq", "store", "tasks")
+OF_ENGINES = contract("engine", "goal", "coordinator", "rollback")
+QUICK_GROUPS = {
+    "unit": ["tests/unit", *NO_SCHEMATHESIS],
+    "stores": [*OF_STORES, *NO_SCHEMATHESIS],
+    "engines": [*OF_ENGINES, *NO_SCHEMATHESIS],
+    "others": ["tests/contract", *without(*OF_STORES, *OF_ENGINES), *NO_SCHEMATHESIS],
+}
+QUICK_IN_TURN = tuple((name,) for name in QUICK_GROUPS)
+
+
 class Group:
     """Some of the tests, in a process of their own."""
 
-    def __init__(self, name: str, output: Path | None) -> None:
+    def __init__(self, name: str, arguments: Iterable[str], output: Path | None) -> None:
         self.name = name
+        self.arguments = arguments
         self.output = output
         self.code = 1  # until it has ended
         self.wall_s = self.cpu_s = 0.0
@@ -80,7 +98,7 @@ class Group:
 
     def _run(self) -> None:
         begun = time.monotonic()
-        command = [sys.executable, "-m", "pytest", *GROUPS[self.name]]
+        command = [sys.executable, "-m", "pytest", *self.arguments]
         with contextlib.ExitStack() as stack:
             output = None if self.output is None else stack.enter_context(self.output.open("wb"))
             self._process = subprocess.Popen(
@@ -107,12 +125,16 @@ def caching_bytecode(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def main() -> int:
+def main(given: list[str]) -> int:
+    is_quick = given == ["quick"]
+    arguments, in_turn = (QUICK_GROUPS, QUICK_IN_TURN) if is_quick else (GROUPS, IN_TURN)
     with tempfile.TemporaryDirectory() as folder:
-        first, *rest = GROUPS
-        groups = {first: Group(first, None)}
-        groups.update({name: Group(name, Path(folder) / name) for name in rest})
-        for names in IN_TURN:
+        first = next(iter(arguments))
+        groups = {
+            name: Group(name, options, None if name == first else Path(folder) / name)
+            for name, options in arguments.items()
+        }
+        for names in in_turn:
             turns = [groups[name] for name in names]
             threading.Thread(target=run_in_turn, args=(turns,), daemon=True).start()
         try:
@@ -139,4 +161,4 @@ def print_times(groups: Iterable[Group]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shared_broker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench uses the RabbitMQ of all tests. `test_bench_peers` starts one as a bench does."""
+    """The bench uses the RabbitMQ of all tests. `test_peers` starts one as a bench does."""
 
     def broker(_: Path) -> nullcontext[str]:
         rabbit: RabbitServer = request.getfixturevalue("rabbit")
