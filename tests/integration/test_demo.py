@@ -15,7 +15,7 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         [sys.executable, DEMO, "--folder", tmp_path / "files"],
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("Nothing acknowledged was lost.")
     assert "kill -9" in run.stdout
     assert "answers_missing" in run.stdout
