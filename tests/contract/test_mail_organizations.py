@@ -16,6 +16,7 @@ from tests.mailservice import CREATE, MSG, FakeLink, Harness
 
 API = "$mq9.AI."
 LIST = f"{API}MAILBOX.LIST."
+DELETE = f"{API}MAILBOX.DELETE."
 PUBLIC_LIST = f"{API}PUBLIC.LIST"
 
 
@@ -209,6 +210,21 @@ def test_a_token_that_may_message_one_agent_sends_into_the_mailboxes_of_that_age
     harness.send(world.acme, of_ada, b"a note")
     world.acme.recipients = frozenset(["acme/ada", "acme/amy"])
     harness.send(world.acme, of_amy, b"hello")
+
+
+def test_a_token_deletes_no_message_where_it_may_not_send(world: World) -> None:
+    harness = world.harness
+    harness.create(world.operator, name="help", public=True)
+    numbers = {box: harness.send(world.friend, box, b"x") for box in (harness.create(world.friend), "help")}
+    world.acme.recipients = frozenset(["acme/ada"])
+    for mail_id, number in numbers.items():
+        for delete in (f"{DELETE}{mail_id}.{number}", f"{API}MSG.DELETE.{mail_id}.{number}"):
+            assert harness.request(world.acme, delete)["code"] == 403
+            assert harness.request(world.acme, f"{delete}9")["code"] == 403  # the same without such a message
+        assert len(harness.request(world.friend, LIST + mail_id)["messages"]) == 1
+    own = harness.create(world.acme)
+    number = harness.send(world.acme, own, b"a note")
+    assert harness.request(world.acme, f"{DELETE}{own}.{number}")["deleted"]
 
 
 # ---- agents ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from postroom.contracts.engine.policy import CONTROL_TYPES
 from postroom.core.redaction import Redactor
 from postroom.page.mount import PageMount
 from postroom.runtime.endpoint import ServedRoute
@@ -161,6 +162,37 @@ def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) 
             message = {"type": "agent_message", "payload": {"to": to, "body": "hi"}}
             waits = {"timeout_s": 0} if path == "/engine/request" else {}
             assert world.call(kept, path, message | waits)[0] == status
+
+
+def test_a_token_that_may_message_few_agents_neither_ends_nor_starts_others(world: World) -> None:
+    kept, free = world.agent("kept", only_message=("lead",)).token, world.agent("free").token
+    for kind in sorted(CONTROL_TYPES):
+        message = {"type": kind, "payload": {"agent_id": "stranger"}}
+        for path, waits in (("/engine/messages", {}), ("/engine/request", {"timeout_s": 0})):
+            status, answer = world.call(kept, path, message | waits)
+            assert (status, "starts and ends no agents" in answer["message"]) == (403, True), path
+            assert world.call(free, path, message | waits)[0] == 202
+        batch = {"messages": [{"type": "tool_call", "payload": {}}, message]}
+        assert world.call(kept, "/engine/messages", batch)[0] == 403
+
+
+def test_a_token_cancels_no_message_to_an_agent_that_it_may_not_message(world: World) -> None:
+    kept, free = world.agent("kept", only_message=("lead",)).token, world.agent("free").token
+
+    def submitted(kind: str, payload: Any) -> str:
+        status, answer = world.call(free, "/engine/messages", {"type": kind, "payload": payload})
+        assert status == 202
+        return str(answer["message_id"])
+
+    for kind, payload in (
+        ("agent_message", {"to": "stranger", "body": "hi"}),
+        ("agent_terminate", {"agent_id": "stranger"}),
+    ):
+        message_id = submitted(kind, payload)
+        for path in ("/engine/messages", "/page/messages"):
+            assert world.call(kept, f"{path}/{message_id}/cancel", {})[0] == 403
+    to_lead = submitted("agent_message", {"to": "lead", "body": "hi"})
+    assert world.call(kept, f"/engine/messages/{to_lead}/cancel", {})[0] == 202
 
 
 def _claim_over_http(world: World, token: str) -> str:

@@ -27,7 +27,13 @@ from postroom.page.live import scope_of
 from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.agents import Identity
-from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX, operated_org, searchable, visible
+from postroom.runtime.engine_handlers import (
+    SEARCHED_BYTES_MAX,
+    cancel_allowed,
+    operated_org,
+    searchable,
+    visible,
+)
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import Listing, by_state
@@ -365,7 +371,7 @@ def _node(stored: Stored, depth: int) -> Node:
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return await _change(server, request, "cancelled", Operations.cancel)
+    return await _change(server, request, "cancelled", partial(cancel_allowed, request.identity))
 
 
 async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:

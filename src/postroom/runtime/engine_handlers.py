@@ -20,6 +20,7 @@ from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.messages import CreatedBy, body_of, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
+from postroom.contracts.engine.policy import CONTROL_TYPES
 from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
 from postroom.core.jsoninput import raw_value
@@ -141,8 +142,15 @@ def check_attribution(identity: Identity, message: Prepared) -> None:
     is_own = body.created_by == creator and body.agent_id in ("", identity.name) and not body.hop
     if message.org_id != identity.org or not is_own:
         raise _not_yours(identity, "acts for no other organization and no other agent")
-    if identity.permissions.only_message and message.envelope.type == AGENT_MESSAGE:
-        payload = _decode(message.payload)
+    if identity.permissions.only_message:
+        check_reach(identity, message.envelope.type, _decode(message.payload))
+
+
+def check_reach(identity: Identity, kind: str, payload: Any) -> None:
+    """Refuse a message to, or about, an agent that the token may not send messages to."""
+    if identity.permissions.only_message and kind in CONTROL_TYPES:
+        raise _not_yours(identity, "starts and ends no agents")
+    if kind == AGENT_MESSAGE:
         check_recipient(identity, payload.get("to") if isinstance(payload, dict) else None)
 
 
@@ -279,13 +287,21 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(task_operations: TaskOperations) -> None:
         operations = Operations(task_operations.transaction, policy)
-        visible(operations, message_id, request.identity)
-        operations.cancel(message_id)
+        cancel_allowed(request.identity, operations, message_id)
 
     await server.writer.submit(work, request.identity, makes_room=True)
     server.wake_streams()
     server.server_log.write("cancelled", task_id=message_id, agent=request.identity.name)
     return HttpReply(202, _encode(MessageAnswer(message_id)))
+
+
+def cancel_allowed(identity: Identity, operations: Operations, message_id: str) -> None:
+    """Cancel a message that the caller sees, unless the token could not have sent it."""
+    stored = visible(operations, message_id, identity)
+    if identity.permissions.only_message:
+        message = dlq.original_message(operations, stored) or {}
+        check_reach(identity, stored.envelope.type, message.get("payload"))
+    operations.cancel(message_id)
 
 
 def visible(operations: Operations, message_id: str, identity: Identity) -> Stored:

@@ -45,6 +45,8 @@ REQUEST_TYPES: Final = (
     "agent_spawn",
     "agent_terminate",
 )
+CONTROL_TYPES: Final = frozenset({"agent_spawn", "agent_terminate"})
+"""Types whose messages start and end agents."""
 RETRIES: Final[dict[str, Retry]] = {
     "model_call": Retry(max_retries=3),
     "tool_call": Retry(max_retries=5),

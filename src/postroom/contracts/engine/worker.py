@@ -42,12 +42,12 @@ from postroom.contracts.engine.isolation import ProcessDied, limit_memory, needs
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.outcomes import Outcome
+from postroom.contracts.engine.policy import CONTROL_TYPES
 from postroom.contracts.engine.relay import Line, RelayContext, serve
 from postroom.contracts.engine.telemetry import noted
 from postroom.contracts.engine.waits import set_soon, wait_for_event
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
-from postroom.contracts.sandbox.pools import AGENT_TYPES
 from postroom.core.fairness import Rotation
 from postroom.errors import (
     PostroomError,
@@ -366,7 +366,7 @@ class Worker:
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if claimed.type in AGENT_TYPES:
+            if claimed.type in CONTROL_TYPES:
                 await self._core.sandboxes.follow(message)
             if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
                 return await self._alone(claimed, handler, message, context)

@@ -93,7 +93,7 @@ class MailboxCalls:
     def delete(self, request: Request) -> None:
         call = request.call
         number = mq9.number(call.detail)
-        box = self._mailboxes.find(call.mail_id, request.link)
+        box = self._mailboxes.find_reachable(call.mail_id, request.link)
         letter = box.letters.get(number)
         if letter is None:
             self._journal.check("group")  # an earlier removal may not have been written yet

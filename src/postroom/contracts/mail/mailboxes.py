@@ -270,6 +270,13 @@ class Mailboxes:
             raise Mq9Error(410, "the mailbox has expired")
         raise Mq9Error(404, "the mailbox does not exist")
 
+    def find_reachable(self, mail_id: str, link: Link) -> Mailbox:
+        """As `find`, a mailbox whose messages the client may add to and delete."""
+        box = self.find(mail_id, link)
+        if link.recipients is not None and box.creator not in link.recipients:
+            raise Mq9Error(403, "the token may not send to the creator of this mailbox")
+        return box
+
     def expire(self, box: Mailbox) -> None:
         """End a mailbox. Its letters are released a bounded number at a time."""
         box.has_expired = True

@@ -30,7 +30,6 @@ _log = logging.getLogger("postroom.sandbox")
 POOLS_MAX: Final = 100
 RETRY_AFTER_S: Final = 60.0
 TEND_S: Final = 5.0
-AGENT_TYPES: Final = frozenset({"agent_spawn", "agent_terminate"})
 """The message types that begin and end the life of an agent."""
 
 
