@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ CALLS = 5
 ORDERS = 3
 WORKERS = 2
 SLOTS = 4  # messages that one worker process handles at a time
-COOLDOWN_S = 2.5  # short, as are the lease and the pauses: the demo does not wait for long
-TIME_LIMIT_S = 60.0
+COOLDOWN_S = 2.5  # short, as are the pauses: the demo does not wait for long
+TIME_LIMIT_S = 600.0
 
 POLICY = Policy(
-    lease_s=2.0,
     retries={"tool_call": Retry(delay_s=0.2)},
     breakers={"slack": Breaker(failures=3, cooldown_s=COOLDOWN_S)},
 )
@@ -203,32 +203,35 @@ class Act:
         down, calls = self.notes / "slack.down", self.notes / "calls-slack.txt"
         down.touch()
         slack = self.submit(CALLS, type="tool_call", service="slack")
-        until(lambda: self.breaker() == "open", "the breaker to open")
+        until(lambda: self.happened("breaker_opened") > 0, "the breaker to open")
         until(lambda: not self.states(slack)["PROCESSING"], "the calls that were under way")
         failed = len(noted(calls))
         self.say("slack", "is down", f"{failed} calls failed, so its breaker is open")
         github = self.submit(CALLS, type="tool_call", service="github")
         self.wait(github, "COMPLETED")
-        was_open = self.breaker() == "open" and len(noted(calls)) == failed
-        self.say("github", "is up", f"{CALLS} of {CALLS} calls done meanwhile, none of slack")
+        probes = len(noted(calls)) - failed
+        self.say("github", "is up", f"{CALLS} of {CALLS} calls done meanwhile, {probes or 'none'} of slack")
         down.unlink()
-        until(lambda: len(noted(calls)) > failed, "the probe")
-        times = [int(line) for line in noted(calls)]
-        pause_s = (times[failed] - times[failed - 1]) / 1e9
-        self.say("slack", "is probed", f"{pause_s:.1f} s after the last call")
+        until(lambda: len(noted(calls)) > failed + probes, "the probe")
+        times = [int(line) / 1e9 for line in noted(calls)]
+        # On a busy machine the service has been probed while it was down, too.
+        pauses_s = [later - earlier for earlier, later in pairwise(times[failed - 1 : failed + probes + 1])]
+        self.say("slack", "is probed", f"{pauses_s[-1]:.1f} s after the last call")
         until(lambda: self.breaker() == "closed", "the breaker to close")
         self.say("slack", "is up", "its breaker is closed")
         self.wait(slack, "COMPLETED")
         deferred = sum("deferred" in self.kinds(message_id) for message_id in slack)
         self.say("slack", "finished", f"{CALLS} of {CALLS} calls; {deferred} of them had to wait")
-        kinds = Counter(event.kind for event in self.events())
-        once = kinds["breaker_opened"] == kinds["breaker_closed"] == 1
-        return was_open and once and deferred > 0 and pause_s >= COOLDOWN_S
+        return self.happened("breaker_closed") == 1 and deferred > 0 and min(pauses_s) >= COOLDOWN_S
 
     def breaker(self) -> str:
         """The state of slack's breaker."""
         status = self.engine.blocking.status().breakers.get("slack")
         return "closed" if status is None else str(status.state)
+
+    def happened(self, kind: str) -> int:
+        """How many events of a kind there are."""
+        return sum(event.kind == kind for event in self.events())
 
     def events(self) -> list[Any]:
         """All events of the store."""
