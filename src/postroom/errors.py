@@ -755,6 +755,10 @@ class StoreDamaged(Unavailable):
     """The database does not hold what postroom wrote."""
 
 
+class DataLost(Unavailable):
+    """A data folder lacks something that it held. Nothing was started or changed."""
+
+
 EXIT_OK = 0
 EXIT_RUNTIME = 1
 EXIT_USAGE = 2

@@ -53,9 +53,23 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
 @path_option("--key-file", metavar="FILE", text="Encrypt what Tasks, Engine and Mail store with these keys.")
 @click.option("--demo", is_flag=True, help=f"Add traffic of a few agents. Without --data: in {DEMO_FOLDER}.")
+@click.option(
+    "--accept-loss",
+    multiple=True,
+    metavar="NAME",
+    help="Start although NAME, which the folder held, is missing or cut short. May be repeated.",
+)
 @click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
 @click.pass_obj
-def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **given: Any) -> None:
+def up(
+    shell: Shell,
+    /,
+    demo: bool,
+    insecure: bool,
+    key_file: Path | None,
+    accept_loss: tuple[str, ...],
+    **given: Any,
+) -> None:
     """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
@@ -89,10 +103,13 @@ def up(shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, **giv
     _check_key_file(data, settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
-        _run(shell, data, settings, demo=demo)
+        _run(shell, data, settings, accept_loss, demo=demo)
 
 
-def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> None:
+def _run(
+    shell: Shell, data: Path, settings: "UpSettings", accept_loss: tuple[str, ...], *, demo: bool
+) -> None:
+    from postroom.runtime.manifest import keeping
     from postroom.runtime.parts import Parts
     from postroom.runtime.tokens import Tokens
 
@@ -100,24 +117,29 @@ def _run(shell: Shell, data: Path, settings: "UpSettings", *, demo: bool) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     environment = with_store(settings.store)
-    if not settings.http:
-        _make_store(data, settings.store)
     if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
         environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
     parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
-    first, is_printed = _first_token(data), False
-    try:
-        ready = parts.start(stop.is_set)
-        if not stop.is_set():
-            if demo:
-                parts.add(_demo_part(data, ready))
-            _print_addresses(shell, data, ready, first and first.token, demo=demo)
-            is_printed = True
-        parts.run(stop.wait)
-    finally:
-        parts.stop()
-        if first is not None and not is_printed:  # nobody has seen the token: the next start makes another
-            Tokens(data).revoke(first.token_id)
+    with keeping(data, settings.store, parts.log, accept_loss) as keeper:
+        if not settings.http:
+            _make_store(data, settings.store)
+        first, is_printed = _first_token(data), False
+        try:
+            ready = parts.start(stop.is_set)
+            if not stop.is_set():
+                if keeper is not None:
+                    keeper.start()
+                if demo:
+                    parts.add(_demo_part(data, ready))
+                _print_addresses(shell, data, ready, first and first.token, demo=demo)
+                is_printed = True
+            parts.run(stop.wait)
+        finally:
+            parts.stop()
+            if (
+                first is not None and not is_printed
+            ):  # nobody has seen the token: the next start makes another
+                Tokens(data).revoke(first.token_id)
 
 
 def _make_store(data: Path, store: str | None) -> None:

@@ -105,7 +105,7 @@ def verify_command(
         verdict = history.verdict(horizon_us=horizon_us)
     else:
         verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
-    return _show_stream(shell, verdict)
+    return _show_stream(shell, verdict, _damage_of_stream(folder))
 
 
 def _time_us(option: str, text: str | None) -> int | None:
@@ -238,13 +238,10 @@ def _verify_data(shell: Shell, data: Path, *, unordered: bool) -> int:
 
     check = DataCheck(checked_data_folder(data), shell.note)
     faults = list(check.faults())
-    rows: list[dict[str, Any]] = [
-        {
-            "rule": "key" if fault.is_locked else "damage", "message_id": "", "event_ids": [],
-            "sentence": f"{fault.file}: {fault.reason}",
-        }
+    rows = [
+        _damage_row("key" if fault.is_locked else "damage", f"{fault.file}: {fault.reason}")
         for fault in faults
-    ]  # fmt: skip
+    ]
     # The history needs a store and a stream that can be read.
     is_readable = not {"store", "audit"} & {fault.part for fault in faults}
     verdict = _history_of(shell, data, ordered=not unordered) if is_readable else None
@@ -285,6 +282,17 @@ def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict |
 # ---- output ------------------------------------------------------------------------------------------
 
 
+def _damage_of_stream(folder: Path) -> list[dict[str, Any]]:
+    """What `postroom audit verify` finds."""
+    from postroom.sinks.verify import verify
+
+    return [_damage_row("damage", f"{found.file}: {found.reason}") for found in verify(folder)]
+
+
+def _damage_row(rule: str, sentence: str) -> dict[str, Any]:
+    return {"rule": rule, "message_id": "", "event_ids": [], "sentence": sentence}
+
+
 def _rows(verdict: "HistoryVerdict") -> list[dict[str, Any]]:
     return [
         {
@@ -297,12 +305,12 @@ def _rows(verdict: "HistoryVerdict") -> list[dict[str, Any]]:
     ]
 
 
-def _show_stream(shell: Shell, verdict: "HistoryVerdict") -> int:
+def _show_stream(shell: Shell, verdict: "HistoryVerdict", damage: list[dict[str, Any]]) -> int:
     stretch = (
         f"{verdict.events:,} events of {len(verdict.sources)} sources, "
         f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"
     )
-    return _show(shell, _rows(verdict), verdict.more, _figures(verdict), stretch)
+    return _show(shell, damage + _rows(verdict), verdict.more, _figures(verdict), stretch)
 
 
 def _figures(verdict: "HistoryVerdict") -> dict[str, int]:

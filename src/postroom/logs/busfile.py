@@ -43,6 +43,7 @@ SETTLE_PAUSE_S = 0.001
 _NEWLINE = 0x0A
 _SEPARATOR = b"---"
 _ID_LINE = b"\nmsg_id: "
+ARCHIVE_SUFFIX = ".archived"
 _ARCHIVE_TAIL = re.compile(r"\.(\d{8}-\d{6})(?:-(\d{4,}))?\.archived", re.ASCII)
 
 
@@ -248,8 +249,8 @@ def next_archive(path: Path, stamp: str) -> Path:
     """A free archive name that sorts after every other, even when the clock stepped back."""
     newest = max((key for key, _ in _stamped_archives(path)), default=("", 0))
     if stamp > newest[0]:
-        return path.with_name(f"{path.name}.{stamp}.archived")
-    return path.with_name(f"{path.name}.{newest[0]}-{newest[1] + 1:04d}.archived")
+        return path.with_name(f"{path.name}.{stamp}{ARCHIVE_SUFFIX}")
+    return path.with_name(f"{path.name}.{newest[0]}-{newest[1] + 1:04d}{ARCHIVE_SUFFIX}")
 
 
 def newest_archived_id(path: Path) -> str:

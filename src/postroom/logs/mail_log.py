@@ -48,6 +48,8 @@ TASKS_SHARE = 8  # or longer, until 1/8 of them has run: acknowledgements must k
 KEYS_LOOK_S = 1.0  # between two looks at the key file
 LOCK_WAIT_S = 2.0  # for a server that is shutting down
 
+COMPACTED = "mail.compacted"
+"""The number of the last segment that a compaction replaced: a later one that is missing was lost."""
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
 
 Fail = Callable[..., object]
@@ -81,6 +83,21 @@ def log_segments(folder: Path) -> list[Path]:
         (path for path in folder.iterdir() if is_log_segment(path.name)),
         key=lambda path: path.name.rpartition("-")[2],
     )
+
+
+def segment_number(name: str) -> int:
+    """The number of a segment, by its file name. Later segments have larger numbers."""
+    found = _NAME.fullmatch(name)
+    assert found is not None  # noqa: S101 - the caller has checked the name
+    return int(found[2])
+
+
+def compacted_up_to(folder: Path) -> int:
+    """The number of the last segment that a compaction replaced; 0 for none."""
+    try:
+        return int(read_file(folder / COMPACTED))
+    except (OSError, ValueError):
+        return 0
 
 
 def damaged_stretches(folder: Path, encryption: Encryption | None = None) -> Iterator[tuple[str, Damage]]:
@@ -374,12 +391,24 @@ class SegmentLog:
         self._results.extend((job, error) for job in jobs)
         self._run_soon(self._drain)
 
+    def _note_compacted(self, up_to: Path) -> None:
+        """Note a segment as replaced before it is removed, in place: that takes no space."""
+        fd = open_safely(self._folder / COMPACTED, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(fd, b"%08d\n" % segment_number(up_to.name), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(self._folder)
+
     def _finish_job(self, job: _SyncJob) -> None:
         if job.suspect is not None:
             path, safe = job.suspect
             with suppress(OSError):
                 self._check_segment(path, safe)
         with suppress(OSError):  # the next compaction tries the remaining ones again
+            if job.remove:
+                self._note_compacted(job.remove[-1])
             while job.remove:
                 self._retire(job.remove[0])
                 del job.remove[0]

@@ -20,6 +20,7 @@ import apsw
 
 from postroom.core.backup_format import SETTINGS, Manifest
 from postroom.core.events import SCHEMA
+from postroom.core.manifest import MANIFEST_FILE
 from postroom.errors import InvalidMessage, PostroomError, StoreDamaged, Unavailable, WriteFailed
 from postroom.logs import busfile, eventfiles
 from postroom.logs.mail_log import is_log_segment, log_segments
@@ -39,11 +40,17 @@ from postroom.sinks.heads import head_path
 from postroom.sinks.layout import CHAIN, OPEN, STREAM, TORN, chain_locked, holds_stream, index_path, numbered
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version
 from postroom.system import lock
-from postroom.system.atomic import TEMPORARY_SUFFIX, absolute_path, open_safely, read_file, sync_folder
+from postroom.system.atomic import (
+    TEMPORARY_SUFFIX,
+    absolute_path,
+    open_safely,
+    read_file,
+    size_of_whole_lines,
+    sync_folder,
+)
 
 ATTEMPTS_MAX = 5  # while servers rename and remove files
 LOCK_TIMEOUT_S = 10.0
-TAIL_BYTES = 1 << 16
 _SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")  # of the files that SQLite has beside a database
 _KEY_FILE = re.compile(r".*\.(?:key|keys|pem|p12)")
 
@@ -184,6 +191,8 @@ class _Selection:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            with suppress(FileNotFoundError):  # first: everything grows, and has at least what it names
+                self._small[MANIFEST_FILE] = read_file(self._folder / MANIFEST_FILE)
             audit = self._folder / AUDIT_FOLDER
             if holds_stream(audit):
                 with chain_locked(audit):
@@ -253,7 +262,9 @@ class _Selection:
         fd = open_safely(path, os.O_RDONLY)
         stack.callback(os.close, fd)
         size = os.fstat(fd).st_size
-        self._growing.append(Growing(self._name(path), fd, _whole_lines(fd, size) if whole_lines else size))
+        self._growing.append(
+            Growing(self._name(path), fd, size_of_whole_lines(fd, size) if whole_lines else size)
+        )
 
     # ---- writing -------------------------------------------------------------------------------------
 
@@ -364,15 +375,3 @@ def _belongs_to_part(name: str, written: set[str]) -> bool:
         bus, suffix, _ = name.rpartition(bus_owners.SUFFIX)  # of an archive, its bus
         return bus + suffix in written
     return name == f"{AUDIT_FOLDER}{HEAD_SUFFIX}"
-
-
-def _whole_lines(fd: int, size: int) -> int:
-    """The size up to the last newline."""
-    end = size
-    while end > 0:
-        start = max(0, end - TAIL_BYTES)
-        found = os.pread(fd, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from postroom.core.manifest import MANIFEST_FILE
 from postroom.errors import Unavailable
 from postroom.runtime import agents, bus_owners, parts, tokens
 from postroom.system.key_file import check_outside
@@ -14,7 +15,7 @@ TABLES_FOLDER = "tables"
 REPORT_FILE = "report.html"
 
 _OWN_FILES = (DATABASE, agents.FILE_NAME, tokens.FILE_NAME)
-_MARKS = (*_OWN_FILES, bus_owners.FOLDER, MAIL_FOLDER, AUDIT_FOLDER)
+_MARKS = (*_OWN_FILES, MANIFEST_FILE, bus_owners.FOLDER, MAIL_FOLDER, AUDIT_FOLDER)
 _BESIDE = frozenset({TABLES_FOLDER, REPORT_FILE, "postroom.toml"})
 """What people and the pipeline put into a data folder, perhaps before it has data."""
 _TRANSIENT = re.compile(

@@ -90,6 +90,7 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
             found = tuple(fault.reason for fault in check.store_faults())
             store = msgspec.structs.replace(store, faults=found)
         faults += check.file_faults()
+    faults += check.losses(whole=deep)
     now_us = SystemClock().wall_us()
     return Facts(
         data=str(data),

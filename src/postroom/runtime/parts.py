@@ -226,6 +226,10 @@ class Parts:
 
         return write
 
+    def log(self, text: str) -> None:
+        """Write a line of `up` itself."""
+        self._write_log({"ts": _now(), "part": "up", "event": "log", "text": text})
+
     def _write_log(self, facts: dict[str, Any]) -> None:
         with self._log_mutex:
             if self._held is not None and len(self._held) < LOG_LINES_HELD_MAX:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 from postroom.contracts.bus import Bus
 from postroom.core.diagnosis import FileFault
+from postroom.core.manifest import MANIFEST_FILE, STORE, STREAM
 from postroom.errors import KeyMissing, PostroomError, StoreUnwritable
 from postroom.logs import busfile
 from postroom.logs.mail_log import damaged_stretches
 from postroom.runtime import agents, bus_owners, tokens
 from postroom.runtime.agents import Agents
 from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE, MAIL_FOLDER
+from postroom.runtime.manifest import Comparison
 from postroom.sinks.heads import StreamHead, head_path
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.verify import verify as verify_stream
@@ -18,6 +20,8 @@ from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read
 from postroom.system.encryption import key_file_encryption
 
 Report = Callable[[str], None]
+
+_PARTS = {STORE: "store", STREAM: "audit"}  # the history is not checked without them
 
 
 class DataCheck:
@@ -30,8 +34,17 @@ class DataCheck:
 
     def faults(self) -> Iterator[FileFault]:
         """Every fault of every part."""
+        yield from self.losses()
         yield from self.store_faults()
         yield from self.file_faults()
+
+    def losses(self, *, whole: bool = True) -> Iterator[FileFault]:
+        """What the folder held and does not hold any more. With `whole`, all noted content is read."""
+        comparison = Comparison(self._data, whole=whole)
+        if comparison.manifest is not None:
+            self._begin("manifest", MANIFEST_FILE)
+        for loss in comparison.losses():
+            yield FileFault(_PARTS.get(loss.name, loss.name), loss.file, loss.reason)
 
     def store_faults(self) -> Iterator[FileFault]:
         """The faults of the database."""

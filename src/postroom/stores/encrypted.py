@@ -18,12 +18,12 @@ from postroom.core import lifecycle
 from postroom.errors import UnreadableValue
 from postroom.message import Record
 from postroom.stores.base import Head
-from postroom.stores.transaction import KEY, LIMITS, OUTBOX, Transaction
+from postroom.stores.transaction import KEY, LIMITS, MANIFEST, OUTBOX, Transaction
 from postroom.system.encryption import Encryption
 
 PLAIN_CELLS = frozenset(
     {
-        KEY, LIMITS, OUTBOX, "bus.owner",
+        KEY, LIMITS, MANIFEST, OUTBOX, "bus.owner",
         "engine.agent", "engine.agents", "engine.body_use", "engine.breaker", "engine.coordinator",
         "engine.dependant", "engine.epoch", "engine.goal", "engine.key_end", "engine.line", "engine.line_of",
         "engine.parked", "engine.pause", "engine.pressure", "engine.purge", "engine.rate", "engine.receipt",

@@ -13,7 +13,7 @@ import apsw
 
 from postroom.errors import StoreDamaged, WriteFailed
 from postroom.stores.sql.queries import ask
-from postroom.system.atomic import PRIVATE_FILE_MODE, TEMPORARY_SUFFIX, sync_folder
+from postroom.system.atomic import PRIVATE_FILE_MODE, TEMPORARY_SUFFIX, sync_file, sync_folder
 
 SQLITE_OLDEST = (3, 51, 3)  # older versions can damage a WAL that several processes write
 BUSY_TIMEOUT_S = 10.0  # wait for programs that open the file without our lock
@@ -133,7 +133,7 @@ def keep_copy(connection: apsw.Connection, path: Path, version: int) -> None:
         temporary.unlink(missing_ok=True)
         copy_database(connection, temporary)
         temporary.chmod(PRIVATE_FILE_MODE)
-        _sync(temporary)
+        sync_file(temporary)
         temporary.rename(kept)
         sync_folder(path.parent)
     except (apsw.Error, OSError) as error:
@@ -141,14 +141,6 @@ def keep_copy(connection: apsw.Connection, path: Path, version: int) -> None:
         cause = error if isinstance(error, OSError) else OSError(errno.ENOSPC, str(error))
         raise WriteFailed(kept, cause) from error
     _log.warning("%s is upgraded from format %d; a copy of it stays in %s", path, version, kept)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def copy_database(

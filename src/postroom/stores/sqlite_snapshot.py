@@ -19,7 +19,7 @@ from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.event_quarantine import is_unreadable
-from postroom.stores.sql.queries import FACT, ask
+from postroom.stores.sql.queries import CELL, FACT, NEWEST_EVENT, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
 from postroom.stores.sqlite_file import (
@@ -125,6 +125,16 @@ class SqliteSnapshot:
         """A fact of the file; empty when it is unknown."""
         found = ask(self._connection, FACT, (name,))
         return str(found[0][0]) if found else ""
+
+    def newest_event(self) -> int:
+        """The number of the newest event."""
+        [(newest,)] = ask(self._connection, NEWEST_EVENT)
+        return int(newest)
+
+    def plain_cell(self, kind: str) -> str:
+        """The value of a cell without a key that is never encrypted; empty when there is none."""
+        found = ask(self._connection, CELL, (kind, ""))
+        return bytes(found[0][0]).decode() if found else ""
 
     @property
     def moved_to(self) -> str:

@@ -46,7 +46,7 @@ NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
 EVENTS_LOOKED_MAX: Final = 1_000_000  # events that one purge looks at
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
-LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
+LIMITS, OUTBOX, KEY, MANIFEST = "limits", "outbox", "key", "manifest"  # kinds of cells
 
 Decide: TypeAlias = Callable[[Record, Moment], Step | None]
 """A decision about one record; None when there is nothing to change."""

@@ -12,6 +12,7 @@ from postroom.message import Durability
 PRIVATE_FILE_MODE = 0o600
 PRIVATE_FOLDER_MODE = 0o700
 TEMPORARY_SUFFIX = ".tmp"
+TAIL_BYTES = 1 << 16  # read at once to find the last newline of a file
 
 # A FIFO or device must be refused without blocking, and a symlink must not be followed.
 SAFE_FLAGS = (
@@ -103,6 +104,27 @@ def write_all(fd: int, data: bytes) -> None:
     written = os.write(fd, data)
     while written < len(data):
         written += os.write(fd, memoryview(data)[written:])
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file durable, whichever process has written it."""
+    fd = open_safely(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def size_of_whole_lines(fd: int, size: int) -> int:
+    """The size of the first `size` bytes of a file up to their last newline."""
+    end = size
+    while end > 0:
+        start = max(0, end - TAIL_BYTES)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def sync_folder(folder: Path) -> None:

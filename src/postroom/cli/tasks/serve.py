@@ -1,5 +1,6 @@
 """For the server: `postroom tasks serve`."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -136,6 +137,8 @@ def serve(
     def print_address(bound_port: int) -> None:
         scheme = "http" if tls_cert is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        if keeper is not None:
+            keeper.start()
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
@@ -145,6 +148,8 @@ def serve(
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
     from postroom.runtime.hosts import checked_hosts
+    from postroom.runtime.manifest import keeping
+    from postroom.system.atomic import make_folder
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
@@ -152,7 +157,11 @@ def serve(
     hidden = msgspec.structs.replace(settings.audit, redaction=settings.up.page_redaction)
     if while_stdin:
         stop_with_stdin()
-    with Tasks.open(address) as tasks:  # opens no file before its first use
+    make_folder(data, "os")
+    with (
+        keeping(data, store, logging.getLogger("postroom.manifest").warning) as keeper,  # unless `up` does
+        Tasks.open(address) as tasks,  # opens no file before its first use
+    ):
         act = None if execute is None else executor(tasks, execute)
         try:
             run_server(
