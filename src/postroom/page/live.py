@@ -258,11 +258,14 @@ class Live:
             page = _Page(self, request, scope_of(identity))
             await request.send(STREAM_STARTS)
             await page.begin(request.header(b"last-event-id") or request.query.after)
-            ends = (disconnected, self._server.long_polls.ending)
-            while not any(end.done() for end in ends) and is_allowed():
-                changed = self._changed
-                await page.send_news()
-                await asyncio.wait((*ends, changed), timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+            with self._server.open_calls.joined(is_allowed) as ended:
+                ends = (disconnected, self._server.long_polls.ending, ended)
+                while not any(end.done() for end in ends) and is_allowed():
+                    changed = self._changed
+                    await page.send_news()
+                    await asyncio.wait(
+                        (*ends, changed), timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED
+                    )
             await end_stream(request, disconnected, is_allowed)
         finally:
             self._share.give_back(identity)

@@ -59,7 +59,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -155,11 +155,9 @@ async def request_answer(server: TaskServer, request: HttpRequest) -> None:
         message["agent_id"] = agent.agent_id
     message_id = await _submit(server, request, message, agent)
     if body.timeout_s:
-        async with poll_share(server, request) as disconnected:
+        async with poll_share(server, request) as left:
             with heard(server, identity):
-                await server.result_polls.wait(message_id, body.timeout_s, disconnected)
-            if disconnected.done():
-                raise ClientDisconnected
+                await server.result_polls.wait(message_id, body.timeout_s, left)
     answer = await server.read_for(request, lambda: _read(server, partial(_answer, message_id)))
     if answer is None:
         await send_reply(request.send, HttpReply(202, _encode(MessageAnswer(message_id))))

@@ -209,6 +209,11 @@ class Agents:
         """All agents and operators in the order in which they were added."""
         return [*self._file.read()]
 
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Differs when an agent or a token was changed, also by another process."""
+        return self._file.current_version(), self.tokens.version
+
     def identify(self, token: str) -> Identity | None:
         """The owner of a token. A new token is known at once, a removed one for `CHECK_EVERY_S` more."""
         return self.identify_digest(digest_of(token)) if len(token) == TOKEN_CHARS else None

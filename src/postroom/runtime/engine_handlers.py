@@ -46,7 +46,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import NO_CONTENT, ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -225,10 +225,8 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
     info = await _read_visible(server, request, _raw_info)
     if query.wait_s and not info.ended:
-        async with poll_share(server, request) as disconnected:
-            await server.result_polls.wait(info.message_id, query.wait_s, disconnected)
-            if disconnected.done():
-                raise ClientDisconnected
+        async with poll_share(server, request) as left:
+            await server.result_polls.wait(info.message_id, query.wait_s, left)
         info = await _read_visible(server, request, _raw_info)
     return HttpReply(200, _encode(info))
 

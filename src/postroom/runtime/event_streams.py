@@ -180,7 +180,8 @@ class EventStream(Generic[T]):
             await request.send(STREAM_STARTS)
             await request.send(chunk(data or b": ready\n\n"))
             if reached is not None:
-                await self._follow(reached, (disconnected, server.long_polls.ending), woken)
+                with server.open_calls.joined(self._is_allowed) as ended:
+                    await self._follow(reached, (disconnected, server.long_polls.ending, ended), woken)
             await end_stream(request, disconnected, self._is_allowed)
         finally:
             server.stream_share.give_back(request.identity)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -90,30 +91,37 @@ async def _long_poll(
     server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float
 ) -> list[LeasedTask]:
     """Wait for tasks. Tasks claimed for a client that has left, or for an ended token, are released."""
-    async with poll_share(server, request) as disconnected:
-        claimed = await server.long_polls.claim(terms, request.identity, wait_s, disconnected)
-        if disconnected.done() or not is_valid(server, request):
+    async with poll_share(server, request) as left:
+        claimed = await server.long_polls.claim(terms, request.identity, wait_s, left)
+        if left.done() or not is_valid(server, request):
             await _release_all(server, request, claimed)
-        if disconnected.done():
-            raise ClientDisconnected
         return claimed
 
 
 @asynccontextmanager
 async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
-    """Count a long poll in the caller's share. Gives a future that is done when the client disconnects.
+    """Count a long poll in the caller's share. Gives a future that is done when its client has left.
 
-    A token that has ended meanwhile is refused.
+    So it is when its token has ended, which is refused.
     """
     server.poll_share.take(request.identity)
     disconnected = asyncio.ensure_future(disconnection(request))
     try:
-        yield disconnected
+        with server.open_calls.joined(lambda: is_valid(server, request)) as left:
+            disconnected.add_done_callback(partial(_leave, left))
+            yield left
+        if disconnected.done():
+            raise ClientDisconnected
         if not is_valid(server, request):
             raise Refusal(401, "Unauthorized", "the token has expired or was revoked")
     finally:
         server.poll_share.give_back(request.identity)
         disconnected.cancel()
+
+
+def _leave(left: "asyncio.Future[None]", _: "asyncio.Future[None]") -> None:
+    if not left.done():
+        left.set_result(None)
 
 
 def is_valid(server: TaskServer, request: HttpRequest) -> bool:
@@ -312,10 +320,8 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
     info = await readable_task(server, request)
     if query.wait_s and not info.ended:
-        async with poll_share(server, request) as disconnected:
-            await server.result_polls.wait(info.task_id, query.wait_s, disconnected)
-            if disconnected.done():
-                raise ClientDisconnected
+        async with poll_share(server, request) as left:
+            await server.result_polls.wait(info.task_id, query.wait_s, left)
         info = await readable_task(server, request)
     return HttpReply(200, _encode(info))
 

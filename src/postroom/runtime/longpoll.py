@@ -58,9 +58,9 @@ class LongPolls:
             self.ending.set_result(None)
 
     async def claim(
-        self, terms: Claim, identity: Identity, wait_s: float, disconnected: "asyncio.Future[None]"
+        self, terms: Claim, identity: Identity, wait_s: float, left: "asyncio.Future[None]"
     ) -> list[LeasedTask]:
-        """Lease tasks as soon as there are any; none after `wait_s` or when the client is `disconnected`."""
+        """Lease tasks as soon as there are any; none after `wait_s` or when the client has `left`."""
         waiter = _Waiter(terms, identity, self._loop)
         queue = self._queues.get(terms.queue)
         if queue is None:
@@ -69,7 +69,7 @@ class LongPolls:
         self.count += 1
         try:
             await asyncio.wait(
-                (waiter.future, disconnected, self.ending),
+                (waiter.future, left, self.ending),
                 timeout=wait_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )

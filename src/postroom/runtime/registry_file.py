@@ -74,6 +74,11 @@ class RegistryFile(Generic[E]):
             self._content, self.version = self._load(), version
         return self._content
 
+    def current_version(self) -> tuple[int, int, int]:
+        """The version of the file as it is now."""
+        self.read_all()
+        return self.version
+
     @contextmanager
     def changing(self) -> Iterator[MutableSequence[E]]:
         """The entries as a list under the lock. The list is written at the end of the block."""

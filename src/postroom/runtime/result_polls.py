@@ -31,8 +31,8 @@ class ResultPolls:
         self._woken = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
-    async def wait(self, task_id: str, wait_s: float, disconnected: "asyncio.Future[None]") -> None:
-        """Return when the task has ended, `wait_s` has passed, or the client is `disconnected`."""
+    async def wait(self, task_id: str, wait_s: float, left: "asyncio.Future[None]") -> None:
+        """Return when the task has ended, `wait_s` has passed, or the client has `left`."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(task_id, set()).add(ended)
         self._long_polls.count += 1
@@ -41,7 +41,7 @@ class ResultPolls:
             self._loop = asyncio.ensure_future(self._run())
         try:
             await asyncio.wait(
-                (ended, disconnected, self._long_polls.ending),
+                (ended, left, self._long_polls.ending),
                 timeout=wait_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )

@@ -21,6 +21,7 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.http_messages import HttpRequest
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
+from postroom.runtime.open_calls import OpenCalls
 from postroom.runtime.parts import part_states
 from postroom.runtime.rates import Rates
 from postroom.runtime.refusal_events import RefusalEvents
@@ -102,6 +103,7 @@ class TaskServer:
         self.stream_share = Shares(
             "event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE
         )  # fmt: skip
+        self.open_calls = OpenCalls(agents, self._loop)
         self.poll_share = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
         self.body_share = Shares(
             "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE

@@ -65,6 +65,7 @@ async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:
     ended = await _known(server, request)
     await asyncio.to_thread(server.agents.tokens.revoke, ended.token_id)
+    server.open_calls.check()
     _log(server, request, "token_revoked", **_facts(ended))
     return HttpReply(202, _encode(RevokedAnswer(ended.token_id)))
 
@@ -74,6 +75,7 @@ async def rotate(server: TaskServer, request: HttpRequest) -> HttpReply:
     ended = await _known(server, request)
     maker_id = request.identity.token_id
     made = await asyncio.to_thread(server.agents.tokens.rotate, ended.token_id, body.overlap_s, maker_id)
+    server.open_calls.check()
     _log(server, request, "token_rotated", **_facts(ended), new_token_id=made.token_id)
     return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
 

@@ -204,6 +204,11 @@ class Tokens:
                     return made
             raise _unknown(tokens, token_id)
 
+    @property
+    def version(self) -> object:
+        """Differs when a token was changed, also by another process."""
+        return self._file.current_version()
+
     def list(self) -> "list[RegisteredToken]":
         """All tokens in the order in which they were made. A rotated one is followed by its successor."""
         return [*self._file.read()]
