@@ -49,7 +49,7 @@ class Receiver:
         with self._mutex:
             self._requests[signal].append(request)
 
-    def _received(self, signal: str) -> list[Any]:
+    def received(self, signal: str) -> list[Any]:
         with self._mutex:
             return list(self._requests[signal])
 
@@ -57,7 +57,7 @@ class Receiver:
         """The spans whose name begins with `name`."""
         return [
             span
-            for request in self._received("traces")
+            for request in self.received("traces")
             for resource in request.resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
@@ -68,14 +68,14 @@ class Receiver:
         """The names of the services that sent spans."""
         return {
             attributes(resource.resource)["service.name"]
-            for request in self._received("traces")
+            for request in self.received("traces")
             for resource in request.resource_spans
         }
 
     def metrics(self) -> dict[str, list[Any]]:
         """The data points of each metric."""
         found: dict[str, list[Any]] = {}
-        for request in self._received("metrics"):
+        for request in self.received("metrics"):
             for resource in request.resource_metrics:
                 for scope in resource.scope_metrics:
                     for metric in scope.metrics:
@@ -87,7 +87,7 @@ class Receiver:
         """The texts of all log records."""
         return [
             record.body.string_value
-            for request in self._received("logs")
+            for request in self.received("logs")
             for resource in request.resource_logs
             for scope in resource.scope_logs
             for record in scope.log_records

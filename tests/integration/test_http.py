@@ -486,6 +486,16 @@ def test_a_head_has_a_limit(server: Server) -> None:
         assert refused_within(connection, b"X-Pad: " + b"x" * 4_000 + b"\r\n", 10_000)
 
 
+def test_a_refusal_repeats_no_secret(server: Server) -> None:
+    key = "ghp_" + "aB7" * 12
+    for path in (f"/queue/{key}", f"/bus/{key}%20/messages", f"/queue/get?task_id={key}"):
+        assert key not in json.dumps(server.send("boss", "GET", path).json)
+    for body in ({"agent": f"{key} x"}, {key: 1}, {"agent": "triage", "lease_s": key}):
+        answer = server.send("boss", "POST", "/queue/next", raw=json.dumps(body).encode())
+        assert answer.status == 400
+        assert key not in json.dumps(answer.json)
+
+
 @pytest.mark.parametrize(
     "raw",
     [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 50_000, b'{"task_id": 5}', b'{"unknown": 1}', b"NaN"],

@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from tests.integration.ups import running
 from tests.otlpreceiver import Receiver, attributes, receiving, receiving_grpc
 from tests.waiting import HANG_GUARD_S, until
 
+KEY = "ghp_" + "aB7" * 12
+"""What the handler that fails puts into its error."""
 METRICS = {"postroom.queue.messages", "postroom.mail.mailboxes", "postroom.audit.shipped"}
 """One of each part."""
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -33,7 +37,7 @@ tracer = trace.get_tracer("app")
 def call_tool(message, ctx):
     with tracer.start_as_current_span("inside the handler"):
         if message.payload["tool"] == "broken":
-            raise ValueError("no such tool")
+            raise ValueError("no such tool, said " + "ghp_" + "aB7" * 12)
         if message.payload["tool"] == "parent":
             ctx.submit(type="tool_call", payload={"tool": "child"})
     return {"ok": True}
@@ -42,6 +46,7 @@ def call_tool(message, ctx):
 def call_model(message, ctx):
     with tracer.start_as_current_span("in a process", attributes={"n": 7, "names": ["a", "b"]}) as span:
         span.add_event("asked", {"model": "m"})
+        span.set_attribute("api_key", "tulip-of-nobody")
         ctx.submit(type="tool_call", payload={"tool": "from a process"})
     return {"ok": True}
 """
@@ -109,6 +114,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             batch = submit(url, token, [{**fine, "payload": {"tool": "a"}}, bad])
             alone = {**fine, "type": "model_call", "payload": {"model": "m", "messages": []}}
             [forked] = submit(url, token, [alone])
+            with suppress(urllib.error.HTTPError):
+                post(f"{url}/engine/{KEY}", token, {})
             until(lambda: len(receiver.spans("settle")) == 6)
             work_on_a_task(url, token)
             until(lambda: receiver.metrics().keys() >= METRICS)
@@ -197,6 +204,14 @@ def test_metrics_and_logs_are_exported(traced: Traced) -> None:
     texts = traced.receiver.log_texts()
     assert "submitted" in texts
     assert any("failed in attempt 1: ValueError: no such tool" in text for text in texts)
+
+
+def test_nothing_that_is_exported_holds_a_secret(traced: Traced) -> None:
+    exported = "".join(str(request) for signal in SIGNALS for request in traced.receiver.received(signal))
+    assert "ValueError: no such tool, said <key>" in exported
+    assert "/engine/<key>" in exported
+    assert KEY not in exported
+    assert "tulip" not in exported
 
 
 def test_nothing_is_imported_and_nothing_is_attached_without_a_variable(tmp_path: Path) -> None:

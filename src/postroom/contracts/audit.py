@@ -4,7 +4,6 @@ Rule 1: it never writes events.
 Rule 2: unreadable data is reported and kept. A payload that cannot be decrypted is shown encrypted.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
@@ -24,10 +23,11 @@ from postroom.sinks.heads import StreamHead, head_path, noted_head
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.reader import Segments, StreamPosition
 from postroom.system.key_file import KEY_ID_CHARS_MAX
+from postroom.system.log import library_log
 
 TRACE_IDS_MAX = 100_000  # message and trace ids of one request
 REPORTED_KEYS_MAX = 20  # missing keys that are reported; a payload may name any key
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(AuditEvent))
 
 

@@ -3,17 +3,17 @@
 No event is dropped. Calls that end a task are not delayed, because they make the queue shorter.
 """
 
-import logging
 import time
 
 from postroom.errors import AuditBehind
 from postroom.stores.base import RETRY_AFTER_S, Outbox
 from postroom.stores.store import Store
+from postroom.system.log import library_log
 
 CHECK_EVERY_S = 1.0
 SLOW_S = 0.05  # the delay of an enqueue: twenty a second for each caller
 
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 
 class Backlog:

@@ -5,7 +5,6 @@ once it has returned an id, the message is in the file, and messages are in the 
 """
 
 import itertools
-import logging
 import os
 import sys
 import threading
@@ -28,6 +27,7 @@ from postroom.system import lock
 from postroom.system.atomic import absolute_path, is_path, open_safely, sync_folder
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
+from postroom.system.log import library_log
 
 FILE_MODE = 0o644  # as in conductor-loop: other users may read a bus
 FOLDER_MODE = 0o755
@@ -35,7 +35,7 @@ DISCOVERY_BYTES = 4096  # examined to decide whether a file is a bus
 REOPENS_MAX = 1000  # times that one append follows a path whose file keeps being replaced
 DURABILITIES = ("os", "group", "fsync")
 
-_log = logging.getLogger("postroom.bus")
+_log = library_log("postroom.bus")
 _UNKNOWN = -2  # differs from every size and from -1, which means that the file was replaced
 _sequence = itertools.count(1)
 

@@ -6,7 +6,6 @@ Rule 2: `seq` is the event's number in a store, and the ordinal of the line or m
 """
 
 import hashlib
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -29,8 +28,9 @@ from postroom.stores.event_quarantine import is_unreadable, quarantine_events
 from postroom.stores.event_runs import UNREADABLE
 from postroom.stores.store import Store
 from postroom.system.atomic import open_safely
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 SOURCE_HASH_CHARS = 16
 WINDOW_BYTES = 1024 * 1024

@@ -6,7 +6,6 @@ Rule 2: the move is over when every record, event, cell and counter of the targe
         the source.
 """
 
-import logging
 from contextlib import suppress
 
 import psycopg
@@ -17,8 +16,9 @@ from postroom.stores.postgres import PostgresStore
 from postroom.stores.postgres_import import differences, import_store, is_empty
 from postroom.stores.store import Store
 from postroom.system.encryption import key_file_encryption
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 def move_store(source_url: str, target_url: str) -> dict[str, int]:

@@ -5,7 +5,6 @@ disk before the messages are returned, so a crash can lose a delivery but never 
 """
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -46,6 +45,7 @@ from postroom.settings import (
 from postroom.system.atomic import absolute_path, make_folder, replace_file
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
+from postroom.system.log import library_log
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # bytes of lines in one poll; the next poll continues from there
 POLL_MESSAGES_MAX = 10_000_000
@@ -57,7 +57,7 @@ DURABILITIES = ("os", "group", "fsync")
 
 T = TypeVar("T")
 
-_log = logging.getLogger("postroom.queue")
+_log = library_log("postroom.queue")
 _counter = itertools.count(1)
 
 

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from postroom.core.door import leaving
+
 CONTROL_LINE_BYTES_MAX = 4096
 CONNECT_BYTES_MAX = 64 * 1024  # CONNECT and INFO carry JSON: tokens, certificates, lists of servers
 PAYLOAD_BYTES_MAX = 1024 * 1024  # the default, and what clients assume
@@ -509,7 +511,7 @@ def messages(subject: bytes, sid: bytes, reply: bytes, bodies: Iterable[tuple[by
 
 def error(text: str) -> bytes:
     """-ERR. Most clients close the connection; see `permissions_violation`."""
-    return b"-ERR '%b'\r\n" % text.replace("'", "").encode("utf-8", "replace")
+    return b"-ERR '%b'\r\n" % leaving(text).replace("'", "").encode("utf-8", "replace")
 
 
 def permissions_violation(what: str, subject: bytes, why: str = "") -> bytes:

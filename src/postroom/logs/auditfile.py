@@ -4,7 +4,6 @@ Lines are written under the session's lock, so they are in the order of the oper
 does not undo the operation: a warning is logged, and the next entry starts on a new line.
 """
 
-import logging
 import os
 import threading
 import time
@@ -16,10 +15,11 @@ import msgspec
 from postroom.errors import UnsafePath
 from postroom.message import Durability
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely
+from postroom.system.log import library_log
 
 REOPEN_EVERY_S = 1.0  # for this long, lines may still go to a file that was moved away
 
-_log = logging.getLogger("postroom.queue")
+_log = library_log("postroom.queue")
 _encode = msgspec.json.Encoder().encode
 
 

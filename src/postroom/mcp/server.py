@@ -11,6 +11,7 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.shared.exceptions import MCPError
 
+from postroom.core.door import leaving
 from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp import resources
 from postroom.mcp.backend import Backend
@@ -108,7 +109,7 @@ async def _get_prompt(_ctx: Context, params: types.GetPromptRequestParams) -> ty
     try:
         description, text = resources.prompt_text(params.name, dict(params.arguments or {}))
     except PostroomError as error:
-        raise MCPError(types.INVALID_PARAMS, str(error)) from None
+        raise MCPError(types.INVALID_PARAMS, leaving(str(error))) from None
     message = types.PromptMessage(role="user", content=types.TextContent(type="text", text=text))
     return types.GetPromptResult(description=description, messages=[message])
 
@@ -149,4 +150,6 @@ def _named(tool: str) -> str:
 
 
 def _error(sentence: str) -> types.CallToolResult:
-    return types.CallToolResult(content=[types.TextContent(type="text", text=sentence)], is_error=True)
+    return types.CallToolResult(
+        content=[types.TextContent(type="text", text=leaving(sentence))], is_error=True
+    )

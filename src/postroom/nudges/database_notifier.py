@@ -7,7 +7,6 @@ Rule 2: wake-ups are never trusted. `hears_other_processes` is false, and waiter
         transaction mode, none comes back then.
 """
 
-import logging
 import os
 import threading
 import time
@@ -16,8 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from postroom.nudges.notifier import Callback, Notifier
+from postroom.system.log import library_log
 
-_log = logging.getLogger(__name__)
+_log = library_log("postroom.store")
 
 SEND_PAUSE_S = 0.005  # wake-ups of this time are sent together
 LISTEN_S = 0.5  # a listening thread looks that often whether it is still needed

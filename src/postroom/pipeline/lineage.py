@@ -19,6 +19,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from postroom.core.door import leaving
 from postroom.errors import InvalidSetting, shown_address
 from postroom.settings import is_address
 
@@ -198,7 +199,7 @@ def _facet(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    said = str(error) or type(error).__name__
+    said = leaving(str(error)) or type(error).__name__
     return _facet("ErrorMessageRunFacet", message=said, programmingLanguage="PYTHON")
 
 

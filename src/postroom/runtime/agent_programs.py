@@ -6,7 +6,6 @@ Rule 3: the supervisor that holds the lease runs the programs of a store. When i
         within seconds.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -17,8 +16,9 @@ from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import WantedProgram
 from postroom.errors import PostroomError
 from postroom.runtime.supervisor import Supervisor
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 LOOK_S: Final = 0.5
 PROGRAMS_MAX: Final = 1_000  # that one supervisor runs

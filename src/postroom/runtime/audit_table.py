@@ -5,7 +5,6 @@ Rule 2: a writer says which position it continues. Of two shippers, one is refus
 Rule 3: a line is stored as it stands in a segment, so the table can be exported to segments at any time.
 """
 
-import logging
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,14 @@ from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
 from postroom.stores.postgres_connection import ON_DISK, SCHEMA_DEFAULT, Address, unreachable
 from postroom.stores.postgres_trips import Connection
+from postroom.system.log import library_log
 
 T = TypeVar("T")
 
 TABLES_SCHEMA = "postroom_audit"
 READ_MAX = 5_000  # events in one answer of the database
 MICROS_PER_S = 1_000_000
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 _TABLES = """
 CREATE SCHEMA IF NOT EXISTS {schema};

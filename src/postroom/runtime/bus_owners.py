@@ -5,7 +5,6 @@ Rule 1: the organization of a bus is in the key of its record and in the path of
 Rule 2: a file of an earlier version is taken over once. What it does not say for certain stays unknown.
 """
 
-import logging
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from postroom.logs import busfile
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import make_folder, read_file
+from postroom.system.log import library_log
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
@@ -30,7 +30,7 @@ FILES = f"[!{OF_ORGANIZATION}]*{SUFFIX}"  # in a folder
 EARLIER_FILE = "bus-makers.json"  # bus to the agent that created it, as AGENT or ORGANIZATION/AGENT
 TAKEN_OVER_SUFFIX = ".taken-over"
 
-_log = logging.getLogger("postroom.buses")
+_log = library_log("postroom.buses")
 _decode_creators = msgspec.json.Decoder(dict[str, str]).decode
 
 

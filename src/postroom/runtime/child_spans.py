@@ -8,7 +8,6 @@ Rule 2: a child that dies before its outcome loses its spans.
 Rule 3: a span that cannot be passed on is a line in the log, and never the failure of a message.
 """
 
-import logging
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,9 +17,11 @@ from opentelemetry.sdk.trace import Event, ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from postroom.system.log import library_log
+
 SPANS_MAX = 1_000  # of one handler
 
-_log = logging.getLogger("postroom.telemetry")
+_log = library_log("postroom.telemetry")
 
 Attributes: TypeAlias = dict[str, Any]
 

@@ -27,6 +27,7 @@ from postroom.client.mail import Mail
 from postroom.contracts.engine import Breaker, Engine, Policy
 from postroom.errors import PostroomError, ValidationError
 from postroom.runtime.tokens import Permissions, Tokens
+from postroom.system.log import library_log
 from postroom.system.parent import stop_with_stdin
 
 ORGANIZATIONS: Final = ("demo-acme", "demo-globex", "demo-initech")
@@ -49,7 +50,7 @@ TALK_S: Final = 3.0
 CLAIM_WAIT_S: Final = 2.0
 
 SUBJECTS: Final = ("invoices", "the login page", "slow queries", "a crash on Monday", "the release notes")
-_log = logging.getLogger("postroom.demo")
+_log = library_log("postroom.demo")
 
 
 def fate_of(chance: float) -> str:

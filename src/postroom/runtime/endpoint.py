@@ -18,6 +18,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
 from postroom.core.jsoninput import check_json
 from postroom.errors import (
@@ -412,7 +413,7 @@ def _public_message(error: BaseException) -> str:
 
 
 def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> HttpReply:
-    body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
+    body = _encode(ErrorAnswer(error, leaving(message).encode("utf-8", "replace").decode()))
     headers = (JSON_TYPE, *_EXTRA_HEADERS.get(status, ()))
     if status in (429, 503, 507):
         headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)

@@ -7,7 +7,6 @@ Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to fini
 """
 
 import importlib
-import logging
 import signal
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from postroom.contracts.engine.worker import DRAIN_S, new_worker_id
 from postroom.core.admission import SCALE_DOWN_COOLDOWN_S, SCALE_UP_COOLDOWN_S, wanted_workers
 from postroom.errors import InvalidSetting, PostroomError
 from postroom.system.heartbeat import HEARTBEAT
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 LOOK_S: Final = 0.2
 SCALE_LOOK_S: Final = 1.0

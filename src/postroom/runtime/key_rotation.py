@@ -3,7 +3,6 @@
 Rule 1: a key is removed from its file only when no value of any part needs it.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,11 @@ from postroom.stores.open import SQLITE, open_store
 from postroom.stores.store import Store
 from postroom.system.encryption import PLAIN, Encryption
 from postroom.system.key_file import check_outside, fingerprint, read_keys, remove_key
+from postroom.system.log import library_log
 
 SEGMENT_BLOCK_BYTES = 1 << 20
 
-_log = logging.getLogger("postroom.keys")
+_log = library_log("postroom.keys")
 
 
 class KeyUse(msgspec.Struct, frozen=True):

@@ -4,7 +4,6 @@ Rule 1: private mailboxes are counted and never named: who knows the id of a mai
 Rule 2: the file is written at most every `WRITE_EVERY_S`, and only after a change.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import msgspec
 
 from postroom.errors import UnsafePath
 from postroom.system.atomic import read_file, replace_file
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:  # the task server reads the status, and needs nothing else of Mail
     from postroom.contracts.mail.service import MailService
@@ -23,7 +23,7 @@ FILE_NAME: Final = "status.json"
 WRITE_EVERY_S: Final = 1.0
 PUBLIC_LISTED_MAX: Final = 500
 
-_log = logging.getLogger("postroom.mail")
+_log = library_log("postroom.mail")
 _encode = msgspec.json.Encoder().encode
 
 

@@ -9,7 +9,6 @@ Rule 4: the files of events are bounded. Shipped files are removed first; events
 """
 
 import gc
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +28,11 @@ from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
 from postroom.system.atomic import open_safely
 from postroom.system.heartbeat import HEARTBEAT
+from postroom.system.log import library_log
 
 EVENTS_WAITING_BYTES_MAX = 8 << 20  # of events that could not be written yet
 
-_log = logging.getLogger("postroom.mail")
+_log = library_log("postroom.mail")
 _encode = msgspec.json.Encoder().encode
 
 

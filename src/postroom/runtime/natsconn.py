@@ -10,7 +10,6 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Protocol, TypeVar, cast
@@ -20,8 +19,9 @@ from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
 from postroom.runtime.natsoutput import ConnectionOutput
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.mail")
+_log = library_log("postroom.mail")
 T = TypeVar("T")
 
 LINGER_S = 1.0

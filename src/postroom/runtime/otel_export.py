@@ -21,6 +21,7 @@ from postroom.runtime.child_spans import ChildSpans
 from postroom.runtime.engine_spans import EngineGauges, EngineSpans, TaskSpans
 from postroom.runtime.http_spans import TracedApp
 from postroom.runtime.log_records import OtelHandler, line_emitter
+from postroom.runtime.otel_redaction import redacted_resource, redacting
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.telemetry import Signal, protocol_of
 
@@ -40,7 +41,8 @@ def _exporter(signal: Signal, environ: Mapping[str, str]) -> Any:
     """The exporter of a signal. Only the library of its protocol is imported."""
     library = "grpc" if protocol_of(signal, environ) == "grpc" else "http"
     module, name = _EXPORTERS[signal]
-    return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{library}.{module}"), name)()
+    exporter = getattr(import_module(f"opentelemetry.exporter.otlp.proto.{library}.{module}"), name)
+    return redacting(exporter, signal)()
 
 
 class Telemetry:
@@ -50,7 +52,7 @@ class Telemetry:
         attributes = environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         is_named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
         self._environ = environ
-        resource = Resource.create({} if is_named else {"service.name": service})
+        resource = redacted_resource(Resource.create({} if is_named else {"service.name": service}))
         self._closers: list[Callable[[], object]] = []
         self._child_spans: ChildSpans | None = None
         self._traces = self._trace_provider(resource) if "traces" in signals else None

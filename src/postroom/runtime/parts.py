@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from postroom.core.door import leaving_facts
 from postroom.errors import Unavailable
 from postroom.runtime.supervisor import State, Supervisor
 from postroom.system.atomic import replace_file
@@ -244,7 +245,7 @@ class Parts:
 
     def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
         self._held = None
-        sys.stderr.write("".join(_encode(facts).decode() + "\n" for facts in lines))
+        sys.stderr.write("".join(_encode(leaving_facts(facts)).decode() + "\n" for facts in lines))
         sys.stderr.flush()
 
 

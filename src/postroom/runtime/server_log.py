@@ -1,6 +1,6 @@
 """The log of a server: one JSON object per line, written by its own thread.
 
-Rule 1: no token and no payload is ever logged.
+Rule 1: no token and no payload is ever logged, and each line is redacted.
 Rule 2: `write` never waits for the reader of the log. When the reader is too slow, lines are dropped and
         counted.
 Rule 3: events that a caller without a token can cause are logged at most once a second, with their number.
@@ -18,13 +18,15 @@ from typing import IO, Any
 
 import msgspec
 
+from postroom.core.door import leaving, leaving_value
+
 LINES_WAITING_MAX = 10_000
 GATHER_S = 0.02  # events within this go into one write
 FIELD_CHARS_MAX = 1_000
 CLOSE_TIMEOUT_S = 2.0
 RARELY_S = 1.0
 
-_encode = msgspec.json.Encoder(enc_hook=repr).encode
+_encode = msgspec.json.Encoder(enc_hook=lambda value: leaving(repr(value))).encode
 
 
 class ServerLog:
@@ -109,10 +111,12 @@ class ServerLog:
 
 def _text(line: dict[str, Any]) -> str:
     moment = datetime.fromtimestamp(line["ts"], UTC)
+    for name, value in line.items():  # the names are those of this package
+        if value.__class__ is str:
+            line[name] = leaving(value)[:FIELD_CHARS_MAX]
+        elif value.__class__ is not int and value.__class__ is not float:
+            line[name] = leaving_value(value)
     line["ts"] = moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
-    for name, value in line.items():
-        if isinstance(value, str) and len(value) > FIELD_CHARS_MAX:
-            line[name] = value[:FIELD_CHARS_MAX]
     return _encode(line).decode("utf-8", "replace") + "\n"
 
 

@@ -4,7 +4,6 @@ Rule 1: events are redacted before they reach the disk or another machine. Encry
 Rule 2: the shipper is a separate process. It shares the disk with the workers, but not their interpreter.
 """
 
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,8 +30,9 @@ from postroom.stores.base import Outbox
 from postroom.stores.open import open_store
 from postroom.system.atomic import absolute_path, replace_file
 from postroom.system.heartbeat import HEARTBEAT
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 TOKEN_KEY_BYTES_MIN = 16
 CHECKED_EVENTS = 100  # of a store, compared with the stream before shipping resumes

@@ -4,7 +4,6 @@ The stdin of the child is a pipe from this process. When this process ends in an
 of the pipe and stops. A program that does not know this (`is_foreign`) is killed.
 """
 
-import logging
 import os
 import subprocess
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Literal
 
 from postroom.system.heartbeat import VARIABLE, Pulse
+from postroom.system.log import library_log
 from postroom.system.parent import die_with_parent
 
 PAUSE_S = 1.0  # before a restart, doubled each time
@@ -22,7 +22,7 @@ STOP_GRACE_S = 10.0
 
 State = Literal["starting", "running", "restarting", "stopped"]
 
-_log = logging.getLogger("postroom.supervisor")
+_log = library_log("postroom.supervisor")
 
 
 class Supervisor:

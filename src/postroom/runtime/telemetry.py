@@ -4,11 +4,12 @@ Rule 1: without such a variable nothing is imported.
 Rule 2: telemetry never stops a server. What is wrong with it is one line in the log.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.runtime.otel_export import Telemetry
@@ -21,7 +22,7 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 PROTOCOLS = ("http/protobuf", "grpc")
 """The protocols of OTLP that can be exported, the default first. The SDK has no exporter for http/json."""
 
-_log = logging.getLogger("postroom.telemetry")
+_log = library_log("postroom.telemetry")
 
 
 def wanted_signals(environ: Mapping[str, str]) -> list[Signal]:

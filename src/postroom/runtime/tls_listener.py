@@ -6,7 +6,6 @@ Rule 2: a failed handshake is a refusal. A connection that ends before its first
 """
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import NamedTuple, cast
 
 from postroom.runtime.connections import Connections
 from postroom.runtime.natsoptions import address_of
+from postroom.system.log import library_log
 from postroom.system.tls import handshake_fault
 
 FIRST_BYTE_S = 10.0
@@ -23,7 +23,7 @@ ACCEPTS_A_TURN_MAX = 100
 ACCEPT_PAUSE_S = 1.0  # after a failed accept, as without open files
 BAD_REQUEST, TOO_SLOW, UNAVAILABLE = 400, 408, 503  # codes of refused calls
 
-_log = logging.getLogger("postroom.tls")
+_log = library_log("postroom.tls")
 
 
 class FailedHandshake(NamedTuple):

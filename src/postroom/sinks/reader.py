@@ -5,7 +5,6 @@ Rule 2: an index is only an optimization. A segment without a valid index is rea
 Rule 3: a sealed segment whose length has changed is reported once per reader.
 """
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -22,12 +21,13 @@ from postroom.sinks.chain import Chain, Entry, read_chain
 from postroom.sinks.index import Index, IndexDamaged, key_of
 from postroom.sinks.layout import OPEN, chain_locked, index_path, numbered, open_path
 from postroom.system.atomic import absolute_path, open_safely
+from postroom.system.log import library_log
 
 BLOCK_BYTES = 1 << 20
 NEEDLES_MAX = 16  # ids searched for in the raw bytes; with more, every line is decoded
 INDEXES_MAX = 4_096  # indexes that a search keeps open; a process may not map more than 65,530 files
 
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 
 class _OpenFile(NamedTuple):

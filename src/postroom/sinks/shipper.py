@@ -5,7 +5,6 @@ Rule 2: the position is part of the stored events, so the two cannot disagree.
 Rule 3: no event is dropped. A failed write is retried, and the sources keep their unshipped events.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import msgspec
 from postroom.core.events import AuditEvent
 from postroom.errors import HandleDead, PostroomError, Rejected
 from postroom.sinks.base import Sink
+from postroom.system.log import library_log
 
 SHIP_EVENTS = 100  # this many waiting events are shipped at once ...
 SHIP_AFTER_S = 1.0  # ... and fewer after this time
@@ -25,7 +25,7 @@ BATCH_MAX = 5_000  # events in one write of the sink
 PAUSE_AFTER_ERROR_S = 1.0
 PAUSE_AFTER_ERROR_S_MAX = 30.0
 
-_log = logging.getLogger("postroom.audit")
+_log = library_log("postroom.audit")
 
 
 class Feed(Protocol):

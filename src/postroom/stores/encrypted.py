@@ -8,7 +8,6 @@ Rule 3: a record whose payload cannot be decrypted is quarantined by the claim t
         not block its lane. Its bytes stay.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,6 +19,7 @@ from postroom.message import Record
 from postroom.stores.base import Head
 from postroom.stores.transaction import KEY, LIMITS, MANIFEST, OUTBOX, Transaction
 from postroom.system.encryption import Encryption
+from postroom.system.log import library_log
 
 PLAIN_CELLS = frozenset(
     {
@@ -35,7 +35,7 @@ PLAIN_CELLS = frozenset(
 UNREADABLE = b'"[cannot be decrypted]"'
 """What the audit stream shows instead of a payload that cannot be decrypted."""
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 def record_place(store_id: str, field: str, seq: int) -> str:

@@ -10,7 +10,6 @@ Rule 4: the clock is that of the database, so that leases mean the same on every
 """
 
 import errno
-import logging
 import os
 import random
 import threading
@@ -48,6 +47,7 @@ from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.encryption import KEYS_FACT, Encryption
 from postroom.system.handles import reset_after_fork
+from postroom.system.log import library_log
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the d
 _NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _LIMIT_IDLE = f"SET LOCAL idle_in_transaction_session_timeout = {round(POOLED_IDLE_TIMEOUT_S * 1000)}"
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 _CONFLICTS = (
     ConflictError,

@@ -10,7 +10,6 @@ Rule 3: a server that works is not interrupted before `ANSWER_TIMEOUT_S`, and ne
 """
 
 import fcntl
-import logging
 import os
 import socket
 import struct
@@ -25,6 +24,7 @@ import psycopg
 
 from postroom.errors import PostroomError
 from postroom.stores.postgres_trips import Connection
+from postroom.system.log import library_log
 
 ANSWER_TIMEOUT_S = 12.0
 SUSPECT_S = 2.0
@@ -48,7 +48,7 @@ _UNANSWERED = f"""{_SESSIONS} SELECT asked.mark FROM unnest(%s::text[]) AS asked
     AND (state NOT LIKE 'idle%%' OR state_change > clock_timestamp() - interval '1 second'))"""
 _END = f"{_SESSIONS} SELECT pg_terminate_backend(pid) FROM sessions WHERE mark = ANY(%s)"
 _SIZE = struct.Struct("i")
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 class _Watched(NamedTuple):

@@ -6,7 +6,6 @@ Rule 2: the broker only says which record to claim next, and to which process. D
 Rule 3: a worker whose broker is silent claims from the ledger itself.
 """
 
-import logging
 import ssl
 import threading
 import time
@@ -45,6 +44,7 @@ from postroom.system.addresses import ESCAPED, split_address
 from postroom.system.clock import SystemClock
 from postroom.system.encryption import KeysInUse
 from postroom.system.handles import reset_after_fork
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.stores.rabbitmq_link import Broker
@@ -64,7 +64,7 @@ PROMOTION_CELL = "amqp-promotion"
 """How long a message waits in each lane, in nanoseconds: the queues of all processes have these times."""
 OPTIONS = ("cafile", "p0", "prefetch", "queues")
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from pika.exceptions import AMQPError  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.stores.rabbitmq_lanes import Deliveries, Delivery, Note, Outgoing, Topology
+from postroom.system.log import library_log
 
 UNCONFIRMED_MAX = 1_000  # messages in flight to the broker
 OUTBOX_MAX = 100_000  # messages that wait for the broker; those beyond are published by the next sweep
@@ -36,7 +37,7 @@ HOST_EXPIRY_MS = 60_000  # after a crash of the broker, another host may use the
 HOST_REFUSED = 406  # PRECONDITION_FAILED
 NO_TAG = 2**64
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 if logging.getLogger("pika").level == logging.NOTSET:
     # pika logs seven errors for each failed attempt. `_Link` logs one line per outage.
     logging.getLogger("pika").setLevel(logging.CRITICAL)

@@ -7,7 +7,6 @@ Rule 3: work that makes room (complete, cancel, purge) also succeeds on a full d
 """
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -56,6 +55,7 @@ from postroom.system.clock import Clock, SystemClock
 from postroom.system.encryption import KEYS_FACT, Encryption, KeysInUse, check_noted
 from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
+from postroom.system.log import library_log
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ FILE_LOOK_S = 0.1  # a moved or removed file is noticed after this time
 RESERVE_BYTES = 4 * 1024 * 1024
 MOVED = "moved_to"  # the fact that a store was moved
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 class SqliteStore(Store):

@@ -1,7 +1,6 @@
 """The file of a SQLite store: opening, migrating and checking it."""
 
 import errno
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import apsw
 from postroom.errors import StoreDamaged, WriteFailed
 from postroom.stores.sql.queries import ask
 from postroom.system.atomic import PRIVATE_FILE_MODE, TEMPORARY_SUFFIX, sync_file, sync_folder
+from postroom.system.log import library_log
 
 SQLITE_OLDEST = (3, 51, 3)  # older versions can damage a WAL that several processes write
 BUSY_TIMEOUT_S = 10.0  # wait for programs that open the file without our lock
@@ -22,7 +22,7 @@ CACHE_KIB = 64 * 1024
 COPY_PAGES = 4_096  # copied between two reports of progress
 OUR_TABLES = {"facts", "queues", "records", "events"}
 
-_log = logging.getLogger("postroom.store")
+_log = library_log("postroom.store")
 
 
 def check_library() -> None:

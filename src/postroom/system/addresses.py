@@ -5,7 +5,7 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 ESCAPED: Final = "in a name or a password, write @ / : ? # as %40 %2F %3A %3F %23"
-_HOST: Final = re.compile(r"(?:\[[0-9A-Fa-f:.%]*\]|[^][:/@]*)(?::[0-9]{0,5})?")
+_HOST: Final = re.compile(r"(?:\[[0-9A-Fa-f:.%]*\]|[^][:/@]*)(?::[0-9]*)?")
 
 
 def split_address(url: str, *, several: bool = False) -> SplitResult | None:

@@ -1,9 +1,10 @@
 """Isolated callbacks: an exception in one client's request does not affect other clients."""
 
-import logging
 from collections.abc import Callable
 
-_log = logging.getLogger("postroom.mail")
+from postroom.system.log import library_log
+
+_log = library_log("postroom.mail")
 
 
 def attempt(call: Callable[..., object], *facts: object) -> bool:

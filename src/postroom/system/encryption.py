@@ -9,7 +9,6 @@ Rule 3: a value that cannot be decrypted raises. It is never changed or deleted.
 """
 
 import base64
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from postroom.system.key_file import (
     fingerprint,
     read_keys,
 )
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -39,7 +39,7 @@ KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"
 KEYS_FACT = "keys"  # the fact of a store that holds `KeysInUse`
 PLAIN = ""  # stands for the key of values that are not encrypted
 
-_log = logging.getLogger("postroom.keys")
+_log = library_log("postroom.keys")
 
 
 def key_of(head: bytes) -> str:

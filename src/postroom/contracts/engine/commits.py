@@ -1,7 +1,6 @@
 """One thread that commits for all coroutines of a process. Work that waits together shares a commit."""
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from postroom.errors import HandleDead
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.handles import reset_after_fork
+from postroom.system.log import library_log
 
 T = TypeVar("T")
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 COMMIT_MAX = 256  # calls that share one commit
 READS_AT_ONCE = 4

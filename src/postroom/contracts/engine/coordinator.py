@@ -24,6 +24,7 @@ from postroom.contracts.engine.agent_sweeps import Swept, sweep
 from postroom.contracts.engine.agents import LEASE_S, AgentInfo, AgentOperations, Answer, Asked
 from postroom.contracts.engine.cells import AgentEntry
 from postroom.errors import AgentReplaced, Bounced, CoordinatorStopped, PostroomError, Unavailable
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 BEAT_S: Final = LEASE_S / 3
 SWEEP_S: Final = 5.0

@@ -57,11 +57,12 @@ from postroom.errors import (
     ValidationError,
 )
 from postroom.stores.transaction import Transaction
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 SLOTS_DEFAULT: Final = 10
 WATCH_S: Final = 0.4  # how often a worker looks whether its messages were cancelled

@@ -1,6 +1,5 @@
 """Questions to the adviser whose answers a running handler or a worker waits for."""
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +11,7 @@ from postroom.core import advice
 from postroom.core.advice import Advice, Question, ReversalClass
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.stores.transaction import Transaction
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PATTERNS_MAX: Final = 100
 EXAMPLES_MAX: Final = 5
 
-_log = logging.getLogger("postroom.engine")
+_log = library_log("postroom.engine")
 
 
 async def reversal_class_of(

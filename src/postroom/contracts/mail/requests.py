@@ -4,8 +4,6 @@ Rule 1: a call is answered when what it changed is stored. A plain publish is ne
 Rule 2: an answer to a refused call names no mailbox.
 """
 
-import logging
-
 import msgspec
 
 from postroom.contracts.mail import Link
@@ -14,8 +12,9 @@ from postroom.contracts.mail.options import Storage
 from postroom.contracts.mail.refusals import Refusals
 from postroom.core import mq9replies as replies
 from postroom.core.mq9 import MailCall, Mq9Error
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.mail")
+_log = library_log("postroom.mail")
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):

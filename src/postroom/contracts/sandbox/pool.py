@@ -7,7 +7,6 @@ Rule 3: creations that fail open a breaker: until its cooldown is over, no creat
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -21,8 +20,9 @@ from postroom.core import breaker
 from postroom.core.breaker import Breaker
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidSetting, SandboxUnavailable
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.sandbox")
+_log = library_log("postroom.sandbox")
 
 SIZE: Final = 2
 SIZE_MAX: Final = 64

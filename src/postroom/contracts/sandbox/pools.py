@@ -7,7 +7,6 @@ Rule 3: a forked process never uses the warm sandboxes of its parent.
 """
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +20,12 @@ from postroom.core.sandbox_rules import needs_sandbox
 from postroom.errors import InvalidMessage, SandboxUnavailable, TooMany, Unavailable, shown
 from postroom.stores.transaction import Transaction
 from postroom.system.handles import reset_after_fork
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
-_log = logging.getLogger("postroom.sandbox")
+_log = library_log("postroom.sandbox")
 
 POOLS_MAX: Final = 100
 RETRY_AFTER_S: Final = 60.0

@@ -7,7 +7,6 @@ Rule 3: a sandbox that cannot isolate says so: `process` has limits, but the net
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -23,8 +22,9 @@ import msgspec
 from postroom.core.sandbox_rules import bytes_of
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, InvalidSetting, SandboxUnavailable
+from postroom.system.log import library_log
 
-_log = logging.getLogger("postroom.sandbox")
+_log = library_log("postroom.sandbox")
 
 OUTPUT_BYTES_MAX: Final = 1024 * 1024
 TIMEOUT_S: Final = 60.0

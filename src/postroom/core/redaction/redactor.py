@@ -92,6 +92,10 @@ class Redactor:
         """A copy of a JSON-like value, redacted like a payload."""
         return obj if self._none else self._values.value(obj)
 
+    def is_secret(self, name: str) -> bool:
+        """Whether the value of a field of this name is redacted as a whole."""
+        return self._values.judged(name)[1]
+
     def _json(self, text: str, hits: TriggerHits) -> str | None:
         """The redacted payload, by the fast path if possible; None when it is not JSON."""
         redacted = None if self._full else self._splicing.spliced(text, hits)

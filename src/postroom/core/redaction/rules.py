@@ -133,7 +133,7 @@ RULES: Final = (
     Rule(
         "redacted",
         FIELDS,
-        rf"(?i:authorization|cookie)[\"'\\]{{0,4}}[ \t]{{0,4}}:[ \t]{{0,4}}"
+        rf"(?i:authorization|cookie)[\"'\\]{{0,4}}[ \t]{{0,4}}:[ \t]{{0,4}}(?!Bearer TOKEN')"
         rf"(?:{NESTED}|(?:[BUbu](?=[\"']))?[\"'\\]{{0,4}}([^\x00-\x20\"'<>\\][^\x00-\x1f\"'<>\\]*))",
         (":",),
         trimmed_list,
