@@ -60,6 +60,21 @@ def test_roles_decide_which_tools_exist(server: Serving) -> None:
     asyncio.run(main())
 
 
+def test_every_parameter_of_every_tool_has_a_description(server: Serving) -> None:
+    async def main() -> None:
+        async with over_http(server, "operator") as client:
+            tools = (await client.list_tools()).tools
+        assert {tool.name for tool in tools} == ALL
+        assert not [
+            f"{tool.name}.{name}"
+            for tool in tools
+            for name, parameter in tool.input_schema.get("properties", {}).items()
+            if not parameter.get("description", "").endswith(".")
+        ]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer pr_" + "x" * 43}])
 def test_http_without_a_token_of_the_server_is_refused(server: Serving, header: dict[str, str]) -> None:
     body = b'{"jsonrpc":"2.0","id":1,"method":"tools/list"}'

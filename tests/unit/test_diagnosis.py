@@ -80,6 +80,7 @@ def with_token(expires_us: int) -> Facts:
 
 
 RESTARTED = server(is_running=True, parts={"mail": "running"}, restarts={"mail": 1})
+BROKEN = server(is_running=True, parts={"mail": "restarting"}, broken={"mail": "restarting after 1 failures"})
 TAKEN = server(is_running=False, ports=(PortFacts("http", "h:1", is_taken=True),))
 TORN = replace(WELL, faults=(FileFault("bus", "buses/a.yaml", "torn"),))
 NO_ADMIN = replace(WELL, tokens=(TokenFacts("t3", "agent", "ada", None),))
@@ -112,7 +113,7 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (folder(free_bytes=9, reserve_bytes=9), "disk", "problem", "are free below run"),
         (folder(filesystem="nfs4"), "disk", "problem", "network disk"),
         (replace(WELL, clock=ClockFacts(NOW_US, NOW_US + DAY_US)), "clock", "warning", "24 h in the future"),
-        (server(is_running=True, parts={"mail": "restarting"}), "server", "problem", "mail is restarting"),
+        (BROKEN, "server", "problem", "mail does not work: restarting after 1 failures"),
         (RESTARTED, "server", "warning", "restarted once"),
         (TAKEN, "server", "warning", "listens on h:1"),
         (store(format=7), "stores", "problem", "newer postroom"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from postroom.contracts.engine import Engine
 from postroom.contracts.engine.inspection import BreakerStatus
 from postroom.contracts.engine.operations import Operations
+from postroom.core.health import HealthFacts, Verdict
 from postroom.message import Event
 from postroom.page.activity import WAITS_KEPT_MAX, Activity
 from postroom.page.overview import Facts, _breakers_of, read_facts, seen_by, snapshot
@@ -70,17 +71,18 @@ async def _facts(path: Path) -> Facts:
 
 def test_a_caller_of_one_organization_sees_only_that_one(tmp_path: Path) -> None:
     facts, activity = asyncio.run(_facts(tmp_path)), Activity()
-    whole = snapshot(facts, activity, {"mail": "down"})
+    whole = snapshot(facts, activity, HealthFacts(broken={"mail": "down"}))
     assert [(one.org_id, one.lanes) for one in whole.organizations] == [
         ("a", [0, 2, 0, 0]),
         ("b", [0, 1, 0, 0]),
     ]
-    assert (whole.depth, whole.newest_event, whole.degraded) == (3, facts.newest_event, {"mail": "down"})
+    assert (whole.depth, whole.newest_event) == (3, facts.newest_event)
+    assert [one.what for one in whole.verdict.reasons] == ["the part mail does not work: down"]
     assert (whole.delayed, [one.delayed for one in whole.organizations]) == (1, [1, 0])
     own = seen_by(whole, facts, activity, "b")
     assert [one.org_id for one in own.organizations] == ["b"]
     assert (own.depth, own.delayed) == (1, 0)
-    assert (own.depth, own.workers, own.degraded, own.org_id) == (1, [], {}, "b")
+    assert (own.depth, own.workers, own.verdict, own.org_id) == (1, [], Verdict(), "b")
 
 
 def test_breakers_of_other_organizations_are_closed_or_unnamed() -> None:

@@ -11,7 +11,8 @@ from postroom.core.text import visible_line
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
-    from postroom.core.diagnosis import Facts, Finding, Level, MoveFacts
+    from postroom.core.diagnosis import Facts, Finding, MoveFacts
+    from postroom.core.health import Level
 
 INDENT = " " * 9
 COLOURS: dict[str, Style] = {"ok": "green", "warning": "cyan", "problem": "red"}

@@ -5,12 +5,13 @@ Rule 2: nothing here looks at anything. The facts are arguments, the current tim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
-Level: TypeAlias = Literal["ok", "warning", "problem"]
-LEVELS: Final[tuple[Level, ...]] = ("ok", "warning", "problem")
+from postroom.core import health
+from postroom.core.health import BACKLOG_AGE_S, Check, HealthFacts, Level, messages, span
 
 DISK_FREE_BYTES_MIN = 1 << 30  # less is a warning
 DISK_FREE_SHARE_MIN = 10  # on a small disk: less than a tenth is one
@@ -18,7 +19,6 @@ OPEN_FILES_MIN = 1_024
 CLOCK_AHEAD_S = 5.0  # the newest event may come from a clock that was this much ahead
 LEASE_LATE_S = 60.0  # after its end, a lease should have been swept
 LEASE_LONG_S = 3_600.0  # a message that is worked on longer than this is worth a look
-BACKLOG_AGE_S = 600.0
 BACKLOG_SHARE = 0.8  # of the depth at which a queue refuses messages
 SHIPPER_LAG_S = 60.0
 TOKEN_SOON_S = 7 * 86_400.0
@@ -93,6 +93,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     is_running: bool
     parts: Mapping[str, str] = {}
     """The state of each part."""
+    broken: Mapping[str, str] = {}
+    """The parts that do not work, and why."""
     restarts: Mapping[str, int] = {}
     ports: tuple[PortFacts, ...] = ()
     """Looked at only while `up` does not run."""
@@ -107,7 +109,7 @@ class QueueFacts(msgspec.Struct, frozen=True):
     depth_max: int
     delayed: int = 0
     oldest_s: float | None = None
-    """How long the oldest ready message has waited."""
+    """How long the oldest ready message of an agent has waited."""
     dead_letters: int = 0
     quarantined: int = 0
     is_engine: bool = False
@@ -149,6 +151,8 @@ class StoreFacts(msgspec.Struct, frozen=True):
     faults: tuple[str, ...] = ()
     has_clock: bool = True
     queues: tuple[QueueFacts, ...] = ()
+    flow: HealthFacts = HealthFacts()
+    """How the messages of organizations flow."""
     leases: tuple[LeaseFacts, ...] = ()
     """Those that ended or began long ago."""
     shipper: ShipperFacts | None = None
@@ -273,7 +277,27 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def worst(findings: Sequence[Finding]) -> Level:
     """The highest level of the findings."""
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+    return health.worst(finding.level for finding in findings)
+
+
+def _health(facts: Facts, check: Check) -> Iterator[Finding]:
+    """What the verdict on the flow of messages has to say in one check."""
+    flow = facts.store.flow if facts.store else HealthFacts()
+    broken = facts.server.broken if facts.server else {}
+    for reason in health.judge(replace(flow, broken=broken)).reasons:
+        if reason.check == check:
+            yield Finding(check, reason.level, reason.what, reason.why, _cure(facts, check))
+
+
+def _cure(facts: Facts, check: Check) -> str:
+    match check:
+        case "backlog":
+            is_paused = facts.store is not None and facts.store.flow.is_paused
+            return f"postroom engine resume --data {_place(facts)}" if is_paused else _engine_workers(facts)
+        case "breakers":
+            return f"postroom engine status --data {_place(facts)}"
+        case "server":
+            return "read the log of `postroom up`: its last lines with this part say why"
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
@@ -343,7 +367,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
     ahead_s = (facts.clock.newest_us - facts.clock.now_us) / MICROS_PER_S
     if ahead_s > CLOCK_AHEAD_S:
         yield Finding(
-            "clock", "warning", f"the newest event is {_span(ahead_s)} in the future",
+            "clock", "warning", f"the newest event is {span(ahead_s)} in the future",
             "the clock of the machine was wrong or is; times in logs and reports are out of order",
             "timedatectl set-ntp true",
         )  # fmt: skip
@@ -366,20 +390,11 @@ def _parts(facts: Facts) -> Iterator[Finding]:
     server = facts.server
     if server is None:
         return
-    for name, state in server.parts.items():
-        if state == "hung":
+    yield from _health(facts, "server")
+    for name, restarts in server.restarts.items():
+        if restarts and name not in server.broken:
             yield Finding(
-                "server", "problem", f"the part {name} is hung", "its calls wait until it goes on",
-                f"end its process, and `postroom up` starts it again: {facts.data}/up.json has its pid",
-            )  # fmt: skip
-        elif state not in ("running", "starting"):
-            yield Finding(
-                "server", "problem", f"the part {name} is {state}", "its calls fail until it runs again",
-                "read the log of `postroom up`: its last lines with this part say why",
-            )  # fmt: skip
-        elif server.restarts.get(name, 0):
-            yield Finding(
-                "server", "warning", f"the part {name} was restarted {_times(server.restarts[name])}",
+                "server", "warning", f"the part {name} was restarted {_times(restarts)}",
                 "it died, and may die again", "read the log of `postroom up` for the event `ended`",
             )  # fmt: skip
     for port in server.ports:
@@ -468,7 +483,7 @@ def _database(facts: Facts) -> Iterator[Finding]:
     if database.oldest_s > TRANSACTION_LONG_S:
         program = database.oldest_program or "a program"
         yield Finding(
-            "database", "warning", f"a transaction of {program} is open since {_span(database.oldest_s)}",
+            "database", "warning", f"a transaction of {program} is open since {span(database.oldest_s)}",
             "autovacuum removes no row that it could still see, so tables grow and claims get slow",
             _psql(database, f"SELECT pg_terminate_backend({database.oldest_pid})"),
         )  # fmt: skip
@@ -546,7 +561,7 @@ def _leases(facts: Facts) -> Iterator[Finding]:
         longest = max(lease.late_s for lease in late)
         yield Finding(
             "leases", "problem",
-            f"{_count(late, 'lease')} ended up to {_span(longest)} ago and were not taken back: "
+            f"{_count(late, 'lease')} ended up to {span(longest)} ago and were not taken back: "
             f"{_names([lease.message_id for lease in late])}",
             "their messages wait, because no server and no worker sweeps the store",
             _up(facts),
@@ -557,7 +572,7 @@ def _leases(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "leases", "warning",
             f"{lease.message_id} of {lease.queue} is worked on by {lease.worker_id or 'a worker'} "
-            f"since {_span(lease.claimed_s)}",
+            f"since {span(lease.claimed_s)}",
             "the worker sends heartbeats but may hang",
             f"postroom {verb} cancel {lease.message_id} --data {_place(facts)}",
         )  # fmt: skip
@@ -567,13 +582,13 @@ def _failures(facts: Facts) -> Iterator[Finding]:
     for queue in facts.store.queues if facts.store else ():
         if queue.quarantined:
             yield Finding(
-                "poison", "problem", f"in quarantine: {_messages(queue.quarantined)} of {queue.name}",
+                "poison", "problem", f"in quarantine: {messages(queue.quarantined)} of {queue.name}",
                 "each of them killed its workers, and is delivered no more",
                 _listing(facts, queue, "QUARANTINED"),
             )  # fmt: skip
         if queue.dead_letters:
             yield Finding(
-                "poison", "warning", f"dead letters: {_messages(queue.dead_letters)} of {queue.name}",
+                "poison", "warning", f"dead letters: {messages(queue.dead_letters)} of {queue.name}",
                 "they failed for good, and wait for a decision", _listing(facts, queue, "DEAD_LETTER"),
             )  # fmt: skip
 
@@ -585,7 +600,10 @@ def _listing(facts: Facts, queue: QueueFacts, state: str) -> str:
 
 
 def _backlog(facts: Facts) -> Iterator[Finding]:
-    for queue in facts.store.queues if facts.store else ():
+    """Of the engine, and of each agent's queue."""
+    yield from _health(facts, "backlog")
+    queues = facts.store.queues if facts.store else ()
+    for queue in (each for each in queues if not each.is_engine):
         if queue.depth_max and queue.depth >= queue.depth_max:
             yield Finding(
                 "backlog", "problem", f"the queue {queue.name} is full: {queue.depth} messages",
@@ -598,16 +616,18 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
                 "new messages are refused when the queue is full", _more_workers(facts, queue),
             )  # fmt: skip
         elif queue.oldest_s is not None and queue.oldest_s > BACKLOG_AGE_S:
-            waited = f"in {queue.name} has waited {_span(queue.oldest_s)}"
+            waited = f"in {queue.name} has waited {span(queue.oldest_s)}"
             yield Finding(
-                "backlog", "warning", f"the oldest of {_messages(queue.waiting)} {waited}",
+                "backlog", "warning", f"the oldest of {messages(queue.waiting)} {waited}",
                 "too few workers claim from this queue, or none", _more_workers(facts, queue),
             )  # fmt: skip
 
 
+def _engine_workers(facts: Facts) -> str:
+    return f"{_up(facts)} --app MODULE:ENGINE"
+
+
 def _more_workers(facts: Facts, queue: QueueFacts) -> str:
-    if queue.is_engine:
-        return f"{_up(facts)} --app MODULE:ENGINE"
     return f"postroom tasks work --data {_place(facts)} --agent {queue.name} --exec COMMAND"
 
 
@@ -623,7 +643,7 @@ def _shipper(facts: Facts) -> Iterator[Finding]:
     elif shipper is not None and shipper.waiting and shipper.oldest_s > SHIPPER_LAG_S:
         yield Finding(
             "shipper", "warning",
-            f"{shipper.waiting} events wait for the audit stream, the oldest for {_span(shipper.oldest_s)}",
+            f"{shipper.waiting} events wait for the audit stream, the oldest for {span(shipper.oldest_s)}",
             f"no shipper runs; at {shipper.backlog_max} waiting events new messages are slowed or refused",
             f"{command}, or without a stream: postroom audit detach --data {facts.data}",
         )  # fmt: skip
@@ -659,7 +679,7 @@ def _tokens(facts: Facts) -> Iterator[Finding]:
             left_s = (token.expires_us - now_us) / MICROS_PER_S
             yield Finding(
                 "tokens", "warning",
-                f"the token {token.token_id} of {token.agent or token.role} expires in {_span(left_s)}",
+                f"the token {token.token_id} of {token.agent or token.role} expires in {span(left_s)}",
                 "its calls are refused from then on",
                 f"postroom token rotate {token.token_id} --data {facts.data} --overlap-s 3600",
             )  # fmt: skip
@@ -724,7 +744,7 @@ def _fine_backlog(facts: Facts) -> str:
         return ""
     queues = facts.store.queues
     waiting, delayed = sum(queue.waiting for queue in queues), sum(queue.delayed for queue in queues)
-    return f"waiting: {_messages(waiting)}" + (f"; delayed: {_messages(delayed)}" if delayed else "")
+    return f"waiting: {messages(waiting)}" + (f"; delayed: {messages(delayed)}" if delayed else "")
 
 
 _CHECKS = (
@@ -739,6 +759,7 @@ _CHECKS = (
     ("leases", _leases, lambda facts: "no lease is stuck" if _is_read(facts) else ""),
     ("poison", _failures, _fine_failures),
     ("backlog", _backlog, _fine_backlog),
+    ("breakers", lambda facts: _health(facts, "breakers"), lambda _: ""),
     ("shipper", _shipper, _fine_shipper),
     ("tokens", _tokens, _fine_tokens),
 )
@@ -757,20 +778,9 @@ def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
-def _messages(n: int) -> str:
-    return f"{n:,} message{'' if n == 1 else 's'}"
-
-
 def _times(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
 def _size(n: int) -> str:
     return f"{n / GIB:.1f} GiB" if n >= GIB else f"{n / (1 << 20):.1f} MiB"
-
-
-def _span(seconds: float) -> str:
-    for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -37,7 +37,13 @@ Budget = Annotated[
         description="About how many tokens of messages to return. The rest is summed up.",
     ),
 ]
-Id = Annotated[str, Meta(min_length=1)]
+TaskId = Annotated[str, Meta(min_length=1, description="The task_id that claim returned.")]
+Limit = Annotated[
+    int, Meta(ge=1, le=SEARCH_PAGE_MAX, description=f"At most this many, 1 to {SEARCH_PAGE_MAX}.")
+]
+OnlyType = Annotated[str, Meta(description="Only this message type.")]
+OnlyErrorType = Annotated[str, Meta(description="Only letters whose last error has this type.")]
+OnlyOrg = Annotated[str, Meta(description="Only this organization.")]
 Priority = Annotated[int, Meta(ge=0, le=3, description="0 is the most urgent, 3 the least.")]
 AnyId = Annotated[str, Meta(min_length=1, description="The id that submit, enqueue or ask returned.")]
 AgentName = Annotated[str, Meta(min_length=1, description="The name of the agent, as who_is_there shows it.")]
@@ -306,7 +312,7 @@ async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
 class CompleteArguments(Arguments, frozen=True, kw_only=True):
     """Complete a task that you have claimed, with its result."""
 
-    task_id: Id
+    task_id: TaskId
     lease: Annotated[int, Meta(ge=0, description="The lease that claim returned.")]
     result: Content = None
 
@@ -320,10 +326,13 @@ async def complete(backend: Backend, given: CompleteArguments) -> dict[str, Any]
 class FailArguments(Arguments, frozen=True, kw_only=True):
     """Report that you could not do a claimed task. It is retried, or becomes a dead letter."""
 
-    task_id: Id
+    task_id: TaskId
     lease: Annotated[int, Meta(ge=0, description="The lease that claim returned.")]
     error: Annotated[str, Meta(min_length=1, description="Why it failed, in one sentence.")]
-    retry_in_s: Annotated[float, Meta(ge=0)] | None = None
+    retry_in_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Seconds until it is retried. Without it, the rule of the queue decides."),
+    ] = None
 
 
 async def fail(backend: Backend, given: FailArguments) -> dict[str, Any]:
@@ -468,9 +477,12 @@ class SearchArguments(Arguments, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="Words that the message contains. Not for tasks.")] = ""
     type: Annotated[str, Meta(description="Only this message type. Not for tasks.")] = ""
     state: Annotated[str, Meta(description="Only this state, such as QUEUED or DEAD_LETTER.")] = ""
-    where: Literal["messages", "tasks"] = "messages"
+    where: Annotated[
+        Literal["messages", "tasks"],
+        Meta(description="Messages of the global queue, or tasks of agents."),
+    ] = "messages"
     cursor: Annotated[int, Meta(ge=0, description="The cursor of the last answer.")] = 0
-    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
+    limit: Limit = 20
 
 
 async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
@@ -494,11 +506,11 @@ async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
 class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
     """List messages that failed for good, with their errors. Look at them before you call replay."""
 
-    type: Annotated[str, Meta(description="Only this message type.")] = ""
-    error_type: Annotated[str, Meta(description="Only letters whose last error has this type.")] = ""
-    org_id: Annotated[str, Meta(description="Only this organization.")] = ""
+    type: OnlyType = ""
+    error_type: OnlyErrorType = ""
+    org_id: OnlyOrg = ""
     after: Annotated[str, Meta(description="The id of the last letter of the previous page.")] = ""
-    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
+    limit: Limit = 20
 
 
 async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[str, Any]:
@@ -513,12 +525,17 @@ class ReplayArguments(Arguments, frozen=True, kw_only=True):
     Without dry_run=false nothing changes: the answer lists the letters that would be queued.
     """
 
-    message_ids: list[str] = []
-    type: str = ""
-    error_type: str = ""
-    org_id: str = ""
-    limit: Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX)] = 20
-    dry_run: bool = True
+    message_ids: Annotated[
+        list[str],
+        Meta(
+            description="The ids of the letters, as dead_letters shows them. Without ids, the filters choose."
+        ),
+    ] = []
+    type: OnlyType = ""
+    error_type: OnlyErrorType = ""
+    org_id: OnlyOrg = ""
+    limit: Limit = 20
+    dry_run: Annotated[bool, Meta(description="True only lists the letters; false queues them again.")] = True
 
 
 async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:

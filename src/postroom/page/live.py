@@ -231,7 +231,7 @@ class Live:
 
     async def _note_facts(self, facts: Facts, hide: Hide) -> None:
         self._activity.forget(facts.now_us)
-        whole = snapshot(facts, self._activity, (await self._server.health())[1])
+        whole = snapshot(facts, self._activity, await self._server.part_facts())
         self._shown = facts, with_names_hidden(whole, hide)
         self._encoded = {}
         self._snapshot_number += 1

@@ -21,6 +21,7 @@ from postroom.contracts.engine.token_status import TokenStatus
 from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.goals import decisions
 from postroom.core.agents import Health
+from postroom.core.health import NO_PARTS, HealthFacts, Verdict
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.page.activity import Activity, Rates, Second, Wait
@@ -107,8 +108,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     tokens: TokenStatus
     needs: dict[str, int]
     """What waits for a person: decisions, dead_letters and quarantined."""
-    degraded: dict[str, str]
-    """Parts of the server that do not work, and why."""
+    verdict: Verdict
+    """Whether messages flow, and whether all parts of the server work."""
     org_id: str | None = None
     """The organization that the snapshot is about; None for all of them."""
 
@@ -148,8 +149,8 @@ def _counted(agents: list[AgentHealth]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def snapshot(facts: Facts, activity: Activity, degraded: Mapping[str, str] = {}) -> Snapshot:
-    """The overview of all organizations."""
+def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) -> Snapshot:
+    """The overview of all organizations. `parts` is what the server knows of its parts."""
     status, now_us = facts.status, facts.now_us
     organizations = [
         Organization(
@@ -183,7 +184,7 @@ def snapshot(facts: Facts, activity: Activity, degraded: Mapping[str, str] = {})
         pauses=status.pauses,
         tokens=facts.tokens,
         needs=_needs(organizations),
-        degraded=dict(degraded),
+        verdict=status.judged(parts).verdict,
     )
 
 
@@ -219,20 +220,24 @@ def with_names_hidden(whole: Snapshot, hide: Hide) -> Snapshot:
         workers=[replace(one, worker_id=hide(one.worker_id)) for one in whole.workers],
         breakers={hide(service): one for service, one in whole.breakers.items()},
         pauses=[{**pause, "type": hide(pause["type"])} for pause in whole.pauses],
-        degraded={part: hide(why) for part, why in whole.degraded.items()},
+        verdict=replace(
+            whole.verdict, reasons=[replace(one, what=hide(one.what)) for one in whole.verdict.reasons]
+        ),
     )
 
 
 def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> Snapshot:
     """The overview as callers of one organization see it: without the others, and without workers."""
     own = [one for one in whole.organizations if one.org_id == org_id]
+    breakers = _breakers_of(whole.breakers, org_id)
+    status = replace(facts.status, breakers=breakers).of_organization(org_id)
     return replace(
         whole,
         org_id=org_id,
         organizations=own,
-        depth=sum(one.depth for one in own),
+        depth=status.depth,
         delayed=sum(one.delayed for one in own),
-        stage=max((one.stage for one in own), default=0),
+        stage=status.stage,
         rates=activity.rates(facts.now_us, org_id),
         history=activity.history(facts.now_us, org_id),
         waits=activity.waits(org_id),
@@ -240,11 +245,11 @@ def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> S
         wanted_workers=0,
         agents=[one for one in facts.agents if one.org_id == org_id],
         health=facts.health.get(org_id, {}),
-        breakers=_breakers_of(whole.breakers, org_id),
+        breakers=breakers,
         pauses=[pause for pause in whole.pauses if pause["org_id"] in ("", org_id)],
         tokens=whole.tokens.of_organization(org_id),
         needs=_needs(own),
-        degraded={},
+        verdict=status.verdict,
     )
 
 

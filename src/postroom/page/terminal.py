@@ -97,9 +97,11 @@ def _bars(history: Sequence[Second]) -> str:
 def _trouble(shown: Snapshot) -> list[str]:
     needs = [f"{count} {what.replace('_', ' ')}" for what, count in shown.needs.items() if count]
     found = [f"{YELLOW}needs a person: {', '.join(needs)}{PLAIN}"] if needs else []
-    found += [f"{RED}degraded: {_plain(part)}: {_plain(why)}{PLAIN}" for part, why in shown.degraded.items()]
-    broken = [name for name, one in shown.breakers.items() if one.state != "closed"]
-    found += [f"{RED}open breakers: {', '.join(map(_plain, broken))}{PLAIN}"] if broken else []
+    found += [f"{RED}{one.level}: {_plain(one.what)}; {one.why}{PLAIN}" for one in shown.verdict.reasons]
+    held = [name for name, one in shown.breakers.items() if one.state != "closed" and one.organizations]
+    found += (
+        [f"{RED}breakers open for an organization: {', '.join(map(_plain, held))}{PLAIN}"] if held else []
+    )
     return found
 
 

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 import apsw
 import msgspec
 
+from postroom.contracts.engine.inspection import status_of
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.policy import Policy
 from postroom.core.diagnosis import (
     LEASE_LATE_S,
     LEASE_LONG_S,
@@ -36,6 +39,7 @@ from postroom.core.diagnosis import (
     StoreFacts,
     TokenFacts,
 )
+from postroom.core.health import HealthFacts
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import epoch_ns_of
 from postroom.errors import KeyMissing, PostroomError, StoreUnwritable, UnreadableValue
@@ -173,6 +177,7 @@ def _server(data: Path, settings: UpSettings) -> ServerFacts:
         return ServerFacts(
             is_running=True,
             parts={name: part.shown for name, part in states.parts.items()},
+            broken={name: part.fault for name, part in states.parts.items() if part.fault},
             restarts={name: part.restarts for name, part in states.parts.items()},
         )
     wanted = [("http", settings.http_port)] + ([("nats", settings.nats_port)] if settings.mail else [])
@@ -340,25 +345,32 @@ def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
     return msgspec.structs.replace(
         known,
         queues=tuple(_queue(transaction, name) for name in transaction.queues()),
+        flow=_flow(transaction) if known.has_clock else HealthFacts(),
         leases=tuple(_leases(transaction, late=known.has_clock)),
         shipper=_shipper(transaction),
         quarantined_rows=len(transaction.cells(QUARANTINE, limit=QUARANTINED_READ_MAX)),
     )
 
 
+def _flow(transaction: Transaction) -> HealthFacts:
+    policy = Policy()  # the rules of an app are not known here
+    return status_of(Operations(transaction, policy), policy).health_facts()
+
+
 def _queue(transaction: Transaction, name: str) -> QueueFacts:
     counts = transaction.depth(name)
     states = by_state(counts)
-    oldest_ns = transaction.oldest_ns(name) if states.get("QUEUED") else None
+    is_engine = bool(org_of(name))
+    oldest_ns = transaction.oldest_ns(name) if states.get("QUEUED") and not is_engine else None
     return QueueFacts(
         name=org_of(name) or name,
         depth=waiting(counts),
         delayed=waiting(counts) - ready(counts),
-        depth_max=0 if org_of(name) else transaction.limits(name).max_depth,
+        depth_max=0 if is_engine else transaction.limits(name).max_depth,
         oldest_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
         dead_letters=states.get("DEAD_LETTER", 0),
         quarantined=states.get("QUARANTINED", 0),
-        is_engine=bool(org_of(name)),
+        is_engine=is_engine,
     )
 
 

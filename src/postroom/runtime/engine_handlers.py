@@ -414,28 +414,14 @@ def _changed(
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     org_id = None if request.identity.is_operator else request.identity.org
     found = await server.read_for(request, lambda: engine_status(server, org_id))
-    return HttpReply(200, _encode(_status_for(request.identity, found)))
+    if org_id is not None:
+        return HttpReply(200, _encode(found.of_organization(org_id)))
+    return HttpReply(200, _encode(found.judged(await server.part_facts())))
 
 
 def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus:
     """How the engine of a server stands. With `org_id`, breakers are those of this organization."""
     return _read(server, lambda operations: status_of(operations, server.engine.policy, org_id))
-
-
-def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
-    """An agent sees its organization, the breakers that hold for it, and no workers."""
-    if identity.is_operator:
-        return found
-    own = {name: each for name, each in found.organizations.items() if name == identity.org}
-    return replace(
-        found,
-        organizations=own,
-        depth=sum(each.depth for each in own.values()),
-        stage=max((each.stage for each in own.values()), default=0),
-        workers={},
-        wanted_workers=0,
-        pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
-    )
 
 
 async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:

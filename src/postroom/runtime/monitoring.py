@@ -2,10 +2,11 @@
 
 import msgspec
 
+from postroom.core.health import judge
 from postroom.runtime.engine_handlers import engine_status
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.schemas import CallerAnswer, ErrorAnswer, HealthAnswer
-from postroom.runtime.task_server import BROKER, TaskServer
+from postroom.runtime.task_server import TaskServer
 
 _encode = msgspec.json.Encoder().encode
 
@@ -15,18 +16,20 @@ async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa
         return _unavailable("the store cannot be written to at present")
     if not (server.writer.alive and server.harness.alive):
         return _unavailable("a thread of the server has ended: restart it")
-    parts, degraded = await server.health()
-    return HttpReply(200, _encode(HealthAnswer("degraded" if degraded else "ok", parts)))
+    states, facts = await server.health()
+    verdict = judge(facts)
+    if verdict.level == "ok":
+        return HttpReply(200, _encode(HealthAnswer("ok", states)))
+    return HttpReply(200, _encode(HealthAnswer("degraded", states, verdict)))
 
 
 async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """Like `health`, but degraded parts are a refusal: a load balancer should choose another server.
+    """Like `health`, but broken parts are a refusal: a load balancer should choose another server.
 
-    Without the broker of RabbitMQ every server works on, more slowly, so that is no reason to choose another.
+    Messages that wait, and the broker of RabbitMQ, are the same for every server.
     """
     reply = await health(server, request)
-    _, degraded = await server.health()
-    parts = {name: why for name, why in degraded.items() if name != BROKER}
+    parts = (await server.part_facts()).broken
     return _unavailable("; ".join(f"{name}: {why}" for name, why in parts.items())) if parts else reply
 
 

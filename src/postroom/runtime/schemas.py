@@ -20,6 +20,7 @@ from postroom.contracts.task_input import (
     TEXT_CHARS_MAX,
 )
 from postroom.contracts.tasks import LEASE_S, AgentStatus, Status, TaskLine
+from postroom.core.health import Verdict
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.message import BusMessage, Durability, State
 from postroom.runtime.harness import HarnessStatus
@@ -319,13 +320,15 @@ class RevokedAnswer(msgspec.Struct, frozen=True):
 
 
 class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`ok`, or `degraded` when a part does not work.
+    """`ok`, or `degraded` when messages do not flow as they should, or a part does not work.
 
-    `parts` has the state of each part of `postroom up`, or why it does not work.
+    `parts` has the state of each part of `postroom up`, or why it does not work. `verdict` has the
+    reasons for `degraded`.
     """
 
     status: Literal["ok", "degraded"]
     parts: dict[str, str] = {}
+    verdict: Verdict | None = None
 
 
 class BusesAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

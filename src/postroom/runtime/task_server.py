@@ -12,10 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from postroom.contracts.engine import Coordinator, Engine
 from postroom.contracts.engine.agent import Agent
+from postroom.contracts.engine.inspection import status_of
+from postroom.contracts.engine.operations import Operations
 from postroom.contracts.task_input import LEASE_S_MAX, checked_terms
 from postroom.contracts.tasks import Tasks
+from postroom.core.health import HealthFacts
 from postroom.runtime.agents import Agents
 from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
@@ -53,7 +58,7 @@ BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
-BROKER = "broker"  # its name among the degraded parts
+FLOW_WAIT_S = 1.0  # after it, `/health` answers with what the last read found
 
 
 class TaskServer:
@@ -88,7 +93,10 @@ class TaskServer:
         self._decoders = SharedThreads("postroom-decoder", DECODERS, DECODERS_A_TOKEN_MAX)
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._health_checked = -HEALTH_CHECK_S
-        self._health: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        self._health: tuple[dict[str, str], HealthFacts] = ({}, HealthFacts())
+        self._flow = HealthFacts()
+        self._flow_checked = 0.0
+        self._flow_read: asyncio.Future[HealthFacts] | None = None
         self._coordinator: Coordinator | None = None
         self._coordinator_starts = asyncio.Lock()
         self._beats: dict[tuple[str, str], float] = {}
@@ -135,29 +143,57 @@ class TaskServer:
             self.streams_woken.set_result(None)
             self.streams_woken = self._loop.create_future()
 
-    async def health(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The state of every part, and of them what does not work, by name.
+    async def health(self) -> tuple[dict[str, str], HealthFacts]:
+        """The state of every part, and what the verdict depends on, without names of services."""
+        states, parts = await self._parts()
+        flow = await self._flow_facts()
+        return states, replace(
+            flow, breakers=[""] * len(flow.breakers), broken=parts.broken, slowed=parts.slowed
+        )
 
-        Cached for `HEALTH_CHECK_S`, because `/health` needs no token.
-        """
+    async def part_facts(self) -> HealthFacts:
+        """What does not work of this server."""
+        return (await self._parts())[1]
+
+    async def _parts(self) -> tuple[dict[str, str], HealthFacts]:
+        """Cached for `HEALTH_CHECK_S`, because `/health` needs no token."""
         if self._loop.time() >= self._health_checked + HEALTH_CHECK_S:
             self._health_checked = self._loop.time()
-            self._health = await self._loop.run_in_executor(self._health_thread, self._check_health)
+            self._health = await self._loop.run_in_executor(self._health_thread, self._check_parts)
         return self._health
 
-    def _check_health(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _check_parts(self) -> tuple[dict[str, str], HealthFacts]:
         """Callers without a token see this, so no bus is named."""
-        parts: dict[str, str] = {}
+        broken: dict[str, str] = {}
+        slowed: dict[str, str] = {}
         if self.buses.disk_is_nearly_full():
-            parts["disk"] = "the disk is nearly full: posts to buses are refused"
+            broken["disk"] = "the disk is nearly full: posts to buses are refused"
         full = len(self.buses.full())
         if full:
-            parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
+            broken["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
         if self.tasks.store.broker_trouble:
-            parts[BROKER] = f"{self.tasks.store.broker_trouble}; messages come from the database meanwhile"
+            slowed["broker"] = f"{self.tasks.store.broker_trouble}; messages come from the database meanwhile"
         states = part_states(self.agents.data)
-        degraded = parts | {name: part.fault for name, part in states.items() if part.fault}
-        return {name: part.shown for name, part in states.items()} | degraded, degraded
+        broken |= {name: part.fault for name, part in states.items() if part.fault}
+        shown = {name: part.shown for name, part in states.items()} | broken | slowed
+        return shown, HealthFacts(broken=broken, slowed=slowed)
+
+    async def _flow_facts(self) -> HealthFacts:
+        """How messages flow, as a read of the store found it. A slow store does not hold up `/health`."""
+        read = self._flow_read
+        if read is None or (read.done() and self._loop.time() >= self._flow_checked + HEALTH_CHECK_S):
+            self._flow_checked = self._loop.time()
+            self._flow_read = read = asyncio.ensure_future(self.read(self._read_flow))
+        await asyncio.wait((read,), timeout=FLOW_WAIT_S)
+        if read.done() and not read.cancelled() and read.exception() is None:
+            self._flow = read.result()
+        return self._flow
+
+    def _read_flow(self) -> HealthFacts:
+        policy = self.engine.policy
+        return self.engine.store.read(
+            lambda transaction: status_of(Operations(transaction, policy), policy).health_facts()
+        )
 
     async def coordinator(self) -> Coordinator:
         """The coordinator of this server. It starts with the first call for an agent."""

@@ -103,6 +103,8 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
 def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
     workers = facts["workers"]
     slots = sum(each["slots"] for each in workers.values())
+    for reason in facts["verdict"]["reasons"]:
+        yield f"{reason['level']}: {reason['what']}; {reason['why']}"
     yield f"{len(workers)} workers with {slots} slots, {facts['wanted_workers']} wanted"
     for service, found in facts["breakers"].items():
         if found["state"] != "closed":

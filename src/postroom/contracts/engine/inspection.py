@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from postroom.contracts.engine.admission import ALL
 from postroom.contracts.engine.cells import CIRCUITS, PAUSES, PRESSURES, SEPARATOR, Pressure, WorkerInfo
@@ -13,6 +14,7 @@ from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.results import error_history
 from postroom.core import admission, breaker, lifecycle, poison
+from postroom.core.health import NO_PARTS, HealthFacts, Verdict, judge
 from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
@@ -60,6 +62,11 @@ class BreakerStatus(msgspec.Struct, frozen=True):
     is_declared: bool = True
     """Whether a handler declares the service; else only messages name it."""
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether no organization can call the service."""
+        return self.state != "closed" and not self.organizations
+
 
 class OrganizationStatus(msgspec.Struct, frozen=True):
     """The status of one organization."""
@@ -89,6 +96,39 @@ class EngineStatus(msgspec.Struct, frozen=True):
     wanted_workers: int
     breakers: dict[str, BreakerStatus]
     pauses: list[dict[str, str]]
+    oldest_s: float = 0.0
+    """How long the oldest QUEUED message has waited."""
+    verdict: Verdict = Verdict()
+    """Whether messages flow."""
+
+    def health_facts(self) -> HealthFacts:
+        """What the verdict depends on."""
+        return HealthFacts(
+            waiting=self.depth,
+            oldest_s=self.oldest_s,
+            stage=self.stage,
+            workers=len(self.workers),
+            is_paused={"org_id": ALL, "type": ALL} in self.pauses,
+            breakers=[name for name, one in self.breakers.items() if one.holds_all],
+        )
+
+    def judged(self, parts: HealthFacts = NO_PARTS) -> "EngineStatus":
+        """This status with its verdict. `parts` is what is known of the parts of a server."""
+        facts = replace(self.health_facts(), broken=parts.broken, slowed=parts.slowed)
+        return replace(self, verdict=judge(facts))
+
+    def of_organization(self, org_id: str) -> "EngineStatus":
+        """As an organization sees it: without the others, and without workers."""
+        own = {name: each for name, each in self.organizations.items() if name == org_id}
+        seen = replace(
+            self,
+            organizations=own,
+            depth=sum(each.depth for each in own.values()),
+            stage=max((each.stage for each in own.values()), default=0),
+            pauses=[pause for pause in self.pauses if pause["org_id"] in (ALL, org_id)],
+            oldest_s=0.0,
+        )
+        return replace(seen.judged(), workers={}, wanted_workers=0)
 
 
 def info_of(operations: Operations, message_id: str, read_value: ReadValue = decoded_value) -> MessageInfo:
@@ -132,7 +172,7 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
     depth = ready(transaction.total())
     stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
     workers = operations.workers()
-    return EngineStatus(
+    status = EngineStatus(
         organizations=organizations,
         depth=depth,
         stage=stage,
@@ -142,7 +182,15 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
         ),
         breakers=_breakers(transaction, org_id),
         pauses=[{"org_id": org_id, "type": type_name} for org_id, type_name in pauses],
+        oldest_s=_oldest_s(transaction) if depth else 0.0,
     )
+    return status.judged()
+
+
+def _oldest_s(transaction: Transaction) -> float:
+    """How long the oldest QUEUED message has waited."""
+    oldest = [record.ready_at for lane in range(LANES) if (record := transaction.oldest(lane)) is not None]
+    return max(0, transaction.steady_ns - min(oldest, default=transaction.steady_ns)) / NANOS_PER_S
 
 
 def _organization(

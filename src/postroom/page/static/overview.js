@@ -51,7 +51,7 @@ function line(event) {
 }
 
 const SECTIONS = {
-  needs: [(all) => [all.needs, all.degraded, held(all.breakers)], needs],
+  needs: [(all) => [all.needs, all.verdict.reasons, held(all.breakers)], needs],
   rates: [(all) => [all.rates, all.history, all.depth, all.delayed, all.stage], rates],
   waits: [(all) => all.waits, waits],
   organizations: [(all) => all.organizations, organizations],
@@ -61,24 +61,23 @@ const SECTIONS = {
   tokens: [(all) => all.tokens.providers, tokens],
 };
 
-// The services whose breaker is not closed, with the organizations that it holds; none of them named: all.
+// The services whose breaker holds some organizations, with these. One that holds all of them is in the verdict.
 function held(breakers) {
-  return Object.entries(breakers).filter(([, one]) => one.state !== "closed").map(([service, one]) => [service, one.organizations]);
+  return Object.entries(breakers).filter(([, one]) => one.state !== "closed" && one.organizations.length).map(([service, one]) => [service, one.organizations]);
 }
 
-function needs([counts, degraded, open]) {
+function needs([counts, reasons, open]) {
   const items = [
     [counts.decisions, "decision", "#/decisions"],
     [counts.dead_letters, "dead letter", "#/dead-letters"],
     [counts.quarantined, "quarantined message", "#/dead-letters"],
   ].filter(([count]) => count);
-  const parts = Object.entries(degraded);
   return section(
     "Needs a person",
-    !items.length && !parts.length && !open.length && h("p", { class: "empty" }, "Nothing waits for a person."),
+    !items.length && !reasons.length && !open.length && h("p", { class: "empty" }, "Nothing waits for a person."),
     items.length > 0 && h("ul", { class: "todo" }, items.map(([count, what, hash]) => h("li", {}, link(hash, [h("b", {}, number(count)), " ", what, count === 1 ? "" : "s"])))),
-    parts.map(([name, why]) => h("p", { class: "bad" }, "The part ", name, " does not work: ", why)),
-    open.map(([service, organizations]) => h("p", { class: "bad" }, "The breaker of the service ", service, " is open for ", organizations.length ? organizations.join(", ") : "all organizations", ": messages that call it are delayed.")),
+    reasons.map((one) => h("p", { class: "bad" }, one.level, ": ", one.what, "; ", one.why)),
+    open.map(([service, organizations]) => h("p", { class: "bad" }, "The breaker of the service ", service, " is open for ", organizations.join(", "), ": messages that call it are delayed.")),
   );
 }
 
