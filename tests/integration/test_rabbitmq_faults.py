@@ -11,9 +11,9 @@ from typing import Any, cast
 import pika  # type: ignore[import-untyped]
 import pytest
 
-from postroom import Engine
+from postroom import Backpressure, Engine, Policy
 from postroom.client import EngineClient
-from postroom.errors import InvalidSetting, Unavailable
+from postroom.errors import InvalidSetting, Overloaded, Unavailable
 from postroom.stores import rabbitmq, rabbitmq_lanes, rabbitmq_link
 from postroom.stores.rabbitmq import RabbitStore
 from postroom.system.tls import make_self_signed
@@ -148,7 +148,7 @@ def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, t
 
 
 APP = """
-from postroom import Engine
+from postroom import Backpressure, Engine, Policy
 
 engine = Engine.open("memory://")
 
@@ -276,6 +276,23 @@ def test_a_broker_that_is_away_from_the_beginning_is_used_when_it_comes(
         load = asyncio.run(under_load(url, come))
     gc.collect()
     check(load, "broker away at first")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_the_depth_is_known_while_the_broker_is_away(rabbit: RabbitServer, database: str) -> None:
+    """The ledger has the depth: stage 4 goes on to refuse all but P0."""
+    policy = Policy(backpressure=Backpressure(scale=1, light=2, heavy=3, emergency=4))
+    with TcpProxy(rabbit.port) as proxy:
+        proxy.watch = lambda _chunk: "reset"
+        with Engine.open(rabbit.url(database, port=proxy.port), policy) as engine:
+            for _ in range(5):
+                engine.blocking.submit(type=TYPE, org_id="acme", payload={}, priority=0)
+            until(lambda: cast("RabbitStore", engine.store).broker_trouble)
+            for priority in (1, 2, 3):
+                with pytest.raises(Overloaded, match="has 5 messages waiting"):
+                    engine.blocking.submit(type=TYPE, org_id="acme", payload={}, priority=priority)
+            engine.blocking.submit(type=TYPE, org_id="acme", payload={}, priority=0)
+    gc.collect()
 
 
 def test_closing_a_store_leaves_no_socket_open_when_the_broker_is_silent(

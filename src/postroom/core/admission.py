@@ -2,7 +2,8 @@
 
 Rule 1: the depth is the number of QUEUED messages, of one organization and of all together.
 Rule 2: a stage is entered strictly above its threshold and left at 80 % of it.
-Rule 3: a depth that is unknown refuses P2 and P3.
+Rule 3: the transaction that stores the messages reads the depth, from the same ledger. A ledger that cannot
+        tell the depth cannot store a message of any priority either.
 """
 
 from typing import Final
