@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 
 from postroom.core import redaction
-from postroom.core.redaction import DEFAULT_FIELDS, PASSES_MAX, Redactor, level_for, luhn, mod97, shape_of
-from tests import redactioncorpus, redactionoutside, redactionsecrets
+from postroom.core.redaction import (
+    DEFAULT_FIELDS,
+    PASSES_MAX,
+    Level,
+    Redactor,
+    level_for,
+    luhn,
+    mod97,
+    shape_of,
+)
+from tests import redactioncarriers, redactioncorpus, redactionoutside, redactionsecrets
 from tests.redactioncorpus import corpus, measure, misses
 from tests.redactionholdout import Either, holdout, overall
 
@@ -431,6 +440,21 @@ def test_number_of_missed_secrets_matches_the_docs() -> None:
 
 def test_ordinary_texts_are_not_changed() -> None:
     assert redactionsecrets.measured().false == []
+
+
+LEFT_MAX: dict[Level, int] = {"full": 49, "medium": 82}
+FALSE_MAX = 2
+SECRETS_MIN, HARMLESS_MIN = 150, 100
+
+
+@pytest.mark.parametrize("level", redactioncarriers.LEVELS)
+def test_secrets_in_every_carrier_are_redacted(level: Level) -> None:
+    assert len(redactioncarriers.SECRETS) >= SECRETS_MIN
+    assert len(set(redactioncarriers.HARMLESS)) >= HARMLESS_MIN
+    found = redactioncarriers.measured(level)
+    print(redactioncarriers.report(level, found))
+    assert len(found.left) <= LEFT_MAX[level], [secret.text for secret in found.left]
+    assert len(found.false) <= FALSE_MAX, found.false
 
 
 @pytest.mark.parametrize(
