@@ -229,6 +229,38 @@ def test_a_full_disk_refuses_sends_and_recovers_without_loss(small_disk: Path) -
     serve(folder, look)
 
 
+def test_a_server_starts_on_a_full_disk_and_stores_again_when_there_is_space(small_disk: Path) -> None:
+    folder, subject = small_disk / "mail", f"{MSG}box.urgent"
+
+    async def begin(_: NatsServer, connect: Connect) -> None:
+        client = await connect()
+        await client.ask("$mq9.AI.MAILBOX.CREATE", b'{"name":"box","public":true,"ttl":0}')
+        assert (await client.ask(subject, b"first"))["msg_id"] == 1
+
+    async def refused(server: NatsServer, connect: Connect) -> None:
+        client = await connect()
+        assert in_trouble(server)
+        assert len((await client.ask("$mq9.AI.MAILBOX.LIST.box"))["messages"]) == 1
+        assert (await client.ask(subject, b"second"))["code"] == 503
+
+    async def stored(server: NatsServer, connect: Connect) -> None:
+        await refused(server, connect)
+        (small_disk / "filler").unlink()
+        while in_trouble(server):  # noqa: ASYNC110 - a service has no event for it
+            await asyncio.sleep(0)
+        client = await connect()
+        assert "msg_id" in await client.ask(subject, b"second")
+
+    async def look(_: NatsServer, connect: Connect) -> None:
+        client = await connect()
+        assert len((await client.ask("$mq9.AI.MAILBOX.LIST.box"))["messages"]) == len(("first", "second"))
+
+    serve(folder, begin)
+    fill(small_disk)
+    for work in (refused, stored, look):
+        serve(folder, work)
+
+
 def in_trouble(server: NatsServer) -> bool:
     service = server._handler
     assert isinstance(service, MailService)

@@ -13,6 +13,7 @@ Rule 4: compaction copies the live records and removes the old segments in two c
         once in `COMPACT_AFTER_S` if that is less.
 """
 
+import errno
 import math
 import os
 import queue
@@ -219,10 +220,19 @@ class SegmentLog:
             self._has_garbage = self._has_garbage or framing.is_outdated
 
     def begin(self, head: Started) -> None:
-        """Open and sync the first segment of this start. Each segment begins with `head`."""
+        """Open and sync the first segment of this start. Each segment begins with `head`.
+
+        Without space for it the log begins in trouble, and a tick opens the segment.
+        """
         self._started = head
         self._head = self._framing.frame(head)
-        self._open_next()
+        try:
+            self._open_next()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._mark_failed(error)
+            return
         sync_folder(self._folder)
         os.fsync(self._fd)
         self._new_name = False
@@ -515,9 +525,11 @@ class SegmentLog:
         for fd in self._dirty:
             with suppress(OSError):
                 os.close(fd)
-        suspect = (dead, max(0, nbytes - self._backlog_bytes))
-        self._old.append(dead)
-        self._old_bytes += nbytes
+        suspect = None
+        if dead != self._folder:  # else there was no segment since the start
+            suspect = (dead, max(0, nbytes - self._backlog_bytes))
+            self._old.append(dead)
+            self._old_bytes += nbytes
         self._buffer.clear()
         self._droppable.clear()
         self._unsynced = deque([unsynced])

@@ -272,7 +272,7 @@ class Buses:
             transaction.emit("deleted", type="bus", detail=detail)
             transaction.synced = True
 
-        self._store.write(forget, makes_room=True)
+        self._store.control(forget)
 
     # ---- limits of bytes -----------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from postroom.sinks.chain import read_chain
 from postroom.sinks.heads import StreamHead, fault_of, head_path, stream_of
 from postroom.sinks.layout import OPEN, chain_locked, holds_stream, numbered
 from postroom.sinks.reader import Segments, StreamPosition
+from postroom.stores.disk_reserve import keep_control_reserve, with_control_reserve
 from postroom.stores.open import AMQP, MEMORY, SQLITE, open_store
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
 from postroom.stores.transaction import MANIFEST
@@ -408,6 +409,7 @@ class ManifestKeeper:
 
     def start(self) -> None:
         """Note the files that a start has made, and go on in the background."""
+        keep_control_reserve(self._data)
         self._tried(self.note_names)
         self._tried(self._note_store)
         self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
@@ -417,6 +419,7 @@ class ManifestKeeper:
         looks = 0
         while not self._stop.wait(NAMES_EVERY_S):
             looks += 1
+            keep_control_reserve(self._data)
             self._tried(self.note_names if looks % LOOKS_PER_NOTE else self.note)
 
     def _tried(self, note: Callable[[], None]) -> None:
@@ -546,7 +549,8 @@ class ManifestKeeper:
     def _write(self, manifest: Manifest) -> None:
         self._manifest = manifest
         if manifest != self._written:
-            replace_file(self._data / MANIFEST_FILE, encode_manifest(manifest), "group")
+            path, data = self._data / MANIFEST_FILE, encode_manifest(manifest)
+            with_control_reserve(self._data, lambda: replace_file(path, data, "group"))
             self._written = manifest
 
 

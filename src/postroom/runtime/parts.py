@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from postroom.core.door import leaving_facts
-from postroom.errors import Unavailable
+from postroom.errors import Unavailable, WriteFailed
 from postroom.runtime.supervisor import State, Supervisor
+from postroom.stores.disk_reserve import with_control_reserve
 from postroom.system.atomic import replace_file
 
 STATES_FILE = "up.json"
@@ -189,8 +191,10 @@ class Parts:
             },
         )
         if states != self._written:
-            replace_file(self._data / STATES_FILE, _encode(states), "os")
-            self._written = states
+            path, data = self._data / STATES_FILE, _encode(states)
+            with suppress(WriteFailed):  # the next look tries again: a full disk stops no part
+                with_control_reserve(self._data, lambda: replace_file(path, data, "os"))
+                self._written = states
 
     def _is_hung(self, name: str, supervisor: Supervisor) -> bool:
         late = supervisor.silent_s() > self._beat_late_s  # also reads the beats

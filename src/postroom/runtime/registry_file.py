@@ -16,6 +16,7 @@ import msgspec
 
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import StoreDamaged
+from postroom.stores.disk_reserve import keep_control_reserve, with_control_reserve
 from postroom.system import lock
 from postroom.system.atomic import make_folder, read_file, replace_file
 
@@ -98,8 +99,9 @@ class RegistryFile(Generic[E]):
             written: dict[str, Any] = {self._field: content.entries}
             if content.owners:
                 written["owners"] = content.owners
-            data = msgspec.json.format(msgspec.json.encode(written), indent=1)
-            replace_file(self._path, data + b"\n", "fsync")
+            data = msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n"
+            with_control_reserve(self._path.parent, lambda: replace_file(self._path, data, "fsync"))
+            keep_control_reserve(self._path.parent)
             self._checked = -CHECK_EVERY_S
         finally:
             os.close(fd)

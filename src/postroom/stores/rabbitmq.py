@@ -136,6 +136,7 @@ class RabbitStore(Store):
             raise InvalidSetting("RabbitMQ needs pika: install postroom[rabbitmq]") from None
         self._address = address
         self._ledger = ledger
+        self.folder = ledger.folder
         self.url = f"{address.shown}?ledger={ledger.url}"
         self.fatal_errors = ledger.fatal_errors
         self.capabilities = _capabilities(address, ledger.capabilities)

@@ -4,6 +4,7 @@ Rule 1: each process writes through one connection and takes a fair file lock fo
         "database is locked" does not occur.
 Rule 2: callers share commits (`group_commit`).
 Rule 3: work that makes room (complete, cancel, purge) also succeeds on a full disk: it uses a disk reserve.
+        Orders of operators have a second one.
 """
 
 import errno
@@ -86,6 +87,7 @@ class SqliteStore(Store):
     ) -> None:
         check_library()
         self.path = Path.cwd() / path
+        self.folder = self.path.parent
         self.encryption = encryption
         self.url = f"sqlite:///{self.path}"
         self._clock = SystemClock() if clock is None else clock
@@ -418,7 +420,7 @@ class SqliteStore(Store):
     def _open_file(self) -> None:
         """Create or migrate the file, set the clock, and read the identity."""
         with suppress(StoreMoved):
-            self.write(lambda _: None, makes_room=True)
+            self.control(lambda _: None)  # a server starts on a full disk, too
 
     def set_moved(self, to: str) -> None:
         self._open_file()

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event, Record, Stored
 from postroom.stores.base import Counted, Pick, by_state
 from postroom.stores.conversion import Progress
+from postroom.stores.disk_reserve import with_control_reserve
 from postroom.stores.transaction import Transaction
 from postroom.system.encryption import KeysInUse
 
@@ -54,6 +56,8 @@ class Store(ABC):
     that only looks must not note it."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit. Contracts use `add_commit_listener`."""
+    folder: Path | None = None
+    """Where the files of the store are; None without any."""
     fatal_errors: tuple[type[Exception], ...] = ()
     """Errors of the backend itself. They end the whole commit, not only the work that raised them."""
 
@@ -74,6 +78,12 @@ class Store(ABC):
 
         `makes_room` marks work that must also succeed on a full disk.
         """
+
+    def control(self, work: Callable[[Transaction], T]) -> T:
+        """As `write`, for the order of an operator: on a full disk it gets the space kept for such orders."""
+        if self.folder is None:
+            return self.write(work, makes_room=True)
+        return with_control_reserve(self.folder, lambda: self.write(work, makes_room=True))
 
     def write_many(
         self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False

@@ -66,6 +66,14 @@ class Commits:
         """Run `work` on one consistent committed state."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._store.read, work)
 
+    async def control(self, work: Callable[[Transaction], T]) -> T:
+        """As `write`, for the order of an operator, which also succeeds on a full disk."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._store.control, work)
+        except HandleDead:
+            self._reopen()
+            raise
+
     def _begin(self) -> None:
         with self._mutex:
             if self._thread is None:

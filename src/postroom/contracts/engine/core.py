@@ -157,6 +157,11 @@ class EngineCore:
             lambda transaction: work(Operations(transaction, policy)), makes_room=makes_room
         )
 
+    async def control(self, work: Callable[[Operations], T]) -> T:
+        """As `write`, for the order of an operator, which also succeeds on a full disk."""
+        policy = self.policy
+        return await self._commits.control(lambda transaction: work(Operations(transaction, policy)))
+
     async def write_at(self, work: Callable[[Operations, int], T]) -> T:
         """As `write`, with the wall-clock time of the commit."""
         policy = self.policy

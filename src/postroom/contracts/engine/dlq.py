@@ -109,7 +109,7 @@ class DeadLetters:
         chosen = await self._chosen(message_ids, filters, replayed=False)
         if not dry_run:
             for message_id in chosen:
-                await self._core.write(partial(_forget, message_id=message_id))
+                await self._core.control(partial(_forget, message_id=message_id))
         return chosen
 
     async def _chosen(

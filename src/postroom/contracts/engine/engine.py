@@ -325,16 +325,16 @@ class Engine(Closing):
             raise InvalidMessage(
                 "the kill switch is True or False, for an organization or for all, not for a type"
             )
-        await self._core.write(lambda operations: operations.pause(org_id, type, kill=kill), makes_room=True)
+        await self._core.control(lambda operations: operations.pause(org_id, type, kill=kill))
 
     async def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
         """End a pause of the same scope."""
         self._check_scope(org_id, type)
-        await self._core.write(lambda operations: operations.resume(org_id, type), makes_room=True)
+        await self._core.control(lambda operations: operations.resume(org_id, type))
         if type:
             after: str | None = ""
             while after is not None:
-                after = await self._core.write(partial(_unpark, type, org_id, after), makes_room=True)
+                after = await self._core.control(partial(_unpark, type, org_id, after))
         self._core.wake_workers()
 
     def _check_scope(self, org_id: str, type_name: str) -> None:
