@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import starmap
 from pathlib import Path
 from typing import Any, get_args
@@ -21,9 +22,13 @@ from postroom.cli import zosmq
 from postroom.cli.shell import CONFIG_NAME, CONFIG_VARIABLE, TRACE_VARIABLE
 from postroom.contracts.tasks import STATUS
 from postroom.core.events import OPERATIONS, AuditEvent
+from postroom.core.gate import GATE, WHO, Entry
 from postroom.core.lifecycle import TRANSITIONS
+from postroom.core.redaction import Redactor
 from postroom.message import Event, EventKind, State
+from postroom.page.mount import PageMount
 from postroom.runtime.endpoint import STATUS_OF
+from postroom.runtime.http import TasksApp
 from postroom.runtime.openapi import Route
 from postroom.runtime.routes import ROUTES, openapi
 from postroom.settings import (
@@ -162,6 +167,21 @@ same as an OpenAPI document. The meaning of the calls: [Tasks](../contracts/task
 
 An error is `{{"error": NAME, "message": ONE SENTENCE}}`.
 """
+
+PERMISSIONS_HEAD = f"""\
+{NOTICE}
+
+# Permissions
+
+Who may do what with which object, over HTTP, on the live page, over MCP and over NATS. `core.gate` has this
+table, and decides by it before anything of the object is read. Every call names its row; a server with a call
+that names none does not start. What a token may not know about is answered like what does not exist.
+
+Beside its role, a token may have permissions ([tokens](../contracts/up.md#tokens)): a *read-only* token has
+only the rows with "yes"; `--only-message` and `--only-bus` limit the rows that name them to those agents and
+buses; `--may-claim`, `--may-read` and `--may-send-to` add objects of other agents.
+"""
+PLACES = ("HTTP", "page")
 
 # ---- descriptions that are not in the code; every name needs one ------------------------------------
 
@@ -358,6 +378,7 @@ def pages() -> dict[Path, str]:
         PAGES / "events.md": events_page(),
         PAGES / "audit-events.md": audit_events_page(),
         PAGES / "http.md": http_page(),
+        PAGES / "permissions.md": permissions_page(),
         ARCHITECTURE: architecture_page(),
     }
 
@@ -603,7 +624,7 @@ def http_page() -> str:
         [
             HTTP_HEAD,
             "## Routes\n",
-            rows("| route | who | what it does | answers | refusals |", route_rows()),
+            rows("| route | permission | what it does | answers | refusals |", route_rows()),
             "Each message of a `text/event-stream` has `id`, `event` and `data`. With `Last-Event-ID` a",
             "stream continues after that id. A bus stream whose position no longer exists sends the event",
             "`reset` and continues with the oldest message.\n",
@@ -624,12 +645,48 @@ def http_page() -> str:
 
 
 def route_rows() -> Iterator[str]:
-    for route, operators_only in ((served.route, served.operators_only) for served in ROUTES):
-        who = "anybody" if route.is_open else "operators" if operators_only else "agents, operators"
+    for served in ROUTES:
+        route, who = served.route, f"[`{served.entry}`](permissions.md)"
         answers = "<br>".join(f"{status} {answer(kinds)}".strip() for status, kinds in route.answers.items())
         answers += ", or `text/event-stream`" if route.streams else ""
         refusals = ", ".join(map(str, route.refusals))
         yield f"| `{route.method} {route.path}` | {who} | {route.summary} | {answers} | {refusals} |"
+
+
+def permissions_page() -> str:
+    by_entry: dict[str, dict[str, list[str]]] = {action: {} for action in GATE}
+    for place, action, call in gated_calls():
+        by_entry[action].setdefault(place, []).append(f"`{call}`")
+    return "\n".join(
+        [
+            PERMISSIONS_HEAD,
+            rows(
+                "| permission | to | who | a read-only token | only | also | HTTP | page |",
+                (
+                    permission_row(action, entry, [calls.get(place, []) for place in PLACES])
+                    for (action, entry), calls in zip(GATE.items(), by_entry.values(), strict=True)
+                ),
+            ),
+            "## Who\n",
+            rows("| who | means |", (f"| {who} | {meaning} |" for who, meaning in WHO.items())),
+        ]
+    )
+
+
+def gated_calls() -> Iterator[tuple[str, str, str]]:
+    """Where each permission is needed: the place, the permission and the call."""
+    for served in ROUTES:
+        yield "HTTP", served.entry, f"{served.route.method} {served.route.path}"
+    for served in PageMount(TasksApp(nullcontext), Redactor).routes():
+        yield "page", served.entry, f"{served.route.method} {served.route.path}"
+
+
+def permission_row(action: str, entry: Entry, places: Iterable[list[str]]) -> str:
+    permissions = (entry.only, *entry.also)
+    only, *also = (f"`{name}`" if name else "" for name in permissions)
+    where = " | ".join("<br>".join(calls) for calls in places)
+    may_read = "no" if entry.changes else "yes"
+    return f"| `{action}` | {entry.what} | {entry.who} | {may_read} | {only} | {' '.join(also)} | {where} |"
 
 
 def answer(kinds: Any) -> str:

@@ -69,6 +69,7 @@
     │   ├── MailUnavailable       no mail server answers, or it is full
     │   ├── TableChanged          another writer committed to a table of the pipeline meanwhile
     │   └── StoreDamaged          the database does not hold what postroom wrote
+    ├── NoEntry                   a call that a server serves names no entry of the table of permissions
     ├── StreamRestarted           an answer begins again: the chunks that were read so far do not count
     ├── NoResult                  a task that a client asked for ended without a result, or not in time
     └── QueueError                base of the errors of `Queue`
@@ -425,6 +426,16 @@ class NoResult(PostroomError):
             f"ended as {task.status}{cause}" if task.ended else f"has not ended in time: it is {task.status}"
         )
         super().__init__(f"task {task.task_id} of {task.agent} {end}")
+
+
+class NoEntry(PostroomError):
+    """A route, tool or command names no entry of the table of permissions. Its server does not start."""
+
+    def __init__(self, named_by: str, action: str) -> None:
+        super().__init__(
+            f"{named_by} names the permission {action!r}, which is not in the table of core.gate: "
+            "nothing is served without one"
+        )
 
 
 class QueueFull(Unavailable):

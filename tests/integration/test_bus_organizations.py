@@ -74,7 +74,7 @@ def test_two_organizations_have_a_bus_of_the_same_name(opened: Buses) -> None:
     assert bodies(opened, "plan", BOSS, "zeta") == ["of zeta"]
     with pytest.raises(InvalidMessage, match="several organizations have a bus 'plan'"):
         opened.read("plan", "", 100, BOSS)
-    with pytest.raises(NotAllowed, match="the buses of its organization only"):
+    with pytest.raises(NotAllowed, match="for its organization only"):
         opened.read("plan", "", 100, ADA, "zeta")
     assert opened.names(ADA) == {"acme": ["plan"], "": []}
     assert opened.names(BOSS) == {"": [], "acme": ["plan"], "zeta": ["plan"]}

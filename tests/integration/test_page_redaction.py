@@ -195,7 +195,7 @@ class Planted:
 
 
 def _paths(method: str) -> list[str]:
-    routes = PageMount(TasksApp(lambda _: None), Redactor)._routes()
+    routes = PageMount(TasksApp(lambda _: None), Redactor).routes()
     return [
         served.route.path for served in routes if served.route.method == method and served.route.path != "/"
     ]

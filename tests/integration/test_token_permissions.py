@@ -1,7 +1,6 @@
 """What a token may send, claim and read, and that its end takes effect in a running server."""
 
 import json
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -13,37 +12,9 @@ import httpx2
 import pytest
 
 from postroom.contracts.engine.policy import CONTROL_TYPES
-from postroom.core.redaction import Redactor
-from postroom.page.mount import PageMount
-from postroom.runtime.endpoint import ServedRoute
-from postroom.runtime.http import TasksApp
-from postroom.runtime.routes import ROUTES
 from postroom.runtime.tokens import NewToken, Permissions, Tokens
 from tests.integration.commandline import finish, postroom, start
 from tests.waiting import HANG_GUARD_S, until
-
-OPEN = {
-    "/",
-    "/health",
-    "/ready",
-    "/page/static/{tag}/{name}",
-    "/page/sign-in",
-    "/page/sign-out",
-    "/page/session",
-}
-OF_ALL_ORGANIZATIONS = {
-    "/tasks/{id}/cancel", "/tasks/{id}/retry", "/metrics", "/page/report", "/page/report.html",
-}  # fmt: skip
-"""Only for operators of all organizations."""
-OF_OPERATORS = {
-    "/engine/dlq/replay", "/engine/dlq/purge", "/engine/pause", "/engine/resume", "/page/messages/{id}/retry",
-    "/page/replay", "/page/decisions", "/page/decisions/{id}", "/page/goals", "/page/goals/{id}",
-    "/page/goals/{id}/rollback", "/engine/goals", "/engine/goals/{id}", "/engine/goals/{id}/checkpoints",
-    "/engine/decisions", "/engine/decisions/{id}", "/engine/conflicts", "/engine/decisions/{id}/answer",
-}  # fmt: skip
-"""For operators of one organization, too."""
-OF_ADMINS = {"/tokens", "/tokens/{id}/revoke", "/tokens/{id}/rotate"}
-"""For admins of one organization, too."""
 
 
 class World:
@@ -66,11 +37,6 @@ class World:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
-
-    def status(self, served: ServedRoute, token: str) -> int:
-        """How a route answers a call that names nothing that exists."""
-        path = re.sub(r"{\w+}", "none", served.route.path)
-        return self.call(token, path, None if served.route.method == "GET" else {})[0]
 
     def enqueue(self, agent: str) -> str:
         return str(self.call(self.admin, "/queue/enqueue", {"agent": agent, "payload": 1})[1]["task_id"])
@@ -99,29 +65,6 @@ def test_a_token_claims_and_ends_the_tasks_that_it_may_claim_and_no_others(world
     done = {"task_id": task_id, "lease": task["lease"], "decision": "good"}
     assert world.call(plain, "/queue/complete", done)[0] == 404
     assert world.call(pool, "/queue/complete", done)[0] == 202
-
-
-def test_every_route_refuses_callers_without_the_role_that_it_needs(world: World) -> None:
-    """A new route is for agents only if it stands in none of the tables above."""
-    page = PageMount(TasksApp(lambda _: None), Redactor)
-    routes = [served for served in (*ROUTES, *page._routes()) if served.route.path not in OPEN]
-    agent, operator = world.agent("rank").token, world.tokens.create("operator", "acme").token
-    reader = world.agent("looker", is_read_only=True).token
-    gone = world.agent("gone")
-    world.tokens.revoke(gone.token_id)
-    for served in routes:
-        path, is_change = served.route.path, served.route.method != "GET"
-        assert [world.status(served, token) for token in ("", gone.token)] == [401, 401], path
-        if path in OF_ALL_ORGANIZATIONS | OF_OPERATORS | OF_ADMINS:
-            assert world.status(served, agent) == 403, path
-        if path in OF_ALL_ORGANIZATIONS | OF_ADMINS:
-            assert world.status(served, operator) == 403, path
-        if is_change:
-            assert world.status(served, reader) == 403, path
-    assert {served.route.path for served in routes if served.admins_only} == OF_ADMINS
-    needed = {served.route.path for served in routes if served.operators_only}
-    assert needed == OF_ALL_ORGANIZATIONS | OF_OPERATORS
-    assert {served.route.path for served in (*ROUTES, *page._routes()) if served.route.is_open} == OPEN
 
 
 def test_a_token_reads_the_tasks_that_it_may_read_and_no_others(world: World) -> None:

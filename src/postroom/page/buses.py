@@ -9,7 +9,7 @@ import msgspec
 from postroom.message import BusMessage
 from postroom.page.redaction import shown_body, shown_name
 from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
-from postroom.runtime.event_streams import EventStream, bus_name, bus_pages
+from postroom.runtime.event_streams import EventStream, bus_pages
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 
@@ -18,7 +18,7 @@ _encode = msgspec.json.Encoder().encode
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The newest messages of a bus, the oldest of them first."""
-    name, identity, org_id = bus_name(request), request.identity, request.query.org_id
+    name, identity, org_id = request.path_param("name"), request.identity, request.query.org_id
     newest = await server.on_bus(
         request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT, identity, org_id)
     )

@@ -98,7 +98,7 @@ class PageMount:
         self._known_sessions: Sessions | None = None
         self._live: Live | None = None
         self._reports = Reports()
-        endpoints = [Endpoint(app.running_server, served, self._identify) for served in self._routes()]
+        endpoints = [Endpoint(app.running_server, served, self._identify) for served in self.routes()]
         self._router = Router(routes_of(endpoints))
         self._router.redirect_slashes = False
 
@@ -221,59 +221,53 @@ class PageMount:
 
     # ---- routes --------------------------------------------------------------------------------
 
-    def _routes(self) -> list[ServedRoute]:
+    def routes(self) -> list[ServedRoute]:
+        """All routes of the page."""
         return [
             _open("GET", "/", self._index),
             _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
             _open("POST", "/page/sign-in", self._sign_in, SignInBody),
             _open("POST", "/page/sign-out", self._sign_out),
             _open("GET", "/page/session", self._session),
-            _read("/page/overview", self._overview),
-            _read("/page/stream", self._stream, StreamQuery, answers=EVENT_STREAM),
-            _read("/page/messages", messages.find, MessagesQuery),
-            _read("/page/messages/{id}", messages.show),
-            _change("/page/messages/{id}/cancel", messages.cancel, everybody=True),
-            _change("/page/messages/{id}/retry", messages.retry),
-            _read("/page/dead-letters", letters.find, LettersQuery),
-            _change("/page/replay", letters.replay, ReplayBody),
-            _read("/page/decisions", goals.decisions, operators=True),
-            _change("/page/decisions/{id}", goals.answer, AnswerBody),
-            _read("/page/goals", goals.goals, operators=True),
-            _read("/page/goals/{id}", goals.goal, operators=True),
-            _change("/page/goals/{id}/rollback", goals.rollback, RollbackBody),
-            _read("/page/agents", teams.agents),
-            _read("/page/agents/{agent}/tasks", tasks.find, TasksQuery),
-            _read("/page/tasks", tasks.queues, TaskQueuesQuery),
-            _read("/page/tasks/{id}", tasks.show),
-            _read("/page/buses", event_streams.find_buses),
-            _read("/page/buses/{name}", buses.read, BusQuery),
-            _read("/page/buses/{name}/stream", self._stream_bus, BusQuery, answers=EVENT_STREAM),
-            _read("/page/report", self._reports.state, operators=True, within_org=False),
-            _read("/page/report.html", self._reports.page, operators=True, within_org=False, answers=TEXT),
+            _read("/page/overview", self._overview, "engine.read"),
+            _read("/page/stream", self._stream, "engine.read", StreamQuery, answers=EVENT_STREAM),
+            _read("/page/messages", messages.find, "message.list", MessagesQuery),
+            _read("/page/messages/{id}", messages.show, "message.read"),
+            _change("/page/messages/{id}/cancel", messages.cancel, "message.cancel"),
+            _change("/page/messages/{id}/retry", messages.retry, "letter.replay"),
+            _read("/page/dead-letters", letters.find, "letter.list", LettersQuery),
+            _change("/page/replay", letters.replay, "letter.replay", ReplayBody),
+            _read("/page/decisions", goals.decisions, "decision.read"),
+            _change("/page/decisions/{id}", goals.answer, "decision.answer", AnswerBody),
+            _read("/page/goals", goals.goals, "goal.read"),
+            _read("/page/goals/{id}", goals.goal, "goal.read"),
+            _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", RollbackBody),
+            _read("/page/agents", teams.agents, "agent.list"),
+            _read("/page/agents/{agent}/tasks", tasks.find, "task.list", TasksQuery),
+            _read("/page/tasks", tasks.queues, "task.list", TaskQueuesQuery),
+            _read("/page/tasks/{id}", tasks.show, "task.read"),
+            _read("/page/buses", event_streams.find_buses, "bus.list"),
+            _read("/page/buses/{name}", buses.read, "bus.read", BusQuery),
+            _read("/page/buses/{name}/stream", self._stream_bus, "bus.read", BusQuery, answers=EVENT_STREAM),
+            _read("/page/report", self._reports.state, "server.measure"),
+            _read("/page/report.html", self._reports.page, "server.measure", answers=TEXT),
         ]
 
 
 def _open(method: str, path: str, handler: Handler, body: type | None = None) -> ServedRoute:
     bodies = () if body is None else (body,)
-    return ServedRoute(Route(method, path, "", {200: (dict[str, Any],)}, (), bodies, is_open=True), handler)
+    return ServedRoute(Route(method, path, "", {200: (dict[str, Any],)}, (), bodies), handler, "server.look")
 
 
 def _read(
-    path: str,
-    handler: Handler,
-    query: type = NoQuery,
-    *,
-    operators: bool = False,
-    within_org: bool = True,
-    answers: Any = (dict[str, Any],),
+    path: str, handler: Handler, entry: str, query: type = NoQuery, *, answers: Any = (dict[str, Any],)
 ) -> ServedRoute:
-    route = Route("GET", path, "", {200: answers}, (), query=query)
-    return ServedRoute(route, handler, operators_only=operators, within_org=within_org)
+    return ServedRoute(Route("GET", path, "", {200: answers}, (), query=query), handler, entry)
 
 
-def _change(path: str, handler: Handler, body: type | None = None, *, everybody: bool = False) -> ServedRoute:
+def _change(path: str, handler: Handler, entry: str, body: type | None = None) -> ServedRoute:
     route = Route("POST", path, "", {200: (dict[str, Any],)}, (), () if body is None else (body,))
-    return ServedRoute(route, handler, operators_only=not everybody, within_org=True)
+    return ServedRoute(route, handler, entry)
 
 
 # ---- requests --------------------------------------------------------------------------------------

@@ -87,11 +87,6 @@ class Identity(msgspec.Struct, frozen=True):
         """Whether the caller may use every queue of every organization."""
         return self.role != "agent" and not self.org
 
-    @property
-    def is_admin(self) -> bool:
-        """Whether the caller may make and revoke tokens, of its organization or of all."""
-        return self.role == "admin"
-
     def administers(self, org: str) -> bool:
         """Whether the caller may make and revoke tokens of an organization; empty for those of all."""
         return self.role == "admin" and self.org in ("", org)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from postroom.contracts.bus import Bus
-from postroom.core.gate import Owner, namespaces, permit
+from postroom.core.gate import Owner, namespaces, permit, refused
 from postroom.core.names import checked_name
 from postroom.errors import (
     BusFull,
@@ -138,11 +138,9 @@ class Buses:
     def _check_caller(self, caller: Identity, org_id: str) -> None:
         if self._unreadable is not None and not caller.is_operator:
             raise Unavailable(str(self._unreadable))
-        if org_id and not caller.is_operator and org_id != caller.org:
-            raise NotAllowed(
-                HTTPStatus.FORBIDDEN,
-                f"this token is {caller.name}'s and uses the buses of its organization only",
-            )
+        why = refused(caller, "bus.read", Owner(org_id or caller.org))
+        if why:
+            raise NotAllowed(HTTPStatus.FORBIDDEN, why)
 
     def _find(
         self, transaction: Transaction, name: str, caller: Identity, org_id: str, action: str
@@ -151,7 +149,7 @@ class Buses:
             key = BusKey(org, name)
             record = record_of(transaction, key)
             is_there = record is not None or (caller.is_operator and key.exists(self._data))
-            if is_there and permit(caller, action, owner_of(key, record)):
+            if is_there and permit(caller, action, owner_of(key, record), name):
                 return FoundBus(key, record)
         if not caller.is_operator or org_id or action == "bus.post":  # a post without organization is for all
             return None
@@ -242,7 +240,7 @@ class Buses:
             found = self.find(name, caller, org_id)
             if found is None:
                 raise UnknownBus(name)
-            if not permit(caller, "bus.remove", found.owner):
+            if not permit(caller, "bus.remove", found.owner, name):
                 raise NotAllowed(
                     HTTPStatus.FORBIDDEN,
                     f"only the agent that created the bus {name!r} and operators may remove it",
@@ -404,7 +402,9 @@ class Buses:
             files = BusKey(org, "").path(self._data).parent.glob(FILES)
             keys = [BusKey(org, file.stem) for file in files]
             found[org] = sorted(
-                key.name for key in keys if permit(caller, "bus.read", owner_of(key, records.get(key)))
+                key.name
+                for key in keys
+                if permit(caller, "bus.read", owner_of(key, records.get(key)), key.name)
             )
         return found
 

@@ -1,7 +1,8 @@
 """One route as an ASGI application: checks the token, decodes the body or query, calls the handler, replies.
 
 Rule 1: every request gets a reply. An error is one sentence, without server paths and payloads.
-Rule 2: a body with too many bytes is refused before it is kept, and one with too many JSON elements before it
+Rule 2: the table of `core.gate` decides who may send a request before its body is read.
+Rule 3: a body with too many bytes is refused before it is kept, and one with too many JSON elements before it
         is decoded.
 """
 
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
+from postroom.core.gate import entry_of
 from postroom.core.jsoninput import check_json
 from postroom.errors import (
     AgentReplaced,
@@ -70,6 +72,7 @@ from postroom.runtime.http_messages import (
     HttpRequest,
     Refusal,
     StreamRefused,
+    check_allowed,
 )
 from postroom.runtime.listener import CONNECTION
 from postroom.runtime.openapi import Route
@@ -136,16 +139,13 @@ Identify = Callable[[TaskServer, HttpRequest], Identity]
 
 
 class ServedRoute(NamedTuple):
-    """A route with its handler, its limit of body bytes and its callers."""
+    """A route with its handler, its callers and its limit of body bytes."""
 
     route: Route
     handler: Handler
+    entry: str
+    """Who may send it: its entry in the table of `core.gate`."""
     body_bytes_max: int = SMALL_BODY_BYTES_MAX
-    operators_only: bool = False
-    within_org: bool = False
-    """Whether an operator of one organization may also send it. The handler keeps to that organization."""
-    admins_only: bool = False
-    """Whether only admins may send it, those of one organization too. The handler keeps to it."""
 
 
 class Endpoint:
@@ -155,6 +155,7 @@ class Endpoint:
         self, server: Callable[[], TaskServer], served: ServedRoute, identify: "Identify | None" = None
     ) -> None:
         self.route = served.route
+        self._is_open = entry_of(served.entry, f"{served.route.method} {served.route.path}").who == "anybody"
         self._server = server
         self._identified = identify or identified
         self._served = served
@@ -183,7 +184,7 @@ class Endpoint:
             await send_reply(send, reply)
 
     async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
-        if not self.route.is_open:
+        if not self._is_open:
             self._identify(server, request)
         body = await read_body(server, request, self._served.body_bytes_max)
         request.size = len(body)
@@ -201,19 +202,7 @@ class Endpoint:
         else:
             request.token = request.scope.get(TOKEN, "")
         request.identity = identity
-        if self._served.operators_only and not self._may_operate(identity):
-            whose = "an agent" if identity.role == "agent" else f"an {identity.role} of one organization"
-            who = "an operator" if identity.role == "agent" else "an operator of all organizations"
-            raise Refusal(403, "Forbidden", f"only {who} may do that, and this is the token of {whose}")
-        if self._served.admins_only and not identity.is_admin:
-            raise Refusal(
-                403, "Forbidden", f"only an admin may do that, and this is a token of an {identity.role}"
-            )
-        if identity.permissions.is_read_only and self.route.method != "GET":
-            raise Refusal(403, "Forbidden", "this token may only read")
-
-    def _may_operate(self, identity: Identity) -> bool:
-        return identity.is_operator or (self._served.within_org and identity.operates(identity.org))
+        check_allowed(identity, self._served.entry, name=request.scope.get("path_params", {}).get("name", ""))
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""
@@ -279,8 +268,7 @@ def identified(server: TaskServer, request: HttpRequest, *, is_counted: bool = T
     acting_as = request.header(ACTING_AS)
     if not acting_as:
         return identity
-    if not identity.is_operator:
-        raise Refusal(403, "Forbidden", "only an operator of all organizations may act for an agent")
+    check_allowed(identity, "agent.impersonate")
     org, _, agent = acting_as.partition("/")
     return identity.acting_as(agent, org)
 

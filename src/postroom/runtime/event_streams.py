@@ -15,11 +15,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.types import Message
 
+from postroom.core.gate import visible_org
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
 from postroom.runtime.buses import BusRemoved, Follower
 from postroom.runtime.handlers import is_valid, visible_queue
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, StreamRefused, disconnection
+from postroom.runtime.http_messages import HttpReply, HttpRequest, StreamRefused, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
 from postroom.runtime.schemas import (
     PAGE_DEFAULT,
@@ -68,29 +69,18 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
-def bus_name(request: HttpRequest) -> str:
-    """The bus of the path, if the caller may use it."""
-    name, identity = request.path_param("name"), request.identity
-    if identity.permissions.only_buses and name not in identity.permissions.only_buses:
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not use the bus {name!r}")
-    return name
-
-
 async def find_buses(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The buses by name that the caller may read."""
-    only = request.identity.permissions.only_buses
     found: dict[str, list[str]] = await server.on_bus(request, lambda: server.buses.names(request.identity))
-    allowed = {
-        org: [name for name in names if not only or name in only] for org, names in found.items() if names
-    }
-    if request.identity.is_operator:
+    allowed = {org: names for org, names in found.items() if names}
+    if visible_org(request.identity) is None:
         return HttpReply(200, _encode(BusesAnswer(allowed.pop("", []), allowed)))
     return HttpReply(200, _encode(BusesAnswer(sorted({*chain.from_iterable(allowed.values())}))))
 
 
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     query: BusQuery = request.query
-    name = bus_name(request)
+    name = request.path_param("name")
     if EVENT_STREAM not in request.header(b"accept"):
         messages = await server.on_bus(
             request,
@@ -107,7 +97,7 @@ async def bus_pages(
     server: TaskServer, request: HttpRequest, since: str, shown: Callable[[BusMessage], Any] | None = None
 ) -> ReadPage[str]:
     """A reader of the bus of the path. `shown` is applied to each message."""
-    name, org_id = bus_name(request), request.query.org_id
+    name, org_id = request.path_param("name"), request.query.org_id
     follower: Follower = await server.on_bus(
         request, lambda: server.buses.follow(name, since, request.identity, org_id)
     )
@@ -133,7 +123,7 @@ async def bus_pages(
 
 async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NewBusMessage = request.body
-    name = bus_name(request)
+    name = request.path_param("name")
     msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
     server.wake_streams()
     server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
@@ -142,7 +132,7 @@ async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def remove_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: BusOfQuery = request.query
-    name = bus_name(request)
+    name = request.path_param("name")
     key = await server.on_bus(request, lambda: server.buses.remove(name, request.identity, query.org_id))
     server.wake_streams()
     server.server_log.write("bus_removed", agent=request.identity.name, bus=name, org=key.org)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
+from postroom.core.gate import Owner, refused
 from postroom.runtime.agents import Identity
 from postroom.runtime.openapi import JSON
 
@@ -23,6 +24,13 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.error = error
+
+
+def check_allowed(identity: Identity, action: str, owner: Owner | None = None, name: str = "") -> None:
+    """Refuse a caller that may not do this with an object of this owner, as the table of `core.gate` says."""
+    why = refused(identity, action, owner, name)
+    if why:
+        raise Refusal(403, "Forbidden", why)
 
 
 class StreamRefused(Refusal):

@@ -1,6 +1,6 @@
 """The OpenAPI document, generated from the structs that the server decodes and encodes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -27,12 +27,10 @@ class Route(NamedTuple):
     query: type = NoQuery
     streams: bool = False
     """Whether the route can also send an event stream."""
-    is_open: bool = False
-    """Whether the route needs no token."""
 
 
-def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """Build the document."""
+def document(routes: Iterable[Route], version: str, open_paths: Collection[str]) -> dict[str, Any]:
+    """Build the document. The routes of `open_paths` need no token."""
     routes = list(routes)
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
@@ -40,6 +38,8 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type, components)
+        if route.path in open_paths:
+            paths[route.path][route.method.lower()]["security"] = []
     for struct in {route.query for route in routes}:
         components.pop(struct.__name__, None)
     built = {
@@ -83,8 +83,6 @@ def _operation(route: Route, by_type: dict[Any, Any], components: dict[str, Any]
         operation["responses"][str(status)] = _response(status, answer, by_type, streams=route.streams)
     for status in route.refusals:
         operation["responses"][str(status)] = _response(status, (ErrorAnswer,), by_type)
-    if route.is_open:
-        operation["security"] = []
     return operation
 
 

@@ -10,6 +10,7 @@ from postroom.contracts.engine.token_status import TokenStatus
 from postroom.contracts.goals.cells import Decision
 from postroom.contracts.goals.goals import GoalStatus
 from postroom.contracts.task_views import TaskInfo
+from postroom.core.gate import GATE
 from postroom.runtime import (
     agent_handlers,
     engine_handlers,
@@ -112,21 +113,25 @@ ROUTES: Sequence[ServedRoute] = (
             (NextBody,),
         ),
         handlers.claim,
+        "task.claim",
     ),
     ServedRoute(
         Route(
             "POST", "/queue/complete", "Complete a task", {202: (CompletedAnswer,)}, _CHANGE, (CompleteBody,)
         ),
         handlers.complete,
+        "task.settle",
         COMPLETE_BYTES_MAX,
     ),
     ServedRoute(
         Route("POST", "/queue/heartbeat", "Renew a lease", {202: (TaskAnswer,)}, _CHANGE, (HolderBody,)),
         handlers.heartbeat,
+        "task.settle",
     ),
     ServedRoute(
         Route("POST", "/queue/fail", "Report a failure", {202: (TaskAnswer,)}, _CHANGE, (FailBody,)),
         handlers.fail,
+        "task.settle",
     ),
     ServedRoute(
         Route(
@@ -138,6 +143,7 @@ ROUTES: Sequence[ServedRoute] = (
             (HolderBody,),
         ),
         handlers.release,
+        "task.settle",
     ),
     ServedRoute(
         Route(
@@ -149,6 +155,7 @@ ROUTES: Sequence[ServedRoute] = (
             (EnqueueBody, EnqueueManyBody),
         ),
         handlers.enqueue,
+        "task.enqueue",
         ENQUEUE_BYTES_MAX,
     ),
     ServedRoute(
@@ -161,6 +168,7 @@ ROUTES: Sequence[ServedRoute] = (
             (ResultBody,),
         ),
         handlers.result,
+        "task.settle",
     ),
     ServedRoute(
         Route(
@@ -172,16 +180,17 @@ ROUTES: Sequence[ServedRoute] = (
             (ResultBody,),
         ),
         handlers.result,
+        "task.settle",
     ),
     ServedRoute(
         Route("POST", "/tasks/{id}/cancel", "End a task without a result", {202: (TaskAnswer,)}, _CHANGE),
         handlers.cancel,
-        operators_only=True,
+        "task.cancel",
     ),
     ServedRoute(
         Route("POST", "/tasks/{id}/retry", "Queue a dead task again", {202: (TaskAnswer,)}, _CHANGE),
         handlers.retry,
-        operators_only=True,
+        "task.retry",
     ),
     ServedRoute(
         Route(
@@ -193,16 +202,19 @@ ROUTES: Sequence[ServedRoute] = (
             query=ShowQuery,
         ),
         handlers.show,
+        "task.read",
     ),
     ServedRoute(
         Route(
             "GET", "/tasks", "Tasks in the order of acceptance", {200: (LinesAnswer,)}, _READ, query=FindQuery
         ),
         handlers.find,
+        "task.list",
     ),
     ServedRoute(
         Route("GET", "/queue/status", "The state of the queues", {200: (StatusAnswer,)}, _READ),
         handlers.status,
+        "task.list",
     ),
     ServedRoute(
         Route(
@@ -214,6 +226,7 @@ ROUTES: Sequence[ServedRoute] = (
             (NewMessageBody, NewMessagesBody),
         ),
         engine_handlers.submit,
+        "message.submit",
         ENQUEUE_BYTES_MAX,
     ),
     ServedRoute(
@@ -226,6 +239,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=MessagesQuery,
         ),
         engine_handlers.find,
+        "message.list",
     ),
     ServedRoute(
         Route(
@@ -237,6 +251,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=ShowQuery,
         ),
         engine_handlers.show,
+        "message.read",
     ),
     ServedRoute(
         Route(
@@ -247,6 +262,7 @@ ROUTES: Sequence[ServedRoute] = (
             _READ,
         ),
         engine_handlers.stream,
+        "message.read",
     ),
     ServedRoute(
         Route(
@@ -257,6 +273,7 @@ ROUTES: Sequence[ServedRoute] = (
             _READ,
         ),
         engine_handlers.explain,
+        "message.read",
     ),
     ServedRoute(
         Route(
@@ -267,6 +284,7 @@ ROUTES: Sequence[ServedRoute] = (
             _CHANGE,
         ),
         engine_handlers.cancel,
+        "message.cancel",
     ),
     ServedRoute(
         Route(
@@ -278,6 +296,7 @@ ROUTES: Sequence[ServedRoute] = (
             (RequestBody,),
         ),
         agent_handlers.request_answer,
+        "message.submit",
         ENQUEUE_BYTES_MAX,
     ),
     ServedRoute(
@@ -290,6 +309,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=AgentsQuery,
         ),
         agent_handlers.agents,
+        "agent.list",
     ),
     ServedRoute(
         Route(
@@ -301,6 +321,7 @@ ROUTES: Sequence[ServedRoute] = (
             (RegisterBody,),
         ),
         agent_handlers.register,
+        "agent.join",
     ),
     ServedRoute(
         Route(
@@ -312,6 +333,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=SessionQuery,
         ),
         agent_handlers.stream,
+        "agent.inbox",
     ),
     ServedRoute(
         Route(
@@ -323,6 +345,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=SessionQuery,
         ),
         agent_handlers.beat,
+        "agent.join",
     ),
     ServedRoute(
         Route(
@@ -334,6 +357,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=SessionQuery,
         ),
         agent_handlers.leave,
+        "agent.join",
     ),
     ServedRoute(
         Route(
@@ -345,6 +369,7 @@ ROUTES: Sequence[ServedRoute] = (
             (AckBody,),
         ),
         agent_handlers.acknowledge,
+        "agent.inbox",
     ),
     ServedRoute(
         Route(
@@ -356,6 +381,7 @@ ROUTES: Sequence[ServedRoute] = (
             (SendBody,),
         ),
         agent_handlers.send,
+        "agent.send",
         ENQUEUE_BYTES_MAX,
     ),
     ServedRoute(
@@ -368,6 +394,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=InboxQuery,
         ),
         agent_handlers.inbox,
+        "agent.inbox",
     ),
     ServedRoute(
         Route(
@@ -379,6 +406,7 @@ ROUTES: Sequence[ServedRoute] = (
             (InboxDoneBody,),
         ),
         agent_handlers.inbox_done,
+        "agent.inbox",
     ),
     ServedRoute(
         Route(
@@ -390,6 +418,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=BouncesQuery,
         ),
         agent_handlers.bounces,
+        "bounce.list",
     ),
     ServedRoute(
         Route(
@@ -401,6 +430,7 @@ ROUTES: Sequence[ServedRoute] = (
             (BouncesDoneBody,),
         ),
         agent_handlers.bounces_done,
+        "bounce.remove",
     ),
     ServedRoute(
         Route(
@@ -411,6 +441,7 @@ ROUTES: Sequence[ServedRoute] = (
             _READ,
         ),
         agent_handlers.receipts,
+        "message.read",
     ),
     ServedRoute(
         Route(
@@ -422,6 +453,7 @@ ROUTES: Sequence[ServedRoute] = (
             query=LettersQuery,
         ),
         engine_handlers.dead_letters,
+        "letter.list",
     ),
     ServedRoute(
         Route(
@@ -433,8 +465,7 @@ ROUTES: Sequence[ServedRoute] = (
             (ReplayBody,),
         ),
         engine_handlers.replay,
-        operators_only=True,
-        within_org=True,
+        "letter.replay",
     ),
     ServedRoute(
         Route(
@@ -446,20 +477,22 @@ ROUTES: Sequence[ServedRoute] = (
             (PurgeBody,),
         ),
         engine_handlers.purge,
-        operators_only=True,
-        within_org=True,
+        "letter.purge",
     ),
     ServedRoute(
         Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
         engine_handlers.dead_letter,
+        "letter.read",
     ),
     ServedRoute(
         Route("GET", "/engine/status", "The state of the global queue", {200: (EngineStatus,)}, _READ),
         engine_handlers.status,
+        "engine.read",
     ),
     ServedRoute(
         Route("GET", "/engine/tokens", "The token budgets of models", {200: (TokenStatus,)}, _READ),
         engine_handlers.tokens,
+        "engine.read",
     ),
     ServedRoute(
         Route(
@@ -471,8 +504,7 @@ ROUTES: Sequence[ServedRoute] = (
             (PauseBody,),
         ),
         engine_handlers.pause,
-        operators_only=True,
-        within_org=True,
+        "engine.pause",
     ),
     ServedRoute(
         Route(
@@ -484,20 +516,17 @@ ROUTES: Sequence[ServedRoute] = (
             (ResumeBody,),
         ),
         engine_handlers.resume,
-        operators_only=True,
-        within_org=True,
+        "engine.pause",
     ),
     ServedRoute(
         Route("GET", "/engine/goals", "Goals and their states", {200: (GoalsAnswer,)}, _READ),
         goal_handlers.goals,
-        operators_only=True,
-        within_org=True,
+        "goal.read",
     ),
     ServedRoute(
         Route("GET", "/engine/goals/{id}", "How a goal stands", {200: (GoalStatus,)}, _READ),
         goal_handlers.goal,
-        operators_only=True,
-        within_org=True,
+        "goal.read",
     ),
     ServedRoute(
         Route(
@@ -508,22 +537,19 @@ ROUTES: Sequence[ServedRoute] = (
             _READ,
         ),
         goal_handlers.checkpoints,
-        operators_only=True,
-        within_org=True,
+        "goal.read",
     ),
     ServedRoute(
         Route(
             "GET", "/engine/decisions", "Decisions that wait for a person", {200: (DecisionsAnswer,)}, _READ
         ),
         goal_handlers.decisions,
-        operators_only=True,
-        within_org=True,
+        "decision.read",
     ),
     ServedRoute(
         Route("GET", "/engine/decisions/{id}", "A decision and its question", {200: (Decision,)}, _READ),
         goal_handlers.decision,
-        operators_only=True,
-        within_org=True,
+        "decision.read",
     ),
     ServedRoute(
         Route(
@@ -535,19 +561,17 @@ ROUTES: Sequence[ServedRoute] = (
             (AnswerBody,),
         ),
         goal_handlers.answer,
-        operators_only=True,
-        within_org=True,
+        "decision.answer",
     ),
     ServedRoute(
         Route("GET", "/engine/conflicts", "Operations that are under way", {200: (ConflictsAnswer,)}, _READ),
         goal_handlers.conflicts,
-        operators_only=True,
-        within_org=True,
+        "goal.read",
     ),
     ServedRoute(
         Route("GET", "/tokens", "Tokens, without their texts", {200: (TokensAnswer,)}, _READ),
         token_handlers.tokens,
-        admins_only=True,
+        "token.list",
     ),
     ServedRoute(
         Route(
@@ -559,12 +583,12 @@ ROUTES: Sequence[ServedRoute] = (
             (NewTokenBody,),
         ),
         token_handlers.create,
-        admins_only=True,
+        "token.create",
     ),
     ServedRoute(
         Route("POST", "/tokens/{id}/revoke", "Revoke a token", {202: (RevokedAnswer,)}, _CHANGE),
         token_handlers.revoke,
-        admins_only=True,
+        "token.end",
     ),
     ServedRoute(
         Route(
@@ -576,34 +600,37 @@ ROUTES: Sequence[ServedRoute] = (
             (RotateBody,),
         ),
         token_handlers.rotate,
-        admins_only=True,
+        "token.end",
     ),
     ServedRoute(
         Route("GET", "/events", "Events as they happen", {200: EVENT_STREAM}, _READ, query=EventsQuery),
         event_streams.events,
+        "task.list",
     ),
     ServedRoute(
         Route("GET", "/metrics", "Metrics for Prometheus", {200: TEXT}, _READ),
         monitoring.metrics,
-        operators_only=True,
+        "server.measure",
     ),
     ServedRoute(
-        Route("GET", "/whoami", "The owner of the token", {200: (CallerAnswer,)}, _READ), monitoring.caller
+        Route("GET", "/whoami", "The owner of the token", {200: (CallerAnswer,)}, _READ),
+        monitoring.caller,
+        "server.read",
     ),
     ServedRoute(
-        Route(
-            "GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
-        ),
+        Route("GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 413, 503)),
         monitoring.health,
+        "server.look",
     ),
     ServedRoute(
-        Route(
-            "GET", "/ready", "Whether all parts run", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
-        ),
+        Route("GET", "/ready", "Whether all parts run", {200: (HealthAnswer,)}, (400, 413, 503)),
         monitoring.ready,
+        "server.look",
     ),
     ServedRoute(
-        Route("GET", "/bus", "Buses by name", {200: (BusesAnswer,)}, _READ), event_streams.find_buses
+        Route("GET", "/bus", "Buses by name", {200: (BusesAnswer,)}, _READ),
+        event_streams.find_buses,
+        "bus.list",
     ),
     ServedRoute(
         Route(
@@ -616,6 +643,7 @@ ROUTES: Sequence[ServedRoute] = (
             streams=True,
         ),
         event_streams.read_bus,
+        "bus.read",
     ),
     ServedRoute(
         Route(
@@ -627,6 +655,7 @@ ROUTES: Sequence[ServedRoute] = (
             (NewBusMessage,),
         ),
         event_streams.append_bus,
+        "bus.post",
         BUS_POST_BYTES_MAX,
     ),
     ServedRoute(
@@ -639,14 +668,17 @@ ROUTES: Sequence[ServedRoute] = (
             query=BusOfQuery,
         ),
         event_streams.remove_bus,
+        "bus.remove",
     ),
     ServedRoute(
         Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 413, 429, 503)),
         monitoring.openapi,
+        "server.read",
     ),
 )
 
 
 def openapi() -> dict[str, Any]:
     """The OpenAPI document of the server."""
-    return document([served.route for served in ROUTES], version("postroom"))
+    open_paths = [served.route.path for served in ROUTES if GATE[served.entry].who == "anybody"]
+    return document([served.route for served in ROUTES], version("postroom"), open_paths)
