@@ -128,13 +128,23 @@ def test_local_agents_live_as_long_as_their_coordinator(agents_of: Made) -> None
     assert agents.health() == "dead"
 
 
+def test_sessions_do_not_count_the_agents_of_others(agents_of: Made) -> None:
+    agents, sessions = agents_of(), []
+    for others in (1, 5):
+        sessions.append(agents.register().session)
+        for number in range(others):
+            agents.do(lambda one, name=f"a{number}": one.register("other", name, "c1"))  # type: ignore[misc]
+        agents.clock.advance(1)
+    assert agents.register().session - sessions[1] == sessions[1] - sessions[0] == 1_000_000
+
+
 def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) -> None:
     agents = agents_of()
-    agents.do(lambda one: one.start_coordinator("c1", "here"))
+    first = agents.do(lambda one: one.start_coordinator("c1", "here"))
     agents.register()
     agents.clock.advance(1)
     second = agents.do(lambda one: one.start_coordinator("c2", "there"))
-    assert second.epoch > 1
+    assert second.epoch > first.epoch
     assert agents.do(lambda one: one.take_over("c2")) == []
     agents.clock.advance(LEASE_S - 1)
     agents.do(lambda one: one.renew_coordinator("c2", second.epoch, "there"))

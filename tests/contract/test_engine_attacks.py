@@ -23,7 +23,6 @@ from postroom.contracts.engine.handlers import ended
 from postroom.contracts.engine.message_input import FIELDS
 from postroom.contracts.engine.outcomes import Outcome
 from postroom.contracts.engine.worker import Worker
-from postroom.core.ids import message_uuid, store_tag
 from postroom.core.retry import Retry
 from postroom.errors import (
     InvalidMessage,
@@ -463,8 +462,7 @@ def test_an_id_of_the_store_reveals_nothing_about_other_organizations(tmp_path: 
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
         fields = {"type": "tool_call", "payload": {}}
         given = engine.blocking.submit(org_id="acme", **fields).message_id
-        tag = store_tag(engine.store.identity())
-        not_given = message_uuid(int(given[:8] + given[9:13], 16) * 1000, 99, tag)
+        not_given = engine.store.read(lambda transaction: transaction.ids.messages).new(1, 1)
         sentences = []
         for message_id in (given, not_given):
             with pytest.raises(InvalidMessage) as refused:

@@ -10,6 +10,7 @@ import pytest
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Durability, Envelope
 from postroom.stores.base import FOREVER_NS, Listing
+from postroom.stores.own_ids import EARLIER_RULE
 from postroom.stores.postgres import PostgresStore
 from postroom.stores.postgres_known import Known
 from postroom.stores.transaction import Claim, Transaction
@@ -129,7 +130,7 @@ def test_the_pause_of_a_worker_needs_no_trip_and_ends_at_the_first_deadline(data
 
 
 def test_a_deadline_of_a_commit_under_way_is_not_forgotten_by_a_read() -> None:
-    known = Known("t1")
+    known = Known("t1", EARLIER_RULE)
     known.note_deadline(5_000, now_ns=1_000)  # its commit is not over when another thread reads
     known.set_deadlines([9_000, None], now_ns=2_000)
     assert known.deadlines == (5_000, 2_000)

@@ -1,6 +1,7 @@
 """Forks, removed files and truncated wake-up files beside an open handle."""
 
 import os
+import sqlite3
 import tempfile
 import threading
 from pathlib import Path
@@ -9,9 +10,12 @@ import pytest
 
 from postroom import Tasks
 from postroom.errors import StoreDamaged, StoreUnwritable
+from postroom.message import Envelope
 from postroom.stores import sqlite
+from postroom.stores.base import ByIds
+from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT, UPGRADE_US
 from postroom.stores.sqlite_snapshot import SqliteSnapshot
-from postroom.testing import check_consistency
+from postroom.testing import ManualClock, check_consistency
 from tests.children import no_child_left, run
 from tests.waiting import HANG_GUARD_S
 
@@ -134,3 +138,34 @@ def test_a_folder_of_another_user_is_no_damage() -> None:
                     use()
 
         run(as_another_user)
+
+
+def test_ids_of_an_earlier_version_stay_and_new_ones_hide_their_number_after_a_day(tmp_path: Path) -> None:
+    clock, path = ManualClock(), tmp_path / "queue.db"
+
+    def insert(store: sqlite.SqliteStore) -> str:
+        envelope = Envelope(queue="org:acme", payload=b"{}")
+        return store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
+
+    def is_hidden(store: sqlite.SqliteStore, name: str) -> bool:
+        [record] = store.find(ByIds((name,)))
+        return int(name[-12:], 16) >> 18 & 0xFFFF != record.seq
+
+    sqlite.SqliteStore(path, clock=clock).close()
+    store = sqlite.SqliteStore(path, clock=clock)
+    store.identity()
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE facts SET value = ? WHERE name = ?", (EARLIER_RULE.text, IDS_FACT))
+    store.close()
+    store = sqlite.SqliteStore(path, clock=clock)
+    names = [insert(store)]
+    store.close()
+    with sqlite3.connect(path) as file:
+        file.execute("DELETE FROM facts WHERE name = ?", (IDS_FACT,))
+    store = sqlite.SqliteStore(path, clock=clock)
+    names.append(insert(store))
+    clock.advance(UPGRADE_US / 1_000_000)
+    names.append(insert(store))
+    assert [is_hidden(store, name) for name in names] == [False, False, True]
+    assert [event.message_id for event in store.events() if event.kind == "created"] == names
+    store.close()

@@ -10,6 +10,7 @@ from postroom.core import lifecycle
 from postroom.message import Envelope, Event, Moment, Noted, Record
 from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, NotedRun, Part, pack, unpack
 from postroom.stores.memory import MemoryStore
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.sqlite import SqliteStore
 from postroom.testing import ManualClock
 
@@ -18,7 +19,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 def made(*parts: Part) -> list[Event]:
-    return list(unpack(pack(list(parts)), "t1"))
+    return list(unpack(pack(list(parts)), OwnIds("t1")))
 
 
 @given(NUMBERS, NUMBERS, TEXTS, TEXTS, TEXTS, st.integers(0, 3), st.lists(st.integers(0, 99), min_size=1))
@@ -115,4 +116,4 @@ def test_a_row_of_the_first_version_is_read() -> None:
             {"seq": 2, "ts_us": 5, "kind": "enqueued", "queue": "q", "message_id": "t1-1", "state": "QUEUED"},
         ]
     )
-    assert list(unpack(row, "t1")) == events
+    assert list(unpack(row, OwnIds("t1"))) == events

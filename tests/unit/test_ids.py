@@ -1,13 +1,24 @@
 """Ids of the bus: sortable as text and strictly increasing, even when the clock steps back."""
 
 import re
+import uuid
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.ids import PID_MODULUS, SEQUENCE_MODULUS, bus_id, bus_ids, is_ordered, origin
+from postroom.core.ids import (
+    PID_MODULUS,
+    SEQUENCE_MODULUS,
+    IdRule,
+    MessageIds,
+    bus_id,
+    bus_ids,
+    is_ordered,
+    origin,
+)
 from postroom.core.times import NANOS_PER_S, utc_text
 
 SHAPE = re.compile(r"MSG-\d{8}-\d{6}-\d{9}-PID\d{5}-\d{4}", re.ASCII)
@@ -122,3 +133,34 @@ def test_instants_around_1970_and_at_the_end_of_time_keep_their_digits(epoch_ns:
     msg_id, ts = bus_id(epoch_ns, origin(1), 1, "")
     assert SHAPE.fullmatch(msg_id)
     assert ts == utc_text(epoch_ns)
+
+
+# ---- ids of messages -------------------------------------------------------------------------------
+
+RULE = IdRule("8f" * 16, NOON_NS // 1000)
+
+
+@given(st.integers(1, 2**44 - 1), st.integers(0, 2**58))
+def test_a_store_finds_the_number_in_its_ids(number: int, created_us: int) -> None:
+    ids = MessageIds("t1", RULE)
+    message_id = ids.new(number, created_us)
+    assert ids.number(message_id) == number
+    assert uuid.UUID(message_id).version == 7
+    assert str(uuid.UUID(message_id)) == message_id
+
+
+def test_ids_do_not_show_numbers() -> None:
+    ids = MessageIds("t1", RULE)
+    low = [int(ids.new(1000 + n, NOON_NS // 1000 + n)[-12:], 16) >> 18 for n in range(100)]
+    differences = {after - before for before, after in pairwise(low)}
+    assert len(differences) > 90, "each microsecond has its own cover"
+    other = MessageIds("t1", IdRule("11" * 16, 0))
+    assert other.new(1000, NOON_NS) != ids.new(1000, NOON_NS), "the cover depends on the secret"
+
+
+def test_ids_that_an_earlier_version_gave_stay() -> None:
+    ids = MessageIds("t1", RULE)
+    old = ids.new(99, NOON_NS // 1000 - 1)
+    assert int(old[-12:], 16) >> 18 == 99
+    assert ids.number(old) == 99
+    assert ids.number("00000000-0000-7000-8000-000000000000") == 0

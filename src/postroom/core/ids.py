@@ -10,10 +10,12 @@ stepped back or the sequence wrapped.
 import re
 from datetime import UTC, datetime, timedelta
 from functools import cache, lru_cache
+from hashlib import blake2b
 from zlib import crc32
 
+import msgspec
+
 from postroom.core.times import NANOS_PER_S, second_texts
-from postroom.message import ENGINE_PREFIX
 
 SEQUENCE_MODULUS = 10_000
 SEQUENCE_DIGITS = 4
@@ -91,40 +93,92 @@ def _after(last: str, tail: str, candidate: str) -> str:
     return f"MSG-{second:%Y%m%d-%H%M%S}-{0:09d}-{tail}"
 
 
-_TAG_BITS = 30
+_TAG_BITS = 30  # of ids of earlier versions
 _TAG_LOW_BITS = 18
 _TAG_LOW = (1 << _TAG_LOW_BITS) - 1
+_SEALED_TAG_BITS = 20
+_NUMBER_BITS = 44
 _LOW = (1 << 62) - 1
 _UUID_CHARS = 36
+_VERSION = 0x7000
+_US_A_MS = 1000
+SECRET_BYTES = 16
 
 
-@lru_cache(maxsize=64)
-def store_tag(store_id: str) -> int:
-    """Some bits that tell the ids of one store from those of another."""
-    return crc32(store_id.encode()) & (1 << _TAG_BITS) - 1
+class IdRule(msgspec.Struct, frozen=True):
+    """How a store makes ids, as it keeps it beside its identity."""
+
+    secret: str
+    """Hides the numbers of records in ids."""
+    sealed_from_us: int
+    """Ids that were made before this time show the number, as those of earlier versions do."""
+
+    @classmethod
+    def of(cls, text: str) -> "IdRule":
+        """The rule in its stored form."""
+        secret, sealed_from_us = text.split(":")
+        return cls(secret, int(sealed_from_us))
+
+    @property
+    def text(self) -> str:
+        """The stored form."""
+        return f"{self.secret}:{self.sealed_from_us}"
 
 
-def message_uuid(created_us: int, number: int, tag: int) -> str:
-    """A UUID of version 7 that holds the record's number: no index by name is needed to find it."""
-    high = (created_us // 1000 & (1 << 48) - 1) << 16 | 0x7000 | tag >> _TAG_LOW_BITS
+class MessageIds:
+    """The ids of one store for messages of organizations: UUIDs of version 7.
+
+    An id holds the number of its record, so no index by name is needed to find it. The number counts the
+    messages of all organizations, so it is hidden: a keyed hash of the microsecond covers it. The
+    microsecond is in the id, too.
+    """
+
+    def __init__(self, store_id: str, rule: IdRule) -> None:
+        self._sealed_from_us = rule.sealed_from_us
+        checksum = crc32(store_id.encode())
+        self._tag = ~checksum & (1 << _SEALED_TAG_BITS) - 1  # never that of an old id
+        self._old_tag = checksum & (1 << _TAG_BITS) - 1
+        self._high_tag = self._tag >> _TAG_LOW_BITS | _VERSION
+        self._hash = blake2b(digest_size=8, key=bytes.fromhex(rule.secret))
+        self._instant = lru_cache(maxsize=4096)(self._new_instant)
+
+    def _new_instant(self, at_us: int) -> tuple[str, int]:
+        """The beginning of the ids of a microsecond, and the lower half of its id for the number 0."""
+        ms, us = divmod(at_us, _US_A_MS)
+        digits = f"{(ms & (1 << 48) - 1) << 16 | us << 2 | self._high_tag:016x}"
+        hashed = self._hash.copy()
+        hashed.update(b"%d" % at_us)
+        cover = int.from_bytes(hashed.digest(), "big") & (1 << _NUMBER_BITS) - 1
+        low = 0b10 << 62 | cover << _TAG_LOW_BITS | self._tag & _TAG_LOW
+        return f"{digits[:8]}-{digits[8:12]}-{digits[12:]}-", low
+
+    def new(self, number: int, created_us: int) -> str:
+        """The id of the record with this number."""
+        if created_us < self._sealed_from_us:
+            return _old_uuid(created_us, number, self._old_tag)
+        begin, low = self._instant(created_us)
+        digits = f"{number << _TAG_LOW_BITS ^ low:x}"
+        return f"{begin}{digits[:4]}-{digits[4:]}"
+
+    def number(self, message_id: str) -> int:
+        """The record's number in an id of `new`; 0 for any other text."""
+        if len(message_id) != _UUID_CHARS or message_id[14] != "7" or message_id[13] + message_id[18] != "--":
+            return 0
+        try:
+            ms = int(message_id[:8] + message_id[9:13], 16)
+            high, low = int(message_id[15:18], 16), int(message_id[19:23] + message_id[24:], 16) & _LOW
+        except ValueError:
+            return 0
+        us, tag = high >> 2, (high & 0b11) << _TAG_LOW_BITS | low & _TAG_LOW
+        at_us = ms * _US_A_MS + us
+        if tag == self._tag and us < _US_A_MS and at_us >= self._sealed_from_us:
+            return (low ^ self._instant(at_us)[1] & _LOW) >> _TAG_LOW_BITS
+        is_old = high << _TAG_LOW_BITS | low & _TAG_LOW == self._old_tag
+        return low >> _TAG_LOW_BITS if is_old and ms * _US_A_MS < self._sealed_from_us else 0
+
+
+def _old_uuid(created_us: int, number: int, tag: int) -> str:
+    high = (created_us // 1000 & (1 << 48) - 1) << 16 | _VERSION | tag >> _TAG_LOW_BITS
     low = 0b10 << 62 | number << _TAG_LOW_BITS | tag & _TAG_LOW
     digits = f"{high:016x}{low:016x}"
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-
-
-def number_in_uuid(message_id: str, tag: int) -> int:
-    """The record's number in an id of `message_uuid`; 0 for any other text."""
-    if len(message_id) != _UUID_CHARS or message_id[14] != "7" or message_id[13] + message_id[18] != "--":
-        return 0
-    try:
-        high, low = int(message_id[15:18], 16), int(message_id[19:23] + message_id[24:], 16) & _LOW
-    except ValueError:
-        return 0
-    return low >> _TAG_LOW_BITS if high << _TAG_LOW_BITS | low & _TAG_LOW == tag else 0
-
-
-def new_id(store_id: str, queue: str, number: int, created_us: int) -> str:
-    """The id that a store gives to a record: a UUID for a message of an organization, else a short one."""
-    if queue.startswith(ENGINE_PREFIX):
-        return message_uuid(created_us, number, store_tag(store_id))
-    return f"{store_id}-{number!s}"

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from postroom.core.ids import new_id
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import UnreadableValue
 from postroom.message import Event, Noted, Record, State
+from postroom.stores.own_ids import OwnIds
 
 IMPLIED_MAX = 256  # new records whose events are not written yet
 EVENTS_PER_NEW = 2  # `created` and `enqueued`
@@ -54,12 +54,12 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
     facts: Sequence[dict[str, Any]] = ()
     """`Envelope.facts` of each message; empty when no message has any."""
 
-    def events(self, store_id: str) -> Iterator[Event]:
+    def events(self, ids: OwnIds) -> Iterator[Event]:
         seq, delay_ns = self.seq, self.delay_ns
         state: State = "SCHEDULED" if delay_ns else "QUEUED"
         delay = {"delay_s": delay_ns / NANOS_PER_S} if delay_ns else {}
         for size, facts in zip(self.sizes, self.facts or repeat(delay)):  # noqa: B905 - `repeat` has no end
-            message_id = new_id(store_id, self.queue, seq, self.ts_us)
+            message_id = ids.new(self.queue, seq, self.ts_us)
             detail = {**facts, **delay} if self.facts and delay else facts
             yield Event(
                 seq, self.ts_us, "created", self.queue, message_id, state, 0, self.priority, 0, "", 0, "", "",
@@ -84,11 +84,11 @@ class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field=
     ts_us: Sequence[int]
     sizes: Sequence[int]
 
-    def events(self, store_id: str) -> Iterator[Event]:
+    def events(self, ids: OwnIds) -> Iterator[Event]:
         for index, (ts_us, size) in enumerate(zip(self.ts_us, self.sizes, strict=True)):
             seq = self.seq + EVENTS_PER_NEW * index
             one = NewRun(seq, ts_us, self.queue, self.priority, self.type, self.parent_message_id, 0, [size])
-            yield from one.events(store_id)
+            yield from one.events(ids)
 
 
 class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="leased"):
@@ -103,11 +103,11 @@ class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_fiel
     attempts: Sequence[int]
     waited_us: Sequence[int]
 
-    def events(self, store_id: str) -> Iterator[Event]:
+    def events(self, ids: OwnIds) -> Iterator[Event]:
         facts = zip(self.names, self.attempts, self.waited_us, strict=True)
         for seq, (which, attempt, waited_us) in enumerate(facts, self.seq):
             yield Event(
-                seq, self.ts_us, "dequeued", self.queue, _name(store_id, which), "PROCESSING", attempt,
+                seq, self.ts_us, "dequeued", self.queue, ids.name(which), "PROCESSING", attempt,
                 self.priority,
                 seq, self.worker_id, waited_us,
             )  # fmt: skip
@@ -128,12 +128,12 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
     details: Sequence[dict[str, Any]] = ()
     """The detail of each event; empty when none has any."""
 
-    def events(self, store_id: str) -> Iterator[Event]:
+    def events(self, ids: OwnIds) -> Iterator[Event]:
         details: Iterable[dict[str, Any]] = self.details or repeat({}, len(self.names))
         facts = zip(self.names, self.attempts, self.leases, self.worked_us, details, strict=True)
         for seq, (which, attempt, lease, worked_us, detail) in enumerate(facts, self.seq):
             yield Event(
-                seq, self.ts_us, "execution_completed", self.queue, _name(store_id, which), "COMPLETED",
+                seq, self.ts_us, "execution_completed", self.queue, ids.name(which), "COMPLETED",
                 attempt,
                 self.priority, lease, self.worker_id, worked_us, detail=detail,
             )  # fmt: skip
@@ -146,7 +146,7 @@ class NotedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field
     ts_us: int
     noted: Sequence[Noted]
 
-    def events(self, _store_id: str) -> Iterator[Event]:
+    def events(self, _ids: OwnIds) -> Iterator[Event]:
         for seq, one in enumerate(self.noted, self.seq):
             yield one.event(seq, self.ts_us)
 
@@ -228,14 +228,10 @@ def pack(parts: list[Part]) -> str:
     return _encode(parts).decode()
 
 
-def unpack(batch: str | bytes, store_id: str) -> Iterator[Event]:
+def unpack(batch: str | bytes, ids: OwnIds) -> Iterator[Event]:
     """The events of a commit."""
     for part in _decode(batch):
         if memoryview(part)[0] == _OBJECT:
             yield _decode_event(part)
         else:
-            yield from _decode_run(part).events(store_id)
-
-
-def _name(store_id: str, which: RecordName) -> str:
-    return f"{store_id}-{which!s}" if isinstance(which, int) else which
+            yield from _decode_run(part).events(ids)

@@ -29,6 +29,7 @@ from postroom.stores.base import (
     counted_as,
     unknown,
 )
+from postroom.stores.own_ids import OwnIds, first_rule
 from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import LimitsCache, Transaction
 from postroom.system.clock import Clock, SystemClock
@@ -80,7 +81,7 @@ class MemoryStore(Store):
     capabilities = Capabilities(survives_kills=False)
 
     def __init__(self, *, clock: Clock | None = None, store_id: str | None = None) -> None:
-        self.store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
+        self._ids = OwnIds(store_id or f"t{os.urandom(4).hex()}", first_rule(store_id, 0, 0))
         self._clock = SystemClock() if clock is None else clock
         self._mutex = threading.RLock()
         self._data = _Data()
@@ -106,10 +107,10 @@ class MemoryStore(Store):
 
     def _begin(self) -> "MemoryTransaction":
         clock = self._clock
-        return MemoryTransaction(self.store_id, self._limits, self._data, clock.boot_ns(), clock.wall_us())
+        return MemoryTransaction(self._ids, self._limits, self._data, clock.boot_ns(), clock.wall_us())
 
     def identity(self) -> str:
-        return self.store_id
+        return self._ids.store_id
 
     def close(self) -> None:
         """Nothing to release: the data lives as long as the object."""
@@ -122,8 +123,8 @@ class MemoryStore(Store):
 class MemoryTransaction(Transaction):
     """Changes the data at once and remembers how to undo the changes."""
 
-    def __init__(self, store_id: str, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
-        super().__init__(store_id, limits, steady_ns, wall_us)
+    def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
+        super().__init__(ids, limits, steady_ns, wall_us)
         self._data = data
         self._number = data.number
         self._events: list[Event] = []

@@ -1,24 +1,44 @@
-"""Recognizes message ids that the store made. Such an id contains the number of its record."""
+"""The ids that a store makes. Such an id contains the number of its record, so it needs no index."""
 
-from postroom.core.ids import number_in_uuid, store_tag
+import hashlib
+import os
 
+from postroom.core.ids import SECRET_BYTES, IdRule, MessageIds
+from postroom.message import ENGINE_PREFIX
+
+IDS_FACT = "ids"
 NUMBER_DIGITS_MAX = 18
 UUID_CHARS = 36
+UPGRADE_US = 24 * 3600 * 1_000_000  # in which all processes of a store are upgraded
+EARLIER_RULE = IdRule(bytes(SECRET_BYTES).hex(), 1 << 62)
+"""The rule of a store that only an earlier version has written."""
 
 
 class OwnIds:
-    """Finds the number of a record by its id. The `Known` class of each backend derives from this class."""
+    """Makes ids, and finds the number of a record by its id. The `Known` of each backend derives from it."""
 
-    def __init__(self, store_id: str) -> None:
+    def __init__(self, store_id: str, rule: IdRule = EARLIER_RULE) -> None:
         self.store_id = store_id
+        self.rule = rule
         self.prefix = f"{store_id}-"
         """The prefix of ids that the store makes for tasks."""
+        self.messages = MessageIds(store_id, rule)
+
+    def new(self, queue: str, number: int, created_us: int) -> str:
+        """The id of a record: a UUID for a message of an organization, else a short one."""
+        if queue.startswith(ENGINE_PREFIX):
+            return self.messages.new(number, created_us)
+        return f"{self.prefix}{number!s}"
+
+    def name(self, which: int | str) -> str:
+        """The id of a record that is known by its id, or by its number if it is a task."""
+        return f"{self.prefix}{which!s}" if isinstance(which, int) else which
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store made; 0 for any other id."""
         number = message_id.removeprefix(self.prefix)
         if len(number) == UUID_CHARS:
-            return number_in_uuid(number, store_tag(self.store_id))
+            return self.messages.number(number)
         is_own = (
             len(number) != len(message_id)
             and number.isdigit()
@@ -27,3 +47,13 @@ class OwnIds:
             and len(number) <= NUMBER_DIGITS_MAX
         )
         return int(number) if is_own else 0
+
+
+def first_rule(store_id: str | None, newest: int, wall_us: int) -> IdRule:
+    """The rule of a store that has none yet. A store of a given identity makes the same ids each time.
+
+    If the store has been used, processes of an earlier version may go on for a while.
+    """
+    chosen = None if store_id is None else hashlib.sha256(store_id.encode()).digest()[:SECRET_BYTES]
+    secret = chosen or os.urandom(SECRET_BYTES)
+    return IdRule(secret.hex(), wall_us + UPGRADE_US if newest else 0)

@@ -22,10 +22,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import psycopg
 from psycopg import errors as sql_errors
 
+from postroom.core.ids import IdRule
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError, StoreDamaged, StoreRefused, Unavailable, WriteFailed
 from postroom.message import Event
 from postroom.stores.group_commit import GroupCommit, Job
+from postroom.stores.own_ids import IDS_FACT, first_rule
 from postroom.stores.postgres_connection import (
     ON_DISK,
     POOLED_IDLE_TIMEOUT_S,
@@ -110,7 +112,7 @@ class PostgresStore(PostgresKeys):
         self.encryption = encryption
         self.url = self.address.url
         self._clock = clock
-        self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
+        self._store_id = store_id
         self._reconnect_s = reconnect_s
         self._pool = Pool(self.address)
         self._known: Known | None = None
@@ -465,13 +467,17 @@ class PostgresStore(PostgresKeys):
         with connection.transaction():
             connection.execute(f"SELECT {ON_DISK}")
             connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
-            store_id = self._fact(connection, "store_id", self._new_store_id)
+            store_id = self._fact(connection, "store_id", self._store_id or f"t{os.urandom(4).hex()}")
+            [(newest,)] = connection.execute(self.writing["newest_number"]).fetchall()  # type: ignore[arg-type, unused-ignore]
+            rule = self._fact(
+                connection, IDS_FACT, first_rule(self._store_id, newest, self._uptime.wall_us()).text
+            )
             if self._clock is None:
                 self._offset_ns = int(self._fact(connection, OFFSET, "0"))
             else:
                 self._set_clock(connection, self._clock)
             self._note_keys(connection)
-        return Known(store_id)
+        return Known(store_id, IdRule.of(rule))
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
         """A fact, which is set when it is unknown."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from postroom.core.ids import new_id
 from postroom.errors import InvalidMessage
 from postroom.message import Event, Record
 from postroom.stores.base import Counted, Kept, Listing
 from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.stores.event_runs import pack
+from postroom.stores.own_ids import IDS_FACT, OwnIds
 from postroom.stores.postgres import NANOS_PER_US, OFFSET, PostgresStore
 from postroom.stores.postgres_connection import ON_DISK
 from postroom.stores.postgres_rows import from_sql, to_sql
@@ -66,7 +66,7 @@ class _Sealed:
         return self.value(batch, batch_place(self._identity, number))
 
     def records(self, source: Store) -> Iterator[tuple[Any, ...]]:
-        for *facts, payload, result, trail in _record_rows(source, self._identity):
+        for *facts, payload, result, trail in _record_rows(source):
             place = partial(record_place, self._identity, seq=facts[0])
             if result is not None:
                 result = self.value(result, place("result"))  # noqa: PLW2901 - the row is rebuilt
@@ -98,11 +98,12 @@ def _copy(connection: Connection, query: str, rows: Iterator[tuple[Any, ...]]) -
     return count
 
 
-def _record_rows(source: Store, identity: str) -> Iterator[tuple[Any, ...]]:
+def _record_rows(source: Store) -> Iterator[tuple[Any, ...]]:
+    ids = source.read(lambda transaction: transaction.ids)
     after = 0
     while page := _page_of(source, after):
         for record, kept in page:
-            yield _row(record, kept, identity)
+            yield _row(record, kept, ids)
         after = page[-1][0].seq
 
 
@@ -114,8 +115,8 @@ def _page_of(store: Store, after: int) -> list[tuple[Record, Kept]]:
     return store.read(page)
 
 
-def _row(r: Record, kept: Kept, identity: str) -> tuple[Any, ...]:
-    is_own = r.message_id == new_id(identity, r.queue, r.seq, r.created_us)
+def _row(r: Record, kept: Kept, ids: OwnIds) -> tuple[Any, ...]:
+    is_own = r.message_id == ids.new(r.queue, r.seq, r.created_us)
     return (
         r.seq, None if is_own else to_sql(r.message_id), to_sql(r.queue), r.state, r.priority, r.lane,
         r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, to_sql(r.worker_id), r.lease_ns,
@@ -162,7 +163,8 @@ def _continue(connection: Connection, queries: dict[str, str], source: Store, id
     connection.execute(queries["set_feed"], [newest])  # type: ignore[arg-type, unused-ignore]
     [(now_us,)] = connection.execute(_NOW_US).fetchall()
     offset_ns = source.steady_ns() - now_us * NANOS_PER_US
-    for name, value in (("store_id", identity), (OFFSET, str(offset_ns))):
+    rule = source.read(lambda transaction: transaction.ids.rule)
+    for name, value in (("store_id", identity), (IDS_FACT, rule.text), (OFFSET, str(offset_ns))):
         connection.execute(queries["set_fact"], [name, value])  # type: ignore[arg-type, unused-ignore]
 
 

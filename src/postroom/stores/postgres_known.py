@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
+from postroom.core.ids import IdRule
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.stores.base import FOREVER_NS
 from postroom.stores.own_ids import OwnIds
@@ -29,8 +30,8 @@ class _Habits(threading.local):
 class Known(OwnIds):
     """The memory of one handle. A handle that loses it, as after a fork, stays correct."""
 
-    def __init__(self, store_id: str) -> None:
-        super().__init__(store_id)
+    def __init__(self, store_id: str, rule: IdRule) -> None:
+        super().__init__(store_id, rule)
         self.limits = LimitsCache()
         self._spare: deque[tuple[int, int]] = deque(maxlen=1)
         """Numbers that were taken and not used: the first and the last."""

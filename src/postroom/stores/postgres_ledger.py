@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id
 from postroom.message import Envelope, Event, Record, Stored, org_of
 from postroom.stores.base import (
     NEWEST,
@@ -96,7 +95,7 @@ class PostgresLedger(Transaction):
 
         `scans` are cells that were read when the transaction began.
         """
-        super().__init__(known.store_id, known.limits, *now)
+        super().__init__(known, known.limits, *now)
         self._known = known
         self._connection = connection
         self._queries = queries
@@ -244,6 +243,9 @@ class PostgresLedger(Transaction):
         if names:
             rows += self._ask_records("by_names", (names,))
         found = {record.message_id: record for record in map(self._record, rows)}
+        if own and (missing := [to_sql(each) for each in message_ids if each not in found]):
+            named = map(self._record, self._ask_records("by_names", (missing,)))
+            found |= {record.message_id: record for record in named}
         for message_id in message_ids:
             if message_id not in found:
                 raise unknown(message_id)
@@ -251,7 +253,7 @@ class PostgresLedger(Transaction):
 
     def _record(self, row: Sequence[Any]) -> Record:
         seq, name, queue = row[0], row[1], from_sql(row[2])
-        message_id = new_id(self.store_id, queue, seq, row[19]) if name is None else from_sql(name)
+        message_id = self.ids.new(queue, seq, row[19]) if name is None else from_sql(name)
         return _record_from(
             seq, message_id, queue, *row[3:12], from_sql(row[12]), *row[13:23], from_sql(row[23])
         )
@@ -275,7 +277,7 @@ class PostgresLedger(Transaction):
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
         found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
-        return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+        return found | super().payloads([each for each in message_ids if each not in found])
 
     def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Payloads by the numbers of their records."""
@@ -552,7 +554,7 @@ class PostgresLedger(Transaction):
         first, fault = position - count + 1, ""
         seq = first - 1
         try:
-            for seq, event in enumerate(unpack(self.unpacked(number, batch), self.store_id), first):
+            for seq, event in enumerate(unpack(self.unpacked(number, batch), self.ids), first):
                 yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
         except READ_ERRORS as error:
             fault = str(error)

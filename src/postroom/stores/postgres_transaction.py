@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id
 from postroom.message import Envelope, Record, Step, org_of
 from postroom.stores.base import (
     LANE_COUNTS,
@@ -83,7 +82,7 @@ class PostgresTransaction(PostgresLanes):
         if e.durability != "os":
             self.synced = True
         numbers = range(first, first + step * len(run), step)
-        return [Accepted(new_id(self.store_id, e.queue, n, self.wall_us), duplicate=False) for n in numbers]
+        return [Accepted(self.ids.new(e.queue, n, self.wall_us), duplicate=False) for n in numbers]
 
     def _is_next_of_new(self, run: list[Envelope], step: int) -> bool:
         new = self._new

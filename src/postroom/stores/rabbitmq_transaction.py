@@ -63,7 +63,7 @@ class RabbitTransaction(Transaction):
     """One transaction of the ledger."""
 
     def __init__(self, inner: Transaction, context: Context, *, is_reading: bool = False) -> None:
-        super().__init__(inner.store_id, LimitsCache(), inner.steady_ns, inner.wall_us)
+        super().__init__(inner.ids, LimitsCache(), inner.steady_ns, inner.wall_us)
         self._inner = inner
         self._context = context
         self._deliveries = context.deliveries

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import apsw
 import msgspec
 
+from postroom.core.ids import IdRule
 from postroom.errors import (
     HandleDead,
     LockTimeout,
@@ -34,7 +35,8 @@ from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, wiped, without_key
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
-from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, Reading, ask
+from postroom.stores.own_ids import IDS_FACT, first_rule
+from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, NEWEST_EVENT, SET_FACT, Reading, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading, EncryptedSqliteTransaction
 from postroom.stores.sqlite_file import (
@@ -91,7 +93,7 @@ class SqliteStore(Store):
         self.encryption = encryption
         self.url = f"sqlite:///{self.path}"
         self._clock = SystemClock() if clock is None else clock
-        self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
+        self._store_id = store_id
         self._lock = FairLock(self.path, lock_timeout_s)
         self._reserve = DiskReserve(self.path.with_name(self.path.name + ".ballast"), reserve_bytes)
         self._checkpoints = Checkpoints(self.path, self._alone)
@@ -528,16 +530,19 @@ class SqliteStore(Store):
         migrate(connection, self.path)
         with sql_transaction(connection):
             self._set_clock(connection)
-            found = ask(connection, FACT, ("store_id",))
-            if not found:
-                connection.execute(SET_FACT, ("store_id", self._new_store_id))
+            store_id = _fact(connection, "store_id", lambda: self._store_id or f"t{os.urandom(4).hex()}")
+            rule = _fact(connection, IDS_FACT, lambda: self._first_rule(connection))
             self._note_keys(connection)
-        self._known = Known(str(found[0][0]) if found else self._new_store_id)
+        self._known = Known(store_id, IdRule.of(rule))
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         connection.wal_autocheckpoint(0)
         self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
+
+    def _first_rule(self, connection: apsw.Connection) -> str:
+        [(newest,)] = ask(connection, NEWEST_EVENT)
+        return first_rule(self._store_id, newest, self._clock.wall_us()).text
 
     def _set_clock(self, connection: apsw.Connection) -> None:
         """Continue the clock of the store. After a reboot, every lease runs its whole length again."""
@@ -616,3 +621,13 @@ class SqliteStore(Store):
         self._wal_fd = -1
         self._lock.forget()
         self._fresh_threads()
+
+
+def _fact(connection: apsw.Connection, name: str, new: Callable[[], str]) -> str:
+    """A fact of the file, which is made when it is unknown."""
+    found = ask(connection, FACT, (name,))
+    if found:
+        return str(found[0][0])
+    value = new()
+    connection.execute(SET_FACT, (name, value))
+    return value

@@ -4,9 +4,10 @@ from collections import defaultdict
 
 import msgspec
 
+from postroom.core.ids import IdRule
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.event_runs import EVENTS_PER_NEW
-from postroom.stores.own_ids import OwnIds
+from postroom.stores.own_ids import EARLIER_RULE, OwnIds
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import ENGINE_QUEUES, Reading, ask
 from postroom.stores.transaction import LimitsCache
@@ -21,8 +22,8 @@ _decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
 class Known(OwnIds):
     """The memory of one handle. A handle that loses it reads the file again."""
 
-    def __init__(self, store_id: str = "") -> None:
-        super().__init__(store_id)
+    def __init__(self, store_id: str = "", rule: IdRule = EARLIER_RULE) -> None:
+        super().__init__(store_id, rule)
         self.names: dict[int, str] = {}
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()

@@ -15,7 +15,6 @@ import apsw
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id
 from postroom.message import Envelope, Event, Noted, Record, Stored, org_of
 from postroom.stores.base import (
     CHUNKS,
@@ -51,6 +50,7 @@ from postroom.stores.event_runs import (
     pack,
     unpack,
 )
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import (
     ENGINE_LINES,
@@ -91,6 +91,7 @@ class SqliteLedger(Transaction):
 
     def __init__(self, known: Known, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # As in `Transaction.__init__`, without the call: this runs for every commit.
+        self.ids: OwnIds = known
         self.store_id = known.store_id
         self.steady_ns = steady_ns
         self.wall_us = wall_us
@@ -211,13 +212,12 @@ class SqliteLedger(Transaction):
         found = {row[0]: row for row in rows}
         records = []
         for message_id, number in zip(message_ids, numbers, strict=True):
-            row = (
-                found.get(number)
-                if number
-                else next(iter(ask(self._cursor, sql.BY_NAME, (message_id,))), None)
-            )
+            row = found.get(number)
             record = None if row is None else self._record(row)
             if record is None or record.message_id != message_id:
+                named = ask(self._cursor, sql.BY_NAME, (message_id,))
+                record = self._record(named[0]) if named else None
+            if record is None:
                 raise unknown(message_id)
             records.append(record)
         return records
@@ -226,7 +226,7 @@ class SqliteLedger(Transaction):
         seq, state, turn, queue = row[0], row[3], row[14], self._name(row[2])
         return _record_from(
             seq,
-            row[1] or new_id(self.store_id, queue, seq, row[18]),
+            row[1] or self.ids.new(queue, seq, row[18]),
             queue,
             *row[3:14],
             turn if state == "PROCESSING" else 0,
@@ -254,7 +254,7 @@ class SqliteLedger(Transaction):
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
         found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
-        return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+        return found | super().payloads([each for each in message_ids if each not in found])
 
     def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Payloads by the numbers of their records."""
@@ -442,7 +442,7 @@ class SqliteLedger(Transaction):
         for last, batch in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
             reached, fault = 0, ""
             try:
-                for event in unpack(self.unpacked(last, batch), self.store_id):
+                for event in unpack(self.unpacked(last, batch), self.ids):
                     yield event
                     reached = event.seq
             except READ_ERRORS as error:
@@ -451,7 +451,7 @@ class SqliteLedger(Transaction):
                 yield from alerts_for(self._damaged_row(last, after), reached, fault or INCOMPLETE)
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         for run in self._implied_runs(stored, FOREVER_NS):
-            yield from run.events(self.store_id)
+            yield from run.events(self.ids)
 
     def _damaged_row(self, last: int, after: int) -> StoredRow:
         """A row that a reader of the events behind `after` cannot read."""

@@ -15,10 +15,12 @@ from urllib.parse import quote
 
 import apsw
 
+from postroom.core.ids import IdRule
 from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.event_quarantine import is_unreadable
+from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT
 from postroom.stores.sql.queries import CELL, FACT, NEWEST_EVENT, ask
 from postroom.stores.sqlite_conversion import sqlite_values
 from postroom.stores.sqlite_encrypted import EncryptedSqliteReading
@@ -121,6 +123,10 @@ class SqliteSnapshot:
         """The name of the store."""
         return self.fact("store_id")
 
+    def _known(self) -> Known:
+        rule = self.fact(IDS_FACT)
+        return Known(self.identity(), IdRule.of(rule) if rule else EARLIER_RULE)
+
     def fact(self, name: str) -> str:
         """A fact of the file; empty when it is unknown."""
         found = ask(self._connection, FACT, (name,))
@@ -155,7 +161,7 @@ class SqliteSnapshot:
         """Run `work` on the state. It must not write."""
         offset_ns = int(self.fact("clock_offset_ns") or 0) if self.has_clock else 0
         now_ns = offset_ns + self._clock.boot_ns()
-        known, cursor = Known(self.identity()), self._connection.cursor()
+        known, cursor = self._known(), self._connection.cursor()
         encryption = self._encryption()
         if encryption is None:
             return work(SqliteReading(known, cursor, now_ns, self._clock.wall_us()))
@@ -199,7 +205,7 @@ class SqliteSnapshot:
         return [str(row[0]) for row in found if row[0] != "ok"]
 
     def _wrong_counters(self) -> list[str]:
-        known = Known(self.identity())
+        known = self._known()
         known.catch_up(self._connection, from_start=True)
         held: dict[tuple[int, Counted], int] = {}
         for queue, state, lane, n in ask(self._connection, _COUNT):

@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id
 from postroom.message import Envelope, Record, org_of
 from postroom.stores.base import LANE_COUNTS, Counted, Head, waiting
 from postroom.stores.event_runs import (
@@ -47,10 +46,8 @@ class SqliteTransaction(SqliteLedger):
         for run in runs:
             queue, numbers = run[0].queue, self._gather(run)
             if org_of(queue):
-                accepted += [
-                    Accepted(new_id(self.store_id, queue, number, self.wall_us), False)  # noqa: FBT003
-                    for number in numbers
-                ]
+                new, now_us = self.ids.messages.new, self.wall_us
+                accepted += [Accepted(new(number, now_us), False) for number in numbers]  # noqa: FBT003
             else:
                 prefix = self._known.prefix
                 accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003

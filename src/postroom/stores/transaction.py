@@ -13,7 +13,6 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
 from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (
@@ -41,10 +40,12 @@ from postroom.stores.base import (
     waiting,
 )
 from postroom.stores.event_quarantine import quarantine_events
+from postroom.stores.own_ids import OwnIds
 
 NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
 EVENTS_LOOKED_MAX: Final = 1_000_000  # events that one purge looks at
+NUMBERS_AHEAD = 1 << 36  # behind the newest one, which the store may give
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY, MANIFEST = "limits", "outbox", "key", "manifest"  # kinds of cells
 
@@ -125,8 +126,9 @@ class Transaction(Ledger, Lanes):
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
-    def __init__(self, store_id: str, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
-        self.store_id = store_id
+    def __init__(self, ids: OwnIds, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
+        self.ids = ids
+        self.store_id = ids.store_id
         self.steady_ns = steady_ns
         self.wall_us = wall_us
         self.ready: set[str] = set()
@@ -175,7 +177,7 @@ class Transaction(Ledger, Lanes):
         return lifecycle.accept(envelope, self._moment(number), message_id or self._new_id(envelope, number))
 
     def _new_id(self, envelope: Envelope, number: int) -> str:
-        return new_id(self.store_id, envelope.queue, number, self.wall_us)
+        return self.ids.new(envelope.queue, number, self.wall_us)
 
     def _insert_named(self, envelope: Envelope) -> Accepted:
         known = self._known_by_key(envelope) if envelope.key else None
@@ -209,11 +211,17 @@ class Transaction(Ledger, Lanes):
 
     def _check_id(self, message_id: str) -> None:
         """Refuse an id that has the form of the store's own ids, unless the store made it."""
-        is_own = message_id.startswith(f"{self.store_id}-") or number_in_uuid(
-            message_id, store_tag(self.store_id)
-        )
-        if is_own and self.record(message_id) is None:
+        if self.is_reserved(message_id) and self.record(message_id) is None:
             raise reserved_id(message_id)
+
+    def is_reserved(self, message_id: str) -> bool:
+        """Whether the store has given an id, or may give it.
+
+        One of a million UUIDs of others looks as if it held a number, which is far too large then.
+        """
+        number = self.ids.messages.number(message_id)
+        is_uuid_taken = number > 0 and number < self.take_numbers(0) + NUMBERS_AHEAD
+        return message_id.startswith(self.ids.prefix) or is_uuid_taken
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
         value = self.cell(KEY, _key_of(envelope))

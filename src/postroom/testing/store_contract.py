@@ -431,6 +431,19 @@ class StoreContract(ABC):
             claim(store, lanes=(3,))
             assert store.depths()[MINE] == {"P0": 1, "P3": 1, "PROCESSING": 1}
 
+    def test_ids_of_messages_do_not_count_those_of_other_organizations(self, tmp_path: Path) -> None:
+        clock = ManualClock()
+        with self.opened(tmp_path, clock) as store:
+            names = []
+            for _ in range(10):
+                names += put_in(store, queue="org:acme")
+                put_in(store, 3, queue="org:other")
+                clock.advance(0.001)
+            shown = [int(name[-12:], 16) >> 18 & 0xFFFF for name in names]
+            numbers = [record.seq & 0xFFFF for record in store.find(ByIds(tuple(names)))]
+            assert len(set(zip(shown, numbers, strict=True))) == len(names)
+            assert len({one ^ other for one, other in zip(shown, numbers, strict=True)}) > 1
+
     def test_organizations_with_ready_records_are_counted(self, tmp_path: Path) -> None:
         def active(store: Store) -> int:
             return store.write(lambda transaction: transaction.count_active())

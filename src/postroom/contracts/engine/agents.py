@@ -171,8 +171,11 @@ class AgentOperations:
         return self.transaction.steady_ns + round(LEASE_S * NANOS_PER_S)
 
     def next_number(self) -> int:
-        """A number that is larger than every earlier one: an epoch, a session, or the key of a letter."""
-        number = (EPOCHS.get(self.transaction, "") or 0) + 1
+        """A number that is larger than every earlier one: an epoch, a session, or the key of a letter.
+
+        It follows the clock, because a counter would show how many agents and letters others have.
+        """
+        number = max((EPOCHS.get(self.transaction, "") or 0) + 1, self.transaction.wall_us)
         EPOCHS.put(self.transaction, number, "")
         return number
 

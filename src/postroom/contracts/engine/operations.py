@@ -47,7 +47,6 @@ from postroom.contracts.engine.tokens import TokenBooks, note_dependant
 from postroom.contracts.goals import progress
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
-from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.provider_headers import Observed
 from postroom.errors import (
     EffectUnknown,
@@ -152,7 +151,7 @@ class Operations:
                 continue
             record = self.transaction.record(message_id)
             if record is not None and record.queue != message.envelope.queue:
-                if number_in_uuid(message_id, store_tag(self.transaction.store_id)):
+                if self.transaction.is_reserved(message_id):
                     raise reserved_id(message_id)
             elif record is not None and message_id not in digests:
                 digests[message_id] = self._digest(message_id)

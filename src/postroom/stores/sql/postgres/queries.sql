@@ -304,6 +304,9 @@ SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))
 -- name: take_numbers
 SELECT postroom.take_numbers(%s, %s, %s)
 
+-- name: newest_number
+SELECT last_value FROM postroom.numbers
+
 -- name: place_events
 SELECT postroom.place_events(%s), {on_disk}
 
