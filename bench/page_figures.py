@@ -108,7 +108,7 @@ class Server:
         self.host, self.port = address.hostname or "", address.port or 0
         self._headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
         self._body = json.dumps(
-            {"type": "agent_message", "org_id": "bench", "priority": 0, "payload": {"n": 1}}
+            {"type": "agent_message", "org_id": "bench", "priority": 0, "payload": {"body": 1}}
         )
 
     def connect(self) -> http.client.HTTPConnection:
@@ -176,7 +176,7 @@ async def _store(data: Path, count: int) -> None:
                     "type": "agent_message",
                     "org_id": f"org-{number % 10}",
                     "priority": 3,
-                    "payload": {"number": number, "text": "a message as agents write them"},
+                    "payload": {"to": str(number), "body": "a message as agents write them"},
                 }
                 for number in range(first, min(count, first + BATCH))
             )

@@ -138,10 +138,10 @@ class PageWorld:
                 for n in range(12)
             ),
         )
-        self.hostile_id = self.submit(payload=HOSTILE)
+        self.hostile_id = self.submit(payload={"body": HOSTILE})
         for number in range(6):
             self.submit(
-                org_id="beta" if number % 2 else "acme", priority=number % 4, payload={"step": number}
+                org_id="beta" if number % 2 else "acme", priority=number % 4, payload={"body": number}
             )
         self._seed_team()
         self._seed_tasks()

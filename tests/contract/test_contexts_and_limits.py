@@ -180,7 +180,7 @@ def test_the_tools_of_a_spawned_agent_say_whether_it_gets_warm_sandboxes(
         engine.core.policy = replace(engine.policy, agents=AgentRules(program=("true",)))
 
     def agent(type_name: str, agent_id: str, tools: Any = ()) -> str:
-        payload = {"agent_id": agent_id, "tools": [*tools]}
+        payload = {"agent_id": agent_id} | ({"tools": [*tools]} if type_name == "agent_spawn" else {})
         handle = world.submit(type=type_name, payload=payload)
         world.run_all()
         return world.state(handle)

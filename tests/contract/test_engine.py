@@ -1473,7 +1473,7 @@ def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
 
     @engine.handler("model_call")
     async def parent(_message: Any, ctx: Any) -> str:
-        child = await ctx.submit(type="tool_call", payload={}, delay_s=60)
+        child = await ctx.submit(type="tool_call", payload={}, delay_s=2 * HANG_GUARD_S)
         with pytest.raises(TimeoutError):
             await child.result(timeout_s=HANG_GUARD_S)
         return "gave up"

@@ -34,6 +34,22 @@ def test_a_node_has_properties_edges_and_a_version(engine: Any) -> None:
     run(engine, story())
 
 
+@pytest.mark.parametrize("scope", branches.SCOPES)
+def test_a_null_property_is_absent_after_a_save_and_after_an_update(engine: Any, scope: Any) -> None:
+    """A null inside a value stays what it is."""
+
+    async def story() -> None:
+        await engine.goals.start("acme", "g")
+        for view in (engine.graph.main("acme"), engine.graph.branch("g", "acme")):
+            for write in (view.save, view.update):
+                await view.save("a", {"x": 1, "y": 2}, scope=scope)
+                node = await write("a", {"x": None, "y": 2, "never": None, "z": {"in": None}}, scope=scope)
+                assert node.properties == {"y": 2, "z": {"in": None}}
+                assert (await view.get("a")).properties == node.properties
+
+    run(engine, story())
+
+
 def test_a_branch_sees_its_own_changes_over_a_pinned_version_of_main(engine: Any) -> None:
     async def story() -> None:
         main = engine.graph.main()

@@ -295,7 +295,7 @@ def test_a_message_submitted_outside_appears_by_itself(world: PageWorld, page: P
     """Nobody reloads. How soon it appears is measured by `bench/bench_up.py`."""
     page.goto(f"{world.url}/#/messages")
     expect(page.get_by_role("row").nth(1)).to_be_visible()
-    message_id = world.submit(payload={"from": "outside"})
+    message_id = world.submit(payload={"body": "from outside"})
     expect(page.get_by_role("link", name=message_id)).to_be_visible()
     page.goto(f"{world.url}/#/overview")
     message_id = world.submit()
@@ -730,12 +730,12 @@ def test_a_lost_connection_comes_back_without_a_gap(world: PageWorld, browser: B
         sign_in(page, f"http://127.0.0.1:{proxy.port}/", world.token)
         feed = page.get_by_role("list", name="The newest events")
         expect(page.locator("#connection")).to_have_text("Live")
-        first = world.submit(payload={"before": "the cut"})
+        first = world.submit(payload={"body": "before the cut"})
         expect(feed).to_contain_text(first)
         proxy.is_hole = True
         proxy.reset_all()
         expect(page.locator("#connection")).to_have_text("Connecting")
-        missed = [world.submit(payload={"number": number}) for number in range(3)]
+        missed = [world.submit(payload={"body": number}) for number in range(3)]
         proxy.is_hole = False
         proxy.reset_all()  # connections that were made while nothing was forwarded
         for message_id in missed:

@@ -16,7 +16,7 @@ from postroom.contracts.engine.mcp_tools import McpServers
 from postroom.contracts.engine.message_input import Prepared, Registry
 from postroom.contracts.engine.messages import checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
-from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
+from postroom.contracts.engine.policy import PAYLOAD_KEYS, REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
 from postroom.contracts.engine.telemetry import EngineTelemetry
 from postroom.contracts.goals.retention import purge as purge_goals
@@ -45,7 +45,9 @@ class EngineCore:
         self.store = store
         self.policy = policy
         is_lost = not (store.capabilities.survives_kills or self.is_in_memory)  # in memory, all classes are
-        self.registry = Registry(REQUEST_TYPES, urgent="group" if is_lost else "os")
+        self.registry = Registry(
+            REQUEST_TYPES, urgent="group" if is_lost else "os", payload_keys=PAYLOAD_KEYS
+        )
         self.handlers: dict[str, Handler] = {}
         self._default_handlers = default_handlers(self)
         self.mcp_servers = McpServers()

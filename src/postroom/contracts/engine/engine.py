@@ -164,10 +164,14 @@ class Engine(Closing):
         return register
 
     def register_type(self, type: str, *, payload: Any = None) -> None:  # noqa: A002
-        """Accept messages of this type, with payloads of this shape. None accepts any JSON object."""
+        """Accept messages of this type, with payloads of this shape. None accepts any JSON object.
+
+        The keys of the default handler of the type no longer bind: another handler is meant to run.
+        """
         if not isinstance(type, str) or not is_name(type):
             raise InvalidSetting(f"a message type is a name, not {shown(type)}")
         check_shape(payload)
+        self._core.registry.payload_keys.pop(type, None)
         if payload is not None or type not in self._core.registry.types:
             self._core.registry.types[type] = payload
 

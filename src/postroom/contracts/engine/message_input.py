@@ -119,9 +119,17 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 class Registry:
     """The message types of an engine, the shapes of their payloads, and the migrations of old versions."""
 
-    def __init__(self, types: tuple[str, ...], *, urgent: Durability = "os") -> None:
+    def __init__(
+        self,
+        types: tuple[str, ...],
+        *,
+        urgent: Durability = "os",
+        payload_keys: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
         """`urgent` is the durability class of P0 messages that name none."""
         self._urgent = urgent
+        self.payload_keys = dict(payload_keys or {})
+        """Type -> the only keys that its payload may have."""
         self.types: dict[str, Any] = dict.fromkeys(types)
         """Type -> the shape of its payload; None for any object."""
         self.migrations: dict[int, Migration] = {}
@@ -197,18 +205,36 @@ class Registry:
             kind = type(payload).__name__
             raise ValidationError(f"the payload of {type_name} must be a JSON object, not {kind}")
         data = encoded("the payload", payload)
-        shape = self.types[type_name]
-        if shape is not None:
+        if self.types[type_name] is not None:
             self.shaped(type_name, data)
+        else:
+            self._check_keys(type_name, payload)
         return data
 
     def shaped(self, type_name: str, data: bytes) -> Any:
         """The payload as its registered shape; a plain object when the type has none."""
         shape = self.types.get(type_name)
         try:
-            return msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
+            payload = msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
         except msgspec.DecodeError as error:
             raise ValidationError(f"the payload of {type_name} does not fit: {clipped(error)}") from None
+        if shape is None:
+            self._check_keys(type_name, payload)
+        return payload
+
+    def _check_keys(self, type_name: str, payload: Any) -> None:
+        """Refuse a key that the default handler of a type does not know."""
+        known = self.payload_keys.get(type_name)
+        if known is None:
+            return
+        given = msgspec.to_builtins(payload) if isinstance(payload, msgspec.Struct) else payload
+        unknown = next((key for key in given if key not in known), None)
+        if unknown is not None:
+            from difflib import get_close_matches  # noqa: PLC0415 - only an error needs it
+
+            similar = get_close_matches(str(unknown)[:TEXT_CHARS_MAX], known, 1)
+            more = f"did you mean {similar[0]!r}?" if similar else f"its keys are {', '.join(known)}"
+            raise ValidationError(f"unknown key {shown(unknown)} of {type_name}; {more}")
 
 
 def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:

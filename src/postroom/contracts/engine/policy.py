@@ -45,6 +45,15 @@ REQUEST_TYPES: Final = (
     "agent_spawn",
     "agent_terminate",
 )
+PAYLOAD_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "agent_message": ("to", "body"),
+    "memory_save": ("node_id", "properties", "edges", "scope"),
+    "memory_retrieve": ("node_id", "query"),
+    "memory_update": ("node_id", "changes", "scope"),
+    "agent_spawn": ("agent_id", "tools", "task", "specialized_for"),
+    "agent_terminate": ("agent_id",),
+}
+"""The keys that the default handler of a type knows. A type without a default handler takes any object."""
 CONTROL_TYPES: Final = frozenset({"agent_spawn", "agent_terminate"})
 """Types whose messages start and end agents."""
 RETRIES: Final[dict[str, Retry]] = {
