@@ -75,6 +75,25 @@ class TestFaultyWithoutFaults(StoreContract):
         return FaultyStore(SqliteStore(folder / "queue.db", clock=clock))
 
 
+def test_a_long_read_holds_up_no_other_read(path: Path) -> None:
+    store = SqliteStore(path)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def long(transaction: Transaction) -> int:
+        has_begun.set()
+        assert may_end.wait(HANG_GUARD_S)
+        return transaction.newest_event()
+
+    begun = in_background(lambda: store.read(long))
+    assert has_begun.wait(HANG_GUARD_S)
+    other = in_background(lambda: store.read(lambda transaction: transaction.newest_event()))
+    other.join(HANG_GUARD_S)
+    assert not other.is_alive()
+    may_end.set()
+    begun.join(HANG_GUARD_S)
+    store.close()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "queue.db"

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 BUS_THREADS = 8  # apart from the readers: a bus locked by another process delays no read of the store
 BUS_THREADS_A_TOKEN_MAX = 2
-READERS = 2  # reader threads; the store has one connection for them
+READERS = 2  # reader threads; a store reads for that many at once
 READERS_A_TOKEN_MAX = 1
 DECODERS = 2  # threads that decode long bodies
 DECODERS_A_TOKEN_MAX = 1

@@ -50,6 +50,7 @@ from postroom.stores.sqlite_file import (
 )
 from postroom.stores.sqlite_file import transaction as sql_transaction
 from postroom.stores.sqlite_known import Known
+from postroom.stores.sqlite_readers import SqliteReaders
 from postroom.stores.sqlite_transaction import SqliteReading, SqliteTransaction
 from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
@@ -100,7 +101,7 @@ class SqliteStore(Store):
         self._known = Known()
         self._writer: apsw.Connection | None = None
         self._cursor: apsw.Cursor | None = None
-        self._reader: apsw.Connection | None = None
+        self._readers = SqliteReaders(self.path)
         self._offset_ns = 0
         self._version = -1
         """SQLite's data version after our last commit. It differs when another process has written since."""
@@ -119,7 +120,7 @@ class SqliteStore(Store):
         """Whether the pages of the file must be checked before it is used again."""
         self._file = (0, 0)
         self._look_at_file = 0.0
-        self._held: list[threading.Lock] = []
+        self._held: list[threading.Lock | SqliteReaders] = []
         self._fresh_threads()
         reset_after_fork(self)
 
@@ -127,7 +128,7 @@ class SqliteStore(Store):
         self._group = GroupCommit(
             self._commit_group, lambda error: WriteFailed(self.path, error, rolled_back=False)
         )
-        self._reading = threading.Lock()
+        self._readers.fresh()
         self._checkpoints.fresh()
 
     # ---- writing -------------------------------------------------------------------------------
@@ -388,7 +389,6 @@ class SqliteStore(Store):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         if self._writer is None:
-            # Not under the readers' lock: a write may read.
             self._open_file()
             if self._moved_to:
                 _log.warning(
@@ -396,12 +396,10 @@ class SqliteStore(Store):
                     self.path,
                     self._moved_to,
                 )
-        with self._reading, self._translated():
-            if self._reader is None:
-                self._reader = connect(self.path)
-            cursor, clock = self._reader.cursor(), self._clock
+        with self._translated(), self._readers.one() as reader:
+            cursor, clock = reader.cursor(), self._clock
             now_ns = self._offset_ns + clock.boot_ns()
-            with sql_transaction(self._reader, "DEFERRED"):
+            with sql_transaction(reader, "DEFERRED"):
                 if self.encryption is not None:
                     return work(
                         EncryptedSqliteReading(self._known, cursor, now_ns, clock.wall_us(), self.encryption)
@@ -469,11 +467,8 @@ class SqliteStore(Store):
         if self.encryption is None:
             raise self._not_encrypted()
         values = sqlite_values(self._known.store_id, self.encryption)
-        with self._reading, self._translated():
-            if self._reader is None:
-                self._reader = connect(self.path)
-            with sql_transaction(self._reader, "DEFERRED"):
-                return values.count(partial(ask, self._reader))
+        with self._translated(), self._readers.one() as reader, sql_transaction(reader, "DEFERRED"):
+            return values.count(partial(ask, reader))
 
     def retire_key(self, fingerprint: str) -> None:
         """As in `Store`. Writers need not wait for the count: no commit uses a key that is not current."""
@@ -575,32 +570,31 @@ class SqliteStore(Store):
         self._group.wake_next()
 
     def reopen(self) -> None:
-        with self._group.leading, self._reading, self._checkpoints.under_way:
+        with self._group.leading, self._readers, self._checkpoints.under_way:
             self._drop()
             self._suspect = self._suspect or self._dead
             self._dead, self.trouble = False, ""
 
     def close(self) -> None:
-        with self._group.leading, self._reading, self._checkpoints.under_way:
+        with self._group.leading, self._readers, self._checkpoints.under_way:
             self._drop()
             self._lock.forget()
 
     def _drop(self) -> None:
         writer, self._writer, self._cursor = self._writer, None, None
-        reader, self._reader = self._reader, None
         fd, self._wal_fd = self._wal_fd, -1
         if fd >= 0:
             os.close(fd)
-        for connection in (reader, writer):
-            if connection is not None:
-                with suppress(apsw.Error):
-                    connection.close(True)  # noqa: FBT003 - the API has no name for it
+        self._readers.close()
+        if writer is not None:
+            with suppress(apsw.Error):
+                writer.close(True)  # noqa: FBT003 - the API has no name for it
 
     # ---- fork ----------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
         """Close the connections: SQLite keeps its locks in memory, and a child would trust the copy."""
-        locks = (self._group.leading, self._reading, self._checkpoints.under_way)
+        locks = (self._group.leading, self._readers, self._checkpoints.under_way)
         self._held = [lock for lock in locks if lock.acquire(timeout=FORK_WAIT_S)]
         if len(self._held) == len(locks):  # else another thread is still at work
             self._drop()
@@ -612,10 +606,10 @@ class SqliteStore(Store):
 
     def after_fork(self) -> None:
         """Drop the connections of the parent: a child must neither use nor close them."""
-        for thing in (self._writer, self._reader, self._cursor):
+        for thing in (self._writer, self._cursor):
             if thing is not None:
                 leak(thing)
-        self._writer = self._reader = self._cursor = None
+        self._writer = self._cursor = None
         if self._wal_fd >= 0:
             os.close(self._wal_fd)
         self._wal_fd = -1
