@@ -21,6 +21,7 @@ from tests.waiting import HANG_GUARD_S
 __all__ = ["small_disk"]  # a fixture
 
 MSG = "$mq9.AI.MAILBOX.MSG."
+DELETE = "$mq9.AI.MAILBOX.DELETE."
 DEAF_RECEIVE_BYTES = 4096
 BODY = b"x" * 20_000
 MESSAGES = 300  # more than all the buffers of a connection hold
@@ -62,10 +63,22 @@ class Client:
 
     async def message(self) -> bytes:
         """The body of the next message."""
+        return (await self.numbered())[1]
+
+    async def numbered(self) -> tuple[int, bytes]:
+        """The id and the body of the next message."""
         line = await self.until(b"\r\n")
         verb, *_, header_bytes, size = line.split()
         assert verb == b"HMSG", line
-        return (await self.read(int(size) + 2))[int(header_bytes) : -2]
+        content = (await self.read(int(size) + 2))[:-2]
+        headers, body = content[: int(header_bytes)], content[int(header_bytes) :]
+        return int(headers.partition(b"Mq9-Msg-Id: ")[2].split()[0]), body
+
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    def read_on(self) -> None:
+        self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """Everything sent so far is still written."""
@@ -126,7 +139,9 @@ def test_letters_of_a_member_that_reads_nothing_are_redelivered(tmp_path: Path) 
         sending = asyncio.create_task(flood(sender, mail_id))
         got = 0
         while got < MESSAGES:
-            assert await well.message() == BODY
+            msg_id, body = await well.numbered()
+            assert body == BODY
+            well.send(f"PUB {DELETE}{mail_id}.{msg_id} 0\r\n\r\n".encode())
             got += 1
         await sending
         assert len(server.connections) == 2

@@ -542,13 +542,11 @@ class GroupMember:
 class QueueGroup:
     """A queue group: each letter goes to one member with room in its window."""
 
-    __slots__ = ("_through", "held", "is_deleting", "members", "returned", "window")
+    __slots__ = ("_through", "held", "members", "returned", "window")
 
     def __init__(self, window: int) -> None:
         self.window = window
         """Undeleted letters that a member may hold; 0 is no limit."""
-        self.is_deleting = False
-        """Whether a member has ever deleted a letter that the group held."""
         self.members: dict[int, GroupMember] = {}
         """Members by connection, the least recently served first."""
         self.held: dict[int, GroupMember] = {}
@@ -615,16 +613,6 @@ class QueueGroup:
             member.hold(letter)
             self.held[letter.number] = member
         return letter
-
-    def is_held_up(self, box: Mailbox) -> bool:
-        """Whether letters wait only because all windows are full."""
-        if not self.window or self.offer(box) is not None:
-            return False
-        wanted = 0
-        for member in self.members.values():
-            for subscription in member.subscriptions:
-                wanted |= 0 if subscription.is_waiting else subscription.ranks
-        return any(wanted & (1 << rank) and self._has_letter(box, rank) for rank in range(RANK_COUNT))
 
     def _has_letter(self, box: Mailbox, rank: int) -> bool:
         return bool(self.returned[rank]) or box.waiting_rank(self._through, 1 << rank) == rank

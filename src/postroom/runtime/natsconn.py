@@ -442,6 +442,7 @@ class ServerConnection(asyncio.Protocol):
         subscription = self.subscriptions.get(_encoded(sid))
         if subscription is not None:
             self._push(subscription, _encoded(subject), _encoded(reply), messages)
+            self.output.count_messages(len(messages))
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""

@@ -6,13 +6,16 @@ Rule 2: a client that does not read its messages is cut off; other clients are n
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 from typing import TYPE_CHECKING
 
-from postroom.contracts.mail import LINK_FULL_BYTES
+from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX, MESSAGE_LEAST_BYTES
 
 SLOW_CONSUMER = "Slow Consumer"
 TOO_MANY = 429  # the code of this refusal, as in HTTP
+SIOCOUTQNSD = 0x894B  # asks Linux for the unsent bytes of a socket
+UNSENT_BYTES = 4 << 10  # of a connection with mailboxes, in its socket
 
 if TYPE_CHECKING:
     from postroom.runtime.natsconn import Hub, ServerConnection
@@ -22,8 +25,8 @@ class ConnectionOutput:
     """What waits to be written to one connection."""
 
     __slots__ = (
-        *("_bytes", "_chunks", "_hub", "_link", "_notifies", "_sent_bytes", "_stalled_at", "_stalled_bytes"),
-        *("closed", "counted_bytes", "paused", "transport"),
+        *("_bytes", "_chunks", "_hub", "_link", "_messages", "_notifies", "_sent_bytes", "_socket"),
+        *("_stalled_at", "_stalled_bytes", "closed", "counted_bytes", "paused", "transport"),
     )
 
     def __init__(self, hub: "Hub", link: "ServerConnection") -> None:
@@ -34,6 +37,8 @@ class ConnectionOutput:
         """Whether nothing more is accepted."""
         self._chunks: list[bytes] = []
         self._bytes = 0
+        self._messages = 0  # of mailboxes, since the socket had sent everything
+        self._socket: socket.socket | None = None
         self._sent_bytes = 0
         self._notifies = False
         self.paused = False
@@ -44,9 +49,11 @@ class ConnectionOutput:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that the operating system does not have yet."""
-        waiting = self.transport.get_write_buffer_size() if self.transport is not None else 0
-        return waiting + self._bytes
+        """Bytes that the operating system does not have yet, or more for small messages of mailboxes."""
+        waiting = self._bytes + (self.transport.get_write_buffer_size() if self.transport is not None else 0)
+        if self._messages >= LINK_MESSAGES_MAX and not waiting:
+            self._messages = int(self._has_unsent())
+        return max(waiting, self._messages * MESSAGE_LEAST_BYTES)
 
     def send(self, data: bytes) -> None:
         """Buffer bytes until the turn ends."""
@@ -57,6 +64,12 @@ class ConnectionOutput:
         self._chunks.append(data)
         self._bytes += len(data)
         if self._bytes > LINK_FULL_BYTES:  # a large buffer does not wait for the end of the turn
+            self.write_out()
+
+    def count_messages(self, count: int) -> None:
+        """Count buffered messages of mailboxes. Many of them do not wait for the end of the turn."""
+        self._messages += count
+        if self._messages >= LINK_MESSAGES_MAX:
             self.write_out()
 
     def write_out(self) -> None:
@@ -82,14 +95,26 @@ class ConnectionOutput:
         self._chunks, self._bytes = [], 0
 
     def narrow(self) -> None:
-        """Keep the buffers of transport and socket small: messages in them cannot be overtaken."""
+        """Keep the buffers of transport and socket small: messages in them cannot be overtaken.
+
+        The transport is paused while it has anything that the system did not take.
+        """
         if self.transport is None:
             return
-        self.transport.set_write_buffer_limits(high=LINK_FULL_BYTES)
-        found = self.transport.get_extra_info("socket")
-        if found is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        self.transport.set_write_buffer_limits(high=1)  # with 0, TLS is paused while it has nothing
+        self._socket = self.transport.get_extra_info("socket")
+        if self._socket is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             with contextlib.suppress(OSError):
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LINK_FULL_BYTES)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+    def _has_unsent(self) -> bool:
+        """Whether the socket has bytes for which the peer or the network has no room."""
+        found = bytearray(4)
+        with contextlib.suppress(OSError):
+            if self._socket is not None:
+                fcntl.ioctl(self._socket.fileno(), SIOCOUTQNSD, found)
+                return any(found)
+        return True
 
     def notify_when_drained(self) -> None:
         """Request one call of `drained`: after the next write, or when a paused transport resumes."""

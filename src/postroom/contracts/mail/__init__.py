@@ -12,7 +12,9 @@ Rule 3: the id of a private mailbox is its only key. It is shown only to clients
 from collections.abc import Awaitable
 from typing import Protocol
 
-LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection above which the service delivers no more
+LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection from which on the service delivers no more,
+LINK_MESSAGES_MAX = 32  # and messages
+MESSAGE_LEAST_BYTES = LINK_FULL_BYTES // LINK_MESSAGES_MAX
 
 
 class Link(Protocol):
@@ -60,7 +62,10 @@ class Link(Protocol):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes waiting to be sent. Above `LINK_FULL_BYTES` the service pauses until `drained`."""
+        """Bytes waiting to be sent. From `LINK_FULL_BYTES` on the service pauses until `drained`.
+
+        A delivered message counts as at least `MESSAGE_LEAST_BYTES`.
+        """
 
     def notify_when_drained(self) -> None:
         """Request one call of `SubjectHandler.drained` when few bytes wait for the connection."""

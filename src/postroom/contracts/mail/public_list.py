@@ -59,7 +59,7 @@ class PublicList:
             sids = self._positions.get(link.number)
             if not sids:
                 return
-            if link.pending_bytes > LINK_FULL_BYTES:
+            if link.pending_bytes >= LINK_FULL_BYTES:
                 link.notify_when_drained()
                 return
             sid, through = next(iter(sids.items()))

@@ -1,7 +1,7 @@
 """Subscriptions to mailboxes: first everything stored, then new letters, without gaps and repetitions.
 
-Rule 1: a connection has a small window of bytes. Letters that do not fit stay in their mailbox, and are
-        delivered by priority when the connection has drained: a critical letter overtakes all others.
+Rule 1: a connection has a small window of letters and bytes. Letters that do not fit stay in their mailbox,
+        and are delivered by priority when the connection has drained: a critical letter overtakes all others.
 Rule 2: a subscription in the backlog is a position in its mailbox. It holds no letters.
 Rule 3: one turn of the loop delivers a bounded number of letters to a connection.
 Rule 4: the letters of a lost member of a queue group are redelivered to the others at once, in order.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from postroom.contracts.mail import LINK_FULL_BYTES, Link
+from postroom.contracts.mail import LINK_FULL_BYTES, MESSAGE_LEAST_BYTES, Link
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.public_list import PublicList
 from postroom.core import mq9
@@ -25,12 +25,9 @@ from postroom.core.mailbox import (
     QueueGroup,
     Subscribers,
 )
-from postroom.core.times import NANOS_PER_S
 
 REPLAY_STEP = 1_000  # messages delivered in one turn of the loop
-RUN_MAX = 250  # messages between two checks of how much waits for a connection
-GROUP_PATIENCE_S = 1.0  # for which a group that never deletes may have only full windows before these grow
-GROUP_GROWTH = 4
+RUN_MAX = 250  # messages handed at once to a connection that has sent everything
 
 DeliveryFailed = Callable[[Mailbox, Letter], bool]
 """Is called for a failed delivery; True when the letter was moved to the dead letters."""
@@ -57,8 +54,6 @@ class Subscriptions:
         """Backlogs by connection."""
         self._groups_scheduled: dict[tuple[str, str], None] = {}
         """Queue groups, by mailbox and name, that get letters in the next turn of the loop."""
-        self._stalled: dict[tuple[str, str], int] = {}
-        """Queue groups that never delete, and since when all their windows are full."""
         self._is_dispatching = False
 
     # ---- subscribe and unsubscribe -------------------------------------------------------------
@@ -152,7 +147,7 @@ class Subscriptions:
             self._deliver(box, subscription, letters)
         elif subscription.is_waiting:
             self._backlogs[subscription.number].promote(subscription, rank)
-        elif link.pending_bytes <= LINK_FULL_BYTES and _fits_window(letters):
+        elif _fits(LINK_FULL_BYTES - link.pending_bytes, letters):
             self._deliver(box, subscription, letters)
         else:
             subscription.through = [lane.newest() for lane in box.lanes]
@@ -203,10 +198,11 @@ class Subscriptions:
         backlog = self._backlogs.get(link.number)
         left = REPLAY_STEP
         while backlog and left > 0:
-            if link.pending_bytes > LINK_FULL_BYTES:
+            room_bytes = LINK_FULL_BYTES - link.pending_bytes
+            if room_bytes <= 0:
                 link.notify_when_drained()
                 return
-            left -= max(1, self._feed_subscription(backlog, backlog.first(), min(RUN_MAX, left)))
+            left -= max(1, self._feed_subscription(backlog, backlog.first(), room_bytes, left))
         if backlog:
             backlog.is_scheduled = True
             self._run_soon(partial(self._continue, link))
@@ -218,22 +214,20 @@ class Subscriptions:
             self._feed(link)
 
     def _feed_subscription(
-        self, backlog: ConnectionBacklog, subscription: MailSubscription, limit: int
+        self, backlog: ConnectionBacklog, subscription: MailSubscription, room_bytes: int, limit: int
     ) -> int:
-        """Deliver at most `limit` letters of one priority. Returns how many."""
+        """Deliver at most `limit` letters of one priority, as many as fit. Returns how many."""
         box = self._mailboxes.by_key.get(subscription.key)
         rank = RANK_COUNT if box is None else self._waiting_rank(box, subscription)
         if box is None or rank == RANK_COUNT:
             self._leave_backlog(subscription)
-            if box is not None and subscription.queue_group:
-                self._note_stalled(box, subscription.queue_group)
             return 0
         is_next = rank <= subscription.queue_rank
         # After the others of that rank, and before the delivery, which can end the subscription.
         backlog.put(subscription, rank)
         if not is_next:
             return 0
-        letters = self._next_run(box, subscription, rank, limit)
+        letters = self._next_run(box, subscription, rank, room_bytes, limit)
         if letters:
             self._deliver(box, subscription, letters)
         return len(letters)
@@ -244,10 +238,13 @@ class Subscriptions:
         groups = self._subscribers[subscription.key].queue_groups
         return groups[subscription.queue_group].rank_for(subscription, box)
 
-    def _next_run(self, box: Mailbox, subscription: MailSubscription, rank: int, limit: int) -> list[Letter]:
+    def _next_run(
+        self, box: Mailbox, subscription: MailSubscription, rank: int, room_bytes: int, limit: int
+    ) -> list[Letter]:
         now_ns = self._mailboxes.now_ns()
         if not subscription.queue_group:
-            return box.next_run(subscription.through, rank, limit, LINK_FULL_BYTES, now_ns)
+            limit = min(limit, max(1, _run_max(room_bytes)))
+            return box.next_run(subscription.through, rank, limit, room_bytes, now_ns)
         group = self._subscribers[subscription.key].queue_groups[subscription.queue_group]
         letter = group.take(subscription, rank, box, now_ns)
         return [letter] if letter is not None else []
@@ -260,15 +257,10 @@ class Subscriptions:
         self._public_list.drained(link)
 
     def tick(self) -> None:
-        """Continue backlogs of connections that drained without a call, and widen stalled groups."""
+        """Continue backlogs of connections that drained without a call."""
         for backlog in list(self._backlogs.values()):
             self.drained(cast("Link", backlog.first().link))
         self._public_list.tick()
-        now_ns = self._mailboxes.now_ns()
-        for (key, name), since_ns in list(self._stalled.items()):
-            if now_ns - since_ns >= GROUP_PATIENCE_S * NANOS_PER_S:
-                del self._stalled[key, name]
-                self._widen(key, name)
 
     # ---- queue groups --------------------------------------------------------------------------
 
@@ -291,8 +283,6 @@ class Subscriptions:
             self._is_dispatching = False
         if group.offer(box) is not None:
             self._schedule_group(key, name)
-        else:
-            self._note_stalled(box, name)
 
     def _dispatch_some(self, box: Mailbox, group: QueueGroup) -> None:
         now_ns = self._mailboxes.now_ns()
@@ -301,7 +291,7 @@ class Subscriptions:
             if offer is None:
                 return
             subscription, rank = offer
-            if cast("Link", subscription.link).pending_bytes > LINK_FULL_BYTES:
+            if cast("Link", subscription.link).pending_bytes >= LINK_FULL_BYTES:
                 self._enqueue(subscription, rank)
                 continue
             letter = group.take(subscription, rank, box, now_ns)
@@ -324,26 +314,6 @@ class Subscriptions:
             for subscription in member.subscriptions:
                 if subscription.is_waiting and subscription.ranks & (1 << rank):
                     self._backlogs[subscription.number].promote(subscription, rank)
-
-    def _note_stalled(self, box: Mailbox, name: str) -> None:
-        group = self._group(box.key, name)
-        if group is not None and not group.is_deleting and group.is_held_up(box):
-            self._stalled.setdefault((box.key, name), self._mailboxes.now_ns())
-
-    def _widen(self, key: str, name: str) -> None:
-        """Let the windows of a group that never deletes grow, because it would wait for ever otherwise."""
-        group, box = self._group(key, name), self._mailboxes.by_key.get(key)
-        if group is not None and box is not None and not group.is_deleting and group.is_held_up(box):
-            group.window *= GROUP_GROWTH
-            self._dispatch(key, name)
-
-    def deleting(self, box: Mailbox, number: int) -> None:
-        """A client deletes a letter. The window of a group that held it no longer grows."""
-        subscribers = self._subscribers.get(box.key)
-        for group in subscribers.queue_groups.values() if subscribers is not None else ():
-            if number in group.held:
-                group.is_deleting = True
-                group.window = self._mailboxes.options.group_window
 
     # ---- changes of mailboxes ------------------------------------------------------------------
 
@@ -368,6 +338,14 @@ class Subscriptions:
         self._public_list.announce_expired(box)
 
 
-def _fits_window(letters: list[Letter]) -> bool:
-    """Whether letters fit the window of a connection for which no bytes wait. A single letter always does."""
-    return len(letters) == 1 or sum([letter.cost for letter in letters]) <= LINK_FULL_BYTES
+def _fits(room_bytes: int, letters: list[Letter]) -> bool:
+    """Whether letters fit what is left of the window of a connection. A single letter fits any rest."""
+    count = len(letters)
+    if count == 1:
+        return room_bytes > 0
+    return count <= _run_max(room_bytes) and sum([letter.cost for letter in letters]) <= room_bytes
+
+
+def _run_max(room_bytes: int) -> int:
+    """How many letters may be handed at once to a connection with this room: more if nothing waits for it."""
+    return RUN_MAX if room_bytes == LINK_FULL_BYTES else room_bytes // MESSAGE_LEAST_BYTES
