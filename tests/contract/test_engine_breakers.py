@@ -51,6 +51,14 @@ def test_failures_of_one_organization_do_not_hold_the_messages_of_another(world:
     assert breakers(world)["slack"].organizations == ["hostile"]
 
 
+def test_status_shows_the_breakers_of_all_organizations(world: EngineUnderTest) -> None:
+    names = ["acme", "beta", "zen"]
+    for name in names:
+        fail_calls(world, 3, org_id=name, type="model_call", service="calendar")
+    world.submit(org_id="beta")
+    assert breakers(world)["calendar"].organizations == names
+
+
 def test_message_that_names_the_service_of_a_handler_counts_for_its_organization(
     world: EngineUnderTest,
 ) -> None:

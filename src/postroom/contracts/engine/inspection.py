@@ -163,11 +163,11 @@ def status_of(operations: Operations, policy: Policy, org_id: str | None = None)
     paused = {org_id for org_id, type_name in pauses if not type_name}
     pressures = dict(PRESSURES.all(transaction))
     organizations = {
-        org_id: _organization(
-            counts, pressures.get(org_id), policy, is_paused=ALL in paused or org_id in paused
+        org_of(queue): _organization(
+            counts, pressures.get(org_of(queue)), policy, is_paused=ALL in paused or org_of(queue) in paused
         )
         for queue, counts in transaction.depths().items()
-        if (org_id := org_of(queue))
+        if org_of(queue)
     }
     depth = ready(transaction.total())
     stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
