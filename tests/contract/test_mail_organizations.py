@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from postroom.contracts.mail import agents, quotas
 from postroom.core.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
 from postroom.logs.mail_records import AgentRecord, Opened, Put, Record
@@ -147,6 +148,64 @@ def test_dead_letters_stay_in_the_organization(tmp_path: Path) -> None:
     dead = {each.org: len(each.letters) for each in world.boxes() if each.mail_id == "work.dead"}
     assert dead == {"acme": 1, "other": 0}
     Harness.close_all()
+
+
+# ---- the share of one organization -----------------------------------------------------------------
+
+
+def test_one_organization_stores_half_of_the_bytes_however_many_clients_it_has(tmp_path: Path) -> None:
+    world = World(tmp_path / "mail", stored_bytes_max=40_000)
+    harness = world.harness
+    of_acme, of_other = harness.create(world.acme), harness.create(world.other)
+    while "error" not in (reply := harness.request(world.acme, f"{MSG}{of_acme}", b"x" * 900)):
+        pass
+    said = "the organization 'acme' may have 20000 bytes, which is its share"
+    for _ in range(2):
+        assert reply == {"error": said, "code": 429}
+        reply = harness.request(world.friend, f"{MSG}{of_acme}", b"x" * 900)
+        harness.reopen()
+    assert world.ask(world.friend, "MAILBOX.CREATE", desc="x" * 900)["error"] == said
+    harness.send(world.other, of_other, b"x" * 9_000)
+    number = harness.request(world.acme, f"{LIST}{of_acme}")["messages"][0]["msg_id"]
+    assert harness.request(world.acme, f"{DELETE}{of_acme}.{number}") == {"deleted": True}
+    harness.send(world.friend, of_acme, b"x" * 900)
+    Harness.close_all()
+
+
+def test_one_organization_makes_half_of_the_mailboxes(tmp_path: Path) -> None:
+    world = World(tmp_path / "mail", mailboxes_max=8)
+    for number in range(4):
+        world.harness.create((world.acme, world.friend)[number % 2], name=f"box.{number}", public=True)
+    refused = world.ask(world.friend, "MAILBOX.CREATE", name="box.4", public=True)
+    said = "the organization 'acme' may have 4 mailboxes, which is its share"
+    assert refused == {"error": said, "code": 429}
+    for link in (world.other, world.operator, world.nobody):
+        world.harness.create(link, name=f"box.{link.user.partition('/')[0]}", public=True)
+    Harness.close_all()
+
+
+def test_one_organization_has_a_limit_of_messages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MESSAGES_AN_ORGANIZATION_MAX", 3)
+    harness = world.harness
+    mail_id = harness.create(world.operator, name="for.all", public=True)
+    for link in (world.acme, world.friend, world.acme):
+        harness.send(link, mail_id, b"x")
+    assert harness.request(world.friend, f"{MSG}{mail_id}", b"x") == {
+        "error": "the organization 'acme' may have 3 messages, which is its share",
+        "code": 429,
+    }
+    for link in (world.other, world.operator, world.nobody):
+        harness.send(link, mail_id, b"x")
+
+
+def test_one_organization_registers_half_of_the_agents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "AGENTS_MAX", 4)
+    for name, link in (("ann", world.acme), ("amy", world.friend)):
+        assert not world.ask(link, "AGENT.REGISTER", name=name)["error"]
+    assert not world.ask(world.acme, "AGENT.REGISTER", name="ann", text="new")["error"]
+    said = "the organization 'acme' may have 2 agents, which is its share"
+    assert world.ask(world.acme, "AGENT.REGISTER", name="bo") == {"error": said, "code": 429}
+    assert not world.ask(world.other, "AGENT.REGISTER", name="bo")["error"]
 
 
 # ---- deliveries ------------------------------------------------------------------------------------

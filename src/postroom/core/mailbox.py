@@ -33,17 +33,47 @@ GROUP_COST_BYTES = 800  # of a pull group: 600 measured
 Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 
 
-class Account:
-    """What one client has stored, counted against its quota."""
+class Usage:
+    """What is stored for one client, or for one organization."""
 
-    __slots__ = ("agents", "bytes", "card_bytes", "client", "groups", "mailboxes", "remembered")
+    __slots__ = ("agents", "bytes", "card_bytes", "mailboxes", "messages", "name")
 
-    def __init__(self, client: str) -> None:
-        self.client = client
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.bytes = 0  # cost of its messages, mailboxes and pull groups
-        self.mailboxes = self.agents = self.card_bytes = 0
+        self.messages = self.mailboxes = self.agents = self.card_bytes = 0
+
+    def add(self, cost: int, *, messages: int = 0, mailboxes: int = 0) -> None:
+        self.bytes += cost
+        self.messages += messages
+        self.mailboxes += mailboxes
+
+    def add_agent(self, card_bytes: int, count: int) -> None:
+        self.agents += count
+        self.card_bytes += card_bytes
+
+
+class Account(Usage):
+    """What one client has stored, counted against its quota and against that of its organization."""
+
+    __slots__ = ("client", "groups", "organization", "remembered")
+
+    def __init__(self, client: str, organization: Usage | None = None) -> None:
+        super().__init__(client)
+        self.client = client
+        self.organization = organization
         self.groups = 0  # pull groups that it created
         self.remembered = 0  # letters that these groups hold, or know to be acknowledged
+
+    def add(self, cost: int, *, messages: int = 0, mailboxes: int = 0) -> None:
+        super().add(cost, messages=messages, mailboxes=mailboxes)
+        if self.organization is not None:
+            self.organization.add(cost, messages=messages, mailboxes=mailboxes)
+
+    def add_agent(self, card_bytes: int, count: int) -> None:
+        super().add_agent(card_bytes, count)
+        if self.organization is not None:
+            self.organization.add_agent(card_bytes, count)
 
     @property
     def empty(self) -> bool:
@@ -51,6 +81,13 @@ class Account:
 
 
 NOBODY = Account("")
+
+
+def organization_of(client: str) -> str:
+    """The organization of a client: its users are called ORGANIZATION/NAME. Empty for a client of none."""
+    kind, _, user = client.partition(":")
+    organization, slash, _ = user.partition("/")
+    return organization if kind == "user" and slash else ""
 
 
 def cost_of(size: int, key: str = "", tags: tuple[str, ...] = ()) -> int:

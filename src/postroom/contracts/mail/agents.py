@@ -25,10 +25,11 @@ from msgspec.structs import replace
 from postroom.contracts.mail import Link, card_index
 from postroom.contracts.mail.card_index import CardIndex
 from postroom.contracts.mail.mailboxes import Mailboxes
+from postroom.contracts.mail.quotas import ORGANIZATION_SHARE, share_used
 from postroom.contracts.mail.recovery import AgentKey
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import Account, size_of
+from postroom.core.mailbox import Account, Usage, size_of
 from postroom.core.mq9 import Mq9Error
 from postroom.logs.mail_records import AgentRecord
 
@@ -49,6 +50,18 @@ MICROS_PER_S = 1_000_000
 # Scripts without blanks are indexed by character.
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
+
+
+def _check_share(organization: Usage, cost: int, count: int) -> None:
+    """Refuse an agent that does not fit the share of its organization."""
+    agents_max, cards_bytes_max = (
+        int(AGENTS_MAX * ORGANIZATION_SHARE),
+        int(CARDS_BYTES_MAX * ORGANIZATION_SHARE),
+    )
+    if organization.agents + count > agents_max:
+        raise share_used(organization, agents_max, "agents")
+    if organization.card_bytes + cost > cards_bytes_max:
+        raise share_used(organization, cards_bytes_max, "bytes of cards")
 
 
 class _Entry:
@@ -221,6 +234,9 @@ class AgentRegistry:
             raise Mq9Error(429, f"the cards of all agents cost {CARDS_BYTES_MAX} bytes, which is the limit")
         if account.card_bytes + cost - (freed if is_own else 0) > CLIENT_CARDS_BYTES_MAX:
             raise Mq9Error(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
+        if account.organization is not None:
+            is_of_org = entry is not None and entry.account.organization is account.organization
+            _check_share(account.organization, cost - (freed if is_of_org else 0), 0 if is_of_org else 1)
 
     def _add(self, agent: AgentRecord, link: int) -> None:
         card = _decoded(agent.card)
@@ -231,8 +247,7 @@ class AgentRegistry:
         key = _key(agent)
         self._entries[key] = entry
         self._cost += entry.cost
-        account.agents += 1
-        account.card_bytes += entry.cost
+        account.add_agent(entry.cost, 1)
         if link:
             self._held.setdefault(link, set()).add(key)
         for alias in aliases:
@@ -245,8 +260,7 @@ class AgentRegistry:
         key = _key(agent)
         entry = self._entries.pop(key)
         self._cost -= entry.cost
-        entry.account.agents -= 1
-        entry.account.card_bytes -= entry.cost
+        entry.account.add_agent(-entry.cost, -1)
         held = self._held.get(entry.link)
         if held is not None:
             held.discard(key)

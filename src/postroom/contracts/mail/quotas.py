@@ -1,7 +1,8 @@
-"""Quotas of clients, mailboxes and the whole server.
+"""Quotas of clients, organizations, mailboxes and the whole server.
 
 Rule 1: everything stored is counted against the client that sent or created it, also after a reconnect.
 Rule 2: a batch is admitted as a whole or refused as a whole.
+Rule 3: an organization has at most a share of what the server stores, however many clients it has.
 """
 
 import math
@@ -14,11 +15,15 @@ from postroom.core.mailbox import (
     Letter,
     Mailbox,
     PullGroup,
+    Usage,
     group_cost,
     mailbox_cost,
+    organization_of,
 )
 from postroom.core.mq9 import Mq9Error
 
+ORGANIZATION_SHARE = 0.5  # of the bytes, the mailboxes and the agents of a server
+MESSAGES_AN_ORGANIZATION_MAX = 1_000_000
 ACCOUNTS_TIDIED_FROM = 1_024  # number of accounts from which empty ones are dropped
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
 MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost, the part that is not in the log
@@ -29,17 +34,22 @@ class Accounts(dict[str, Account]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._organizations: dict[str, Usage] = {}
         self._tidy_at = ACCOUNTS_TIDIED_FROM
 
     def __missing__(self, client: str) -> Account:
         if len(self) >= self._tidy_at:
             self._tidy()
-        account = self[client] = Account(client)
+        org = organization_of(client)
+        usage = self._organizations.setdefault(org, Usage(org)) if org else None
+        account = self[client] = Account(client, usage)
         return account
 
     def _tidy(self) -> None:
         for account in [each for each in self.values() if each.empty]:
             del self[account.client]
+        used = (account.organization for account in self.values())
+        self._organizations = {usage.name: usage for usage in used if usage is not None}
         self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
 
 
@@ -55,6 +65,8 @@ class Quotas:
         self._mailbox_bytes_max = options.quota_bytes or math.inf
         self._client_bytes_max = options.client_quota_bytes or math.inf
         self._bytes_max = options.stored_bytes_max
+        self._organization_bytes_max = int(options.stored_bytes_max * ORGANIZATION_SHARE)
+        self._organization_mailboxes_max = int(options.mailboxes_max * ORGANIZATION_SHARE)
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -68,6 +80,10 @@ class Quotas:
             raise Mq9Error(429, f"the mailbox may hold {quota} bytes, which is its quota")
         if account.bytes + cost > self._client_bytes_max or self.stored_bytes + cost > self._bytes_max:
             self._admit_cost(account, cost)
+        if account.organization is not None:
+            self._admit_share(account.organization, cost)
+            if account.organization.messages + count > MESSAGES_AN_ORGANIZATION_MAX:
+                raise share_used(account.organization, MESSAGES_AN_ORGANIZATION_MAX, "messages")
 
     def admit_mailbox(self, account: Account, cost: int, existing: int) -> None:
         """Refuse one more mailbox beside the `existing` ones."""
@@ -76,6 +92,9 @@ class Quotas:
             raise Mq9Error(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")
         if account.mailboxes >= (options.client_quota_mailboxes or math.inf):
             raise Mq9Error(429, f"this client has {options.client_quota_mailboxes} mailboxes, its quota")
+        of_org, most = account.organization, self._organization_mailboxes_max
+        if of_org is not None and of_org.mailboxes >= most:
+            raise share_used(of_org, most, "mailboxes")
         self._admit_cost(account, cost)
 
     def admit_group(self, account: Account, name: str) -> None:
@@ -88,6 +107,12 @@ class Quotas:
             raise Mq9Error(429, f"this client may store {quota} bytes, which is its quota")
         if self.stored_bytes + cost > self._bytes_max:
             raise Mq9Error(429, f"the server stores {self._bytes_max} bytes, which is its limit")
+        if account.organization is not None:
+            self._admit_share(account.organization, cost)
+
+    def _admit_share(self, organization: Usage, cost: int) -> None:
+        if organization.bytes + cost > self._organization_bytes_max:
+            raise share_used(organization, self._organization_bytes_max, "bytes")
 
     # ---- counting ------------------------------------------------------------------------------
 
@@ -95,7 +120,7 @@ class Quotas:
         """Add `count` letters like this one, which cost `nbytes` together; negative numbers remove."""
         self.messages += count
         self.stored_bytes += nbytes
-        letter.account.bytes += nbytes
+        letter.account.add(nbytes, messages=count)
         if letter.durable:
             self.log_bytes += nbytes - MEMORY_ONLY_BYTES * count
 
@@ -103,13 +128,13 @@ class Quotas:
         """Count a mailbox against its creator."""
         box.account = account
         box.cost = mailbox_cost(box.mail_id, box.desc, box.org)
-        account.mailboxes += 1
-        self._add_cost(account, box.cost)
+        account.add(box.cost, mailboxes=1)
+        self.stored_bytes += box.cost
 
     def remove_mailbox(self, box: Mailbox) -> None:
         """Stop counting a mailbox and its pull groups."""
-        box.account.mailboxes -= 1
-        self._add_cost(box.account, -box.cost)
+        box.account.add(-box.cost, mailboxes=-1)
+        self.stored_bytes -= box.cost
         for name, group in box.groups.items():
             self._remove_group(name, group)
 
@@ -127,9 +152,13 @@ class Quotas:
         group.account = NOBODY  # an acknowledgement may still be on its way to the disk
 
     def _add_cost(self, account: Account, cost: int) -> None:
-        account.bytes += cost
+        account.add(cost)
         self.stored_bytes += cost
 
     def count_agent(self, card: bytes, count: int) -> None:
         """Count the record of an agent in the log; -1 removes it."""
         self.log_bytes += count * (len(card) + RECORD_BYTES)
+
+
+def share_used(organization: Usage, most: int, what: str) -> Mq9Error:
+    return Mq9Error(429, f"the organization {organization.name!r} may have {most} {what}, which is its share")
