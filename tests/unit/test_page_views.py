@@ -16,7 +16,7 @@ from postroom.core import lifecycle
 from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
-from postroom.page.live import Batch
+from postroom.page.live import Batch, happenings_of
 from postroom.page.messages import lines, tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
 from postroom.page.schemas import MessagesQuery
@@ -37,13 +37,12 @@ def seen(batch: Batch, org_id: str | None) -> list[str]:
 
 
 def test_a_batch_holds_only_what_its_reader_may_see() -> None:
-    batch = Batch(
-        0, 4, [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")], str
-    )
+    events = [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")]
+    batch = Batch(0, 4, happenings_of(events, str))
     assert seen(batch, None) == ["m1", "m2", "m3"]
     assert (seen(batch, "a"), seen(batch, "b"), seen(batch, "c"), seen(batch, "")) == (["m1"], ["m2"], [], [])
     assert batch.encoded(None).startswith(b"id: 4\nevent: events\n")
-    assert b'"skipped":7' in Batch(0, 9, [event(9, "org:b")], str, skipped=7).encoded("a")
+    assert b'"skipped":7' in Batch(0, 9, happenings_of([event(9, "org:b")], str), skipped=7).encoded("a")
 
 
 def letter(

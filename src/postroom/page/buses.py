@@ -4,16 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from postroom.message import BusMessage
-from postroom.page.redaction import shown_body, shown_name
+from postroom.page.redaction import REDACTED_CHARS_MAX, begin_view, shown_body, shown_by, shown_name
 from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
 from postroom.runtime.event_streams import EventStream, bus_pages
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
-
-_encode = msgspec.json.Encoder().encode
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -22,7 +18,11 @@ async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
     newest = await server.on_bus(
         request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT, identity, org_id)
     )
-    return HttpReply(200, _encode({"messages": [_shown(request, message) for message in newest]}))
+
+    def shown() -> dict[str, Any]:
+        return {"messages": [_shown(request, message) for message in reversed(newest)][::-1]}
+
+    return await shown_by(server, request, shown)
 
 
 def _shown(request: HttpRequest, message: BusMessage) -> dict[str, Any]:
@@ -40,6 +40,11 @@ async def stream(server: TaskServer, request: HttpRequest, is_allowed: Callable[
     """The messages of a bus as they come, from the position of the page on."""
     query: BusQuery = request.query
     since = request.header(b"last-event-id") or query.since
-    page = await bus_pages(server, request, since, shown=partial(_shown, request))
+
+    def shown(message: BusMessage) -> dict[str, Any]:
+        begin_view(request)
+        return _shown(request, message)
+
+    page = await bus_pages(server, request, since, shown, REDACTED_CHARS_MAX // 2)
     run = partial(server.on_bus, request)
     await EventStream(server, request, page, run, is_allowed=is_allowed).send(since)

@@ -13,10 +13,18 @@ from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint
 from postroom.contracts.goals.goals import GoalStatus, status_of
 from postroom.contracts.goals.progress import CHECKPOINTS_MAX
 from postroom.contracts.goals.rollback import checkpoint_of, goal_of, is_undone, later_effects
-from postroom.errors import RollbackRefused, UnknownCheckpoint, UnknownGoal
+from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint, UnknownGoal
 from postroom.page.live import scope_of
 from postroom.page.messages import read
-from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
+from postroom.page.redaction import (
+    REDACTED_CHARS_MAX,
+    begin_view,
+    shown_by,
+    shown_json,
+    shown_name,
+    shown_text,
+    shown_texts,
+)
 from postroom.page.schemas import RollbackBody
 from postroom.runtime.agents import Identity
 from postroom.runtime.goal_handlers import answered
@@ -26,8 +34,6 @@ from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100
 GOALS_SHOWN_MAX: Final = 500
-
-_encode = msgspec.json.Encoder().encode
 
 
 def _is_seen(identity: Identity, org_id: str) -> bool:
@@ -39,8 +45,13 @@ def _is_seen(identity: Identity, org_id: str) -> bool:
 
 async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
     found = await read(server, request, lambda operations: decision_cells.waiting(operations.transaction))
-    seen = [_shown(request, one) for one in found if _is_seen(request.identity, one.org_id)]
-    return HttpReply(200, _encode({"decisions": seen}))
+
+    def shown() -> dict[str, Any]:
+        return {
+            "decisions": [_shown(request, one) for one in found if _is_seen(request.identity, one.org_id)]
+        }
+
+    return await shown_by(server, request, shown)
 
 
 def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
@@ -61,7 +72,8 @@ def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
 
 
 async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(_shown(request, await answered(server, request, request.body))))
+    taken = await answered(server, request, request.body)
+    return await shown_by(server, request, lambda: _shown(request, taken))
 
 
 # ---- goals -----------------------------------------------------------------------------------------
@@ -108,7 +120,9 @@ async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
     active = await server.engine.conflicts.active(scope)
     waiting = await server.engine.conflicts.waiting(scope)
     conflicts = msgspec.to_builtins({"active": active, "waiting": waiting})
-    return HttpReply(200, _encode({"goals": found, "conflicts": shown_texts(request, conflicts)}))
+    return await shown_by(
+        server, request, lambda: {"goals": found, "conflicts": shown_texts(request, conflicts)}
+    )
 
 
 async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -122,13 +136,17 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     status, checkpoints = await read(server, request, work)
     context, _ = await server.engine.goals.context(goal_id)
-    answer = {
-        "goal": _shown_status(request, status),
-        "checkpoints": [_shown_checkpoint(request, one) for one in checkpoints],
-        "context": shown_json(request, context),
-        "branch": await _branch(server, request, goal_id),
-    }
-    return HttpReply(200, _encode(answer))
+    staged = await _staged(server, request, goal_id)
+
+    def shown() -> dict[str, Any]:
+        return {
+            "goal": _shown_status(request, status),
+            "checkpoints": [_shown_checkpoint(request, one) for one in checkpoints],
+            "context": shown_json(request, context),
+            "branch": [_shown_change(request, key, one) for key, one in staged],
+        }
+
+    return await shown_by(server, request, shown)
 
 
 def _shown_status(request: HttpRequest, status: GoalStatus) -> dict[str, Any]:
@@ -148,21 +166,23 @@ def _check_seen(transaction: Transaction, identity: Identity, goal_id: str) -> N
         raise UnknownGoal(goal_id)
 
 
-async def _branch(server: TaskServer, request: HttpRequest, goal_id: str) -> list[dict[str, Any]]:
+async def _staged(
+    server: TaskServer, request: HttpRequest, goal_id: str
+) -> list[tuple[str, branches.Staged]]:
     """The changes of a goal that main does not have yet; none when the branch is gone or lies elsewhere."""
 
     def work(operations: Operations) -> list[tuple[str, branches.Staged]]:
         return branches.STAGED.under(operations.transaction, goal_id, limit=STAGED_SHOWN_MAX)
 
-    staged = await read(server, request, work)
-    return [
-        {
-            "node_id": shown_name(request, key.partition(SEPARATOR)[2]),
-            "changes": shown_json(request, {name: value for name, (_, value) in one.changes.items()}),
-            "edges": len(one.edges),
-        }
-        for key, one in staged
-    ]
+    return await read(server, request, work)
+
+
+def _shown_change(request: HttpRequest, key: str, one: branches.Staged) -> dict[str, Any]:
+    return {
+        "node_id": shown_name(request, key.partition(SEPARATOR)[2]),
+        "changes": shown_json(request, {name: value for name, (_, value) in one.changes.items()}),
+        "edges": len(one.edges),
+    }
 
 
 async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -180,18 +200,28 @@ async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
         return status_of(transaction, goal_id).open_messages, effects
 
     open_messages, effects = await read(server, request, work)
+    if sum(len(effect.key) for effect in effects) > REDACTED_CHARS_MAX:  # a person accepts what is shown
+        raise InvalidMessage(
+            "this rollback undoes more effects than the page shows: use `postroom engine goal`"
+        )
     if not body.is_preview:
         await _roll_back(server, request, effects)
-    undone = [shown_name(request, effect.key) for effect in effects if is_undone(effect)]
-    left = dict.fromkeys(shown_name(request, effect.key) for effect in effects if not is_undone(effect))
-    answer = {"open_messages": open_messages, "undone": undone, "irreversible": list(left)}
-    return HttpReply(200, _encode(answer))
+
+    def shown() -> dict[str, Any]:
+        undone = [shown_name(request, effect.key) for effect in effects if is_undone(effect)]
+        left = dict.fromkeys(shown_name(request, effect.key) for effect in effects if not is_undone(effect))
+        return {"open_messages": open_messages, "undone": undone, "irreversible": list(left)}
+
+    return await shown_by(server, request, shown)
 
 
 async def _roll_back(server: TaskServer, request: HttpRequest, effects: list[GoalEffect]) -> None:
     body: RollbackBody = request.body
     chosen = set(body.accept_irreversible)
-    accepted = [effect.key for effect in effects if shown_name(request, effect.key) in chosen]
+    accepted = await server.read_for(
+        request, lambda: [effect.key for effect in effects if shown_name(request, effect.key) in chosen]
+    )
+    begin_view(request)
     try:
         await server.engine.goals.rollback(body.checkpoint_id, accept_irreversible=accepted)
     except RollbackRefused as error:

@@ -13,7 +13,7 @@ from postroom.contracts.engine.inspection import EngineStatus, status_of
 from postroom.contracts.engine.operations import Operations
 from postroom.page.live import scope_of
 from postroom.page.messages import read
-from postroom.page.redaction import shown_name, shown_text
+from postroom.page.redaction import shown_by, shown_name, shown_text
 from postroom.page.schemas import LettersQuery, ReplayBody
 from postroom.runtime.engine_handlers import operated_org, visible
 from postroom.runtime.http_messages import HttpReply, HttpRequest
@@ -81,13 +81,16 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
         return dlq.search(operations, wanted, LOOKED_MAX, None), sample
 
     found, sample = await read(server, request, work)
-    answer = {
-        "letters": [_line(request, letter) for letter in found.letters],
-        "after": found.last,
-        "patterns": [_shown_pattern(request, one) for one in patterns(sample)],
-        "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
-    }
-    return HttpReply(200, _encode(answer))
+
+    def shown() -> dict[str, Any]:
+        return {
+            "letters": [_line(request, letter) for letter in found.letters],
+            "after": found.last,
+            "patterns": [_shown_pattern(request, one) for one in patterns(sample)],
+            "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
+        }
+
+    return await shown_by(server, request, shown)
 
 
 def _shown_pattern(request: HttpRequest, pattern: Pattern) -> Pattern:
@@ -164,9 +167,13 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
         for message_id in seen.message_ids:
             server.server_log.write("replayed", task_id=message_id, agent=request.identity.name)
         server.wake_streams()
-    kinds = {shown_text(request, kind): count for kind, count in seen.kinds.items()}
-    notes = [shown_text(request, note) for note in seen.notes]
-    return HttpReply(200, _encode(msgspec.structs.replace(seen, kinds=kinds, notes=notes)))
+
+    def shown() -> Preview:
+        kinds = {shown_text(request, kind): count for kind, count in seen.kinds.items()}
+        notes = [shown_text(request, note) for note in seen.notes]
+        return msgspec.structs.replace(seen, kinds=kinds, notes=notes)
+
+    return await shown_by(server, request, shown)
 
 
 def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> tuple[list[DeadLetter], bool]:

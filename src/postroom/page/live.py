@@ -68,42 +68,46 @@ class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
 class Batch:
     """The events of one tick, encoded once for each organization that looks."""
 
-    def __init__(self, after: int, last: int, events: Sequence[Event], hide: Hide, skipped: int = 0) -> None:
+    def __init__(self, after: int, last: int, happenings: Sequence[Happening], skipped: int = 0) -> None:
         self.after = after
         """The position before the batch."""
         self.last = last
         self.skipped = skipped
         """Events at the beginning that were not read, because there were too many."""
-        self._events = [event for event in events if event.kind not in _QUIET]
-        self._hide = hide
+        self._happenings = happenings
         self._encoded: dict[str | None, bytes] = {}
 
     @property
     def count(self) -> int:
         """How many events it has."""
-        return len(self._events)
+        return len(self._happenings)
 
     def encoded(self, org_id: str | None) -> bytes:
         """The batch as a server-sent event for an organization, or for all; empty when nothing is for it."""
         found = self._encoded.get(org_id)
         if found is None:
-            seen = [_happening(event, self._hide) for event in self._events if is_seen(event, org_id)]
+            seen = [one for one in self._happenings if is_seen(one, org_id)]
             data = _encode({"events": seen, "skipped": self.skipped})
             found = sse(str(self.last), "events", data) if seen or self.skipped else b""
             self._encoded[org_id] = found
         return found
 
 
-def is_seen(event: Event, org_id: str | None) -> bool:
+def is_seen(happening: Happening, org_id: str | None) -> bool:
     """Whether callers of an organization see an event. None stands for operators, who see all."""
-    return org_id is None or (bool(org_id) and org_of(event.queue) == org_id)
+    return org_id is None or (bool(org_id) and happening.org_id == org_id)
 
 
-def _happening(event: Event, hide: Hide) -> Happening:
-    return Happening(
-        event.seq, event.ts_us, event.kind, org_of(event.queue), event.message_id, hide(event.type),
-        hide(event.error_type), hide(event.parent_message_id),
-    )  # fmt: skip
+def happenings_of(events: Sequence[Event], hide: Hide) -> list[Happening]:
+    """Events as pages show them. In a thread: redaction takes long."""
+    return [
+        Happening(
+            event.seq, event.ts_us, event.kind, org_of(event.queue), event.message_id, hide(event.type),
+            hide(event.error_type), hide(event.parent_message_id),
+        )
+        for event in events
+        if event.kind not in _QUIET
+    ]  # fmt: skip
 
 
 def scope_of(identity: Identity) -> str | None:
@@ -116,6 +120,8 @@ class _Look(msgspec.Struct):
 
     newest: int
     events: list[Event]
+    happenings: list[Happening]
+    """Those of the events that pages get."""
     after: int
     facts: Facts | None
 
@@ -192,10 +198,10 @@ class Live:
         """Read once. Returns the pause before the next read."""
         is_due = self._loop.time() >= self._snapshot_due
         is_first, self._has_begun = not self._has_begun, True
-        look = await self._server.read(lambda: self._look(is_due, is_first))
+        look = await self._server.read(lambda: self._look(is_due, is_first, hide))
         has_events = look.newest > self._position
         if has_events:
-            self._note_events(look, hide, is_first)
+            self._note_events(look, is_first)
         if look.facts is not None:
             self._snapshot_due = self._loop.time() + SNAPSHOT_S
             await self._note_facts(look.facts, hide)
@@ -204,7 +210,7 @@ class Live:
             self._changed = self._loop.create_future()
         return BUSY_TICK_S if len(look.events) == EVENTS_A_TICK_MAX else TICK_S
 
-    def _look(self, is_due: bool, is_first: bool) -> _Look:
+    def _look(self, is_due: bool, is_first: bool, hide: Hide) -> _Look:
         position, policy = self._position, self._server.engine.policy
 
         def work(transaction: Transaction) -> _Look:
@@ -213,26 +219,27 @@ class Live:
             after = max(position, newest - limit)
             events = transaction.events(after, limit) if newest > position else []
             facts = read_facts(Operations(transaction, policy), policy) if is_due else None
-            return _Look(newest, events, after, facts)
+            return _Look(newest, events, [], after, facts)
 
-        return self._server.engine.store.read(work)
+        look = self._server.engine.store.read(work)
+        look.happenings = happenings_of(look.events[-RECENT_EVENTS:] if is_first else look.events, hide)
+        return look
 
-    def _note_events(self, look: _Look, hide: Hide, is_first: bool) -> None:
+    def _note_events(self, look: _Look, is_first: bool) -> None:
         skipped = 0 if is_first else look.after - self._position
         if look.events:
             self._activity.add(look.events, len(look.events) / (len(look.events) + skipped))
         last = look.events[-1].seq if look.events else look.newest
-        events, after = look.events, self._position
-        if is_first and events:
-            events = events[-RECENT_EVENTS:]
-            after = events[0].seq - 1
-        self._batches.append(Batch(after, last, events, hide, skipped))
+        after = self._position
+        if is_first and look.events:
+            after = look.events[-RECENT_EVENTS:][0].seq - 1
+        self._batches.append(Batch(after, last, look.happenings, skipped))
         self._position = last
 
     async def _note_facts(self, facts: Facts, hide: Hide) -> None:
         self._activity.forget(facts.now_us)
         whole = snapshot(facts, self._activity, await self._server.part_facts())
-        self._shown = facts, with_names_hidden(whole, hide)
+        self._shown = facts, await self._server.read(lambda: with_names_hidden(whole, hide))
         self._encoded = {}
         self._snapshot_number += 1
 
@@ -282,7 +289,7 @@ class Live:
             position = batch.after
         return position
 
-    async def missed(self, position: int) -> list[Batch] | None:
+    async def missed(self, request: HttpRequest, position: int) -> list[Batch] | None:
         """The batches between a position and that of the reader; None when they are gone."""
         if position >= self._position:
             return []
@@ -291,11 +298,16 @@ class Live:
             return kept
         if self._position - position > CATCH_UP_MAX:
             return None
-        upto = self._position
-        events = await self._server.read(lambda: self._server.engine.store.events(position, CATCH_UP_MAX))
-        found = [event for event in events if event.seq <= upto]
-        is_whole = bool(found) and found[0].seq == position + 1
-        return [Batch(position, upto, found, await self._hiding())] if is_whole else None
+        upto, hide = self._position, await self._hiding()
+
+        def look() -> Batch | None:
+            events = self._server.engine.store.events(position, CATCH_UP_MAX)
+            found = [event for event in events if event.seq <= upto]
+            is_whole = bool(found) and found[0].seq == position + 1
+            return Batch(position, upto, happenings_of(found, hide)) if is_whole else None
+
+        batch = await self._server.read_for(request, look)
+        return None if batch is None else [batch]
 
     def news(self, position: int, snapshot_number: int, org_id: str | None) -> tuple[bytes, int, int, bool]:
         """What a page has not got: its bytes, the new position and snapshot, and whether events are gone."""
@@ -337,7 +349,7 @@ class _Page:
         if not is_number(last_event_id):
             self._position = self._live.recent_position()
             return
-        missed = await self._live.missed(int(last_event_id))
+        missed = await self._live.missed(self._request, int(last_event_id))
         if missed is None:
             await self._reset()
         elif missed:

@@ -24,7 +24,7 @@ from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.live import scope_of
-from postroom.page.redaction import shown_json, shown_name, shown_text, shown_texts
+from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import (
@@ -106,8 +106,13 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
         return HttpReply(200, _encode(Lines([], 0)))
     found = await read(server, request, partial(lines, query=query, org_id=org_id))
-    shown = [_shown_line(request, line) for line in found.messages]
-    return HttpReply(200, _encode(msgspec.structs.replace(found, messages=shown)))
+
+    def shown() -> Lines:
+        return msgspec.structs.replace(
+            found, messages=[_shown_line(request, line) for line in found.messages]
+        )
+
+    return await shown_by(server, request, shown)
 
 
 def _shown_line(request: HttpRequest, line: Line) -> Line:
@@ -248,7 +253,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
             "tree": [_shown_node(request, node) for node in found["tree"]],
         }
 
-    return HttpReply(200, _encode(await server.read_for(request, shown)))
+    return await shown_by(server, request, shown)
 
 
 def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[str, Any]:

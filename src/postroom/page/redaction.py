@@ -3,6 +3,8 @@
 Rule 1: every text that a sender, a worker or an agent can choose passes through here before it is sent to a
         page. Only names and ids that are addresses do not: those of organizations, agents, goals, buses,
         checkpoints, decisions and messages.
+Rule 2: redaction takes microseconds for each character. So one view redacts at most `REDACTED_CHARS_MAX`, and
+        in a thread: `shown_by` makes its reply. A text that does not fit is not shown.
 """
 
 import re
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.runtime.http_messages import HttpRequest
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_server import TaskServer
 
 if TYPE_CHECKING:
     from postroom.core.redaction import Redactor
@@ -20,8 +23,9 @@ if TYPE_CHECKING:
 REDACTOR: Final = "postroom.redactor"
 """The key of the function that gives the redactor, in the scope of a request."""
 PAYLOAD_CHARS_MAX: Final = 100_000
-REDACTED_CHARS_MAX: Final = 2_000_000
-"""Of a payload that is redacted. A longer one is not shown, because it would take seconds."""
+REDACTED_CHARS_MAX: Final = 500_000
+"""Of all texts of one view."""
+_LEFT: Final = "postroom.redacted_chars_left"
 NAMES_KEPT_MAX: Final = 1_024
 """How many types, workers and errors the stream remembers in their redacted form."""
 _ID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
@@ -33,20 +37,20 @@ Hide: TypeAlias = Callable[[str], str]
 
 def shown_json(request: HttpRequest, value: Any) -> str:
     """A value as indented JSON, redacted."""
-    text = msgspec.json.encode(value).decode()
-    if len(text) > REDACTED_CHARS_MAX:
-        return _too_long(text)
-    return _cut(msgspec.json.format(_redactor(request).payload(text), indent=2))
+    data = msgspec.json.encode(value)
+    if not _fits(request, data):
+        return _too_long(data)
+    return _cut(msgspec.json.format(_redactor(request).payload(data.decode()), indent=2))
 
 
 def shown_body(request: HttpRequest, text: str) -> str:
     """The body of a message that is text, redacted."""
-    return _too_long(text) if len(text) > REDACTED_CHARS_MAX else _cut(_redactor(request).payload(text))
+    return _cut(_redactor(request).payload(text)) if _fits(request, text) else _too_long(text)
 
 
 def shown_text(request: HttpRequest, text: str) -> str:
     """The text of an error or of another program, redacted."""
-    return _cut(_redactor(request).text(text))
+    return _cut(_redactor(request).text(text)) if _fits(request, text) else _too_long(text)
 
 
 def shown_name(request: HttpRequest, text: str) -> str:
@@ -80,8 +84,29 @@ def _redactor(request: HttpRequest) -> "Redactor":
     return found()
 
 
-def _too_long(text: str) -> str:
-    return f"It has {len(text):,} characters, and the page shows none of more than {REDACTED_CHARS_MAX:,}."
+async def shown_by(server: TaskServer, request: HttpRequest, view: Callable[[], Any]) -> HttpReply:
+    """The reply of a view, which is made in a reader thread."""
+    return HttpReply(200, await server.read_for(request, lambda: msgspec.json.encode(view())))
+
+
+def begin_view(request: HttpRequest) -> None:
+    """Let a further view of a stream redact as many characters as the first."""
+    request.scope.pop(_LEFT, None)
+
+
+def _fits(request: HttpRequest, text: str | bytes) -> bool:
+    """Whether the view of a request may redact a text, too."""
+    left: int = request.scope.get(_LEFT, REDACTED_CHARS_MAX) - len(text)
+    if left >= 0:
+        request.scope[_LEFT] = left
+    return left >= 0
+
+
+def _too_long(text: str | bytes) -> str:
+    return (
+        f"Not shown: it has {len(text):,} characters, and one view shows at most {REDACTED_CHARS_MAX:,} "
+        "of texts and payloads."
+    )
 
 
 def _cut(text: str) -> str:

@@ -16,7 +16,7 @@ from postroom.contracts.task_views import TaskInfo
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
 from postroom.page.messages import accepted_at, newest_first, shown_event
-from postroom.page.redaction import shown_json, shown_name, shown_text
+from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
 from postroom.runtime.agents import Identity
 from postroom.runtime.handlers import check_reads, readable_task
@@ -125,8 +125,11 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
         return newest_tasks(transaction, agent, query)
 
     found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
-    shown = [_shown_line(request, stored, age_s) for stored, age_s in found]
-    return HttpReply(200, _encode(Lines(shown, before, reached)))
+
+    def shown() -> Lines:
+        return Lines([_shown_line(request, stored, age_s) for stored, age_s in found], before, reached)
+
+    return await shown_by(server, request, shown)
 
 
 def newest_tasks(
@@ -180,7 +183,7 @@ def _beginning(text: str) -> str:
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     task = await readable_task(server, request)
-    return HttpReply(200, _encode(await server.read_for(request, lambda: _shown(request, task))))
+    return await shown_by(server, request, lambda: _shown(request, task))
 
 
 def _shown(request: HttpRequest, task: TaskInfo) -> dict[str, Any]:

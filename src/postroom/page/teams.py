@@ -38,7 +38,9 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
     }
     if identity.is_operator:
         mail = await asyncio.to_thread(read_status, server.agents.data / "mail")
-        answer["mail"] = shown_texts(request, msgspec.to_builtins(mail))
+        answer["mail"] = await server.read_for(
+            request, lambda: shown_texts(request, msgspec.to_builtins(mail))
+        )
         answer["registered"] = [
             {"name": one.name, "role": one.role, "org_id": one.org}
             for one in server.agents.list()[:REGISTERED_LISTED_MAX]

@@ -55,7 +55,7 @@ from postroom.stores.base import Listing
 T = TypeVar("T")
 
 SEARCHED_MAX = 500
-SEARCHED_BYTES_MAX = 32 * 1024 * 1024  # of messages that one search reads, and one more message
+SEARCHED_BYTES_MAX = 8 * 1024 * 1024  # of messages that one search reads, and one more message
 AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 

@@ -94,7 +94,11 @@ async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None
 
 
 async def bus_pages(
-    server: TaskServer, request: HttpRequest, since: str, shown: Callable[[BusMessage], Any] | None = None
+    server: TaskServer,
+    request: HttpRequest,
+    since: str,
+    shown: Callable[[BusMessage], Any] | None = None,
+    bytes_max: int = STREAM_PAGE_BYTES_MAX,
 ) -> ReadPage[str]:
     """A reader of the bus of the path. `shown` is applied to each message."""
     name, org_id = request.path_param("name"), request.query.org_id
@@ -104,7 +108,7 @@ async def bus_pages(
 
     def page(position: str) -> tuple[bytes, str | None]:
         try:
-            messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
+            messages = follower.page(PAGE_DEFAULT, bytes_max)
         except SinceIdNotFound:  # it was in an archive that was removed, or never existed
             follower.since = ""
             return sse("", "reset", _encode(ResetNotice(position))), ""

@@ -1,0 +1,114 @@
+"""What one view of the live page redacts: a limited number of characters, and never in the event loop."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Tasks
+from postroom.core.redaction import Redactor
+from postroom.page.mount import mount
+from postroom.page.redaction import REDACTED_CHARS_MAX
+from postroom.runtime.agents import Agents
+from postroom.runtime.http import TasksApp, create_app
+
+LONG = "x " * (REDACTED_CHARS_MAX // 5)
+
+
+class Counting(Redactor):
+    """A redactor that counts what it reads, by thread."""
+
+    def __init__(self) -> None:
+        super().__init__("medium")
+        self.by_thread: dict[threading.Thread, int] = {}
+
+    def payload(self, text: str) -> str:
+        self._count(text)
+        return super().payload(text)
+
+    def text(self, text: str) -> str:
+        self._count(text)
+        return super().text(text)
+
+    def _count(self, text: str) -> None:
+        thread = threading.current_thread()
+        self.by_thread[thread] = self.by_thread.get(thread, 0) + len(text)
+
+
+class Page:
+    """A server with the page, in the event loop of the test."""
+
+    def __init__(self, data: Path) -> None:
+        data.mkdir()
+        self.agents = Agents(data)
+        self.token = self.agents.add("boss", role="operator")
+        self.agents.add("ada", org="acme")
+        self.tasks = Tasks.open(f"sqlite:///{data / 'queue.db'}")
+        self.redactor = Counting()
+        self.app: TasksApp = create_app(
+            data, self.tasks, agents=self.agents, page=mount(lambda: self.redactor)
+        )
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        asked: list[Any] = [b"" if body is None else json.dumps(body).encode()]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if asked:
+                return {"type": "http.request", "body": asked.pop(), "more_body": False}
+            return await asyncio.Future[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {self.token}".encode()), (b"host", b"localhost")],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        assert sent[0]["status"] < 300, sent
+        return json.loads(b"".join(message.get("body", b"") for message in sent))
+
+    async def show(self, path: str) -> str:
+        """A view as text. Checks what it cost."""
+        self.redactor.by_thread.clear()
+        found = await self.call("GET", path)
+        assert threading.main_thread() not in self.redactor.by_thread
+        assert 0 < sum(self.redactor.by_thread.values()) <= REDACTED_CHARS_MAX
+        return json.dumps(found)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    made = Page(tmp_path / "run")
+    yield made
+    made.tasks.close()
+
+
+def test_a_view_redacts_in_a_thread_and_a_limited_number_of_characters(page: Page) -> None:
+    async def story() -> None:
+        async with page.app.router.lifespan_context(page.app):
+            for number in range(4):
+                body = {"type": "note", "project_id": "p", "body": f"{number} {LONG}"}
+                await page.call("POST", "/bus/team/messages", body)
+            shown = await page.show("/page/buses/team")
+            assert "3 x x" in shown
+            assert "0 x x" not in shown
+            assert "Not shown" in shown
+            message = {"type": "tool_call", "org_id": "acme", "payload": {"text": LONG * 2, "all": LONG * 2}}
+            message_id = (await page.call("POST", "/engine/messages", message))["message_id"]
+            assert "Not shown" in await page.show(f"/page/messages/{message_id}")
+            await page.show("/page/messages")
+            for _ in range(150):
+                task = {"agent": "ada", "payload": 1, "max_retries": 0}
+                await page.call("POST", "/queue/enqueue", task)
+                claimed = await page.call("POST", "/queue/next", {"agent": "ada"})
+                lease = {"task_id": claimed["task_id"], "lease": claimed["lease"]}
+                await page.call("POST", "/queue/fail", {**lease, "error": LONG[:4_000]})
+            await page.show("/page/agents/ada/tasks")
+
+    asyncio.run(story())
