@@ -10,6 +10,7 @@ from postroom.stores import rabbitmq, rabbitmq_link
 from postroom.stores.rabbitmq_lanes import Topology
 from tests.integration.test_engine_rabbitmq import (
     TYPE,
+    any_url,
     broker_alone,
     channel_of,
     echo,
@@ -24,7 +25,7 @@ from tests.integration.test_engine_rabbitmq import (
 )
 from tests.rabbitmqserver import RabbitServer
 
-__all__ = ["broker_alone", "url"]  # fixtures
+__all__ = ["any_url", "broker_alone", "url"]  # fixtures
 
 PERSISTENT = 2
 PREFETCH = 5
@@ -54,6 +55,17 @@ async def test_messages_are_persistent_in_durable_lanes_and_only_p0_is_not_confi
             assert properties.delivery_mode == PERSISTENT
             assert not properties.headers, "a history that the broker could act on"
         channel.connection.close()
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
+async def test_a_large_context_is_delivered_from_the_ledger(any_url: str) -> None:
+    context = {"pages": ["x" * 1_000 for _ in range(200)]}
+    with Engine.open(any_url) as engine:
+        engine.handler(TYPE)(lambda message, _: message.context == context)
+        handles = await submit(engine, 2, context=context)
+        async with working(engine):
+            assert await results(handles) == [True, True]
 
 
 @in_loop

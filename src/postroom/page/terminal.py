@@ -117,7 +117,7 @@ def _waits(shown: Snapshot) -> list[str]:
 def _organizations(found: Iterable[Organization]) -> list[str]:
     rows = [[*COLUMNS]]
     for one in sorted(found, key=lambda each: -each.depth):
-        state = f"{YELLOW}paused{PLAIN}" if one.paused else _stage(one.stage) if one.stage else "ok"
+        state = f"{YELLOW}paused{PLAIN}" if one.paused else _stage(one.stage) if one.stage else ""
         dead = one.states.get("DEAD_LETTER", 0)
         rows.append(
             [

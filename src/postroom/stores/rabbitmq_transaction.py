@@ -39,7 +39,7 @@ HOMES = "amqp-home"
 LATE_NS = NANOS_PER_S  # how long the ledger waits for the delivery of a message whose delay is over
 PARKED_NS_MIN = 3_650 * 24 * 3_600 * NANOS_PER_S  # a record with a longer delay waits for a decision
 DELAYED = ("SCHEDULED", "RETRYING")
-NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":')
+NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":', b'"context_ref":')
 """One of these is in the payload of every message with a key, an order or an external body."""
 
 

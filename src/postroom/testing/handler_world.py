@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 from msgspec.structs import replace
 
+from postroom.contracts.engine.bodies import Apart
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.engine import Engine
 from postroom.contracts.engine.handlers import Handler
@@ -236,9 +237,9 @@ class _WorldWorker(InlineWorker):
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core, worker_id="world", slots=1)
 
-    async def _attempt(self, running: Any, payload: bytes | None) -> None:
+    async def _attempt(self, running: Any, apart: Apart) -> None:
         try:
-            await super()._attempt(running, payload)
+            await super()._attempt(running, apart)
         except _Crash as crash:
             _log.debug("the worker crashes %s", crash)
 

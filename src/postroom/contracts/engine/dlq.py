@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from postroom.contracts.engine import bodies
 from postroom.contracts.engine.messages import checked_message_id, decode_body, message_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import error_history
@@ -272,15 +273,19 @@ def original_message(
 ) -> dict[str, Any] | None:
     """The fields of a message as it was submitted; None when its bytes cannot be decoded.
 
-    Without `read_value`, the payload is not read.
+    Without `read_value`, the payload and a context that is stored apart are not read.
     """
     try:
         body = decode_body(stored.envelope.payload)
-        payload = None if read_value is None else read_value(operations.payload_of(body))
+        payload = context = None
+        if read_value is not None:
+            payload = read_value(bodies.payload_of(operations.transaction, body))
+            stored_context = bodies.context_of(operations.transaction, body)
+            context = None if stored_context is None else read_value(stored_context)
     except (msgspec.DecodeError, UnknownTask):
         return None
     envelope = stored.envelope
-    message = message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload)
+    message = message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload, context)
     fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(msgspec.Raw,))
     fields |= fields.pop("extra")
     fields["priority"] = fields.pop("accepted_priority")

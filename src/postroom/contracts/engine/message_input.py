@@ -112,6 +112,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     body: Body
     org_id: str
     payload: bytes
+    context: bytes
+    """A context that is stored apart, as JSON; empty for one that is in the body."""
     digest: str
     """Of the type and the payload, to tell a repeated submit from another message."""
 
@@ -178,7 +180,8 @@ class Registry:
             raise InvalidParent(f"message {message_id} names itself as its parent")
         delay_ns = _delay_ns(new.delay_s)
         expires_us = _expires_us(new.expires_at, wall_us, delay_ns)
-        body = _body(new, extra, expires_us, payload, new.version or policy.version)
+        context = _large_context(new.context)
+        body = _body(new, context, extra, expires_us, payload, new.version or policy.version)
         check_durability(new.durability)
         priority = _priority(new.priority)
         if policy.token_rules is not None and (body.tokens or body.models):
@@ -198,7 +201,9 @@ class Registry:
             facts=_facts(body),
         )
         digest = digest_of(type_name, payload)
-        return Prepared(envelope=envelope, body=body, org_id=org_id, payload=payload, digest=digest)
+        return Prepared(
+            envelope=envelope, body=body, org_id=org_id, payload=payload, context=context, digest=digest
+        )
 
     def _payload(self, type_name: str, payload: Any) -> bytes:
         if not isinstance(payload, dict | msgspec.Struct):
@@ -325,7 +330,9 @@ def _retries(max_retries: object, type_name: str, policy: Policy) -> int:
     return max_retries
 
 
-def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: bytes, version: str) -> Body:
+def _body(
+    new: NewMessage, context: bytes, extra: dict[str, Any], expires_us: int, payload: bytes, version: str
+) -> Body:
     user_id, agent_id = _text("user_id", new.user_id), _text("agent_id", new.agent_id)
     if new.on_dead not in ("continue", "stop"):
         raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(new.on_dead)}')
@@ -342,7 +349,8 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         user_id=user_id,
         agent_id=agent_id,
         expires_us=expires_us,
-        context=_object("context", new.context),
+        context={} if context else new.context or {},
+        context_ref=digest_of("context", context) if context else "",
         metadata=_object("metadata", new.metadata),
         resource_limits=_resource_limits(new.resource_limits),
         token_needs=_object("token_needs", new.token_needs),
@@ -420,15 +428,25 @@ def _creator(created_by: object, user_id: str, agent_id: str) -> CreatedBy:
     return creator
 
 
-def _object(name: str, value: object) -> dict[str, Any]:
+def _object(name: str, value: dict[str, Any] | None) -> dict[str, Any]:
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        raise InvalidMessage(f"{name} must be a JSON object, not {type(value).__name__}")
-    size = len(encoded(name, value))
+    size = len(_encoded_object(name, value))
     if size > CONTEXT_BYTES_MAX:
         raise InvalidMessage(f"{name} has {size} bytes, and at most {CONTEXT_BYTES_MAX} are kept")
     return value
+
+
+def _large_context(value: object) -> bytes:
+    """A context that is stored apart, as JSON; empty for one that the body holds."""
+    data = b"" if value is None else _encoded_object("context", value)
+    return data if len(data) > CONTEXT_BYTES_MAX else b""
+
+
+def _encoded_object(name: str, value: object) -> bytes:
+    if not isinstance(value, dict):
+        raise InvalidMessage(f"{name} must be a JSON object, not {type(value).__name__}")
+    return encoded(name, value)
 
 
 def _texts(name: str, value: object) -> list[str]:

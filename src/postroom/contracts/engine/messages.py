@@ -58,6 +58,8 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     agent_id: str = ""
     expires_us: int = 0
     context: dict[str, Any] = {}
+    context_ref: str = ""
+    """The digest of a context that is stored apart."""
     metadata: dict[str, Any] = {}
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}
@@ -169,8 +171,10 @@ def body_of(raw: bytes) -> Body | None:
         return None
 
 
-def message_of(record: Record, type_name: str, parent: str, body: Body, payload: Any) -> Message:
-    """A stored message as its handler gets it."""
+def message_of(
+    record: Record, type_name: str, parent: str, body: Body, payload: Any, context: Any = None
+) -> Message:
+    """A stored message as its handler gets it. `context` is the one that is stored apart."""
     return Message(
         message_id=record.message_id,
         type=type_name,
@@ -189,7 +193,7 @@ def message_of(record: Record, type_name: str, parent: str, body: Body, payload:
         parent_message_id=parent,
         user_id=body.user_id,
         agent_id=body.agent_id,
-        context=body.context,
+        context=body.context if context is None else context,
         metadata=body.metadata,
         resource_limits=body.resource_limits,
         token_needs=body.token_needs,

@@ -11,11 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine import ends, ordering, storage
+from postroom.contracts.engine import bodies, ends, ordering, storage
 from postroom.contracts.engine.admission import ALL, Admission
 from postroom.contracts.engine.cells import (
-    BODIES,
-    BODY_USES,
     DEPENDANTS,
     EFFECTS,
     KEY_ENDS,
@@ -35,7 +33,6 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.message_input import Prepared, stored
 from postroom.contracts.engine.messages import (
-    Body,
     body_of,
     checked_message_id,
     digest_of,
@@ -162,7 +159,7 @@ class Operations:
         """The digest of a stored message, as `Prepared` has it."""
         stored_message = self.loaded(message_id)
         body = body_of(stored_message.envelope.payload)
-        payload = b"" if body is None else self.payload_of(body)
+        payload = b"" if body is None else bodies.payload_of(self.transaction, body)
         return digest_of(stored_message.envelope.type, payload)
 
     def _insert(self, messages: Sequence[Prepared]) -> list[Accepted]:
@@ -184,17 +181,11 @@ class Operations:
         if most is not None and self.transaction.limits(queue).max_depth != most:
             self.transaction.set_limits(queue, Limits(max_depth=most))
 
-    def _store_body(self, digest: str, payload: bytes, message_id: str) -> None:
-        self.transaction.exclusive(BODIES + digest)
-        if self.transaction.cell(BODIES, digest) is None:
-            self.transaction.put_cell(BODIES, digest, payload)
-        BODY_USES.put(self.transaction, True, digest, message_id)  # noqa: FBT003
-
     def _after_insert(self, message: Prepared, message_id: str) -> None:
         transaction, body = self.transaction, message.body
-        if len(message.payload) > self._policy.body_inline_bytes_max:
-            self._store_body(message.digest, message.payload, message_id)
+        bodies.store(transaction, message, message_id, self._policy.body_inline_bytes_max)
         storage.add(transaction, message.org_id, message_id, len(message.payload))
+        storage.add(transaction, message.org_id, message_id, len(message.context))
         if self._books is not None and message.envelope.parent_message_id:
             note_dependant(transaction, message.envelope.parent_message_id, message_id)
         if body.idempotency_key:
@@ -411,11 +402,8 @@ class Operations:
         for record in records:
             stored_message = transaction.load(record.message_id)
             body = None if stored_message is None else body_of(stored_message.envelope.payload)
-            if body is not None and body.payload_ref:
-                transaction.exclusive(BODIES + body.payload_ref)
-                BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
-                if not BODY_USES.under(transaction, body.payload_ref, limit=1):
-                    transaction.put_cell(BODIES, body.payload_ref, None)
+            if body is not None:
+                bodies.release(transaction, body, record.message_id)
             if body is not None and body.idempotency_key:
                 self._forget_key(org_of(record.queue), body.idempotency_key, record.message_id)
             EFFECTS.drop_under(transaction, record.message_id)
@@ -444,12 +432,6 @@ class Operations:
         if found is None or not org_of(found.record.queue):
             raise unknown_message(message_id)
         return found
-
-    def payload_of(self, body: Body) -> bytes:
-        """The payload of a message, which may be stored apart."""
-        if not body.payload_ref:
-            return bytes(body.payload)
-        return self.transaction.cell(BODIES, body.payload_ref) or b"{}"
 
     def dead_letters(self, org_id: str | None, after: int, limit: int) -> list[Record]:
         """Dead letters and quarantined messages by acceptance."""

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
+from postroom.contracts.engine import bodies
 from postroom.contracts.engine.batches import Batches, only_result
+from postroom.contracts.engine.bodies import Apart
 from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
@@ -49,6 +51,7 @@ from postroom.contracts.engine.waits import set_soon, wait_for_event
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
 from postroom.core.fairness import Rotation
+from postroom.core.jsoninput import decoded_value
 from postroom.errors import (
     PostroomError,
     SandboxUnavailable,
@@ -81,8 +84,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(tuple[Outcome, bytes]).decode
 
 
-Cycle: TypeAlias = tuple[list[str], list[Claimed], list[bytes | None]]
-"""Messages whose outcome came too late, claimed messages, and the payloads of these that are stored apart."""
+Cycle: TypeAlias = tuple[list[str], list[Claimed], list[Apart]]
+"""Messages whose outcome came too late, claimed messages, and what is stored apart from these."""
 
 
 def slots_from_environment() -> int:
@@ -264,16 +267,12 @@ class Worker:
             if hooks:
                 note_completed(transaction, policy, outcomes, stale, hooks)
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
-            bodies = [
-                operations.payload_of(one.body) if one.body is not None and one.body.payload_ref else None
-                for one in found
-            ]
-            return stale, found, bodies
+            return stale, found, [bodies.apart(transaction, one.body) for one in found]
 
         telemetry = self._core.telemetry
         started_ns = 0 if telemetry is None else time.time_ns()
         try:
-            stale, claimed, bodies = await self._committed(work, makes_room=bool(outcomes))
+            stale, claimed, apart = await self._committed(work, makes_room=bool(outcomes))
         except Unavailable as error:
             await self._outage(outcomes, error)
             return 0
@@ -286,8 +285,8 @@ class Worker:
             telemetry.settled(outcomes, stale, started_ns)
             if claimed:
                 telemetry.received(claimed, self.worker_id, started_ns)
-        for one, payload in zip(claimed, bodies, strict=True):
-            self._start(one, payload)
+        for one, stored in zip(claimed, apart, strict=True):
+            self._start(one, stored)
         return len(claimed)
 
     async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
@@ -322,20 +321,20 @@ class Worker:
 
     # ---- running handlers ----------------------------------------------------------------------
 
-    def _start(self, claimed: Claimed, payload: bytes | None) -> None:
+    def _start(self, claimed: Claimed, apart: Apart) -> None:
         running = _Running(claimed, time.monotonic())
         self._running[claimed.record.message_id] = running
-        attempt = self._attempt(running, payload)
+        attempt = self._attempt(running, apart)
         if self._core.telemetry is not None:
             attempt = noted(self._core.telemetry, claimed, self.worker_id, attempt)
         running.task = asyncio.create_task(attempt)
 
-    async def _attempt(self, running: _Running, payload: bytes | None) -> Outcome | None:
+    async def _attempt(self, running: _Running, apart: Apart) -> Outcome | None:
         """Run a handler. Returns the outcome that will be committed; None when the lease is lost."""
         claimed = running.claimed
         outcome: Outcome | None
         try:
-            outcome = await self._outcome(running, payload)
+            outcome = await self._outcome(running, apart)
         except asyncio.CancelledError:
             outcome = None if running.is_dropped else ended(claimed, "released")
         finally:
@@ -348,7 +347,7 @@ class Worker:
         self._wake.set()
         return None if running.is_dropped else outcome
 
-    async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
+    async def _outcome(self, running: _Running, apart: Apart) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
         claimed = running.claimed
         handler = self._core.handler_of(claimed.type)
@@ -361,9 +360,12 @@ class Worker:
             return failed(claimed, None, ValueError(text), error_type="Undecodable")
         message: Message | None = None
         try:
-            shaped = self._core.registry.shaped(claimed.type, payload or bytes(claimed.body.payload))
+            shaped = self._core.registry.shaped(claimed.type, apart.payload or bytes(claimed.body.payload))
+            context_apart = None if apart.context is None else decoded_value(apart.context)
             record = claimed.record
-            message = message_of(record, claimed.type, claimed.parent_message_id, claimed.body, shaped)
+            message = message_of(
+                record, claimed.type, claimed.parent_message_id, claimed.body, shaped, context_apart
+            )
             context = running.context = Context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )

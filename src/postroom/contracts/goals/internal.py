@@ -8,7 +8,7 @@ Rule 2: it uses no idempotency key and no ordering key that a sender can guess. 
 
 from typing import Any, Final
 
-from postroom.contracts.engine import ordering
+from postroom.contracts.engine import bodies, ordering
 from postroom.contracts.engine.message_input import Registry, stored
 from postroom.contracts.engine.policy import Policy
 from postroom.stores.transaction import Transaction
@@ -21,6 +21,7 @@ def insert(transaction: Transaction, policy: Policy, fields: dict[str, Any]) -> 
     """Store one message. Returns its id."""
     message = Registry((fields["type"],)).prepare(fields, policy, transaction.wall_us)
     [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
+    bodies.store(transaction, message, accepted.message_id, policy.body_inline_bytes_max)
     if message.body.ordering_key:
         record = transaction.record(accepted.message_id)
         assert record is not None  # noqa: S101 - for the type checker: it was just stored

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine import ordering
+from postroom.contracts.engine import bodies, ordering
 from postroom.contracts.engine.cells import EFFECTS as OUTCOMES
 from postroom.contracts.engine.cells import PARTS, SEPARATOR, Part, joined
 from postroom.contracts.engine.messages import body_of, new_id
@@ -335,9 +335,8 @@ def _submit_again(
     body = None if stored is None else body_of(stored.envelope.payload)
     if stored is None or body is None:
         return
-    payload = msgspec.json.decode(
-        (transaction.cell("engine.body", body.payload_ref) or b"{}") if body.payload_ref else body.payload
-    )
+    payload = msgspec.json.decode(bodies.payload_of(transaction, body))
+    context = bodies.context_of(transaction, body)
     fields = {
         "type": stored.envelope.type,
         "org_id": goal.org_id,
@@ -349,7 +348,7 @@ def _submit_again(
         "user_id": body.user_id,
         "created_by": body.created_by,
         "service": body.service,
-        "context": body.context,
+        "context": body.context if context is None else msgspec.json.decode(context),
         "metadata": body.metadata,
         "max_retries": stored.record.max_retries,
     }
