@@ -13,8 +13,7 @@ import pytest
 from mcp import Client, MCPError
 
 from postroom import Engine
-from postroom.core.jsoninput import JSON_ELEMENTS_MAX
-from postroom.mcp.mount import BODY_BYTES_MAX
+from postroom.mcp.mount import BODY_BYTES_MAX, ELEMENTS_MAX
 from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
@@ -90,7 +89,7 @@ def test_a_body_of_too_many_elements_is_refused(server: Serving) -> None:
         "Accept": "application/json, text/event-stream",
     }
     for value, says in (
-        (b"[" + b",".join([b"{}"] * JSON_ELEMENTS_MAX) + b"]", "has more than 200000 JSON elements"),
+        (b"[" + b",".join([b"{}"] * ELEMENTS_MAX) + b"]", "has more than 50000 JSON elements"),
         (b"[" * 300 + b"]" * 300, "is nested more than 203 levels deep"),
         (b'"' + b"x" * BODY_BYTES_MAX + b'"', f"may have at most {BODY_BYTES_MAX} bytes"),
     ):

@@ -75,17 +75,17 @@ def is_deep(value: Any, levels: int = NESTING_MAX) -> bool:
 # ---- before anything is decoded --------------------------------------------------------------------
 
 
-def check_json(what: str, data: bytes, depth_max: int) -> None:
+def check_json(what: str, data: bytes, depth_max: int, elements_max: int = JSON_ELEMENTS_MAX) -> None:
     """Raise `InvalidMessage` for JSON that has too many elements or levels to be decoded."""
-    has_few = len(data) <= JSON_ELEMENTS_MAX or _count(data, _ELEMENTS) <= JSON_ELEMENTS_MAX
+    has_few = len(data) <= elements_max or _count(data, _ELEMENTS) <= elements_max
     if has_few and _count_brackets(data) <= depth_max:
         return
     for size in sizes(data):
         if size.depth > depth_max:
             raise InvalidMessage(f"{what} is nested more than {depth_max} levels deep")
-        if size.elements > JSON_ELEMENTS_MAX:
+        if size.elements > elements_max:
             raise InvalidMessage(
-                f"{what} has more than {JSON_ELEMENTS_MAX} JSON elements (values and names of fields): "
+                f"{what} has more than {elements_max} JSON elements (values and names of fields): "
                 "send less in one call, or data in one string"
             )
 

@@ -5,6 +5,8 @@ Rule 1: both raise the same errors for the same refusal.
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http import HTTPStatus
 from http.client import HTTPMessage
 from typing import Any
@@ -50,6 +52,10 @@ class Backend(ABC):
 
         `as_agent` makes an operator act as its agent. `wait_s` is how long the route may wait.
         """
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count a tool that asks again and again as an event stream of the caller, while it waits."""
+        return nullcontext()  # a server at the other end of a connection has its own limits
 
     def begin(self) -> None:  # noqa: B027 - a server at the other end of a connection does it itself
         """Count a call of the client, and check its token again. Raises a `PostroomError` for a refusal."""
@@ -126,7 +132,18 @@ class LocalBackend(Backend):
             raise refusal(
                 Call(method, path, data, {}, wait_s), exchange.status, exchange.headers, exchange.reply
             )  # fmt: skip
-        return _decode(exchange.reply) if exchange.reply else None
+        if not exchange.reply:
+            return None
+        return await self._app.running_server().decode_for(self._identity, _decode, exchange.reply)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        share = self._app.running_server().stream_share
+        share.take(self._identity)
+        try:
+            yield
+        finally:
+            share.give_back(self._identity)
 
 
 class _Exchange:

@@ -32,7 +32,8 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        return ENTRY_TOKENS + len(_encode(self.body)) // CHARS_A_TOKEN
+        chars = len(self.body) if isinstance(self.body, str) else len(_encode(self.body))
+        return ENTRY_TOKENS + chars // CHARS_A_TOKEN
 
 
 def labelled(found: dict[str, Any]) -> dict[str, Any]:

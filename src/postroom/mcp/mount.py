@@ -22,7 +22,8 @@ from postroom.runtime.http_messages import IDENTITY, TOKEN, ClientDisconnected, 
 from postroom.runtime.schemas import BODY_DEPTH_MAX
 
 PATH = "/mcp"
-BODY_BYTES_MAX = 4 * 1024 * 1024
+BODY_BYTES_MAX = 1024 * 1024  # the library decodes bodies in the event loop
+ELEMENTS_MAX = 50_000
 
 
 def mount(app: TasksApp) -> "McpMount":
@@ -57,7 +58,7 @@ class McpMount:
         request.identity = scope[IDENTITY]
         try:
             body = await read_body(server, request, BODY_BYTES_MAX)
-            await server.decode_for(request, _check, body)
+            await server.decode_for(request.identity, _check, body)
             manager = await self._started()
             await manager.handle_request(scope, _again(body, receive), send)
         except ClientDisconnected:
@@ -109,7 +110,7 @@ class McpMount:
 
 
 def _check(body: bytes) -> None:
-    check_json("the body", body, BODY_DEPTH_MAX)
+    check_json("the body", body, BODY_DEPTH_MAX, ELEMENTS_MAX)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -11,8 +11,9 @@ from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import labelled
 from postroom.mcp.tools import BUDGET_TOKENS_MAX, ReadBusArguments, info_of, read_bus
 
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(enc_hook=str).encode
 
+ANSWER_BYTES_MAX = 2 * 1024 * 1024
 SCHEME = "postroom://"
 
 
@@ -50,7 +51,17 @@ async def read(backend: Backend, uri: str) -> str:
         case _:
             known = ", ".join(template.uri for template in TEMPLATES)
             raise InvalidMessage(f"there is no resource {uri[:200]!r}: use one of {known}")
-    return _encode(labelled(found)).decode()
+    return answer_text(labelled(found))
+
+
+def answer_text(found: dict[str, Any]) -> str:
+    """An answer as JSON. Raises `InvalidMessage` when it is too long."""
+    data = _encode(found)
+    if len(data) > ANSWER_BYTES_MAX:
+        raise InvalidMessage(
+            f"the answer has {len(data)} bytes, and MCP gives at most {ANSWER_BYTES_MAX}: read it over HTTP"
+        )
+    return data.decode()
 
 
 # ---- prompts -----------------------------------------------------------------------------------------

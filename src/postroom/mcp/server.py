@@ -26,7 +26,8 @@ INSTRUCTIONS = (
 )
 
 Context = ServerRequestContext[Any, Any]
-_encode = msgspec.json.Encoder(enc_hook=str).encode
+STRUCTURED_CHARS_MAX = 64 * 1024
+"""Of an answer that is also given as an object, which the library copies value by value in the event loop."""
 
 
 def create_server(backend_of: Callable[[Context], Backend], presence: Presence) -> "Server[Any]":
@@ -138,9 +139,10 @@ async def _called(
     if tool.is_team and (backend.is_member or not tool.is_read_only):
         presence.note(backend)
     found = await tool.run(backend, arguments)
-    text = _encode(found).decode()
+    text = resources.answer_text(found)
     return types.CallToolResult(
-        content=[types.TextContent(type="text", text=text)], structured_content=msgspec.json.decode(text)
+        content=[types.TextContent(type="text", text=text)],
+        structured_content=msgspec.json.decode(text) if len(text) <= STRUCTURED_CHARS_MAX else None,
     )
 
 

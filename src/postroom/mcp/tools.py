@@ -7,7 +7,8 @@ Rule 3: a tool waits at most `WAIT_S_MAX`. An answer that is not there yet says 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -24,7 +25,8 @@ BUDGET_TOKENS = 2_000
 BUDGET_TOKENS_MAX = 200_000
 BUS_PAGE = 200  # messages of a bus that one call reads
 SEARCH_PAGE_MAX = 100
-INBOX_POLL_S = 0.1
+INBOX_POLL_S = 0.1  # at first; then half as long again each time
+INBOX_POLL_S_MAX = 0.5
 
 _ENDED = ("COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 
@@ -116,20 +118,36 @@ async def inbox(backend: Backend, given: InboxArguments) -> dict[str, Any]:
     acted_on = [line["key"] for line in lines if given.cursor and int(line["key"]) <= int(given.cursor)]
     await _done(backend, acted_on)
     unread = lines[len(acted_on) :]
-    deadline = time.monotonic() + given.wait_s
-    while not unread and time.monotonic() < deadline:
-        await asyncio.sleep(INBOX_POLL_S)
-        unread = await _lines(backend)
+    if not unread and given.wait_s:
+        async with aclosing(_polled(backend, given.wait_s)) as pages:
+            unread = await anext(pages, [])
     found = page([_entry(line) for line in unread], given.budget_tokens)
     if not unread:
         found |= {"cursor": given.cursor, "high_water": given.cursor}
     return found | {"removed": len(acted_on)}
 
 
-async def _lines(backend: Backend) -> list[dict[str, Any]]:
-    """The messages of the inbox, by key."""
-    answer = await backend.call("GET", _own(backend, "inbox"), as_agent=True)
+async def _lines(backend: Backend, after: str = "") -> list[dict[str, Any]]:
+    """A page of the inbox behind a message, by key."""
+    query = f"inbox?after={after}" if after else "inbox"
+    answer = await backend.call("GET", _own(backend, query), as_agent=True)
     return sorted(answer["messages"], key=lambda line: int(line["key"]))
+
+
+async def _polled(backend: Backend, wait_s: float) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """The pages of the inbox, then new messages as they come, each once. Ends after `wait_s`."""
+    deadline, pause_s, after = time.monotonic() + wait_s, INBOX_POLL_S, ""
+    with backend.waiting():
+        while True:
+            lines = await _lines(backend, after)
+            if lines:
+                yield lines
+                after = lines[-1]["key"]
+            elif time.monotonic() >= deadline:
+                return
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, INBOX_POLL_S_MAX)
 
 
 async def _done(backend: Backend, keys: Sequence[str]) -> None:
@@ -174,22 +192,20 @@ async def ask(backend: Backend, given: AskArguments) -> dict[str, Any]:
 
 async def _reply_to(backend: Backend, question_id: str, wait_s: float) -> dict[str, Any]:
     """The reply to a question. It leaves the inbox with this."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        for line in await _lines(backend):
-            letter = _letter(line["payload"])
-            if letter.get("reply_to") == question_id:
-                await _done(backend, [line["key"]])
-                return labelled({
-                    "status": "answered", "question_id": question_id, "from": line["sender"],
-                    "body": letter["body"],
-                })  # fmt: skip
-        if time.monotonic() >= deadline:
-            return {
-                "status": "waiting", "question_id": question_id,
-                "next": "call wait_for with this id, or who_is_there to see whether the agent is alive",
-            }  # fmt: skip
-        await asyncio.sleep(INBOX_POLL_S)
+    async with aclosing(_polled(backend, wait_s)) as pages:
+        async for lines in pages:
+            for line in lines:
+                letter = _letter(line["payload"])
+                if letter.get("reply_to") == question_id:
+                    await _done(backend, [line["key"]])
+                    return labelled({
+                        "status": "answered", "question_id": question_id, "from": line["sender"],
+                        "body": letter["body"],
+                    })  # fmt: skip
+    return {
+        "status": "waiting", "question_id": question_id,
+        "next": "call wait_for with this id, or who_is_there to see whether the agent is alive",
+    }  # fmt: skip
 
 
 class ReplyArguments(Arguments, frozen=True, kw_only=True):

@@ -144,7 +144,7 @@ async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def request_answer(server: TaskServer, request: HttpRequest) -> None:
     """Store a request and wait for its answer. The reply is sent before the answer is acknowledged."""
     body: RequestBody = request.body
-    fields = await server.decode_for(request, _decode, request.raw)
+    fields = await server.decode_for(request.identity, _decode, request.raw)
     for name in ("timeout_s", "session"):
         fields.pop(name, None)
     message = attributed(request.identity, fields)

@@ -190,7 +190,7 @@ class Endpoint:
         request.size = len(body)
         if self._decoders:
             request.raw = body
-            request.body = await server.decode_for(request, self._decode, body)
+            request.body = await server.decode_for(request.identity, self._decode, body)
         else:
             request.query = _decode_query(request.scope["query_string"], self.route.query)
         return await self._served.handler(server, request)

@@ -68,7 +68,7 @@ _decode = msgspec.json.Decoder().decode
 
 async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Store messages. The raw body is used, because it may have fields that no struct lists."""
-    body = await server.decode_for(request, _decode, request.raw)
+    body = await server.decode_for(request.identity, _decode, request.raw)
     is_batch = isinstance(request.body, NewMessagesBody)
     given: list[dict[str, Any]] = body["messages"] if is_batch else [body]
     messages = [attributed(request.identity, message) for message in given]

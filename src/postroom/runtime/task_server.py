@@ -21,7 +21,7 @@ from postroom.contracts.engine.operations import Operations
 from postroom.contracts.task_input import LEASE_S_MAX, checked_terms
 from postroom.contracts.tasks import Tasks
 from postroom.core.health import HealthFacts
-from postroom.runtime.agents import Agents
+from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.http_messages import HttpRequest
@@ -131,11 +131,11 @@ class TaskServer:
         """Run work on a bus file in a bus thread when it has its turn."""
         return self._bus_threads.run(request.identity, work)
 
-    async def decode_for(self, request: HttpRequest, decode: Callable[[bytes], T], data: bytes) -> T:
-        """Decode what a request sent. A long text is decoded in a thread when it has its turn."""
+    async def decode_for(self, identity: Identity, decode: Callable[[bytes], T], data: bytes) -> T:
+        """Decode what a caller sent or gets. A long text is decoded in a thread when it has its turn."""
         if len(data) <= DECODED_AT_ONCE_BYTES:
             return decode(data)
-        return await self._decoders.run(request.identity, lambda: decode(data))
+        return await self._decoders.run(identity, lambda: decode(data))
 
     def wake_streams(self) -> None:
         """Make event streams look for new events now."""

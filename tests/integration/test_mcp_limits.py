@@ -1,0 +1,97 @@
+"""What tools of MCP cost a server: waits are counted, inboxes are read once, answers have a limited length."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Tasks
+from postroom.errors import InvalidMessage, TooMany
+from postroom.mcp.backend import LocalBackend
+from postroom.mcp.resources import ANSWER_BYTES_MAX, read
+from postroom.mcp.tools import ReplyArguments, WaitForArguments, reply, wait_for
+from postroom.runtime.agents import Agents
+from postroom.runtime.http import TasksApp, create_app
+from postroom.runtime.task_server import STREAMS_A_TOKEN_MAX
+from tests.waiting import eventually
+
+
+class Recording(LocalBackend):
+    """A backend that notes the inbox pages that it read."""
+
+    pages: list[list[str]]
+
+    async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        found = await super().call(method, path, body, **options)
+        if path.rpartition("/")[2].startswith("inbox") and found["messages"]:
+            self.pages.append([line["key"] for line in found["messages"]])
+        return found
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[TasksApp]:
+    data = tmp_path / "run"
+    data.mkdir()
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        yield create_app(data, tasks, agents=Agents(data))
+
+
+def backend_of(app: TasksApp, name: str) -> Recording:
+    agents = app.running_server().agents
+    token = agents.add(name, org="acme")
+    identity = agents.identify(token)
+    assert identity is not None
+    found = Recording(app, identity, token=token)
+    found.pages = []
+    return found
+
+
+async def asked(ada: Recording, bob: Recording, text: str) -> str:
+    await bob.call("POST", "/engine/agents/bob/beat")
+    body = {"to": "bob", "payload": {"kind": "question", "body": text}}
+    return str((await ada.call("POST", "/engine/agents/ada/messages", body))["message_id"])
+
+
+def test_a_tool_that_waits_counts_as_a_stream_and_reads_each_message_once(app: TasksApp) -> None:
+    async def story() -> None:
+        async with app.router.lifespan_context(app):
+            ada, bob = backend_of(app, "ada"), backend_of(app, "bob")
+            question_id = await asked(ada, bob, "why?")
+            for number in range(3):
+                body = {"to": "ada", "payload": f"{number}"}
+                await bob.call("POST", "/engine/agents/bob/messages", body)
+            waits = [
+                asyncio.ensure_future(wait_for(ada, WaitForArguments(id=question_id, wait_s=30)))
+                for _ in range(STREAMS_A_TOKEN_MAX)
+            ]
+            share = app.running_server().stream_share
+            await eventually(lambda: share.used == STREAMS_A_TOKEN_MAX and len(ada.pages) == len(waits))
+            with pytest.raises(TooMany, match="event streams"):
+                await wait_for(ada, WaitForArguments(id=question_id, wait_s=30))
+            for one in waits[1:]:
+                one.cancel()
+            await asyncio.wait(waits[1:])
+            ada.pages.clear()
+            await reply(bob, ReplyArguments(message_id=question_id, body="because"))
+            assert (await waits[0])["body"] == "because"
+            assert [len(keys) for keys in ada.pages] == [1]
+            assert share.used == 0
+
+    asyncio.run(story())
+
+
+def test_an_answer_has_a_limited_length(app: TasksApp) -> None:
+    async def story() -> None:
+        async with app.router.lifespan_context(app):
+            ada = backend_of(app, "ada")
+            message = {"type": "tool_call", "payload": {"text": "x" * ANSWER_BYTES_MAX}}
+            long = (await ada.call("POST", "/engine/messages", message))["message_id"]
+            with pytest.raises(InvalidMessage, match="MCP gives at most 2097152"):
+                await read(ada, f"postroom://messages/{long}")
+            short = (await ada.call("POST", "/engine/messages", {**message, "payload": {}}))["message_id"]
+            assert json.loads(await read(ada, f"postroom://messages/{short}"))["message"]["payload"] == {}
+
+    asyncio.run(story())
