@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 
 from postroom import (
@@ -23,7 +24,7 @@ from postroom import (
 from postroom.contracts.engine.agent import PARTS_WAITING_MAX
 from postroom.contracts.engine.agent_sweeps import bounce
 from postroom.contracts.engine.agents import LETTERS_BYTES_A_READ_MAX, AgentOperations
-from postroom.contracts.engine.cells import PARTS, REQUESTS
+from postroom.contracts.engine.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, Letter
 from postroom.contracts.engine.part_writer import PARTS_A_COMMIT_MAX
 from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX
 from postroom.errors import InvalidMessage, TooMany
@@ -519,11 +520,75 @@ def test_a_page_of_an_inbox_ends_when_it_has_enough_bytes(url: str) -> None:
                 await sender.send(to="reader", payload=[number, long])
                 await sender.send(to="reader2", payload="short")
             page = await reader.inbox().page()
-            assert [message.payload[0] for message in page] == [0, 1]
+            assert [msgspec.json.decode(message.payload)[0] for message in page] == [0, 1]
             page = await reader.inbox().page(page[-1].number)
-            assert [message.payload[0] for message in page] == [2, 3]
+            assert [msgspec.json.decode(message.payload)[0] for message in page] == [2, 3]
             assert [message.payload[0] for message in await reader.inbox()] == [0, 1, 2, 3, 4]
             assert [message.payload for message in await other.inbox()] == ["short"] * 5
+
+    soon(scenario())
+
+
+class Reading:
+    """A transaction that counts the bytes of the cells that it reads."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self.size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transaction, name)
+
+    def cell(self, kind: str, key: str) -> bytes | None:
+        value = self._transaction.cell(kind, key)
+        self.size += len(value or b"")
+        return value
+
+    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        found = self._transaction.cells(kind, after, limit)
+        self.size += sum(len(value) for _, value in found)
+        return found
+
+
+def test_a_long_inbox_costs_its_senders_and_those_who_list_agents_little(url: str) -> None:
+    def cost(transaction: Transaction) -> tuple[int, int]:
+        sending, listing = Reading(transaction), Reading(transaction)
+        AgentOperations(cast("Transaction", sending), Policy()).check_recipient("acme", "reader")
+        AgentOperations(cast("Transaction", listing), Policy()).list("acme")
+        return sending.size, listing.size
+
+    async def scenario() -> None:
+        async with Engine.open(url) as engine, Coordinator(engine) as coordinator:
+            sender = await coordinator.register("sender", "acme")
+            reader = await coordinator.register("reader", "acme")
+            for number in range(50):
+                await sender.send(to="reader", payload=[number, "x" * 20_000])
+            sending, listing = engine.store.write(cost)
+            assert sending < 1_000
+            assert listing < 20_000
+            for message in await reader.inbox():
+                await message.done()
+            assert await reader.inbox() == []
+            left = engine.store.read(lambda one: [*LETTER_BODIES.all(one), *INBOXES.all(one)])
+            assert left == []
+
+    soon(scenario())
+
+
+def test_an_inbox_of_an_earlier_version_is_counted_and_read(url: str) -> None:
+    def planted(transaction: Transaction) -> None:
+        for number in range(1, 4):
+            letter = Letter(f"m{number}", "sender", ["x" * 20_000, number], transaction.wall_us)
+            LETTERS.put(transaction, letter, "acme", "reader", number)
+
+    async def scenario() -> None:
+        async with Engine.open(url) as engine, Coordinator(engine) as coordinator:
+            sender = await coordinator.register("sender", "acme")
+            reader = await coordinator.register("reader", "acme")
+            engine.store.write(planted)
+            await sender.send(to="reader", payload=["y", 4])
+            assert engine.store.read(INBOXES.all)[0][1] == 4
+            assert [message.payload[1] for message in await reader.inbox()] == [1, 2, 3, 4]
 
     soon(scenario())
 

@@ -1,4 +1,4 @@
-"""What tools of MCP cost a server: waits are counted, inboxes are read once, answers have a limited length."""
+"""What tools of MCP cost: waits are counted, inboxes are read once, answers have a limited length."""
 
 import asyncio
 import json

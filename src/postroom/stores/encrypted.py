@@ -25,9 +25,10 @@ PLAIN_CELLS = frozenset(
     {
         KEY, LIMITS, MANIFEST, OUTBOX, "bus.owner",
         "engine.agent", "engine.agents", "engine.body_use", "engine.breaker", "engine.coordinator",
-        "engine.dependant", "engine.epoch", "engine.goal", "engine.key_end", "engine.line", "engine.line_of",
-        "engine.parked", "engine.pause", "engine.pressure", "engine.purge", "engine.rate", "engine.receipt",
-        "engine.request", "engine.token_holds", "engine.token_use", "engine.tokens", "engine.worker",
+        "engine.dependant", "engine.epoch", "engine.goal", "engine.inbox", "engine.key_end", "engine.line",
+        "engine.line_of", "engine.parked", "engine.pause", "engine.pressure", "engine.purge",
+        "engine.rate", "engine.receipt", "engine.request", "engine.token_holds",
+        "engine.token_use", "engine.tokens", "engine.worker",
     }
 )  # fmt: skip
 """Kinds of cells that hold counters, times and ids only. Claims read and write them all the time."""

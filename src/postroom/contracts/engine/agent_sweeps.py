@@ -181,7 +181,7 @@ def sweep_letters(agents: AgentOperations, after: str = "", limit: int = REQUEST
         org_id, agent_id = agent_of(key)
         if not _is_old(agents, org_id, letter.stored_us):
             continue
-        agents.transaction.put_cell(LETTERS.name, key, None)
+        agents.drop_letter(key, letter)
         reason = "the agent did not act on it in time"
         agents.emit_bounce(
             org_id, reason, message_id=letter.message_id, agent_id=agent_id, recipient=letter.sender

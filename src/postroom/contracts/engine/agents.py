@@ -18,6 +18,8 @@ from postroom.contracts.engine.cells import (
     AGENTS,
     COORDINATORS,
     EPOCHS,
+    INBOXES,
+    LETTER_BODIES,
     LETTERS,
     PROGRAMS,
     RECEIPTS,
@@ -29,6 +31,7 @@ from postroom.contracts.engine.cells import (
     OpenRequest,
     Part,
     WantedProgram,
+    joined,
 )
 from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
@@ -36,6 +39,7 @@ from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, rea
 from postroom.contracts.engine.policy import Policy
 from postroom.core import agents
 from postroom.core.agents import Health, Receipt
+from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, utc_text
@@ -45,6 +49,7 @@ from postroom.stores.transaction import Transaction
 
 LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
 INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
+LETTER_INLINE_BYTES: Final = 4 * 1024  # a longer body has a cell of its own
 LETTERS_A_READ_MAX: Final = 100
 LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
 OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
@@ -53,6 +58,8 @@ AGENTS_LISTED_MAX: Final = 10_000  # of one organization
 RETRY_AFTER_S: Final = 10.0
 SUPERVISOR: Final = ".programs"
 """The lease of the supervisor that runs the programs of agents. No coordinator has such a name."""
+
+_encode = msgspec.json.Encoder().encode
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -330,7 +337,7 @@ class AgentOperations:
             raise Bounced(agent_id, "no agent of this name is registered")
         if self.health(entry) == "dead":
             raise Bounced(agent_id, "the agent is dead")
-        if len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX)) >= INBOX_MAX:
+        if self._letter_count(org_id, agent_id) >= INBOX_MAX:
             raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
 
     def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
@@ -342,7 +349,28 @@ class AgentOperations:
 
     def put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
         """Add a message to the end of an inbox."""
-        LETTERS.put(self.transaction, letter, org_id, agent_id, self.next_number())
+        INBOXES.put(self.transaction, self._letter_count(org_id, agent_id) + 1, org_id, agent_id)
+        key, body = joined(org_id, agent_id, self.next_number()), msgspec.Raw(_encode(letter.body))
+        if len(body) > LETTER_INLINE_BYTES:
+            LETTER_BODIES.put(self.transaction, body, key)
+            letter = replace(letter, body=None, is_apart=True)
+        LETTERS.put(self.transaction, letter, key)
+
+    def drop_letter(self, key: str, letter: Letter) -> None:
+        """Remove a message from its inbox."""
+        LETTERS.put(self.transaction, None, key)
+        if letter.is_apart:
+            LETTER_BODIES.put(self.transaction, None, key)
+        inbox = agent_of(key)
+        counted = INBOXES.get(self.transaction, *inbox)
+        if counted is not None:
+            INBOXES.put(self.transaction, counted - 1 or None, *inbox)
+
+    def _letter_count(self, org_id: str, agent_id: str) -> int:
+        counted = INBOXES.get(self.transaction, org_id, agent_id)
+        if counted is not None:
+            return counted
+        return len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX))
 
     def notify(self, org_id: str, agent_id: str, part: Part) -> None:
         """Put a part that the agent did not ask for into its inbox, if it can get messages."""
@@ -376,12 +404,21 @@ class AgentOperations:
             },
         )
 
-    def letters(self, org_id: str, agent_id: str, after: str = "") -> list[tuple[str, Letter]]:
-        """Messages in an inbox behind a key, each with its key."""
-        return LETTERS.under(
-            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after,
-            bytes_max=LETTERS_BYTES_A_READ_MAX,
-        )  # fmt: skip
+    def letters(
+        self, org_id: str, agent_id: str, after: str = "", read_value: ReadValue = decoded_value
+    ) -> list[tuple[str, Letter]]:
+        """Messages in an inbox behind a key, each with its key. `read_value` reads their long bodies."""
+        found: list[tuple[str, Letter]] = []
+        left = LETTERS_BYTES_A_READ_MAX
+        for key, letter in LETTERS.under(
+            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after, bytes_max=left
+        ):
+            if letter.is_apart and left <= 0:
+                break
+            body = LETTER_BODIES.get(self.transaction, key) if letter.is_apart else None
+            left -= 0 if body is None else len(body)
+            found.append((key, letter if body is None else replace(letter, body=read_value(bytes(body)))))
+        return found
 
     def note_receipt(
         self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
@@ -396,7 +433,7 @@ class AgentOperations:
             if letter is None:
                 continue
             if receipt == "acted_on":
-                LETTERS.put(self.transaction, None, key)
+                self.drop_letter(key, letter)
             self._receive(org_id, agent_id, letter, receipt)
 
     def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:

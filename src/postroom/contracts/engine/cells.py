@@ -259,6 +259,8 @@ class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     is_notice: bool = False
     """Whether the engine itself wrote it: then it has no receipts."""
+    is_apart: bool = False
+    """Whether its body is in `LETTER_BODIES`, because it is long."""
 
 
 class Bounce(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -328,6 +330,10 @@ REQUESTS: Final = Kind("engine.request", OpenRequest)
 """Organization, agent, message id -> a request whose answer was not handed over."""
 LETTERS: Final = Kind("engine.letter", Letter)
 """Organization, agent, number -> a message in its inbox."""
+LETTER_BODIES: Final = Kind("engine.letter_body", msgspec.Raw)
+"""The key of a message in `LETTERS` -> its long body. What counts and lists messages does not read it."""
+INBOXES: Final = Kind("engine.inbox", int)
+"""Organization, agent -> how many messages its inbox holds; absent for one that was not counted yet."""
 BOUNCES: Final = Kind("engine.bounce", Bounce)
 """Organization, number -> an answer that waits for the user or the system that created its message."""
 RECEIPTS: Final = Kind("engine.receipt", dict[Receipt, int])

@@ -9,6 +9,7 @@ import msgspec
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import SEPARATOR, Letter, joined
 from postroom.core.agents import RECEIPTS, Receipt
+from postroom.core.jsoninput import ReadValue, decoded_value, raw_value
 from postroom.core.times import EPOCH, MICROSECOND
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ class Inbox:
         return self._all().__await__()
 
     async def page(self, after: str = "") -> list[InboxMessage]:
-        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`."""
+        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`. Long ones stay JSON."""
         agent = self._agent
         self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
-        found = await self._page()
+        found = await self._page(raw_value)
         await self._show(found)
         return found
 
@@ -92,13 +93,13 @@ class Inbox:
         )
         return bool(found)
 
-    async def _page(self) -> list[InboxMessage]:
+    async def _page(self, read_value: ReadValue = decoded_value) -> list[InboxMessage]:
         """The next messages. Their senders get the receipt `fetched`."""
         agent, after = self._agent, self._after
 
         def read(agents: AgentOperations) -> list[tuple[str, Letter]]:
             agents.held(agent.org_id, agent.agent_id, agent.session)
-            return agents.letters(agent.org_id, agent.agent_id, after)
+            return agents.letters(agent.org_id, agent.agent_id, after, read_value)
 
         found = await agent.coordinator.read(read)
         if not found:
