@@ -21,6 +21,7 @@ from postroom.runtime.schemas import (
     ENQUEUE_MANY_MAX,
     SMALL_BODY_BYTES_MAX,
 )
+from postroom.stores.own_ids import FENCE_BITS
 from tests.integration.servers import Answer, Server, serving
 from tests.waiting import HANG_GUARD_S, until
 
@@ -564,6 +565,19 @@ def test_an_invalid_query_field_is_described_in_plain_words(server: Server) -> N
     assert state.startswith("state cannot be 'pending': it is one of CANCELLED, COMPLETED")
 
 
+def test_a_lease_grows_with_each_delivery_and_counts_nothing_else(server: Server) -> None:
+    server.enqueue()
+    leases = []
+    for others in (1, 5):
+        task = server.claim()
+        leases.append(task["lease"])
+        server.post("triage", "/queue/release", task_id=task["task_id"], lease=task["lease"])
+        for _ in range(others):
+            server.post("boss", "/queue/enqueue", agent="other", payload=1)
+    assert leases[0] < leases[1]
+    assert [lease >> FENCE_BITS for lease in leases] == [1, 2]
+
+
 @pytest.mark.parametrize("number", ["wait_s", "lease_s", "limit"])
 def test_numbers_have_limits(server: Server, number: str) -> None:
     for value in (-1, 1e9, "5", None):
@@ -856,7 +870,7 @@ def test_an_agent_sees_only_events_of_its_queue(server: Server) -> None:
     assert claimed["task_id"] == own
     with server.stream("triage", "/events") as stream:
         message = stream.next()
-        while message is not None and message.id != str(claimed["lease"]):
+        while message is not None and message.data.get("lease") != claimed["lease"]:
             assert message.data["queue"] == "triage"
             message = stream.next()
 

@@ -146,11 +146,15 @@ class MessageIds:
         """The beginning of the ids of a microsecond, and the lower half of its id for the number 0."""
         ms, us = divmod(at_us, _US_A_MS)
         digits = f"{(ms & (1 << 48) - 1) << 16 | us << 2 | self._high_tag:016x}"
-        hashed = self._hash.copy()
-        hashed.update(b"%d" % at_us)
-        cover = int.from_bytes(hashed.digest(), "big") & (1 << _NUMBER_BITS) - 1
+        cover = self.mark(at_us) & (1 << _NUMBER_BITS) - 1
         low = 0b10 << 62 | cover << _TAG_LOW_BITS | self._tag & _TAG_LOW
         return f"{digits[:8]}-{digits[8:12]}-{digits[12:]}-", low
+
+    def mark(self, number: int) -> int:
+        """64 bits that say nothing about the number to whoever does not know the secret."""
+        hashed = self._hash.copy()
+        hashed.update(b"%d" % number)
+        return int.from_bytes(hashed.digest(), "big")
 
     def new(self, number: int, created_us: int) -> str:
         """The id of the record with this number."""

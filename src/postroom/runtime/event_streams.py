@@ -62,7 +62,9 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     def page(position: int) -> tuple[bytes, int]:
         found = server.tasks.events(after=position, limit=STREAM_PAGE)
         visible = [event for event in found if owner is None or event.queue == owner]
-        data = b"".join(sse(str(event.seq), event.kind, _encode(event)) for event in visible)
+        data = b"".join(
+            sse(str(event.seq), event.kind, _encode(server.ids.shown(event))) for event in visible
+        )
         return data, found[-1].seq if found else position
 
     position = int(last) if last else request.query.after

@@ -7,19 +7,21 @@ Rule 3: writes go to the writer thread, reads to reader threads. No handler bloc
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_results
 from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
 from postroom.contracts.task_views import TaskInfo, stored_task, totals
 from postroom.contracts.tasks import Tasks
+from postroom.core import lifecycle
 from postroom.core.jsoninput import raw_value
-from postroom.errors import InvalidMessage, PostroomError, UnknownTask
+from postroom.errors import InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Record, State
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
@@ -83,7 +85,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     _log_claims(server, claimed)
     if server.task_spans is not None:
         server.task_spans.note("receive", agent, [task.task_id for task in claimed], started_ns)
-    answers = [_claimed_task(task) for task in claimed]
+    answers = [_claimed_task(server, task) for task in claimed]
     return HttpReply(200, _encode(answers[0] if body.limit == 1 else ClaimedTasks(answers)))
 
 
@@ -146,9 +148,10 @@ def _log_claims(server: TaskServer, claimed: list[LeasedTask]) -> None:
         server.server_log.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
 
 
-def _claimed_task(task: LeasedTask) -> ClaimedTask:
+def _claimed_task(server: TaskServer, task: LeasedTask) -> ClaimedTask:
+    lease = server.ids.fence(task.attempt, task.lease)
     return ClaimedTask(
-        task.task_id, task.payload, task.lease, task.attempt, task.lease_s, task.type, task.parent
+        task.task_id, task.payload, lease, task.attempt, task.lease_s, task.type, task.parent
     )  # fmt: skip
 
 
@@ -158,14 +161,14 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: TaskOperations) -> tuple[bool, list[LeasedTask]]:
         """Whether the task was completed before, and the tasks claimed next."""
-        record = _own_record(operations, body.task_id, owners)
-        if record.queue == DECISIONS:
-            operations.settle(body.task_id, body.lease)
-            return False, []
-        results = checked_results([(body.task_id, body.lease, body.decision)])
-        is_repeated = record.lease == body.lease and record.state in _COMPLETED
-        # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
-        return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
+        with _under_lease(operations, body, owners) as (record, lease):
+            if record.queue == DECISIONS:
+                operations.settle(body.task_id, lease)
+                return False, []
+            results = checked_results([(body.task_id, lease, body.decision)])
+            is_repeated = record.lease == lease and record.state in _COMPLETED
+            # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
+            return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
     started_ns = time.time_ns()
@@ -177,7 +180,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     _log_change(server, request, "completed", body.task_id)
     if server.task_spans is not None:
         server.task_spans.note("settle", request.identity.name, [body.task_id], started_ns)
-    answer = CompletedAnswer(body.task_id, [_claimed_task(task) for task in claimed])
+    answer = CompletedAnswer(body.task_id, [_claimed_task(server, task) for task in claimed])
     return HttpReply(202, _encode(answer))
 
 
@@ -190,7 +193,7 @@ def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
 async def heartbeat(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: HolderBody = request.body
     return await _holder_call(
-        server, request, "heartbeat", lambda operations: operations.heartbeat(body.task_id, body.lease)
+        server, request, "heartbeat", lambda operations, lease: operations.heartbeat(body.task_id, lease)
     )
 
 
@@ -200,28 +203,46 @@ async def fail(server: TaskServer, request: HttpRequest) -> HttpReply:
         server,
         request,
         "failed",
-        lambda operations: operations.fail(body.task_id, body.lease, body.error, body.retry_in_s),
+        lambda operations, lease: operations.fail(body.task_id, lease, body.error, body.retry_in_s),
     )
 
 
 async def release(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: HolderBody = request.body
     return await _holder_call(
-        server, request, "released", lambda operations: operations.release(body.task_id, body.lease)
+        server, request, "released", lambda operations, lease: operations.release(body.task_id, lease)
     )
 
 
 async def _holder_call(
-    server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations], None]
+    server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations, int], None]
 ) -> HttpReply:
     """Change a task that has to belong to the caller's agent."""
-    task_id, owners = request.body.task_id, _owners(request)
+    body, owners = request.body, _owners(request)
 
     def work(operations: TaskOperations) -> None:
-        _own_record(operations, task_id, owners)
-        change(operations)
+        with _under_lease(operations, body, owners) as (_, lease):
+            change(operations, lease)
 
-    return await _commit(server, request, event, task_id, work, makes_room=True)
+    return await _commit(server, request, event, body.task_id, work, makes_room=True)
+
+
+@contextmanager
+def _under_lease(
+    operations: TaskOperations, body: HolderBody, owners: Sequence[str] | None
+) -> Iterator[tuple[Record, int]]:
+    """The record of a task that the caller holds, and its lease as the store knows it.
+
+    A lease that an earlier version has shown is the number of the store itself.
+    """
+    record = _own_record(operations, body.task_id, owners)
+    lease = abs(record.lease)  # it is negative after a release
+    if body.lease not in (lease, operations.transaction.ids.fence(record.attempt, lease)):
+        raise lifecycle.stale(record, body.lease)
+    try:
+        yield record, lease
+    except StaleLease:
+        raise lifecycle.stale(record, body.lease) from None
 
 
 async def _commit(
@@ -336,7 +357,7 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
     info = await server.read_for(request, lambda: stored_task(server.tasks.store, task_id, raw_value))
     if not (own is None or identity.reads(info.agent) or info.sender == own):
         raise UnknownTask(task_id)
-    return info
+    return replace(info, history=[*map(server.ids.shown, info.history)])
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -77,6 +77,8 @@ class TaskServer:
         self.tasks = tasks
         self.engine = engine
         """The global queue, in the store of the tasks."""
+        self.ids = tasks.store.read(lambda transaction: transaction.ids)
+        """Covers the numbers of leases."""
         self.agents = agents
         self.harness = harness
         self.buses = buses

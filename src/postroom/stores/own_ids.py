@@ -3,12 +3,15 @@
 import hashlib
 import os
 
+from msgspec.structs import replace
+
 from postroom.core.ids import SECRET_BYTES, IdRule, MessageIds
-from postroom.message import ENGINE_PREFIX
+from postroom.message import ENGINE_PREFIX, Event
 
 IDS_FACT = "ids"
 NUMBER_DIGITS_MAX = 18
 UUID_CHARS = 36
+FENCE_BITS = 20
 UPGRADE_US = 24 * 3600 * 1_000_000  # in which all processes of a store are upgraded
 EARLIER_RULE = IdRule(bytes(SECRET_BYTES).hex(), 1 << 62)
 """The rule of a store that only an earlier version has written."""
@@ -29,6 +32,17 @@ class OwnIds:
         if queue.startswith(ENGINE_PREFIX):
             return self.messages.new(number, created_us)
         return f"{self.prefix}{number!s}"
+
+    def fence(self, attempt: int, lease: int) -> int:
+        """A lease as clients see it: larger with each delivery, and not the number of an event.
+
+        Its last bits tell the leases of two messages apart that had the same id.
+        """
+        return attempt << FENCE_BITS | self.messages.mark(lease) & (1 << FENCE_BITS) - 1
+
+    def shown(self, event: Event) -> Event:
+        """An event with its lease as clients see it."""
+        return replace(event, lease=self.fence(event.attempt, event.lease)) if event.lease else event
 
     def name(self, which: int | str) -> str:
         """The id of a record that is known by its id, or by its number if it is a task."""
