@@ -21,6 +21,7 @@ from postroom.contracts.engine.handlers import ended
 from postroom.contracts.engine.operations import Operations
 from postroom.core import poison
 from postroom.core.events import of_store
+from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
 from postroom.errors import (
     EffectUnknown,
@@ -478,24 +479,99 @@ def test_workers_take_priorities_in_order_and_fifo_inside(world: EngineUnderTest
     assert claimed_ids(world, 8) == expected
 
 
-def test_waiting_messages_are_promoted_step_by_step(world: EngineUnderTest) -> None:
-    old = world.submit(priority=3)
-    world.clock.advance(31)
-    fresh = {priority: world.submit(priority=priority) for priority in (1, 2)}
-    assert claimed_ids(world, 3) == [fresh[1].message_id, old.message_id, fresh[2].message_id]
-    old = world.submit(priority=3)
-    world.clock.advance(46)
-    fresh = {priority: world.submit(priority=priority) for priority in (0, 1)}
-    assert claimed_ids(world, 3) == [fresh[0].message_id, old.message_id, fresh[1].message_id]
+@pytest.mark.parametrize(("age_s", "promoted_to"), [(29, 3), (31, 2), (46, 1), (51, 0)])
+def test_waiting_messages_are_promoted_step_by_step(
+    world: EngineUnderTest, age_s: float, promoted_to: int
+) -> None:
+    """Beside the class that a message is promoted to, and beside those below, it is one of eight."""
+    old = world.submit(priority=3).message_id
+    world.clock.advance(age_s)
+    for priority in range(3):
+        world.submit_many(10, priority=priority)
+    assert claimed_ids(world, 31).index(old) == (30 if promoted_to == 3 else 10 * promoted_to + 7)
 
 
-def test_fresh_p0_goes_before_promoted_messages_which_get_one_of_eight(world: EngineUnderTest) -> None:
+@pytest.mark.parametrize("priority", [0, 1, 2])
+def test_promoted_messages_get_one_of_eight_deliveries(world: EngineUnderTest, priority: int) -> None:
     promoted = ids(world.submit_many(5, priority=3))
     world.clock.advance(60)
-    fresh = ids(world.submit_many(30, priority=0))
+    fresh = ids(world.submit_many(30, priority=priority))
     order = claimed_ids(world, 24)
     assert order[:7] == fresh[:7]
     assert [order.index(each) for each in promoted[:3]] == [7, 15, 23]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 10])
+def test_aged_bulk_does_not_stop_fresh_messages_of_others(world: EngineUnderTest, limit: int) -> None:
+    bulk = set(ids(world.submit_many(200, priority=3, org_id="bulk")))
+    world.clock.advance(60)
+    fresh = [
+        message_id
+        for priority in (1, 2)
+        for message_id in ids(world.submit_many(20, priority=priority, org_id="other"))
+    ]
+    order = [message_id for _ in range(45 // limit + 1) for message_id in claimed_ids(world, limit)]
+    assert [each for each in order if each not in bulk] == fresh
+    assert [at for at, each in enumerate(order[:45]) if each in bulk] == [7, 15, 23, 31, 39]
+    assert bulk.issuperset(order[45:]), "only bulk waits"
+
+
+def test_promoted_messages_take_all_deliveries_when_nothing_else_waits(world: EngineUnderTest) -> None:
+    bulk = ids(world.submit_many(20, priority=3))
+    world.clock.advance(60)
+    assert claimed_ids(world, 10) == bulk[:10]
+    fresh = ids(world.submit_many(8, priority=1))
+    assert claimed_ids(world, 10) == [*fresh[:7], bulk[10], fresh[7], bulk[11]]
+
+
+def test_old_p1_messages_do_not_take_the_share_of_old_p3_messages(world: EngineUnderTest) -> None:
+    """Both are promoted to P0, and P1 goes on to be the higher class."""
+    bulk = ids(world.submit_many(3, priority=3))
+    urgent = ids(world.submit_many(30, priority=1))
+    world.clock.advance(60)
+    order = claimed_ids(world, 16)
+    assert [order.index(each) for each in bulk[:2]] == [7, 15]
+    assert [each for each in order if each not in bulk] == urgent[:14]
+
+
+def test_organizations_take_turns_in_the_share_of_promoted_messages(world: EngineUnderTest) -> None:
+    flood = set(ids(world.submit_many(50, priority=3, org_id="flood")))
+    small = set(ids(world.submit_many(2, priority=2, org_id="small")))
+    world.clock.advance(60)
+    world.submit_many(40, priority=0)
+    order = claimed_ids(world, 32)
+    assert len(small.intersection(order)) == len(flood.intersection(order)) == 2
+
+
+def test_the_oldest_promoted_message_of_an_organization_goes_first(world: EngineUnderTest) -> None:
+    """Whatever its priority: promoted P2 messages that keep coming do not starve a P3 message."""
+    old = world.submit(priority=3).message_id
+    world.clock.advance(60)
+    world.submit_many(5, priority=2)
+    world.clock.advance(60)
+    world.submit_many(8, priority=0)
+    assert claimed_ids(world, 8)[7] == old
+
+
+def test_message_that_is_held_back_does_not_use_the_share(world: EngineUnderTest) -> None:
+    first, *_ = (world.submit(priority=3, ordering_key="k") for _ in range(3))
+    world.claim(1)  # the other ones have to wait for it
+    free = world.submit(priority=3)
+    world.clock.advance(60)
+    fresh = ids(world.submit_many(8, priority=0))
+    order = claimed_ids(world, 8)
+    assert order == [*fresh[:7], free.message_id], first
+
+
+def test_every_worker_gives_promoted_messages_their_share(world: EngineUnderTest) -> None:
+    promoted = set(ids(world.submit_many(20, priority=3)))
+    world.clock.advance(60)
+    world.submit_many(50, priority=1)
+    workers = [Rotation() for _ in range(3)]
+    for turn in range(48):
+        world.rotation = workers[turn % 3]
+        promoted.difference_update(claimed_ids(world))
+    assert len(promoted) == 20 - 48 // 8
 
 
 def test_promotion_is_an_event_and_keeps_the_accepted_priority(world: EngineUnderTest) -> None:

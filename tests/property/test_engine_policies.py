@@ -30,6 +30,13 @@ def served(backlog: dict[str, int], weight: dict[str, float], counts: list[int])
     return order
 
 
+def turn_bound(name: str, backlog: dict[str, int], weight: dict[str, float]) -> float:
+    """How many messages of others come before the next one of an organization."""
+    own = weight.get(name, 1.0)
+    rounds = -(-1 // own) if own < 1 else 1  # turns until a light organization has earned a message
+    return (rounds + 1) * sum(weight.get(other, 1.0) + 1 for other in backlog if other != name)
+
+
 @given(backlogs, weights, limits)
 def test_a_claim_is_full_while_messages_wait_and_takes_none_twice(
     backlog: dict[str, int], weight: dict[str, float], counts: list[int]
@@ -45,10 +52,7 @@ def test_no_organization_waits_longer_than_the_turns_of_the_others(
 ) -> None:
     order = served(backlog, weight, counts)
     for name, count in backlog.items():
-        own = weight.get(name, 1.0)
-        rounds = -(-1 // own) if own < 1 else 1  # turns until a light organization has earned a message
-        others = sum(weight.get(other, 1.0) + 1 for other in backlog if other != name)
-        bound = (rounds + 1) * others
+        bound = turn_bound(name, backlog, weight)
         left, waited = count, 0
         for each in order:
             if each == name:
@@ -69,16 +73,66 @@ def test_deliveries_follow_the_weights_however_small_the_claims_are(shares: list
         assert abs(Counter(order)[name] - expected) <= share + 1
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=200))
-def test_one_of_eight_deliveries_is_a_promoted_message_while_there_are_some(
-    promoted_waits: list[bool],
+# ---- the share of promoted messages ----------------------------------------------------------------
+
+arrivals = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=60)
+"""For each claim its limit, and how many messages of a higher class arrive before it."""
+
+
+def mixed(backlog: dict[str, int], weight: dict[str, float], claims: list[tuple[int, int]]) -> list[str]:
+    """The deliveries of several claims: the organization of a promoted message, empty for another one.
+
+    What a claim leaves free goes to promoted messages, which are next when no higher class waits.
+    """
+    rotation, order = Rotation(), list[str]()
+    accepted: dict[str, list[str]] = {"fresh": []}
+    promoted = {name: [name] * count for name, count in backlog.items()}
+    for limit, new in claims:
+        accepted["fresh"] += [""] * new
+        taken = rotation.mix(0, accepted, promoted, limit, lambda name: weight.get(name, 1.0))
+        for each in taken:
+            rotation.note(promoted=bool(each))
+        if len(taken) < limit:
+            rotation.note_none_waits()
+            taken += rotation.share(3, promoted, limit - len(taken), lambda name: weight.get(name, 1.0))
+        order += taken
+    return order
+
+
+@given(backlogs, weights, arrivals)
+def test_a_promoted_message_is_one_of_eight_deliveries(
+    backlog: dict[str, int], weight: dict[str, float], claims: list[tuple[int, int]]
 ) -> None:
-    rotation, since = Rotation(), 0
-    for waits in promoted_waits:
-        takes_promoted = waits and rotation.promoted_is_due()
-        rotation.count(promoted=takes_promoted)
-        since = 0 if takes_promoted else since + 1
-        assert not waits or since < PROMOTED_EVERY
+    order = mixed(backlog, weight, [(limit, 9) for limit, _ in claims])  # a higher class never ends
+    waiting = sum(backlog.values())
+    assert [at for at, each in enumerate(order) if each] == [*range(7, len(order), PROMOTED_EVERY)][:waiting]
+
+
+@given(backlogs, weights, arrivals)
+def test_the_wait_of_a_promoted_message_is_bounded(
+    backlog: dict[str, int], weight: dict[str, float], claims: list[tuple[int, int]]
+) -> None:
+    """By nine deliveries for each promoted message of others: eight in the share, one when it is alone."""
+    order = mixed(backlog, weight, claims)
+    for name, count in backlog.items():
+        bound = (PROMOTED_EVERY + 1) * (turn_bound(name, backlog, weight) + 1)
+        left, waited = count, 0
+        for each in order:
+            if each == name:
+                left, waited = left - 1, 0
+            elif left:
+                waited += 1
+                assert waited <= bound, f"{name} waited for {waited} deliveries of others"
+
+
+@given(st.integers(0, PROMOTED_EVERY - 1), st.integers(1, 40))
+def test_as_many_promoted_messages_are_read_as_can_be_delivered(passed_over: int, limit: int) -> None:
+    rotation = Rotation()
+    rotation.passed_over = passed_over
+    promoted = {"old": [*"o" * 40]}
+    taken = rotation.mix(0, {"fresh": [*"f" * 40]}, promoted, limit, lambda _: 1.0)
+    assert taken.count("o") == rotation.promoted_in(limit)
+    assert len(taken) == limit
 
 
 # ---- promotion and demotion ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from postroom.contracts.engine.cells import EFFECTS, KEYS
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.outcomes import Outcomes
 from postroom.core import lifecycle, poison, tokens
+from postroom.core.fairness import PROMOTED_EVERY, Rotation
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World
@@ -54,7 +55,7 @@ def test_no_seed_breaks_a_rule(store: Any, seeds: int) -> None:
 
 
 def test_a_seed_gives_the_same_history_each_time_and_on_every_store() -> None:
-    first, second, on_disk = World(9).run(), World(9).run(), World(9, store="sqlite").run()
+    first, second, on_disk = World(12).run(), World(12).run(), World(12, store="sqlite").run()
     assert first == second
     assert first.trace == on_disk.trace
 
@@ -137,8 +138,18 @@ def ignore_expiry(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_priorities(patch: pytest.MonkeyPatch) -> None:
-    choose = Claims._choose
+    choose, admitted = Claims._choose, Claims._admitted
     patch.setattr(Claims, "_choose", lambda claims, lane, limit: choose(claims, 3 - lane, limit))
+    patch.setattr(Claims, "_admitted", lambda claims, lane, heads: admitted(claims, 3 - lane, heads))
+
+
+def starve_promoted_messages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rotation, "note", lambda *_, **__: None)
+
+
+def let_promoted_messages_go_first(patch: pytest.MonkeyPatch) -> None:
+    always = property(lambda _: PROMOTED_EVERY - 1, lambda *_: None)
+    patch.setattr(Rotation, "passed_over", always, raising=False)
 
 
 def ignore_open_breakers(patch: pytest.MonkeyPatch) -> None:
@@ -225,6 +236,8 @@ MUTANTS: dict[Patch, set[str]] = {
     ignore_pauses: {"paused"},
     ignore_expiry: {"expired"},
     ignore_priorities: {"priority"},
+    starve_promoted_messages: {"share"},
+    let_promoted_messages_go_first: {"share"},
     ignore_open_breakers: {"breaker"},
     ignore_operations: {"conflict"},
     count_usage_twice: {"usage"},

@@ -1,8 +1,12 @@
-"""Which organization is served next: deficit round robin inside a priority.
+"""Which message is delivered next: deficit round robin inside a class, and the share of promoted messages.
 
 Rule 1: organizations that wait take turns. On its turn an organization gets as many messages as its weight;
         a weight below 1 makes it pass turns.
-Rule 2: the state belongs to one worker. It is small and may be lost.
+Rule 2: promotion gives a share, not precedence. While messages of a class wait, one of `PROMOTED_EVERY`
+        deliveries is a message of a lower class that its age has promoted to this class, or above.
+        Organizations take turns in this share, too.
+Rule 3: the state belongs to one worker. It is small and may be lost: then promoted messages are passed over
+        by at most `PROMOTED_EVERY` - 1 deliveries more.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +15,9 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PROMOTED_EVERY: Final = 8
-"""While P0 is not empty, at least one of this many deliveries is a promoted message."""
+"""One of this many deliveries is a promoted message, while one waits and higher classes are not empty."""
+PROMOTED: Final = -1
+"""The rotation over organizations that have promoted messages, beside those of the classes."""
 WEIGHT_DEFAULT: Final = 1.0
 WEIGHT_MIN: Final = 0.01  # an organization passes up to 1 / weight turns, and a claim has to end
 
@@ -25,8 +31,46 @@ class Rotation:
         self.deficit: dict[tuple[int, str], float] = {}
         self.unfinished: dict[int, str] = {}
         """The organization whose turn a full claim interrupted, by priority. Its turn goes on."""
-        self.since_promoted = 0
-        """Deliveries of accepted P0 messages since the last promoted one."""
+        self.passed_over = 0
+        """Deliveries since the last promoted one, while promoted messages waited."""
+
+    def promoted_in(self, limit: int) -> int:
+        """How many of the next `limit` deliveries are promoted messages, if that many wait."""
+        return (self.passed_over + limit) // PROMOTED_EVERY
+
+    def mix(
+        self,
+        lane: int,
+        accepted: Mapping[str, list[T]],
+        promoted: Mapping[str, list[T]],
+        limit: int,
+        weight: Callable[[str], float],
+    ) -> list[T]:
+        """Take up to `limit` messages of a class, and the promoted ones whose turn comes among them.
+
+        Ends with the messages of the class: promoted ones are not passed over then. What is taken is removed
+        from the lists, and counts once it is noted.
+        """
+        taken: list[T] = []
+        until_due = PROMOTED_EVERY - 1 - self.passed_over
+        while len(taken) < limit:
+            if not until_due:
+                taken += self.share(PROMOTED, promoted, 1, weight)
+                until_due = PROMOTED_EVERY - 1
+            own = self.share(lane, accepted, min(until_due, limit - len(taken)), weight)
+            if not own:
+                break
+            taken += own
+            until_due -= len(own)
+        return taken
+
+    def note(self, *, promoted: bool) -> None:
+        """Note a delivery while promoted messages wait."""
+        self.passed_over = 0 if promoted else min(self.passed_over + 1, PROMOTED_EVERY - 1)
+
+    def note_none_waits(self) -> None:
+        """No promoted message waits behind a higher class, so that none is passed over."""
+        self.passed_over = 0
 
     def share(
         self, priority: int, waiting: Mapping[str, list[T]], limit: int, weight: Callable[[str], float]
@@ -71,11 +115,3 @@ class Rotation:
         else:
             self.unfinished.pop(priority, None)
             self.last[priority] = name
-
-    def promoted_is_due(self) -> bool:
-        """Whether the next delivery must be a promoted message, if there is one."""
-        return self.since_promoted >= PROMOTED_EVERY - 1
-
-    def count(self, *, promoted: bool) -> None:
-        """Note a delivery while P0 is not empty."""
-        self.since_promoted = 0 if promoted else self.since_promoted + 1

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -36,7 +37,7 @@ from postroom.core import breaker, conflicts, lifecycle, poison
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker, Circuit
 from postroom.core.events import of_store
-from postroom.core.fairness import Rotation
+from postroom.core.fairness import PROMOTED_EVERY, Rotation
 from postroom.core.history_checker import History
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.provider_headers import Observed
@@ -75,6 +76,7 @@ DRAIN_ROUNDS_MAX: Final = 2_000
 RECORDS_MAX: Final = 10_000
 EVENTS_MAX: Final = 100_000
 CLAIM_MAX: Final = 4
+FLOOD: Final = 12
 
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
@@ -129,6 +131,15 @@ class _Held(msgspec.Struct, frozen=True):
         return self.claimed.record.lease
 
 
+class _Passed(msgspec.Struct):
+    """The last deliveries of one worker."""
+
+    since_promoted: int = PROMOTED_EVERY
+    """Since a promoted message was delivered before one of a higher class."""
+    over: int = 0
+    """While a promoted message waited all the time."""
+
+
 class World:
     """One seeded history. `run` makes it, drains it and checks it."""
 
@@ -141,6 +152,7 @@ class World:
         self.checker = Checker(self.policy.poison_crashes)
         self._registry = Registry(REQUEST_TYPES)
         self._rotations = {f"w{number}": Rotation() for number in range(3)}
+        self._passed = {worker: _Passed() for worker in self._rotations}
         self._held: list[_Held] = []
         self._lost: list[_Held] = []
         """Attempts of workers that crashed. Some of them report all the same: zombies."""
@@ -197,6 +209,7 @@ class World:
         return {
             self._submit: 18,
             self._submit_again: 4,
+            self._flood: 2,
             self._cancel: 3,
             self._claim: 20,
             self._finish: 14,
@@ -264,7 +277,14 @@ class World:
 
     def _submit(self) -> None:
         """Submit one to three messages in one commit."""
-        prepared = [self._message() for _ in range(self._random.choice((1, 1, 1, 2, 3)))]
+        self._submit_all([self._message() for _ in range(self._random.choice((1, 1, 1, 2, 3)))])
+
+    def _flood(self) -> None:
+        """An organization submits more than a worker claims at once, which nothing holds back."""
+        org_id, priority = self._random.choice(ORGANIZATIONS), self._random.choice((0, 0, 1, 3))
+        self._submit_all([self._plain_message(org_id, priority) for _ in range(FLOOD)])
+
+    def _submit_all(self, prepared: list[Prepared]) -> None:
         message_ids = [one.envelope.message_id for one in prepared]
         fails = self._chance(0.05)
         try:
@@ -293,6 +313,20 @@ class World:
         if body.idempotency_key:
             self._submits.append(prepared)
 
+    def _plain_message(self, org_id: str, priority: int) -> Prepared:
+        fields = {
+            "type": TYPES[0],
+            "org_id": org_id,
+            "payload": {},
+            "priority": priority,
+            "message_id": self._message_id(),
+            "goal_id": GOALS_OF_THE_WORLD[0],
+        }
+        return self._registry.prepare(fields, self.policy, self.clock.wall_us())
+
+    def _message_id(self) -> str:
+        return str(uuid.UUID(int=self._random.getrandbits(128), version=4))
+
     def _message(self) -> Prepared:
         chance = self._random
         delay_s = chance.choice((0, 0, 0, 0, chance.uniform(0, 20)))
@@ -302,7 +336,7 @@ class World:
             "org_id": chance.choice(ORGANIZATIONS),
             "payload": {"number": chance.randrange(1000)},
             "priority": chance.randrange(4),
-            "message_id": str(uuid.UUID(int=chance.getrandbits(128), version=4)),
+            "message_id": self._message_id(),
             "goal_id": chance.choice(GOALS_OF_THE_WORLD),
             "delay_s": delay_s,
             "max_retries": chance.randrange(4),
@@ -394,7 +428,7 @@ class World:
         self._hear({one.record.message_id: one for one in claimed})
         self._check_pauses(claimed)
         self._check_services(claimed, circuits)
-        self._check_priority(claimed)
+        self._check_priority(worker, claimed)
         self._check_operations(claimed)
         held = [_Held(one, worker) for one in claimed]
         for one in held:
@@ -502,7 +536,7 @@ class World:
         gone = [held for held in self._held if held.worker == worker]
         self._held = [held for held in self._held if held.worker != worker]
         self._lost += gone
-        self._rotations[worker] = Rotation()
+        self._rotations[worker], self._passed[worker] = Rotation(), _Passed()
         self._note(worker, "crashed with", len(gone), "leases")
         if self._chance(0.4):
             self._write(lambda operations: operations.crash_worker(worker))
@@ -710,27 +744,68 @@ class World:
                 said = f"its operation conflicts with that of {found.other} ({found.kind} {found.what})"
                 self.checker.report("conflict", one.record.message_id, said)
 
-    def _check_priority(self, claimed: list[Claimed]) -> None:
-        """No message of a more urgent class is left behind by a claim that took a less urgent one."""
-        lanes = [one.record.lane for one in claimed if not one.is_promoted]
-        if not lanes or self._random.random() < 0.5:
+    def _check_priority(self, worker: str, claimed: list[Claimed]) -> None:
+        """No message of a more urgent class waits, but for the share of promoted messages."""
+        if not claimed:
             return
-        steady_ns = self._store.read(lambda transaction: transaction.steady_ns)
+        waiting = [record for record in self._records("QUEUED") if self._may_run(record)]
+        lowest = max([one.record.lane for one in claimed if not one.is_promoted], default=0)
+        for record in waiting:
+            if record.lane < lowest:
+                said = f"it waits in P{record.lane} while P{lowest} was claimed"
+                self.checker.report("priority", record.message_id, said)
+        oldest = [record for record in self._oldest() if record in waiting]
+        for at, one in enumerate(claimed):
+            later = [each.record for each in claimed[at + 1 :]]
+            self._check_share(self._passed[worker], one, [*waiting, *later])
+            if one.is_promoted and any(one.record.lane > each.record.lane for each in claimed):
+                self._passed[worker].over = 0
+                continue
+            behind = [record for record in [*oldest, *later] if self._class_of(record) <= one.record.lane]
+            self._check_passed_over(self._passed[worker], one, behind)
+
+    def _check_share(self, passed: _Passed, claimed: Claimed, waiting: list[Record]) -> None:
+        """At most one of eight deliveries goes to a promoted message while one of a higher class waits."""
+        lane, since = claimed.record.lane, passed.since_promoted
+        if not claimed.is_promoted or all(record.lane >= lane for record in waiting):
+            passed.since_promoted += 1
+            return
+        if since < PROMOTED_EVERY - 1:
+            said = f"it went before a higher class {since} deliveries after the last one"
+            self.checker.report("share", claimed.record.message_id, said)
+        passed.since_promoted = 0
+
+    def _check_passed_over(self, passed: _Passed, claimed: Claimed, promoted: list[Record]) -> None:
+        """At least one of eight deliveries goes to a promoted message while one waits."""
+        behind = [record for record in promoted if record.lane > claimed.record.lane]
+        passed.over = passed.over + 1 if behind else 0
+        if passed.over >= PROMOTED_EVERY:
+            said = f"{passed.over} deliveries of one worker passed it over"
+            self.checker.report("share", behind[0].message_id, said)
+
+    def _class_of(self, record: Record) -> int:
+        age_ns = self._store.steady_ns() - record.ready_at
+        return lifecycle.effective_lane(record.lane, age_ns, self.policy.promote_after_ns)
+
+    def _may_run(self, record: Record) -> bool:
+        """Whether nothing can hold a message back."""
+        stored = self._loaded(record.message_id)
+        body = msgspec.json.decode(stored.envelope.payload)
+        return (
+            body.keys().isdisjoint({"service", "ordering_key", "operation"})
+            and stored.envelope.type not in HANDLER_SERVICES
+            and not self._is_paused(org_of(record.queue), stored.envelope.type)
+        )
+
+    def _oldest(self) -> list[Record]:
+        """The record that has waited longest in each lane, if it is also the first of its organization."""
+        oldest: dict[int, Record] = {}
+        first: dict[tuple[str, int], Record] = {}
         for record in self._records("QUEUED"):
-            stored = self._loaded(record.message_id)
-            body = msgspec.json.decode(stored.envelope.payload)
-            if not body.keys().isdisjoint({"service", "ordering_key", "operation"}):
-                continue
-            if stored.envelope.type in HANDLER_SERVICES:
-                continue
-            if self._is_paused(org_of(record.queue), stored.envelope.type):
-                continue
-            age_ns = steady_ns - record.ready_at
-            lane = lifecycle.effective_lane(record.lane, age_ns, self.policy.promote_after_ns)
-            if lane < max(lanes):
-                self.checker.report(
-                    "priority", record.message_id, f"it waits in class {lane} while P{max(lanes)} was claimed"
-                )
+            oldest[record.lane] = min(oldest.get(record.lane, record), record, key=attrgetter("ready_at"))
+            key = record.queue, record.lane
+            first[key] = min(first.get(key, record), record, key=attrgetter("place"))
+        return [record for record in oldest.values() if first[record.queue, record.lane] == record]
 
     # ---- what must hold at every instant -------------------------------------------------------
 

@@ -27,6 +27,7 @@ RULES: Final[dict[str, str]] = {
     "paused": "a message of a paused organization or type was delivered",
     "expired": "a message was delivered after its expiry",
     "priority": "a message was delivered while one of a more urgent class waited",
+    "share": "promoted messages got more or less than one of eight deliveries while higher classes waited",
     "breaker": "more than one message reached a service whose breaker was open",
     "conflict": "two operations that conflict were leased at the same time",
     "effect": "an effect was to run again, or had two outcomes",

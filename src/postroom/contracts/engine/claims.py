@@ -1,7 +1,9 @@
 """Which messages a worker gets: classes of priority, organizations in turns, and what holds messages back.
 
-Rule 1: P0 to P3 in order. A message belongs to the class that its age has promoted it to.
-Rule 2: inside a class, organizations take turns (`core.fairness`). Inside an organization, the oldest first.
+Rule 1: P0 to P3 in order. A message that its age has promoted to another class stays in its own one, and gets
+        a share of the deliveries of that class and of those between (`core.fairness`).
+Rule 2: inside a class and inside that share, organizations take turns. Inside an organization, the oldest
+        first.
 Rule 3: a message that must not run now is deferred, quarantined or expired by the claim that meets it.
 """
 
@@ -18,7 +20,7 @@ from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import TokenBooks, short_text
 from postroom.contracts.goals.registry import OPERATION, OperationRegistry
 from postroom.core import breaker, lifecycle, poison
-from postroom.core.fairness import Rotation
+from postroom.core.fairness import PROMOTED, Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.token_rules import TokenRules
 from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short
@@ -28,8 +30,6 @@ from postroom.stores.transaction import Transaction
 
 HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim defers or ends; the next claim handles the rest
 ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
-PROMOTED = LANES
-"""The rotation over organizations that have messages promoted to P0."""
 PAUSED = "its type is paused"
 ORDERED = b'"ordering_key":'
 """Every body with an ordering key contains this; a payload may contain it, too."""
@@ -77,8 +77,8 @@ class Claims:
         self._breakers = Breakers(transaction, policy)
         self._filled: list[int] = []
         """Lanes that have messages."""
-        self._oldest: dict[int, Record | None] = {}
-        """The message that has waited longest in each of them."""
+        self._promoted: dict[int, Record] = {}
+        """The message that has waited longest in each lane where its age has promoted it."""
 
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
@@ -96,26 +96,51 @@ class Claims:
     def _claim(self, limit: int) -> list[Claimed]:
         if not limit or not self._look_at_rules():
             return []
-        chosen: list[tuple[Head, int]] = []
+        chosen: list[Head] = []
         claimed: list[Claimed] = []
         self._look_at_lanes()
-        promotes = any(record and self._class_of(record) < lane for lane, record in self._oldest.items())
         for lane in range(LANES):
             while len(claimed) + len(chosen) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
                 held_back = self._held_back
                 heads, is_all = self._choose(lane, limit - len(claimed) - len(chosen))
-                chosen += [(head, lane) for head in heads if self._may_run(head)]
-                if not heads or (is_all and not promotes and self._held_back == held_back):
+                admitted = self._admitted(lane, heads)
+                chosen += admitted
+                if self._held_back == held_back and (is_all or not admitted):
                     break
                 claimed += self._lease(chosen)  # the lanes show the next messages once these are leased
                 chosen = []
                 self._look_at_lanes()
         return claimed + self._lease(chosen)
 
+    def _admitted(self, lane: int, heads: list[Head]) -> list[Head]:
+        """Those that may run now. The share of promoted messages is that of messages that run."""
+        rotation, has_rivals = self._rotation, bool(self._rivals(lane))
+        if not has_rivals and not any(other > lane for other in self._promoted):
+            rotation.note_none_waits()
+        admitted: list[Head] = []
+        for head in heads:
+            is_promoted = head.record.lane > lane
+            if is_promoted and not rotation.promoted_in(1):
+                continue  # too early, because one before it was held back
+            if self._may_run(head):
+                admitted.append(head)
+                if has_rivals:
+                    rotation.note(promoted=is_promoted)
+            elif is_promoted:
+                break  # the next promoted one has its turn
+        return admitted
+
+    def _rivals(self, lane: int) -> list[int]:
+        """The lower lanes of which a message is promoted to a class, or above."""
+        return [other for other, oldest in self._promoted.items() if other > lane >= self._class_of(oldest)]
+
     def _look_at_lanes(self) -> None:
-        """Read which lanes have messages, and how old the oldest ones are."""
+        """Read which lanes have messages, and of which the oldest ones are promoted."""
         self._filled = self._transaction.filled()
-        self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
+        oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
+        self._promoted = {
+            lane: record for lane, record in oldest.items() if record and self._class_of(record) < lane
+        }
 
     def _look_at_rules(self) -> bool:
         """Read pauses; False when everything is paused."""
@@ -132,73 +157,39 @@ class Claims:
     # ---- choosing ------------------------------------------------------------------------------
 
     def _choose(self, lane: int, limit: int) -> tuple[list[Head], bool]:
-        """The next messages of a class, in the order of delivery, and whether the class has no more."""
-        aged = [other for other in self._filled if other > lane and self._has_promoted(other, lane)]
-        if not aged and lane not in self._filled:
+        """The next deliveries while a class is the highest, in order, and whether the class has no more."""
+        if lane not in self._filled:
             return [], True
-        accepted: dict[str, list[Head]] = {}
+        transaction, rotation = self._transaction, self._rotation
+        rivals = self._rivals(lane)
+        due = rotation.promoted_in(limit) if rivals else 0
+        shares = self._shares(self._active(lane, rotation.last.get(lane, ""), limit), limit)
+        pulls = [(queue, lane, count) for queue, count in shares]
+        pulls += [(queue, other, due) for other in rivals if due for queue in self._promoting(other, due)]
+        if len(pulls) > 1:
+            transaction.look_ahead_pulls(pulls)
+        found = [transaction.pull(*pull) for pull in pulls]
+        accepted = {queue: heads for (queue, *_), heads in zip(shares, found, strict=False)}
         promoted: dict[str, list[Head]] = {}
-        queues = self._organizations(lane, aged, limit)
-        shares = self._shares(queues, limit)
-        if len(shares) > 1:
-            wanted = [lane, *aged] if lane in self._filled else aged
-            self._transaction.look_ahead_pulls([(queue, n, count) for queue, count in shares for n in wanted])
-        is_all = len(queues) < limit
-        for queue, count in shares:
-            own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
-            old = [self._transaction.pull(queue, other, count) for other in aged]
-            is_all = is_all and all(len(heads) < count for heads in (own, *old))
-            older = [head for heads in old for head in heads if self._class_of(head.record) <= lane]
-            if lane and older:
-                accepted[queue] = sorted([*own, *older], key=lambda head: head.record.place)
-            elif lane:
-                accepted[queue] = own
-            else:
-                accepted[queue], promoted[queue] = own, older
-        if not lane and any(promoted.values()):
-            return self._mix(accepted, promoted, limit), False
-        heads = self._rotation.share(lane, accepted, limit, self._weight)
-        return heads, is_all and len(heads) < limit
-
-    def _mix(
-        self, accepted: dict[str, list[Head]], promoted: dict[str, list[Head]], limit: int
-    ) -> list[Head]:
-        """P0 messages first; one of eight deliveries is a promoted message."""
-        rotation, taken = self._rotation, list[Head]()
-        while len(taken) < limit:
-            one: list[Head] = []
-            if rotation.promoted_is_due():
-                one = rotation.share(PROMOTED, promoted, 1, self._weight)
-            one = one or rotation.share(0, accepted, 1, self._weight)
-            one = one or rotation.share(PROMOTED, promoted, 1, self._weight)
-            if not one:
-                break
-            rotation.count(promoted=one[0].record.lane > 0)
-            taken += one
-        return taken
+        for (queue, *_), heads in zip(pulls[len(shares) :], found[len(shares) :], strict=True):
+            older = [head for head in heads if self._class_of(head.record) <= lane]
+            promoted[queue] = sorted([*promoted.get(queue, ()), *older], key=lambda head: head.record.place)
+        is_all = len(shares) < limit and all(len(accepted[queue]) < count for queue, count in shares)
+        heads = rotation.mix(lane, accepted, promoted, limit, self._weight)
+        return heads, is_all and len(heads) < limit and all(head.record.lane == lane for head in heads)
 
     def _class_of(self, record: Record) -> int:
         return lifecycle.effective_lane(
             record.lane, self._transaction.steady_ns - record.ready_at, self._ages
         )
 
-    def _has_promoted(self, lane: int, to: int) -> bool:
-        """Whether the age of a lane's oldest message promotes it to a class, or to one above."""
-        oldest = self._oldest[lane]
-        return oldest is not None and self._class_of(oldest) <= to
-
-    def _organizations(self, lane: int, aged: list[int], limit: int) -> list[str]:
-        """Queues that may have messages of a class, in the order of their turns."""
-        found: dict[str, None] = {}
-        after = self._rotation.last.get(lane, "")
-        for each in (lane, *aged):
-            if each in self._filled:
-                found.update(dict.fromkeys(self._active(each, after, limit)))
-        for each in aged:
-            oldest = self._oldest[each]
-            if oldest is not None and org_of(oldest.queue) not in self._paused_orgs:
-                found[oldest.queue] = None  # out of turn, so that no message waits for ever
-        return [*found]
+    def _promoting(self, lane: int, limit: int) -> list[str]:
+        """Queues that may have promoted messages in a lane, in the order of their turns."""
+        found = self._active(lane, self._rotation.last.get(PROMOTED, ""), limit)
+        oldest = self._promoted[lane].queue
+        if oldest not in found and org_of(oldest) not in self._paused_orgs:
+            found.append(oldest)  # out of turn, so that no message waits for ever
+        return found
 
     def _active(self, lane: int, after: str, limit: int) -> list[str]:
         """Up to `limit` queues with messages in a lane that are not paused, in turn from `after` on."""
@@ -354,13 +345,12 @@ class Claims:
 
     # ---- leasing -------------------------------------------------------------------------------
 
-    def _lease(self, chosen: list[tuple[Head, int]]) -> list[Claimed]:
-        """Lease messages, each with the class that it is claimed in."""
-        if not chosen:
+    def _lease(self, heads: list[Head]) -> list[Claimed]:
+        """Lease messages, each with the class that its age has promoted it to."""
+        if not heads:
             return []
-        leased = self._transaction.lease(
-            [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
-        )
+        chosen = [(head, self._class_of(head.record)) for head in heads]
+        leased = self._transaction.lease(chosen, self._worker_id, self._lease_ns)
         self._operations.leased(leased)
         if self._grants:
             return self._with_tokens(chosen, leased)
