@@ -451,7 +451,7 @@ def test_a_migration_gives_a_message_to_no_other_organization() -> None:
         caller = Identity("caller", "agent", org="acme")
         registry, policy = engine.core.registry, engine.policy
         prepared = registry.prepare(attributed(caller, sent), policy, engine.store.wall_us())
-        with pytest.raises(Refusal, match="no other organization"):
+        with pytest.raises(Refusal, match="for its organization only"):
             check_attribution(caller, prepared)
 
 

@@ -212,9 +212,7 @@ def test_an_operator_of_a_folder_keeps_to_its_organization(tmp_path: Path) -> No
                 other_id = sent.message_id
             assert (await call(own, "who_is_there"))["organization"] == "acme"
             assert (await call(own, "dead_letters"))["letters"] == []
-            assert "only the dead letters of its organization" in await refused(
-                own, "dead_letters", org_id="other"
-            )
+            assert "for its organization only" in await refused(own, "dead_letters", org_id="other")
             assert "there is no" in await refused(own, "result", id=other_id)
             assert "task_id" in await call(own, "enqueue", agent="bob", payload=1)
             assert "may not send to" in await refused(own, "enqueue", agent="builder", payload=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import FILE_NAME, Permissions, Tokens
@@ -43,8 +44,8 @@ def test_an_operator_of_one_organization_operates_only_that_one(tmp_path: Path) 
     made = Tokens(tmp_path).create("operator", "acme")
     identity = Agents(tmp_path).identify(made.token)
     assert identity is not None
-    assert identity.operates("acme")
-    assert not identity.operates("other")
+    assert permit(identity, "engine.pause", Owner("acme"))
+    assert not permit(identity, "engine.pause", Owner("other"))
     assert not identity.is_operator
 
 
@@ -55,8 +56,8 @@ def test_an_admin_administers_its_organization_or_all_of_them(tmp_path: Path) ->
     assert everywhere is not None
     assert of_one is not None
     orgs = ("", "acme", "other")
-    assert [everywhere.administers(org) for org in orgs] == [True, True, True]
-    assert [of_one.administers(org) for org in orgs] == [False, True, False]
+    assert [permit(everywhere, "token.create", Owner(org)) for org in orgs] == [True, True, True]
+    assert [permit(of_one, "token.create", Owner(org)) for org in orgs] == [False, True, False]
 
 
 def test_an_expired_token_is_refused_and_stays_in_the_list(tmp_path: Path) -> None:

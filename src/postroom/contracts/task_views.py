@@ -114,10 +114,18 @@ class TasksStatus(msgspec.Struct, frozen=True):
 
 def stored_task(store: Store, task_id: str, read_value: ReadValue = decoded_value) -> TaskInfo:
     """Read a task as `task_info`. Raises `UnknownTask`, also for a message of an organization."""
-    stored = store.load(checked_id(task_id))
+    return task_info(_task(store.load(checked_id(task_id)), task_id), read_value)
+
+
+def loaded_task(transaction: Transaction, task_id: str) -> Stored:
+    """Everything about a task. Raises `UnknownTask`, also for a message of an organization."""
+    return _task(transaction.load(task_id), task_id)
+
+
+def _task(stored: Stored | None, task_id: str) -> Stored:
     if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
         raise UnknownTask(task_id)
-    return task_info(stored, read_value)
+    return stored
 
 
 def task_info(stored: Stored, read_value: ReadValue = decoded_value) -> TaskInfo:

@@ -116,7 +116,9 @@ GATE: Final[Mapping[str, Entry]] = MappingProxyType(
     {
         "server.look": _reads("anybody", "see whether the server runs, load the page, sign in and out"),
         "server.read": _reads("caller", "see the owner of the token and the API"),
-        "server.measure": _reads("operator of all", "read metrics and reports"),
+        "server.measure": _reads(
+            "operator of all", "read metrics, reports, mailboxes and the names of all agents"
+        ),
         "agent.impersonate": _reads("operator of all", "act for an agent"),
         "task.list": _reads("agent", "list tasks, queues and their events", also=("may_claim", "may_read")),
         "task.read": _reads("reader", "read a task", also=("may_claim", "may_read")),
@@ -144,6 +146,7 @@ GATE: Final[Mapping[str, Entry]] = MappingProxyType(
         "decision.read": _reads("operator", "read decisions that wait for a person"),
         "decision.answer": Entry("operator", "take a decision"),
         "agent.list": _reads("organization", "list agents and their health"),
+        "agent.watch": _reads("agent", "see what an agent waits for"),
         "agent.join": Entry("member", "register, beat and leave"),
         "agent.inbox": Entry("member", "fetch and acknowledge messages and answers"),
         "agent.send": Entry("member", "send a message to an agent", only="only_message"),
@@ -215,7 +218,10 @@ def _refused_name(caller: Caller, entry: Entry, owner: Owner | None, name: str) 
         is_allowed = not (allowed and name) or name in allowed
         return "" if is_allowed else f"this token is {caller.name}'s and does not use the bus {name!r}"
     allowed = caller.permissions.only_message
-    if not allowed or owner is None or (owner.org == caller.org and name in (caller.name, *allowed)):
+    if not allowed or owner is None:
+        return ""
+    is_near = caller.is_operator or owner.org == caller.org
+    if is_near and name in (caller.name, *allowed):
         return ""
     rule = f"sends messages to no agent {name!r}" if name else "starts and ends no agents"
     return f"this token is {caller.name}'s and {rule}"

@@ -12,9 +12,9 @@ from postroom.contracts.goals import decisions as decision_cells
 from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect
 from postroom.contracts.goals.goals import GoalStatus, status_of
 from postroom.contracts.goals.progress import CHECKPOINTS_MAX
-from postroom.contracts.goals.rollback import checkpoint_of, goal_of, is_undone, later_effects
-from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint, UnknownGoal
-from postroom.page.live import scope_of
+from postroom.contracts.goals.rollback import checkpoint_of, is_undone, later_effects
+from postroom.core.gate import of_organization, permit, visible_org
+from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint
 from postroom.page.messages import read
 from postroom.page.redaction import (
     REDACTED_CHARS_MAX,
@@ -26,8 +26,7 @@ from postroom.page.redaction import (
     shown_texts,
 )
 from postroom.page.schemas import RollbackBody
-from postroom.runtime.agents import Identity
-from postroom.runtime.goal_handlers import answered
+from postroom.runtime.goal_handlers import answered, check_goal
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.transaction import Transaction
@@ -36,20 +35,16 @@ STAGED_SHOWN_MAX: Final = 100
 GOALS_SHOWN_MAX: Final = 500
 
 
-def _is_seen(identity: Identity, org_id: str) -> bool:
-    return scope_of(identity) in (None, org_id)
-
-
 # ---- decisions -------------------------------------------------------------------------------------
 
 
 async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
     found = await read(server, request, lambda operations: decision_cells.waiting(operations.transaction))
+    identity = request.identity
+    seen = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
 
     def shown() -> dict[str, Any]:
-        return {
-            "decisions": [_shown(request, one) for one in found if _is_seen(request.identity, one.org_id)]
-        }
+        return {"decisions": [_shown(request, one) for one in seen]}
 
     return await shown_by(server, request, shown)
 
@@ -115,7 +110,7 @@ def goal_lines(transaction: Transaction, org_id: str | None) -> list[GoalLine]:
 
 async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The goals, and the operations that hold each other up."""
-    scope = scope_of(request.identity)
+    scope = visible_org(request.identity)
     found = await read(server, request, lambda operations: goal_lines(operations.transaction, scope))
     active = await server.engine.conflicts.active(scope)
     waiting = await server.engine.conflicts.waiting(scope)
@@ -130,7 +125,7 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: Operations) -> tuple[GoalStatus, list[Checkpoint]]:
         transaction = operations.transaction
-        _check_seen(transaction, request.identity, goal_id)
+        check_goal(transaction, request.identity, goal_id)
         found = CHECKPOINTS.under(transaction, goal_id, limit=CHECKPOINTS_MAX)
         return status_of(transaction, goal_id), [one for _, one in found]
 
@@ -161,11 +156,6 @@ def _shown_checkpoint(request: HttpRequest, checkpoint: Checkpoint) -> dict[str,
     return {**shown, "reason": shown_text(request, checkpoint.reason)}
 
 
-def _check_seen(transaction: Transaction, identity: Identity, goal_id: str) -> None:
-    if not _is_seen(identity, goal_of(transaction, goal_id).org_id):
-        raise UnknownGoal(goal_id)
-
-
 async def _staged(
     server: TaskServer, request: HttpRequest, goal_id: str
 ) -> list[tuple[str, branches.Staged]]:
@@ -192,7 +182,7 @@ async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: Operations) -> tuple[int, list[GoalEffect]]:
         transaction = operations.transaction
-        _check_seen(transaction, request.identity, goal_id)
+        check_goal(transaction, request.identity, goal_id)
         checkpoint = checkpoint_of(transaction, body.checkpoint_id)
         if checkpoint.goal_id != goal_id:
             raise UnknownCheckpoint(body.checkpoint_id)

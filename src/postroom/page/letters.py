@@ -11,7 +11,7 @@ from postroom.contracts.engine.cells import PAUSES, SEPARATOR
 from postroom.contracts.engine.dlq import DeadLetter, Found
 from postroom.contracts.engine.inspection import EngineStatus, status_of
 from postroom.contracts.engine.operations import Operations
-from postroom.page.live import scope_of
+from postroom.core.gate import visible_org
 from postroom.page.messages import read
 from postroom.page.redaction import shown_by, shown_name, shown_text
 from postroom.page.schemas import LettersQuery, ReplayBody
@@ -104,7 +104,7 @@ def _shown_pattern(request: HttpRequest, pattern: Pattern) -> Pattern:
 
 def _own_filters(request: HttpRequest, filters: dict[str, Any]) -> dict[str, Any] | None:
     """The filters of a caller; None when there is nothing that it may see."""
-    scope = scope_of(request.identity)
+    scope = visible_org(request.identity)
     if scope is None:
         return filters
     is_own = scope and filters.get("org_id", scope) == scope
@@ -181,7 +181,7 @@ def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> t
     identity = request.identity
     if body.message_ids is None:
         filters = dict(body.filters)
-        org_id = operated_org(identity, body.org_id or "")
+        org_id = operated_org(identity, "letter.replay", body.org_id or "")
         if org_id:
             filters["org_id"] = org_id
         found = dlq.search(operations, dlq.checked_filters(filters), LOOKED_MAX, None)

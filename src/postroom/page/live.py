@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from postroom.contracts.engine.operations import Operations
+from postroom.core.gate import visible_org
 from postroom.errors import PostroomError, Unavailable
 from postroom.message import Event, EventKind, org_of
 from postroom.page.activity import Activity
 from postroom.page.overview import Facts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
 from postroom.page.redaction import Hide, names_hidden
-from postroom.runtime.agents import Identity
 from postroom.runtime.event_streams import STREAM_STARTS, chunk, end_stream, is_number, sse
 from postroom.runtime.http_messages import HttpRequest, disconnection
 from postroom.runtime.server_log import error_location
@@ -108,11 +108,6 @@ def happenings_of(events: Sequence[Event], hide: Hide) -> list[Happening]:
         for event in events
         if event.kind not in _QUIET
     ]  # fmt: skip
-
-
-def scope_of(identity: Identity) -> str | None:
-    """The organization whose messages a caller sees; None for all, empty for none."""
-    return None if identity.is_operator else identity.org
 
 
 class _Look(msgspec.Struct):
@@ -262,7 +257,7 @@ class Live:
         disconnected = asyncio.ensure_future(disconnection(request))
         try:
             await self._start()
-            page = _Page(self, request, scope_of(identity))
+            page = _Page(self, request, visible_org(identity))
             await request.send(STREAM_STARTS)
             await page.begin(request.header(b"last-event-id") or request.query.after)
             with self._server.open_calls.joined(is_allowed) as ended:

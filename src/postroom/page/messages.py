@@ -18,12 +18,12 @@ from postroom.contracts.engine.messages import body_of, checked_message_id
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.goals.cells import STATES
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.gate import of_organization, permit, visible_org
 from postroom.core.jsoninput import raw_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
-from postroom.page.live import scope_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
 from postroom.runtime.agents import Identity
@@ -101,7 +101,7 @@ class Node(msgspec.Struct, frozen=True):
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: MessagesQuery = request.query
-    scope = scope_of(request.identity)
+    scope = visible_org(request.identity)
     org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
         return HttpReply(200, _encode(Lines([], 0)))
@@ -191,10 +191,12 @@ def _counted(transaction: Transaction, queue: str | None, state: State | None) -
 def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None:
     """The message whose id was searched for."""
     try:
-        stored = operations.loaded(text.strip())
+        record = operations.transaction.record(checked_message_id(text.strip()))
+        if record is None or org_id not in (None, org_of(record.queue)):
+            return None
+        return _line(operations.loaded(record.message_id))
     except (UnknownTask, ValueError):
         return None
-    return _line(stored) if org_id in (None, org_of(stored.record.queue)) else None
 
 
 def _is_named(line: Line, wanted: str) -> bool:
@@ -231,7 +233,8 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     core = server.engine.core
 
     def work(operations: Operations) -> dict[str, Any]:
-        stored = visible(operations, message_id, identity)
+        visible(operations, message_id, identity)
+        stored = operations.loaded(message_id)
         info = info_of(operations, message_id, raw_value)
         goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
         return {
@@ -262,7 +265,7 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
     payload = message.pop("payload", None)
     free = {name: message.pop(name) for name in FREE_FIELDS if message.get(name)}
     org_id = info.message.get("org_id", "")
-    may_change = not identity.permissions.is_read_only
+    owner = of_organization(org_id)
     return {
         **{name: getattr(info, name) for name in PLAIN_FIELDS},
         "worker_id": shown_name(request, info.worker_id),
@@ -276,8 +279,8 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
         "type": shown_name(request, info.message.get("type", "")),
         "parent_message_id": shown_name(request, info.message.get("parent_message_id", "")),
         "goal_id": info.message.get("goal_id", ""),
-        "can_cancel": may_change and not info.ended,
-        "can_retry": may_change and info.state in REPLAYABLE and identity.operates(org_id),
+        "can_cancel": not info.ended and permit(identity, "message.cancel", owner),
+        "can_retry": info.state in REPLAYABLE and permit(identity, "letter.replay", owner),
     }
 
 
@@ -381,7 +384,7 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
     def replay(operations: Operations, message_id: str) -> None:
-        operated_org(request.identity, org_of(operations.loaded(message_id).record.queue))
+        operated_org(request.identity, "letter.replay", visible(operations, message_id, request.identity))
         operations.replay(message_id, None)
 
     return await _change(server, request, "replayed", replay)
@@ -393,9 +396,7 @@ async def _change(
     message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
 
     def work(task_operations: TaskOperations) -> None:
-        operations = Operations(task_operations.transaction, policy)
-        visible(operations, message_id, request.identity)
-        change(operations, message_id)
+        change(Operations(task_operations.transaction, policy), message_id)
 
     await server.writer.submit(work, request.identity, makes_room=True)
     server.wake_streams()

@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
+from postroom.core.gate import of_organization, permit, visible_org
 from postroom.page import buses, goals, letters, messages, tasks, teams
-from postroom.page.live import Live, scope_of
+from postroom.page.live import Live
 from postroom.page.redaction import REDACTOR
 from postroom.page.reports import Reports
 from postroom.page.schemas import (
@@ -204,7 +205,7 @@ class PageMount:
         return self._live
 
     async def _overview(self, server: TaskServer, request: HttpRequest) -> HttpReply:
-        return HttpReply(200, await self._running_live(server).overview(scope_of(request.identity)))
+        return HttpReply(200, await self._running_live(server).overview(visible_org(request.identity)))
 
     async def _stream(self, server: TaskServer, request: HttpRequest) -> None:
         await self._running_live(server).stream(request, self._is_allowed(server, request))
@@ -298,7 +299,7 @@ def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[
         "role": identity.role,
         "org_id": identity.org,
         "is_operator": identity.is_operator,
-        "operates": identity.role != "agent" and not identity.permissions.is_read_only,
+        "operates": permit(identity, "letter.replay", of_organization(identity.org)),
         "csrf": csrf_of(secret),
         "version": version("postroom"),
         "data": server.agents.data.name,

@@ -19,7 +19,7 @@ from postroom.page.messages import accepted_at, newest_first, shown_event
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
 from postroom.runtime.agents import Identity
-from postroom.runtime.handlers import check_reads, readable_task
+from postroom.runtime.handlers import check_reads, readable_task, reads
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import by_state, ready
@@ -96,12 +96,10 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def _readable_queues(transaction: Transaction, identity: Identity) -> list[str]:
     """The queues of agents whose tasks the caller reads, in the order of their names."""
-    if not (identity.is_operator or identity.has_tasks):
-        return []
     return sorted(
         queue
         for queue in transaction.queues()
-        if not queue.startswith(ENGINE_PREFIX) and (identity.is_operator or identity.reads(queue))
+        if not queue.startswith(ENGINE_PREFIX) and reads(identity, queue)
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom.contracts.engine.agents import AgentInfo, AgentOperations
-from postroom.page.live import scope_of
+from postroom.core.gate import permit, visible_org
 from postroom.page.messages import read
 from postroom.page.redaction import shown_texts
 from postroom.runtime.agent_handlers import shown_to
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The agents that the caller sees. Operators of all organizations also see mailboxes and tokens."""
     identity, policy = request.identity, server.engine.policy
-    scope = scope_of(identity)
+    scope = visible_org(identity)
     found: list[AgentInfo] = []
     if scope != "":
         found = await read(
@@ -36,7 +36,7 @@ async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
         "mail": None,
         "registered": [],
     }
-    if identity.is_operator:
+    if permit(identity, "server.measure"):
         mail = await asyncio.to_thread(read_status, server.agents.data / "mail")
         answer["mail"] = await server.read_for(
             request, lambda: shown_texts(request, msgspec.to_builtins(mail))

@@ -23,18 +23,18 @@ from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import Position, joined_answer, read_on
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.errors import (
     AgentReplaced,
     GuardTripped,
     MessageFailed,
     Overloaded,
     PostroomError,
-    UnknownAgent,
 )
 from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import send_reply
-from postroom.runtime.engine_handlers import attributed, check_attribution, check_recipient, visible
+from postroom.runtime.engine_handlers import attributed, check_attribution, visible
 from postroom.runtime.engine_schemas import (
     AckBody,
     AgentAnswer,
@@ -59,7 +59,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -76,15 +76,8 @@ _decode = msgspec.json.Decoder().decode
 
 
 def _own(request: HttpRequest) -> tuple[str, str]:
-    """The organization and the agent of the path, which must be those of the token."""
-    agent_id, identity = request.path_param("id"), request.identity
-    if identity.is_operator:
-        raise Refusal(403, "Forbidden", "an operator's token is no agent: use the token of the agent")
-    if agent_id != identity.name or not identity.org:
-        raise UnknownAgent(agent_id)
-    if identity.permissions.is_read_only:
-        raise Refusal(403, "Forbidden", "this token may only read, and an agent that reads its messages acts")
-    return identity.org, agent_id
+    """The organization and the agent of the token. The agent of the path is no other one."""
+    return request.identity.org, request.identity.name
 
 
 def _session(request: HttpRequest) -> int | None:
@@ -126,8 +119,6 @@ async def _is_newest(agent: Agent) -> bool:
 async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: RegisterBody = request.body
     identity = request.identity
-    if identity.is_operator or not identity.org:
-        raise Refusal(403, "Forbidden", "only the token of an agent of an organization registers an agent")
     if body.agent_id not in (None, identity.name):
         raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and registers no other agent")
     coordinator = await server.coordinator()
@@ -228,14 +219,14 @@ async def acknowledge(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: AgentsQuery = request.query
     identity = request.identity
-    org_id = _organization(identity, None if query.org_id is msgspec.UNSET else query.org_id)
+    org_id = _organization(identity, "agent.list", None if query.org_id is msgspec.UNSET else query.org_id)
     found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
     return HttpReply(200, _encode(AgentsAnswer([shown_to(identity, info) for info in found])))
 
 
 def shown_to(identity: Identity, info: AgentInfo) -> AgentInfo:
     """An agent sees what it waits for itself, and the health of the others."""
-    if identity.is_operator or identity.name == info.agent_id:
+    if permit(identity, "agent.watch", Owner(info.org_id, info.agent_id)):
         return info
     return msgspec.structs.replace(info, waits_for=[], waited_for_by=[])
 
@@ -311,7 +302,7 @@ async def leave(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: SendBody = request.body
-    check_recipient(request.identity, body.to)
+    check_allowed(request.identity, "agent.send", Owner(*_own(request)), body.to)
     agent = await _agent(server, *_own(request), body.session)
     fields: dict[str, Any] = {"priority": body.priority}
     if body.message_id is not None:
@@ -359,8 +350,8 @@ async def receipts(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: BouncesQuery = request.query
-    org_id = _organization(request.identity, None if query.org_id is msgspec.UNSET else query.org_id)
-
+    asked = None if query.org_id is msgspec.UNSET else query.org_id
+    org_id = _organization(request.identity, "bounce.list", asked)
     after = "" if query.after is msgspec.UNSET else query.after
 
     def read(operations: Operations) -> list[BouncedAnswer]:
@@ -374,7 +365,7 @@ async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def bounces_done(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: BouncesDoneBody = request.body
-    org_id = _organization(request.identity, None)
+    org_id = _organization(request.identity, "bounce.remove", None)
     gone = await server.writer.submit(
         lambda operations: removed(operations.transaction, body.keys, org_id),
         request.identity,
@@ -383,13 +374,11 @@ async def bounces_done(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(202, _encode(BouncesDoneAnswer(gone)))
 
 
-def _organization(identity: Identity, asked: str | None) -> str | None:
+def _organization(identity: Identity, action: str, asked: str | None) -> str | None:
     """The organization that the caller may look at; None for an operator who asks for all."""
-    if identity.is_operator:
-        return asked
-    if asked not in (None, identity.org) or not identity.org:
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and sees its organization only")
-    return identity.org
+    org_id = visible_org(identity) if asked is None else asked
+    check_allowed(identity, action, of_organization(org_id or ""))
+    return org_id
 
 
 # ---- reading -----------------------------------------------------------------------------------------

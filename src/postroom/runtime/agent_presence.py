@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from postroom.core.gate import permit
 from postroom.errors import PostroomError
 from postroom.runtime.agents import Identity
 from postroom.runtime.task_server import TaskServer
@@ -15,7 +16,7 @@ from postroom.runtime.task_server import TaskServer
 @contextmanager
 def heard(server: TaskServer, identity: Identity) -> Iterator[None]:
     """Send heartbeats for the agent of a token, if it is registered, while its call is open."""
-    if identity.is_operator or not identity.org or identity.permissions.is_read_only:
+    if not permit(identity, "agent.join"):
         yield
         return
     beating = asyncio.create_task(_beat(server, identity))

@@ -87,27 +87,11 @@ class Identity(msgspec.Struct, frozen=True):
         """Whether the caller may use every queue of every organization."""
         return self.role != "agent" and not self.org
 
-    def administers(self, org: str) -> bool:
-        """Whether the caller may make and revoke tokens of an organization; empty for those of all."""
-        return self.role == "admin" and self.org in ("", org)
-
     def acting_as(self, agent: str, org: str) -> "Identity":
         """The identity of an agent that an operator of all organizations acts for."""
         return msgspec.structs.replace(
             self, name=checked_name("agent", agent), role="agent", org=checked_name("organization", org)
         )
-
-    def claims(self, agent: str) -> bool:
-        """Whether an agent's token may claim and end the tasks of an agent."""
-        return agent == self.name or agent in self.permissions.may_claim
-
-    def reads(self, agent: str) -> bool:
-        """Whether an agent's token may read the tasks of an agent."""
-        return self.claims(agent) or agent in self.permissions.may_read
-
-    def operates(self, org_id: str) -> bool:
-        """Whether the caller may do everything with the messages of an organization."""
-        return self.role != "agent" and self.org in ("", org_id)
 
 
 class _Index(NamedTuple):

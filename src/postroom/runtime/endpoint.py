@@ -9,10 +9,10 @@ Rule 3: a body with too many bytes is refused before it is kept, and one with to
 import asyncio
 import errno
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -83,6 +83,7 @@ from postroom.runtime.task_server import TaskServer
 
 RETRY_AFTER_S = 1
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_NAMES: Final[Mapping[str, str]] = {}  # in the path of a route
 ACTING_AS = b"postroom-agent"  # the header that names the agent an operator acts for: ORGANIZATION/AGENT
 
 STATUS_OF: dict[type[BaseException], int] = {
@@ -155,7 +156,7 @@ class Endpoint:
         self, server: Callable[[], TaskServer], served: ServedRoute, identify: "Identify | None" = None
     ) -> None:
         self.route = served.route
-        self._is_open = entry_of(served.entry, f"{served.route.method} {served.route.path}").who == "anybody"
+        self._entry = entry_of(served.entry, f"{served.route.method} {served.route.path}")
         self._server = server
         self._identified = identify or identified
         self._served = served
@@ -184,7 +185,7 @@ class Endpoint:
             await send_reply(send, reply)
 
     async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
-        if not self._is_open:
+        if self._entry.who != "anybody":
             self._identify(server, request)
         body = await read_body(server, request, self._served.body_bytes_max)
         request.size = len(body)
@@ -202,7 +203,10 @@ class Endpoint:
         else:
             request.token = request.scope.get(TOKEN, "")
         request.identity = identity
-        check_allowed(identity, self._served.entry, name=request.scope.get("path_params", {}).get("name", ""))
+        named = request.scope.get("path_params", NO_NAMES)
+        check_allowed(identity, self._served.entry, name=named.get("name", ""))
+        if self._entry.who == "member" and named.get("id", identity.name) != identity.name:
+            raise UnknownAgent(named["id"])
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""

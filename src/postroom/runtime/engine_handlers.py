@@ -23,6 +23,7 @@ from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.engine.policy import CONTROL_TYPES
 from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
+from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.jsoninput import raw_value
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
@@ -46,7 +47,7 @@ from postroom.runtime.engine_schemas import (
 )
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
-from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
@@ -118,15 +119,8 @@ def attributed(identity: Identity, message: dict[str, Any]) -> dict[str, Any]:
             raise InvalidMessage("an operator has to name the organization of a message: org_id")
         return message
     own = {"type": "agent", "id": identity.name}
-    if not identity.org:
-        raise Refusal(
-            403,
-            "Forbidden",
-            f"agent {identity.name!r} belongs to no organization. Register it with one: "
-            f"postroom tasks agent add {identity.name} --org NAME --data DIR",
-        )
-    if message.get("org_id") not in (None, identity.org):
-        raise _not_yours(identity, "submits for no other organization")
+    org_id = message.get("org_id")
+    check_allowed(identity, "message.submit", of_organization(identity.org if org_id is None else org_id))
     if message.get("created_by") not in (None, own) or message.get("agent_id") not in (
         None, "", identity.name,
     ):  # fmt: skip
@@ -136,29 +130,22 @@ def attributed(identity: Identity, message: dict[str, Any]) -> dict[str, Any]:
 
 def check_attribution(identity: Identity, message: Prepared) -> None:
     """Refuse a message that a migration has given to another organization or another agent."""
-    if identity.is_operator:
-        return
+    check_allowed(identity, "message.submit", of_organization(message.org_id))
     body, creator = message.body, CreatedBy("agent", identity.name)
     is_own = body.created_by == creator and body.agent_id in ("", identity.name) and not body.hop
-    if message.org_id != identity.org or not is_own:
+    if not (identity.is_operator or is_own):
         raise _not_yours(identity, "acts for no other organization and no other agent")
     if identity.permissions.only_message:
-        check_reach(identity, message.envelope.type, _decode(message.payload))
+        check_reach(identity, message.org_id, message.envelope.type, _decode(message.payload))
 
 
-def check_reach(identity: Identity, kind: str, payload: Any) -> None:
+def check_reach(identity: Identity, org_id: str, kind: str, payload: Any) -> None:
     """Refuse a message to, or about, an agent that the token may not send messages to."""
-    if identity.permissions.only_message and kind in CONTROL_TYPES:
-        raise _not_yours(identity, "starts and ends no agents")
+    if kind in CONTROL_TYPES:
+        check_allowed(identity, "message.control", Owner(org_id))
     if kind == AGENT_MESSAGE:
-        check_recipient(identity, payload.get("to") if isinstance(payload, dict) else None)
-
-
-def check_recipient(identity: Identity, to: object) -> None:
-    """Refuse a message to an agent that the token may not send messages to."""
-    allowed = identity.permissions.only_message
-    if allowed and to not in allowed:
-        raise _not_yours(identity, f"sends messages to no agent {to!r}")
+        to = payload.get("to") if isinstance(payload, dict) else None
+        check_allowed(identity, "message.direct", Owner(org_id), str(to))
 
 
 def _not_yours(identity: Identity, rule: str) -> Refusal:
@@ -171,11 +158,8 @@ def _not_yours(identity: Identity, rule: str) -> Refusal:
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     """List messages of an organization. One call looks at `SEARCHED_MAX` messages at most."""
     query: MessagesQuery = request.query
-    identity, org_id = request.identity, query.org_id or ""
-    if not identity.is_operator:
-        if org_id not in ("", identity.org) or not identity.org:
-            raise _not_yours(identity, "searches only the messages of its organization")
-        org_id = identity.org
+    org_id = query.org_id or request.identity.org
+    check_allowed(request.identity, "message.list", of_organization(org_id))
     if not org_id:
         raise InvalidMessage("an operator has to name the organization of the messages: org_id")
     state = query.state or None
@@ -295,19 +279,25 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def cancel_allowed(identity: Identity, operations: Operations, message_id: str) -> None:
     """Cancel a message that the caller sees, unless the token could not have sent it."""
-    stored = visible(operations, message_id, identity)
+    org_id = visible(operations, message_id, identity)
+    check_allowed(identity, "message.cancel", of_organization(org_id))
     if identity.permissions.only_message:
+        stored = operations.loaded(message_id)
         message = dlq.original_message(operations, stored) or {}
-        check_reach(identity, stored.envelope.type, message.get("payload"))
+        check_reach(identity, org_id, stored.envelope.type, message.get("payload"))
     operations.cancel(message_id)
 
 
-def visible(operations: Operations, message_id: str, identity: Identity) -> Stored:
-    """A message that the caller may see. Raises `UnknownTask` for one of another organization."""
-    stored = operations.loaded(message_id)
-    if not identity.is_operator and org_of(stored.record.queue) != identity.org:
+def visible(operations: Operations, message_id: str, identity: Identity) -> str:
+    """The organization of a message that the caller may see. Raises `UnknownTask` for that of another one.
+
+    Nothing but the record is read.
+    """
+    record = operations.transaction.record(checked_message_id(message_id))
+    org_id = "" if record is None else org_of(record.queue)
+    if not org_id or not permit(identity, "message.read", of_organization(org_id)):
         raise unknown_message(message_id)
-    return stored
+    return org_id
 
 
 async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
@@ -336,9 +326,8 @@ def _read(server: TaskServer, work: Callable[[Operations], T]) -> T:
 async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: LettersQuery = request.query
     identity, filters = request.identity, query.filters
-    if not identity.is_operator:
-        if filters.get("org_id", identity.org) != identity.org or not identity.org:
-            raise _not_yours(identity, "lists only the dead letters of its organization")
+    check_allowed(identity, "letter.list", of_organization(filters.get("org_id", identity.org)))
+    if identity.org:
         filters["org_id"] = identity.org
     wanted = dlq.checked_filters(filters)
 
@@ -358,7 +347,7 @@ async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: ReplayBody = request.body
-    filters = await _operated_letters(server, request, body)
+    filters = await _operated_letters(server, request, body, "letter.replay")
     replayed = await server.engine.dlq.replay(
         body.message_ids, dry_run=body.dry_run, priority=body.priority, **filters
     )
@@ -367,20 +356,20 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: PurgeBody = request.body
-    filters = await _operated_letters(server, request, body)
+    filters = await _operated_letters(server, request, body, "letter.purge")
     purged = await server.engine.dlq.purge(body.message_ids, dry_run=body.dry_run, **filters)
     return _changed(server, request, "purged", purged, is_dry=body.dry_run)
 
 
 async def _operated_letters(
-    server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody
+    server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody, action: str
 ) -> dict[str, Any]:
     """The filters of a change. An operator of one organization changes only that one's dead letters."""
     identity, filters = request.identity, body.filters
-    if identity.is_operator:
+    if visible_org(identity) is None:
         return filters
     if body.message_ids is None:
-        return {**filters, "org_id": operated_org(identity, body.org_id or "")}
+        return {**filters, "org_id": operated_org(identity, action, body.org_id or "")}
     chosen = [checked_message_id(message_id) for message_id in body.message_ids]
 
     def check(operations: Operations) -> None:
@@ -391,13 +380,11 @@ async def _operated_letters(
     return filters
 
 
-def operated_org(identity: Identity, org_id: str) -> str:
+def operated_org(identity: Identity, action: str, org_id: str) -> str:
     """The organization that an operator acts on; empty for all of them."""
-    if identity.is_operator:
-        return org_id
-    if org_id not in ("", identity.org):
-        raise _not_yours(identity, "operates no other organization")
-    return identity.org
+    org_id = org_id or identity.org
+    check_allowed(identity, action, of_organization(org_id))
+    return org_id
 
 
 def _changed(
@@ -412,7 +399,7 @@ def _changed(
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
-    org_id = None if request.identity.is_operator else request.identity.org
+    org_id = visible_org(request.identity)
     found = await server.read_for(request, lambda: engine_status(server, org_id))
     if org_id is not None:
         return HttpReply(200, _encode(found.of_organization(org_id)))
@@ -425,23 +412,23 @@ def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus
 
 
 async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
-    rules, identity = server.engine.policy.token_rules, request.identity
+    rules, org_id = server.engine.policy.token_rules, visible_org(request.identity)
     found = await server.read_for(
         request, lambda: _read(server, lambda operations: token_status_of(operations.transaction, rules))
     )
-    return HttpReply(200, _encode(found if identity.is_operator else found.of_organization(identity.org)))
+    return HttpReply(200, _encode(found if org_id is None else found.of_organization(org_id)))
 
 
 async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: PauseBody = request.body
-    org_id = operated_org(request.identity, body.org_id)
+    org_id = operated_org(request.identity, "engine.pause", body.org_id)
     await server.engine.pause(org_id=org_id, type=body.type, kill=body.kill)
     return _scoped(server, request, org_id, "killed" if body.kill else "paused")
 
 
 async def resume(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: ResumeBody = request.body
-    org_id = operated_org(request.identity, body.org_id)
+    org_id = operated_org(request.identity, "engine.pause", body.org_id)
     await server.engine.resume(org_id=org_id, type=body.type)
     return _scoped(server, request, org_id, "resumed")
 

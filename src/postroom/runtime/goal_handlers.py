@@ -6,11 +6,14 @@ Rule 1: an operator of one organization sees and decides only what belongs to it
 import msgspec
 
 from postroom.contracts.goals.cells import Decision
-from postroom.contracts.goals.goals import GoalStatus
+from postroom.contracts.goals.rollback import goal_of
+from postroom.core.gate import of_organization, permit, visible_org
 from postroom.errors import UnknownDecision, UnknownGoal
+from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import AnswerBody
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
+from postroom.stores.transaction import Transaction
 
 _encode = msgspec.json.Encoder().encode
 
@@ -20,7 +23,8 @@ _encode = msgspec.json.Encoder().encode
 
 async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
     found = await server.engine.decisions.list()
-    visible = [one for one in found if request.identity.operates(one.org_id)]
+    identity = request.identity
+    visible = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
     return HttpReply(200, _encode({"decisions": visible}))
 
 
@@ -45,7 +49,7 @@ async def answered(server: TaskServer, request: HttpRequest, body: AnswerBody) -
 async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
     decision_id = request.path_param("id")
     found = await server.engine.decisions.show(decision_id)
-    if not request.identity.operates(found.org_id):
+    if not permit(request.identity, "decision.read", of_organization(found.org_id)):
         raise UnknownDecision(decision_id)
     return found
 
@@ -54,29 +58,37 @@ async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
 
 
 async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.engine.goals.list(request.identity.org or None)
+    found = await server.engine.goals.list(visible_org(request.identity))
     return HttpReply(200, _encode({"goals": found}))
 
 
 async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(await _goal(server, request)))
+    goal_id = await _visible_goal(server, request)
+    return HttpReply(200, _encode(await server.engine.goals.status(goal_id)))
 
 
 async def checkpoints(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.engine.goals.checkpoints((await _goal(server, request)).goal_id)
-    return HttpReply(200, _encode({"checkpoints": found}))
+    goal_id = await _visible_goal(server, request)
+    return HttpReply(200, _encode({"checkpoints": await server.engine.goals.checkpoints(goal_id)}))
 
 
-async def _goal(server: TaskServer, request: HttpRequest) -> GoalStatus:
-    goal_id = request.path_param("id")
-    found = await server.engine.goals.status(goal_id)
-    if not request.identity.operates(found.org_id):
+async def _visible_goal(server: TaskServer, request: HttpRequest) -> str:
+    """The goal of the path, of which nothing but its record is read. Its organization never changes."""
+    goal_id, store = request.path_param("id"), server.engine.store
+    await server.read_for(
+        request, lambda: store.read(lambda transaction: check_goal(transaction, request.identity, goal_id))
+    )
+    return goal_id
+
+
+def check_goal(transaction: Transaction, identity: Identity, goal_id: str) -> None:
+    """Raises `UnknownGoal` for a goal that the caller may not see."""
+    if not permit(identity, "goal.read", of_organization(goal_of(transaction, goal_id).org_id)):
         raise UnknownGoal(goal_id)
-    return found
 
 
 async def conflicts(server: TaskServer, request: HttpRequest) -> HttpReply:
-    org_id = request.identity.org or None
+    org_id = visible_org(request.identity)
     active = await server.engine.conflicts.active(org_id)
     waiting = await server.engine.conflicts.waiting(org_id)
     return HttpReply(200, _encode({"active": active, "waiting": waiting}))

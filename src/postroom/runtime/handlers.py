@@ -15,14 +15,15 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts import task_operations
-from postroom.contracts.task_input import checked_results
+from postroom.contracts.task_input import checked_id, checked_results
 from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
-from postroom.contracts.task_views import TaskInfo, stored_task, totals
+from postroom.contracts.task_views import TaskInfo, loaded_task, task_info, totals
 from postroom.contracts.tasks import Tasks
 from postroom.core import lifecycle
+from postroom.core.gate import Owner, permit
 from postroom.core.jsoninput import raw_value
 from postroom.errors import InvalidMessage, PostroomError, StaleLease, UnknownTask
-from postroom.message import ENGINE_PREFIX, Record, State
+from postroom.message import ENGINE_PREFIX, Record, State, Stored
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     NO_CONTENT,
@@ -30,6 +31,7 @@ from postroom.runtime.http_messages import (
     HttpReply,
     HttpRequest,
     Refusal,
+    check_allowed,
     disconnection,
 )
 from postroom.runtime.schemas import (
@@ -54,7 +56,7 @@ from postroom.runtime.schemas import (
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import ByIds
-from postroom.stores.transaction import Claim
+from postroom.stores.transaction import Claim, Transaction
 
 SETTLED = ("failed", "released")  # events of calls that end a delivery
 SEVERAL = "several agents"  # the destination of a batch, in telemetry
@@ -305,13 +307,8 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 def _check_may_send(identity: Identity, agents: set[str]) -> None:
-    for agent in sorted(agents - set(identity.may_send_to)):
-        raise Refusal(
-            403,
-            "Forbidden",
-            f"agent {identity.name!r} may not send to {agent!r}. Allow it on the server: "
-            f"postroom tasks agent allow {identity.name} --may-send-to {agent} --data DIR",
-        )
+    for agent in sorted(agents):
+        check_allowed(identity, "task.enqueue", task_owner(identity, agent))
 
 
 def _unknown_warning(server: TaskServer, agents: set[str]) -> str:
@@ -352,11 +349,18 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
 
     Its payload and its result stay JSON.
     """
-    task_id, identity = request.path_param("id"), request.identity
-    own = visible_queue(identity)
-    info = await server.read_for(request, lambda: stored_task(server.tasks.store, task_id, raw_value))
-    if not (own is None or identity.reads(info.agent) or info.sender == own):
-        raise UnknownTask(task_id)
+    task_id, identity = checked_id(request.path_param("id")), request.identity
+    visible_queue(identity)
+
+    def work(transaction: Transaction) -> Stored:
+        record = transaction.record(task_id)
+        if record is None or record.queue.startswith(ENGINE_PREFIX):
+            raise UnknownTask(task_id)
+        if not permit(identity, "task.read", task_owner(identity, record.queue, record.sender)):
+            raise UnknownTask(task_id)
+        return loaded_task(transaction, task_id)
+
+    info = await server.read_for(request, lambda: task_info(server.tasks.store.read(work), raw_value))
     return replace(info, history=[*map(server.ids.shown, info.history)])
 
 
@@ -378,7 +382,7 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     owner = visible_queue(request.identity)
     if owner is None:
         return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
-    own = {agent: state for agent, state in found.agents.items() if request.identity.reads(agent)}
+    own = {agent: state for agent, state in found.agents.items() if reads(request.identity, agent)}
     return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
 
 
@@ -392,9 +396,18 @@ def visible_queue(identity: Identity) -> str | None:
 
 def check_reads(identity: Identity, agent: str) -> None:
     """Refuse a caller that may not read the tasks of an agent."""
-    owner = visible_queue(identity)
-    if owner is not None and not identity.reads(agent):
-        raise Refusal(403, "Forbidden", f"this token is {owner}'s and may not read the tasks of {agent}")
+    visible_queue(identity)
+    check_allowed(identity, "task.list", task_owner(identity, agent))
+
+
+def reads(identity: Identity, agent: str) -> bool:
+    """Whether the caller may read the tasks of an agent."""
+    return permit(identity, "task.list", task_owner(identity, agent))
+
+
+def task_owner(identity: Identity, agent: str, sender: str = "") -> Owner:
+    """The owner of a task, whose agent is known by its name alone."""
+    return Owner(identity.org if identity.has_tasks else None, agent, sender)
 
 
 def _own_queue(identity: Identity) -> str:
@@ -416,7 +429,8 @@ def _named_agent(request: HttpRequest) -> str | None:
         return str(body.agent) if body.agent is not None else None
     own = _own_queue(identity)
     agent = own if body.agent is None else str(body.agent)
-    if not identity.claims(agent) or body.agent_url not in (None, identity.name, identity.url):
+    check_allowed(identity, "task.claim", task_owner(identity, agent))
+    if body.agent_url not in (None, identity.name, identity.url):
         raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not act for {agent!r}")
     return agent
 

@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, UnknownToken
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
+from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import (
     MadeTokenAnswer,
     NewTokenBody,
@@ -35,7 +36,12 @@ async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity, now = request.identity, datetime.now(UTC)
     known = await asyncio.to_thread(server.agents.tokens.list)
     return HttpReply(
-        200, _encode(TokensAnswer([_line(each, now) for each in known if identity.administers(each.org)]))
+        200,
+        _encode(
+            TokensAnswer(
+                [_line(each, now) for each in known if permit(identity, "token.list", Owner(each.org))]
+            )
+        ),
     )
 
 
@@ -43,10 +49,7 @@ async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NewTokenBody = request.body
     identity = request.identity
     org = identity.org if body.org is None else body.org
-    if not identity.administers(org):
-        raise Refusal(
-            403, "Forbidden", f"an admin of {identity.org!r} makes tokens of that organization only"
-        )
+    check_allowed(identity, "token.create", Owner(org))
     allowed = _permissions(body, org)
     if identity.org:
         await asyncio.to_thread(_check_names, server, org, body)
@@ -84,7 +87,7 @@ async def _known(server: TaskServer, request: HttpRequest) -> RegisteredToken:
     """The token of the path, when the caller may see it. The organization of a token never changes."""
     token_id, identity = request.path_param("id"), request.identity
     for known in await asyncio.to_thread(server.agents.tokens.list):
-        if known.token_id == token_id and identity.administers(known.org):
+        if known.token_id == token_id and permit(identity, "token.end", Owner(known.org)):
             return known
     raise UnknownToken(token_id)
 
