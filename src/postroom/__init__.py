@@ -185,11 +185,17 @@ _HOME = {
 }
 
 
+_REGISTERED = {"Engine": "postroom.runtime.worker_telemetry"}
+"""Modules that add themselves to what a name stands for."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("postroom")
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
+        if name in _REGISTERED:
+            import_module(_REGISTERED[name])
         globals()[name] = value
         return value
     msg = f"module 'postroom' has no attribute {name!r}"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,15 +214,108 @@ def test_nothing_that_is_exported_holds_a_secret(traced: Traced) -> None:
     assert "tulip" not in exported
 
 
-def test_nothing_is_imported_and_nothing_is_attached_without_a_variable(tmp_path: Path) -> None:
+PLAIN = """
+import asyncio, sys, tempfile
+from postroom import Engine
+
+async def run(engine, payload):
+    @engine.handler("tool_call", **{"pool": "process"} if "alone" in payload else {})
+    def call(message, ctx):
+        return 1 / message.payload["by"]
+
+    worker = asyncio.create_task(engine.run())
+    handle = await engine.submit(type="tool_call", org_id="acme", payload=payload, max_retries=0)
+    await engine.core.wait_for_end(handle.message_id, 300)
+    await engine.submit(type="tool_call", org_id="acme", payload=payload, delay_s=600)
+    if "waits" in payload:
+        await asyncio.to_thread(sys.stdin.readline)
+    await engine.stop()
+    await worker
+
+with tempfile.TemporaryDirectory() as folder:
+    for number, payload in enumerate([{"by": 1, "waits": True}, {"by": 0}, {"by": 1, "alone": True}]):
+        with Engine.open(f"sqlite:///{folder}/{number}/queue.db") as engine:
+            asyncio.run(run(engine, payload))
+    if "opentelemetry" in sys.modules:
+        sys.modules["opentelemetry.metrics"].get_meter_provider().force_flush()
+    print("queue.db" in open("/proc/self/maps").read())
+print(sorted(name for name in sys.modules if name.startswith("opentelemetry"))[:1])
+"""
+"""Nothing but an engine that runs: a program of a user."""
+
+
+def run_plain(is_seen: Callable[[], bool] = lambda: True, **environ: str) -> str:
+    """Run the program; it ends its first engine when something is seen. Returns what it imported."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", PLAIN],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=os.environ | environ,
+    ) as program:
+        until(is_seen)
+        printed, errors = program.communicate("\n", timeout=HANG_GUARD_S)
+    assert (program.returncode, "Traceback" in errors) == (0, False), errors
+    is_open, imported = printed.splitlines()
+    assert is_open == "False", "an export opened a store that was closed"
+    return imported
+
+
+@pytest.mark.parametrize("over", [receiving, receiving_grpc])
+def test_the_variables_are_enough_for_a_program_that_runs_an_engine(over: Any) -> None:
+    with over() as receiver:
+        protocol = "grpc" if over is receiving_grpc else "http/protobuf"
+        imported = run_plain(
+            lambda: receiver.metrics().keys() >= {"postroom.queue.messages", "postroom.workers"},
+            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
+            OTEL_SERVICE_NAME="shop", OTEL_RESOURCE_ATTRIBUTES="deployment.environment=test",
+            OTEL_METRIC_EXPORT_INTERVAL="100",
+        )  # fmt: skip
+    assert imported == "['opentelemetry']"
+    [resource] = {str(each.resource) for one in receiver.received("traces") for each in one.resource_spans}
+    assert receiver.services() == {"shop"}
+    assert "deployment.environment" in resource
+    sent = receiver.spans("send org:acme")
+    assert len(sent) == 6
+    processed = receiver.spans("process org:acme")
+    assert {span.parent_span_id for span in processed} <= {span.span_id for span in sent}
+    assert [attributes(span).get("error.type") for span in processed] == [None, "ZeroDivisionError", None]
+    assert len(receiver.spans("settle")) == 3
+    assert {"messaging.client.sent.messages", "messaging.process.duration"} <= receiver.metrics().keys()
+    assert any("failed in attempt 1: ZeroDivisionError" in text for text in receiver.log_texts())
+
+
+def test_a_program_that_runs_an_engine_exports_only_the_signals_that_are_wanted() -> None:
+    with receiving() as receiver:
+        run_plain(
+            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_TRACES_EXPORTER="none", OTEL_LOGS_EXPORTER="none"
+        )
+    assert not receiver.received("traces")
+    assert not receiver.received("logs")
+    assert "messaging.client.sent.messages" in receiver.metrics()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OTEL_SERVICE_NAME": "shop"},
+        {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
+    ],
+)
+def test_without_an_exporter_nothing_is_imported_by_a_program_that_runs_an_engine(environ: Any) -> None:
+    assert run_plain(**environ) == "[]"
+
+
+def test_nothing_is_imported_by_a_server_without_a_variable() -> None:
     program = """
 import sys
 import postroom.runtime.http
-from postroom import Engine
 from postroom.runtime.telemetry import exporting
-with exporting("x") as telemetry, Engine.open("memory://") as engine:
+with exporting("x") as telemetry:
     assert telemetry is None
-    assert engine.core.telemetry is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
@@ -192,39 +193,44 @@ class EngineSpans:
 class EngineGauges:
     """The depth of each lane of each organization, and the workers, whenever metrics are exported."""
 
-    def __init__(self, engine: Engine, meter: Meter) -> None:
-        self._engine = engine
-        self._status: EngineStatus | None = None
+    def __init__(self, meter: Meter) -> None:
+        self.engines: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+        """Engine -> whether its store is only read while the engine works: a program may have closed it."""
+        self._statuses: list[EngineStatus] = []
         self._looked = -STATUS_KEPT_S
         meter.create_observable_gauge("postroom.queue.messages", [self._depths], "{message}")
         meter.create_observable_gauge("postroom.workers", [self._workers], "{worker}")
 
-    def _look(self) -> EngineStatus | None:
+    def _look(self) -> list[EngineStatus]:
         now = time.monotonic()
         if now >= self._looked + STATUS_KEPT_S:
-            self._looked, policy = now, self._engine.policy
-            try:
-                self._status = self._engine.store.read(
-                    lambda found: status_of(Operations(found, policy), policy)
-                )
-            except PostroomError:  # an export without these gauges; the store reports its trouble itself
-                self._status = None
-        return self._status
+            self._looked, self._statuses = now, []
+            for engine, while_working in list(self.engines.items()):
+                if engine.is_working or not while_working:
+                    self._statuses += _status(engine)
+        return self._statuses
 
     def _depths(self, _: CallbackOptions) -> Iterator[Observation]:
-        status = self._look()
-        for org_id, found in status.organizations.items() if status else ():
-            for lane, depth in enumerate(found.lanes):
-                attributes: dict[str, Any] = {
-                    DESTINATION: f"{ENGINE_PREFIX}{org_id}",
-                    "postroom.message.priority": lane,
-                }
-                yield Observation(depth, attributes)
+        for status in self._look():
+            for org_id, found in status.organizations.items():
+                for lane, depth in enumerate(found.lanes):
+                    attributes: dict[str, Any] = {
+                        DESTINATION: f"{ENGINE_PREFIX}{org_id}",
+                        "postroom.message.priority": lane,
+                    }
+                    yield Observation(depth, attributes)
 
     def _workers(self, _: CallbackOptions) -> Iterator[Observation]:
-        status = self._look()
-        if status:
+        for status in self._look():
             yield Observation(len(status.workers))
+
+
+def _status(engine: Engine) -> list[EngineStatus]:
+    policy = engine.policy
+    try:
+        return [engine.store.read(lambda found: status_of(Operations(found, policy), policy))]
+    except PostroomError:  # an export without these gauges; the store reports its trouble itself
+        return []
 
 
 class TaskSpans:

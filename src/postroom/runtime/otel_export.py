@@ -55,6 +55,7 @@ class Telemetry:
         resource = redacted_resource(Resource.create({} if is_named else {"service.name": service}))
         self._closers: list[Callable[[], object]] = []
         self._child_spans: ChildSpans | None = None
+        self._gauges: EngineGauges | None = None
         self._traces = self._trace_provider(resource) if "traces" in signals else None
         self._metrics = self._metric_provider(resource) if "metrics" in signals else None
         self._logs = self._log_provider(resource) if "logs" in signals else None
@@ -83,12 +84,14 @@ class Telemetry:
         self._closers += [lambda: logger.removeHandler(handler), provider.shutdown]
         return provider
 
-    def attach(self, engine: Engine) -> None:
-        """Trace and measure an engine."""
+    def attach(self, engine: Engine, *, while_working: bool = False) -> None:
+        """Trace and measure an engine. `while_working` reads its store only while it works."""
         tracer = (self._traces or trace.NoOpTracerProvider()).get_tracer(SCOPE)
         meter = (self._metrics or metrics.NoOpMeterProvider()).get_meter(SCOPE)
         engine.core.telemetry = EngineSpans(tracer, meter, self._child_spans)
-        EngineGauges(engine, meter)
+        if self._gauges is None:
+            self._gauges = EngineGauges(meter)
+        self._gauges.engines[engine] = while_working
 
     def task_spans(self) -> TaskSpans | None:
         """The spans of task queues; None when spans are not exported."""

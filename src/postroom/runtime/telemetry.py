@@ -4,9 +4,11 @@ Rule 1: without such a variable nothing is imported.
 Rule 2: telemetry never stops a server. What is wrong with it is one line in the log.
 """
 
+import atexit
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from postroom.system.log import library_log
@@ -65,6 +67,16 @@ def exporting(service: str, environ: Mapping[str, str] = os.environ) -> Iterator
     finally:
         if telemetry is not None:
             telemetry.close()
+
+
+@cache
+def telemetry_of_process(service: str) -> "Telemetry | None":
+    """Export telemetry until the process ends; None when no variable asks for it."""
+    signals = wanted_signals(os.environ)
+    telemetry = _started(service, signals, os.environ) if signals else None
+    if telemetry is not None:
+        atexit.register(telemetry.close)
+    return telemetry
 
 
 def _started(service: str, signals: list[Signal], environ: Mapping[str, str]) -> "Telemetry | None":

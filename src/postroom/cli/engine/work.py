@@ -17,12 +17,12 @@ from postroom.errors import InvalidSetting
 if TYPE_CHECKING:
     import asyncio
 
+    import postroom.runtime.worker_telemetry  # noqa: F401 - it registers itself
     from postroom.contracts.engine import Engine
 
 WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
 MAX_WORKERS_DEFAULT = 50
-SERVICE = "postroom-worker"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 
 
 @click.command()
@@ -74,7 +74,6 @@ def work(
     from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.agent_programs import AgentPrograms
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
-    from postroom.runtime.telemetry import exporting
     from postroom.stores.open import open_store
     from postroom.system.parent import stop_with_stdin
 
@@ -86,10 +85,7 @@ def work(
     if while_stdin:
         stop_with_stdin()
     if as_worker is not None:
-        with exporting(SERVICE) as telemetry:
-            if telemetry is not None:
-                telemetry.attach(engine)
-            asyncio.run(run_worker(engine, as_worker))
+        asyncio.run(run_worker(engine, as_worker))
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")

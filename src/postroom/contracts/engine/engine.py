@@ -24,6 +24,7 @@ from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import joined_answer
 from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.telemetry import on_work
 from postroom.contracts.engine.token_status import Tokens
 from postroom.contracts.engine.worker import DRAIN_S, Worker
 from postroom.contracts.goals.adviser import Adviser
@@ -271,6 +272,9 @@ class Engine(Closing):
             raise InvalidSetting(f"concurrency must be a whole number from 1 on, not {shown(concurrency)}")
         worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
         self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
+        if self._core.telemetry is None:
+            for export in on_work:
+                export(self)
         return self._run(worker)
 
     async def _run(self, worker: Worker) -> None:
@@ -281,6 +285,11 @@ class Engine(Closing):
             if not self._workers:
                 await self._core.mcp_servers.close()
                 await self._core.sandboxes.close()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a worker of this process runs."""
+        return bool(self._workers)
 
     async def stop(self) -> None:
         """Have the workers of this process claim no more, finish within `drain_s`, and release the rest."""

@@ -2,14 +2,20 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.operations import Submitted
 from postroom.contracts.engine.outcomes import Outcome
 
+if TYPE_CHECKING:
+    from postroom.contracts.engine.engine import Engine
+
 Submit: TypeAlias = Callable[[list[Mapping[str, Any]]], Awaitable[list[Submitted]]]
 NoteOutcome: TypeAlias = Callable[[Outcome | None], None]
+
+on_work: Final[list[Callable[["Engine"], None]]] = []
+"""Called with an engine without telemetry that begins to work. An exporter registers itself here."""
 
 
 class EngineTelemetry(Protocol):
