@@ -336,6 +336,27 @@ async def test_an_accepted_p0_does_not_wait_behind_promoted_messages(url: str, r
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
+async def test_aged_bulk_does_not_stop_fresh_messages_of_others(any_url: str) -> None:
+    policy = Policy(promote_after_s=(3_600, 0.1, 0.1))
+    with Engine.open(any_url, policy) as engine:
+        order: list[str] = []
+
+        @engine.handler(TYPE)
+        async def handle(message: Any, _context: Any) -> None:
+            order.append(message.org_id)
+
+        bulk = await submit(engine, 200, priority=3, org_id="bulk")
+        async with working(engine, concurrency=1):
+            await until(lambda: len(order) > 20)
+            await results(await submit(engine, 40, priority=1, org_id="other"))
+            begun = order.index("other")
+            assert order[begun : begun + 16].count("bulk") <= 4  # one of eight, and while deliveries come
+            assert len(order) < 200
+            await results(bulk)
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
 async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit: RabbitServer) -> None:
     """A message that passes the same queues again and again carries no history that the broker acts on."""
     rounds, count = 5, 10
