@@ -15,6 +15,7 @@ from postroom.contracts import task_retention
 from postroom.contracts import tasks as module
 from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
 from postroom.contracts.task_operations import NewTask, TaskOperations
+from postroom.contracts.task_views import agents_status
 from postroom.contracts.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
@@ -252,6 +253,7 @@ def test_a_lease_ends_after_300_s_without_a_heartbeat(tasks: Tasks, clock: Manua
     assert tasks.get(zombie.task_id).result == "mine"
     assert tasks.get(zombie.task_id).errors == ["the lease ran out"]
     assert tasks.status().agents["a"].lapses == 1
+    assert tasks.store.read(lambda found: agents_status(found, lambda agent: agent == "b")) == {}
 
 
 def test_a_late_call_does_not_revive_a_dead_task(tasks: Tasks, clock: ManualClock) -> None:

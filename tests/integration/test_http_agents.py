@@ -14,6 +14,7 @@ from postroom.contracts.engine.agent_sweeps import bounce
 from postroom.contracts.engine.agents import WAITS_SHOWN_MAX, AgentOperations
 from postroom.contracts.engine.cells import BOUNCES, Bounce
 from postroom.errors import InvalidMessage
+from postroom.runtime.schemas import WAIT_S_MAX
 from tests.integration.engineworkers import working
 from tests.integration.servers import Server, serving
 from tests.waiting import HANG_GUARD_S, until
@@ -63,7 +64,7 @@ def test_a_request_waits_for_its_answer(planner: RemoteAgent) -> None:
 
 
 def test_a_request_without_python(server: Server) -> None:
-    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": HANG_GUARD_S}
+    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S_MAX}
     answer = server.post("planner", "/engine/request", **body)
     assert (answer.status, answer.json["state"], answer.json["result"]) == (200, "COMPLETED", {"said": 1})
     assert answer.json["epoch"] > 0
@@ -203,7 +204,7 @@ def test_each_event_of_an_answer_has_its_own_id(server: Server, planner: RemoteA
 
 
 def test_a_bounce_is_fetched_and_removed(server: Server, planner: RemoteAgent) -> None:
-    message_id = planner._request({"type": "tool_call", "payload": {"say": 9}}, HANG_GUARD_S).message_id
+    message_id = planner._request({"type": "tool_call", "payload": {"say": 9}}, WAIT_S_MAX).message_id
     with working(server.data) as engine:
 
         def to_a_user(transaction: Any) -> None:
@@ -312,7 +313,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
 def test_a_call_without_a_session_uses_the_newest_registration_also_of_another_server(
     server: Server, worker: Engine
 ) -> None:
-    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": HANG_GUARD_S}
+    body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S_MAX}
     assert server.post("planner", "/engine/request", **body).status == 200  # this server knows a session now
 
     async def register_elsewhere() -> None:

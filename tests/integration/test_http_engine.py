@@ -16,6 +16,7 @@ from postroom.message import Envelope
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
 from postroom.runtime.http_messages import Refusal
+from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
 from tests.integration.servers import Server, serving
@@ -347,6 +348,25 @@ def test_a_stored_payload_is_passed_on_as_it_is(server: Server) -> None:
         task_id = tasks.store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
     assert b'"payload":[1.000]' in server.get("boss", f"/tasks/{task_id}").body
     until(lambda: b'"payload":[1.000]' in server.post("triage", "/queue/next").body)
+
+
+def test_a_long_message_keeps_its_fields(server: Server, worker: Engine) -> None:
+    fields = {
+        "payload": {"text": "long " * DECODED_AT_ONCE_BYTES},
+        "version": "1.9.0",
+        "colour": {"of": "moon"},
+    }
+    long = {"type": "tool_call", **fields, "context": None, "max_retries": 1, "delay_s": 3600}
+    batch = server.post("caller", "/engine/messages", messages=[long, {**long, "payload": {}}])
+    ids = [submit(server, **long), *batch.json["message_ids"]]
+    asked = server.post("caller", "/engine/request", **{**long, "timeout_s": 0})
+    ids.append(asked.json["message_id"])
+    for message_id in ids:
+        message = server.get("caller", path_of(message_id)).json["message"]
+        assert (message["version"], message["colour"], message["max_retries"]) == ("1.9.0", {"of": "moon"}, 1)
+        assert message["payload"] == ({} if message_id == ids[2] else fields["payload"])
+    refused = server.post("caller", "/engine/messages", **{**long, "org_id": "other"})
+    assert refused.status == 403
 
 
 def test_a_search_ends_when_it_has_looked_at_enough_bytes(server: Server) -> None:

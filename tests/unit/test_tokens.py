@@ -140,6 +140,22 @@ def test_tokens_of_an_organization_leave_room_for_others(
     tokens.create("agent", "acme", "cleo")
 
 
+def test_the_permissions_of_an_organization_name_a_limited_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postroom.runtime.tokens.PERMITTED_NAMES_AN_ORGANIZATION_MAX", 5)
+    tokens = Tokens(tmp_path)
+    three = Permissions(only_message=("a", "b"), only_buses=("c",))
+    made = tokens.create("agent", "acme", "ada", permissions=three)
+    tokens.create("agent", "other", "ben", permissions=three)
+    tokens.create("agent", "acme", "cleo")
+    with pytest.raises(InvalidMessage, match="the tokens of 'acme' would have more than 5 names"):
+        tokens.create("agent", "acme", "dan", permissions=three)
+    with pytest.raises(InvalidMessage, match="would have more than 5 names"):
+        tokens.rotate(made.token_id, overlap_s=60)
+    tokens.rotate(made.token_id)
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

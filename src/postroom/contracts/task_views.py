@@ -1,6 +1,7 @@
 """Views of tasks and queues, as `Tasks` returns them. Nothing here writes."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Literal
 
@@ -170,15 +171,20 @@ def task_line(record: Record) -> TaskLine:
     )
 
 
-def agents_status(transaction: Transaction) -> dict[str, AgentStatus]:
-    """Return the state of every queue by agent."""
-    holders: dict[str, dict[str, int]] = {}
-    for record in transaction.find(Listing(state="PROCESSING", limit=HOLDERS_MAX)):
-        of_queue = holders.setdefault(record.queue, {})
-        of_queue[record.worker_id] = of_queue.get(record.worker_id, 0) + 1
-    return {
-        queue: _agent_status(transaction, queue, holders.get(queue, {})) for queue in _agents(transaction)
-    }
+def agents_status(
+    transaction: Transaction, is_wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, AgentStatus]:
+    """Return the state of the wanted queues by agent. Leases are counted up to `HOLDERS_MAX` in all."""
+    found: dict[str, AgentStatus] = {}
+    left = HOLDERS_MAX
+    for queue in filter(is_wanted, _agents(transaction)):
+        counts, holders = transaction.depth(queue), Counter[str]()
+        if counts.get("PROCESSING") and left:
+            leased = transaction.find(Listing(queue, "PROCESSING", limit=left))
+            holders.update(record.worker_id for record in leased)
+            left -= len(leased)
+        found[queue] = _agent_status(transaction, queue, counts, dict(holders))
+    return found
 
 
 def find_tasks(transaction: Transaction, pick: Listing) -> list[Record]:
@@ -195,8 +201,9 @@ def _agents(transaction: Transaction) -> list[str]:
     return [queue for queue in transaction.queues() if not queue.startswith(ENGINE_PREFIX)]
 
 
-def _agent_status(transaction: Transaction, agent: str, holders: dict[str, int]) -> AgentStatus:
-    counts = transaction.depth(agent)
+def _agent_status(
+    transaction: Transaction, agent: str, counts: Mapping[Counted, int], holders: dict[str, int]
+) -> AgentStatus:
     oldest_ns = transaction.oldest_ns(agent) if ready(counts) else None
     return AgentStatus(
         depth=waiting(counts),

@@ -6,7 +6,6 @@ Rule 2: a caller is identified by the session in its cookie, or by a bearer toke
 Rule 3: a caller sees and does what the HTTP API allows its token, and nothing else.
 """
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -164,7 +163,9 @@ class PageMount:
             raise Refusal(401, "Unauthorized", "this token is unknown, expired or revoked")
         request.identity, request.token = identity, token
         server.rates.check(identity)
-        secret = await asyncio.to_thread(self._sessions(server).begin, digest_of(token), identity.org)
+        secret = await server.on_tokens(
+            request, lambda: self._sessions(server).begin(digest_of(token), identity.org)
+        )
         server.server_log.write("signed_in", agent=identity.name)
         name, is_tls = _cookie_of(request)
         set_cookie = (b"set-cookie", cookie(name, secret, is_tls=is_tls).encode())
@@ -173,7 +174,7 @@ class PageMount:
     async def _sign_out(self, server: TaskServer, request: HttpRequest) -> HttpReply:
         """End the session. The route is open, because a token that may only read may sign out."""
         self._identify(server, request)
-        await asyncio.to_thread(self._sessions(server).end, _secret(request))
+        await server.on_tokens(request, lambda: self._sessions(server).end(_secret(request)))
         server.server_log.write("signed_out", agent=request.identity.name)
         name, is_tls = _cookie_of(request)
         return HttpReply(204, b"", ((b"set-cookie", cookie(name, "", is_tls=is_tls).encode()),))

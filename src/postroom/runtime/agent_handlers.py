@@ -18,7 +18,6 @@ from postroom.contracts.engine.agents import AgentInfo, AgentOperations, Asked
 from postroom.contracts.engine.bounces import BouncedAnswer, listed, removed
 from postroom.contracts.engine.cells import joined
 from postroom.contracts.engine.inspection import info_of
-from postroom.contracts.engine.message_input import Prepared
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import Position, joined_answer, read_on
 from postroom.contracts.task_input import checked_id
@@ -34,7 +33,13 @@ from postroom.errors import (
 from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import send_reply
-from postroom.runtime.engine_handlers import attributed, check_attribution, visible
+from postroom.runtime.engine_handlers import (
+    attributed,
+    check_attribution,
+    given_fields,
+    prepared_if_long,
+    visible,
+)
 from postroom.runtime.engine_schemas import (
     AckBody,
     AgentAnswer,
@@ -69,7 +74,6 @@ T = TypeVar("T")
 PARTS_POLL_S = 0.1
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
 
 
 # ---- who acts --------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def request_answer(server: TaskServer, request: HttpRequest) -> None:
     """Store a request and wait for its answer. The reply is sent before the answer is acknowledged."""
     body: RequestBody = request.body
-    fields = await server.decode_for(request.identity, _decode, request.raw)
+    [fields] = await server.decode_for(request.identity, partial(given_fields, body), request.raw)
     for name in ("timeout_s", "session"):
         fields.pop(name, None)
     message = attributed(request.identity, fields)
@@ -164,11 +168,12 @@ async def request_answer(server: TaskServer, request: HttpRequest) -> None:
 async def _submit(
     server: TaskServer, request: HttpRequest, message: dict[str, Any], agent: Agent | None
 ) -> str:
-    core, prepared = server.engine.core, list[Prepared]()
+    core = server.engine.core
+    prepared = await prepared_if_long(server, request, [message])
 
     def work(task_operations: TaskOperations) -> str:
         transaction = task_operations.transaction
-        prepared[:] = [core.registry.prepare(message, core.policy, transaction.wall_us)]
+        prepared[:] = prepared or [core.registry.prepare(message, core.policy, transaction.wall_us)]
         check_attribution(request.identity, prepared[0])
         if agent is None:
             return Operations(transaction, core.policy).submit(prepared)[0].message_id

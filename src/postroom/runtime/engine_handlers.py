@@ -5,7 +5,7 @@ Rule 2: a message of another organization is answered like a message that does n
 Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from postroom.runtime.engine_schemas import (
     MessageLine,
     MessagesAnswer,
     MessagesQuery,
+    NewMessageBody,
     NewMessagesBody,
     PauseBody,
     PurgeBody,
@@ -49,7 +50,7 @@ from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
-from postroom.runtime.task_server import TaskServer
+from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import Listing
 
@@ -60,48 +61,90 @@ SEARCHED_BYTES_MAX = 8 * 1024 * 1024  # of messages that one search reads, and o
 AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 
+
+class _RawMessages(msgspec.Struct):
+    """The body of a batch."""
+
+    messages: list[dict[str, msgspec.Raw]]
+
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_raw_messages = msgspec.json.Decoder(_RawMessages).decode
 
 
 # ---- submitting ------------------------------------------------------------------------------------
 
 
 async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """Store messages. The raw body is used, because it may have fields that no struct lists."""
-    body = await server.decode_for(request.identity, _decode, request.raw)
+    """Store messages."""
     is_batch = isinstance(request.body, NewMessagesBody)
-    given: list[dict[str, Any]] = body["messages"] if is_batch else [body]
+    given = await server.decode_for(request.identity, partial(given_fields, request.body), request.raw)
+    request.body = None  # what it holds may take up far more than its JSON
     messages = [attributed(request.identity, message) for message in given]
+    del given
+    orgs = [message["org_id"] for message in messages]
     server.tasks.check_backlog()
     telemetry = server.engine.core.telemetry
     if telemetry is None:
         submitted = await _submit(server, request, messages)
     else:
         submitted = await telemetry.send(messages, partial(_submit, server, request))
-    for message, one in zip(messages, submitted, strict=True):
-        server.server_log.write("submitted", task_id=one.message_id, org=message["org_id"])
+    for org_id, one in zip(orgs, submitted, strict=True):
+        server.server_log.write("submitted", task_id=one.message_id, org=org_id)
     if is_batch:
         return HttpReply(202, _encode(MessagesAnswer([one.message_id for one in submitted])))
     return HttpReply(202, _encode(MessageAnswer(submitted[0].message_id, submitted[0].duplicate)))
 
 
-async def _submit(
-    server: TaskServer, request: HttpRequest, messages: Sequence[Mapping[str, Any]]
-) -> list[Submitted]:
+def given_fields(body: NewMessageBody | NewMessagesBody, raw: bytes) -> list[dict[str, Any]]:
+    """The fields of messages as they were sent, also those that no struct lists.
+
+    A payload is taken from the struct, because it may be long.
+    """
+    if isinstance(body, NewMessagesBody):
+        return [*map(_given, body.messages, _raw_messages(raw).messages)]
+    return [_given(body, _raw_fields(raw))]
+
+
+def _given(body: NewMessageBody, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    return {name: body.payload if name == "payload" else _decode(raw) for name, raw in fields.items()}
+
+
+async def prepared_if_long(
+    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+) -> list[Prepared]:
+    """Long messages as they are stored, and none of `messages` any more. Nothing for short ones.
+
+    Long ones would take time from the commits of all callers. Short ones cost less there than a turn.
+    """
     core = server.engine.core
-    prepared: list[Prepared] = []
+    if request.size <= DECODED_AT_ONCE_BYTES:
+        return []
+
+    def prepare(_: bytes) -> list[Prepared]:
+        wall_us = core.store.wall_us()
+        return [core.registry.prepare(messages.pop(0), core.policy, wall_us) for _ in range(len(messages))]
+
+    return await server.decode_for(request.identity, prepare, request.raw)
+
+
+async def _submit(
+    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+) -> list[Submitted]:
+    core, size = server.engine.core, TASK_BYTES * len(messages) + request.size
+    prepared = await prepared_if_long(server, request, messages)
 
     def work(operations: TaskOperations) -> list[Submitted]:
         transaction = operations.transaction
-        prepared[:] = [
+        prepared[:] = prepared or [
             core.registry.prepare(message, core.policy, transaction.wall_us) for message in messages
         ]
         for one in prepared:
             check_attribution(request.identity, one)
         return Operations(transaction, core.policy).submit(prepared)
 
-    size = TASK_BYTES * len(messages) + request.size
     try:
         submitted: list[Submitted] = await server.writer.submit(work, request.identity, size)
     except (Overloaded, GuardTripped) as error:

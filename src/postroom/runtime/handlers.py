@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_id, checked_results
 from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
-from postroom.contracts.task_views import TaskInfo, loaded_task, task_info, totals
+from postroom.contracts.task_views import AgentStatus, TaskInfo, agents_status, loaded_task, task_info, totals
 from postroom.contracts.tasks import Tasks
 from postroom.core import lifecycle
 from postroom.core.gate import Owner, permit
@@ -378,11 +378,15 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.read_for(request, server.tasks.status)
-    owner = visible_queue(request.identity)
-    if owner is None:
+    identity = request.identity
+    if visible_queue(identity) is None:
+        found = await server.read_for(request, server.tasks.status)
         return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
-    own = {agent: state for agent, state in found.agents.items() if reads(request.identity, agent)}
+
+    def read(transaction: Transaction) -> dict[str, AgentStatus]:
+        return agents_status(transaction, partial(reads, identity))
+
+    own = await server.read_for(request, lambda: server.tasks.store.read(read))
     return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
 
 

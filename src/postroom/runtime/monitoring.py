@@ -55,7 +55,8 @@ async def metrics(server: TaskServer, request: HttpRequest) -> HttpReply:
         server.harness.status(), server.long_polls.count, server.writer.turns, server.requests
     )
     headers = ((b"content-type", CONTENT_TYPE.encode()),)
-    return HttpReply(200, metrics_text(status, engine, counters), headers)
+    text = await server.read_for(request, lambda: metrics_text(status, engine, counters))
+    return HttpReply(200, text, headers)
 
 
 async def openapi(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no caller

@@ -45,6 +45,8 @@ BUS_THREADS = 8  # apart from the readers: a bus locked by another process delay
 BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # reader threads; a store reads for that many at once
 READERS_A_TOKEN_MAX = 1
+TOKEN_THREADS = 2  # each change is an fsync under the lock of a file
+TOKEN_THREADS_A_TOKEN_MAX = 1
 DECODERS = 2  # threads that decode long bodies
 DECODERS_A_TOKEN_MAX = 1
 DECODED_AT_ONCE_BYTES = 256 * 1024  # bytes that the event loop decodes itself
@@ -92,6 +94,7 @@ class TaskServer:
         self._loop = asyncio.get_running_loop()
         self._readers = SharedThreads("postroom-reader", READERS, READERS_A_TOKEN_MAX)
         self._bus_threads = SharedThreads("postroom-bus", BUS_THREADS, BUS_THREADS_A_TOKEN_MAX)
+        self._token_threads = SharedThreads("postroom-tokens", TOKEN_THREADS, TOKEN_THREADS_A_TOKEN_MAX)
         self._decoders = SharedThreads("postroom-decoder", DECODERS, DECODERS_A_TOKEN_MAX)
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._health_checked = -HEALTH_CHECK_S
@@ -132,6 +135,10 @@ class TaskServer:
     def on_bus(self, request: HttpRequest, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Run work on a bus file in a bus thread when it has its turn."""
         return self._bus_threads.run(request.identity, work)
+
+    def on_tokens(self, request: HttpRequest, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run work on the files of tokens or sessions in a thread when it has its turn."""
+        return self._token_threads.run(request.identity, work)
 
     async def decode_for(self, identity: Identity, decode: Callable[[bytes], T], data: bytes) -> T:
         """Decode what a caller sent or gets. A long text is decoded in a thread when it has its turn."""
@@ -234,7 +241,7 @@ class TaskServer:
         self.end_waits()
         self.writer.close()
         self.engine.close()
-        for threads in (self._readers, self._decoders, self._bus_threads):
+        for threads in (self._readers, self._decoders, self._bus_threads, self._token_threads):
             threads.close()
         self._health_thread.shutdown()
         self.buses.close()

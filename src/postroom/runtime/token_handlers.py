@@ -9,7 +9,6 @@ Rule 4: each change is a line in the log of the server, without the token.
 Rule 5: a token ends at the latest with that of the admin who made or rotated it.
 """
 
-import asyncio
 from datetime import UTC, datetime
 
 import msgspec
@@ -34,15 +33,13 @@ _encode = msgspec.json.Encoder().encode
 
 async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity, now = request.identity, datetime.now(UTC)
-    known = await asyncio.to_thread(server.agents.tokens.list)
-    return HttpReply(
-        200,
-        _encode(
-            TokensAnswer(
-                [_line(each, now) for each in known if permit(identity, "token.list", Owner(each.org))]
-            )
-        ),
-    )
+
+    def listed() -> bytes:
+        known = server.agents.tokens.list()
+        seen = [each for each in known if permit(identity, "token.list", Owner(each.org))]
+        return _encode(TokensAnswer([_line(each, now) for each in seen]))
+
+    return HttpReply(200, await server.on_tokens(request, listed))
 
 
 async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -52,22 +49,24 @@ async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
     check_allowed(identity, "token.create", Owner(org))
     allowed = _permissions(body, org)
     if identity.org:
-        await asyncio.to_thread(_check_names, server, org, body)
-    made = await asyncio.to_thread(
-        server.agents.tokens.create, body.role, org, body.agent or "", body.expires_s, allowed, body.rate,
-        identity.token_id,
-    )  # fmt: skip
+        await server.on_tokens(request, lambda: _check_names(server, org, body))
+    made = await server.on_tokens(
+        request,
+        lambda: server.agents.tokens.create(
+            body.role, org, body.agent or "", body.expires_s, allowed, body.rate, identity.token_id
+        ),
+    )
     facts = {"role": body.role, "token_org": org, "token_agent": body.agent or ""}
     _log(server, request, "token_created", token_id=made.token_id, **facts)
-    warning = await asyncio.to_thread(
-        server.agents.foreign_tasks, body.agent or "", org, names_owner=not identity.org
+    warning = await server.on_tokens(
+        request, lambda: server.agents.foreign_tasks(body.agent or "", org, names_owner=not identity.org)
     )
     return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id, warning)))
 
 
 async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:
     ended = await _known(server, request)
-    await asyncio.to_thread(server.agents.tokens.revoke, ended.token_id)
+    await server.on_tokens(request, lambda: server.agents.tokens.revoke(ended.token_id))
     server.open_calls.check()
     _log(server, request, "token_revoked", **_facts(ended))
     return HttpReply(202, _encode(RevokedAnswer(ended.token_id)))
@@ -77,7 +76,9 @@ async def rotate(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: RotateBody = request.body
     ended = await _known(server, request)
     maker_id = request.identity.token_id
-    made = await asyncio.to_thread(server.agents.tokens.rotate, ended.token_id, body.overlap_s, maker_id)
+    made = await server.on_tokens(
+        request, lambda: server.agents.tokens.rotate(ended.token_id, body.overlap_s, maker_id)
+    )
     server.open_calls.check()
     _log(server, request, "token_rotated", **_facts(ended), new_token_id=made.token_id)
     return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
@@ -86,7 +87,7 @@ async def rotate(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def _known(server: TaskServer, request: HttpRequest) -> RegisteredToken:
     """The token of the path, when the caller may see it. The organization of a token never changes."""
     token_id, identity = request.path_param("id"), request.identity
-    for known in await asyncio.to_thread(server.agents.tokens.list):
+    for known in await server.on_tokens(request, server.agents.tokens.list):
         if known.token_id == token_id and permit(identity, "token.end", Owner(known.org)):
             return known
     raise UnknownToken(token_id)

@@ -32,6 +32,7 @@ TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
 TOKENS_AN_ORGANIZATION_MAX = 2_500
+PERMITTED_NAMES_AN_ORGANIZATION_MAX = 20_000
 OWNED_NAMES_MAX = 20_000  # of a data folder
 NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
@@ -63,6 +64,11 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             for field in ("may_send_to", "may_claim", "may_read", "only_message", "only_buses")
         }
         return msgspec.structs.replace(self, **names)
+
+    def count(self) -> int:
+        """How many names they have."""
+        fields = (self.may_send_to, self.may_claim, self.may_read, self.only_message, self.only_buses)
+        return sum(map(len, fields))
 
     def shown(self) -> str:
         """The permissions as words of `postroom token create`."""
@@ -156,7 +162,7 @@ class Tokens:
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
         with self._changing() as tokens:
-            _check_room(tokens, org)
+            _check_room(tokens, org, permissions)
             if any(agent == token.token_id for token in tokens):  # the name of an operator without an agent
                 raise InvalidMessage(f"{agent!r} is the id of a token: choose another name of the agent")
             expires = _earliest(expires, _end_of(tokens, maker_id))
@@ -199,7 +205,7 @@ class Tokens:
                     )  # fmt: skip
                     kept = [msgspec.structs.replace(old, expires=end)] if end > now else []
                     if kept:
-                        _check_room(tokens, old.org)
+                        _check_room(tokens, old.org, old.permissions)
                     tokens[index : index + 1] = [*kept, successor]
                     return made
             raise _unknown(tokens, token_id)
@@ -322,12 +328,20 @@ def _earliest(*ends: datetime | None) -> datetime | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _check_room(tokens: Sequence[RegisteredToken], org: str) -> None:
+def _check_room(tokens: Sequence[RegisteredToken], org: str, permissions: Permissions) -> None:
+    """Refuse a token beyond the limits. Every process reads all tokens again after each change."""
     if len(tokens) >= TOKENS_MAX:
         raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
-    if org and sum(token.org == org for token in tokens) >= TOKENS_AN_ORGANIZATION_MAX:
+    of_org = [token for token in tokens if token.org == org]
+    if org and len(of_org) >= TOKENS_AN_ORGANIZATION_MAX:
         raise InvalidMessage(
             f"{org!r} has {TOKENS_AN_ORGANIZATION_MAX} tokens already, which is the limit: revoke some"
+        )
+    named = permissions.count() and permissions.count() + sum(token.permissions.count() for token in of_org)
+    if org and named > PERMITTED_NAMES_AN_ORGANIZATION_MAX:
+        raise InvalidMessage(
+            f"the permissions of the tokens of {org!r} would have more than "
+            f"{PERMITTED_NAMES_AN_ORGANIZATION_MAX} names: revoke some"
         )
 
 
