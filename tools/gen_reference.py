@@ -25,6 +25,7 @@ from postroom.core.events import OPERATIONS, AuditEvent
 from postroom.core.gate import GATE, WHO, Entry
 from postroom.core.lifecycle import TRANSITIONS
 from postroom.core.redaction import Redactor
+from postroom.mcp.resources import gated
 from postroom.message import Event, EventKind, State
 from postroom.page.mount import PageMount
 from postroom.runtime.endpoint import STATUS_OF
@@ -181,7 +182,7 @@ Beside its role, a token may have permissions ([tokens](../contracts/up.md#token
 only the rows with "yes"; `--only-message` and `--only-bus` limit the rows that name them to those agents and
 buses; `--may-claim`, `--may-read` and `--may-send-to` add objects of other agents.
 """
-PLACES = ("HTTP", "page")
+PLACES = ("HTTP", "page", "MCP")
 
 # ---- descriptions that are not in the code; every name needs one ------------------------------------
 
@@ -661,7 +662,7 @@ def permissions_page() -> str:
         [
             PERMISSIONS_HEAD,
             rows(
-                "| permission | to | who | a read-only token | only | also | HTTP | page |",
+                "| permission | to | who | a read-only token | only | also | HTTP | page | MCP |",
                 (
                     permission_row(action, entry, [calls.get(place, []) for place in PLACES])
                     for (action, entry), calls in zip(GATE.items(), by_entry.values(), strict=True)
@@ -679,6 +680,8 @@ def gated_calls() -> Iterator[tuple[str, str, str]]:
         yield "HTTP", served.entry, f"{served.route.method} {served.route.path}"
     for served in PageMount(TasksApp(nullcontext), Redactor).routes():
         yield "page", served.entry, f"{served.route.method} {served.route.path}"
+    for name, entry in gated():
+        yield "MCP", entry, name
 
 
 def permission_row(action: str, entry: Entry, places: Iterable[list[str]]) -> str:

@@ -11,8 +11,10 @@ import pytest
 
 from postroom import Engine, Tasks
 from postroom.core.redaction import Redactor
+from postroom.mcp.mount import mount as mcp
 from postroom.page.mount import mount
 from postroom.runtime.agents import Agents
+from postroom.runtime.buses import Buses
 from postroom.runtime.http import TasksApp, create_app
 from postroom.runtime.routes import ROUTES
 from postroom.runtime.tokens import Permissions
@@ -71,25 +73,31 @@ class Place:
 
     async def call(self, caller: str, method: str, path: str, body: bytes = b"{}") -> tuple[int, str]:
         path, _, query = path.partition("?")
+        accept = b"application/json, text/event-stream" if path == "/mcp" else b"*/*"
         scope = {
             "type": "http", "method": method, "path": path, "raw_path": path.encode(), "scheme": "http",
             "query_string": query.encode(), "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
             "headers": [
-                (b"host", b"127.0.0.1"), (b"authorization", f"Bearer {self.tokens[caller]}".encode()),
+                (b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"accept", accept),
+                (b"authorization", f"Bearer {self.tokens[caller]}".encode()),
             ],
         }  # fmt: skip
         status, answer, received = 0, b"", self.received
+        ended = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             self.received += 1
-            if self.received > received + 1:  # the caller is still there
-                await asyncio.Future[None]()
+            if self.received > received + 1:  # the caller leaves when it has the whole answer
+                await ended.wait()
+                return {"type": "http.disconnect"}
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
             nonlocal status, answer
             status = message.get("status", status)
             answer += message.get("body", b"")
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                ended.set()
 
         await self.app(scope, receive, send)
         return status, answer.decode()
@@ -103,7 +111,7 @@ def tasks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tasks]:
 
 @asynccontextmanager
 async def opened(tasks: Tasks, data: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    app = create_app(data, tasks, engine=Engine(tasks.store), page=mount(Redactor))
+    app = create_app(data, tasks, engine=Engine(tasks.store), page=mount(Redactor), mounted=mcp)
     async with app.router.lifespan_context(app):
         yield Place(app, data, tasks, monkeypatch)
 
@@ -148,6 +156,42 @@ def test_a_search_by_id_reads_no_message_of_another_organization(
             assert (status, place.loads) == (404, [])
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_bus_of_another_organization_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Over HTTP, the page and MCP: the same answer as for a bus that does not exist."""
+
+    async def run() -> None:
+        with Tasks.open("memory://") as tasks:
+            async with opened(tasks, tmp_path, monkeypatch) as place:
+                note = json.dumps({"type": "note", "project_id": "p", "body": "x" * size}).encode()
+                assert (await place.call("ada", "POST", "/bus/secret/messages", note))[0] == 201
+                files: list[str] = []
+                monkeypatch.setattr(Buses, "_bus", lambda *_: files.append("opened"))
+                for caller in ("zoe", "foreign", "limited"):
+                    for method, path in (
+                        ("GET", "/bus/{}/messages"), ("GET", "/page/buses/{}"), ("POST", "/bus/{}/remove"),
+                    ):  # fmt: skip
+                        found = await place.call(caller, method, path.format("secret"))
+                        missing = await place.call(caller, method, path.format("absent"))
+                        assert found == (missing[0], missing[1].replace("absent", "secret"))
+                    assert await _tool(place, caller, "secret") == await _tool(place, caller, "absent")
+                    assert "secret" not in (await place.call(caller, "GET", "/bus"))[1]
+                assert files == []
+
+    asyncio.run(run())
+
+
+async def _tool(place: Place, caller: str, bus: str) -> str:
+    """What the tool `read_bus` answers."""
+    call = {"name": "read_bus", "arguments": {"bus": bus}}
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}).encode()
+    status, answer = await place.call(caller, "POST", "/mcp", body)
+    assert status == 200, answer
+    return answer.replace(bus, "NAME")
 
 
 def test_no_body_of_a_call_that_the_token_may_not_make_is_received(

@@ -17,6 +17,9 @@ from postroom.core.gate import (
 )
 from postroom.core.redaction import Redactor
 from postroom.errors import NoEntry
+from postroom.mcp import resources
+from postroom.mcp.mount import mount
+from postroom.mcp.tools import Arguments, Tool, who_is_there
 from postroom.page.mount import PageMount
 from postroom.runtime import http
 from postroom.runtime.agents import Identity
@@ -152,3 +155,10 @@ def test_a_page_with_a_route_without_an_entry_does_not_start(monkeypatch: pytest
     monkeypatch.setattr(PageMount, "routes", lambda _: [UNGATED])
     with pytest.raises(NoEntry, match="GET /secrets"):
         PageMount(TasksApp(nullcontext), Redactor)
+
+
+def test_a_tool_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = Tool("peek", Arguments, who_is_there, "secret.read")
+    monkeypatch.setattr(resources, "TOOLS", [tool])
+    with pytest.raises(NoEntry, match="peek names"):
+        mount(TasksApp(nullcontext))

@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http import HTTPStatus
 from http.client import HTTPMessage
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.types import Message
 
 from postroom.client.calls import TIMEOUT_S, HttpClient
 from postroom.client.connections import Call, refusal
+from postroom.core.gate import GATE, refused
 from postroom.errors import NotAllowed, PostroomError
 from postroom.runtime.agents import Identity
 from postroom.runtime.endpoint import note_refusal
 from postroom.runtime.http import TasksApp
 from postroom.runtime.http_messages import IDENTITY, TOKEN
 from postroom.runtime.schemas import CallerAnswer
+from postroom.runtime.tokens import Role
 
 ORG_DEFAULT = "default"
 """The organization in which an operator of all organizations acts as an agent."""
@@ -34,15 +36,28 @@ _decode = msgspec.json.Decoder().decode
 class Backend(ABC):
     """The routes as one caller reaches them."""
 
-    role: str
-    org: str
-    """The organization that the agent belongs to."""
-    agent: str
-    """The agent that the caller is, or that an operator acts as."""
-    is_operator: bool
-    """Whether the caller operates all organizations."""
-    is_member: bool
-    """Whether the caller is an agent of the team. An operator without `--agent` may only look."""
+    def __init__(self, identity: Identity, agent: str, org: str) -> None:
+        self.role = identity.role
+        self.is_operator = identity.is_operator
+        """Whether the caller operates all organizations."""
+        self.org = identity.org or org or ORG_DEFAULT
+        """The organization that the agent belongs to."""
+        self.agent = (agent if self.is_operator else "") or identity.name
+        """The agent that the caller is, or that an operator acts as."""
+        self._identity = identity
+        self._acting = identity.acting_as(self.agent, self.org) if self.is_operator else identity
+        self.is_member = (identity.role == "agent" or bool(agent)) and not self.refuses("agent.join")
+        """Whether the caller is an agent of the team. An operator without `--agent` may only look."""
+
+    def refuses(self, action: str) -> str:
+        """Why the token does not allow an action of the table of `core.gate`; empty when it does."""
+        return refused(self._acting if GATE[action].who == "member" else self._identity, action)
+
+    def check(self, action: str) -> None:
+        """Raises `NotAllowed` for an action that the token does not allow."""
+        why = self.refuses(action)
+        if why:
+            raise NotAllowed(HTTPStatus.FORBIDDEN, why)
 
     @abstractmethod
     async def call(
@@ -86,13 +101,7 @@ class LocalBackend(Backend):
         self._app = app
         self._token = token
         self._client = client
-        self._identity = identity
-        self.role = identity.role
-        self.is_operator = identity.is_operator
-        self.is_member = identity.role == "agent" or bool(agent)
-        self.org = identity.org or org or ORG_DEFAULT
-        self.agent = (agent if self.is_operator else "") or identity.name
-        self._acting = identity.acting_as(self.agent, self.org) if self.is_operator else identity
+        super().__init__(identity, agent, org)
 
     def begin(self) -> None:
         self.check_token()
@@ -177,16 +186,12 @@ class RemoteBackend(Backend):
         self._own = HttpClient(url, token)
         found = self._own.request("GET", "/whoami")
         caller = msgspec.convert(found, CallerAnswer)
-        self.role = caller.role
-        self.is_operator = caller.role != "agent" and not caller.org
-        self.is_member = caller.role == "agent" or bool(agent)
-        self.org = caller.org or org or ORG_DEFAULT
-        self.agent = (agent if self.is_operator else "") or caller.name
+        super().__init__(Identity(caller.name, cast("Role", caller.role), org=caller.org), agent, org)
         acting = {"postroom-agent": f"{self.org}/{self.agent}"} if self.is_operator else {}
-        self._acting = HttpClient(url, token, headers=acting)
+        self._as_agent = HttpClient(url, token, headers=acting)
 
     async def call(
         self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0
     ) -> Any:
-        client = self._acting if as_agent else self._own
+        client = self._as_agent if as_agent else self._own
         return await asyncio.to_thread(client.request, method, path, body, timeout_s=TIMEOUT_S + wait_s)

@@ -16,6 +16,7 @@ from postroom.core.jsoninput import check_json
 from postroom.errors import PostroomError
 from postroom.mcp.backend import LocalBackend
 from postroom.mcp.presence import Presence
+from postroom.mcp.resources import check_entries
 from postroom.runtime.endpoint import read_body, refuse
 from postroom.runtime.http import TasksApp
 from postroom.runtime.http_messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
@@ -27,7 +28,8 @@ ELEMENTS_MAX = 50_000
 
 
 def mount(app: TasksApp) -> "McpMount":
-    """The MCP endpoint of a task server."""
+    """The MCP endpoint of a task server. Raises `NoEntry`."""
+    check_entries()
     return McpMount(app)
 
 

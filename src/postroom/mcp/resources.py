@@ -1,15 +1,16 @@
 """The resources (messages, traces and buses) and the prompts of the MCP server."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 
+from postroom.core.gate import entry_of
 from postroom.errors import InvalidMessage
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import labelled
-from postroom.mcp.tools import BUDGET_TOKENS_MAX, ReadBusArguments, info_of, read_bus
+from postroom.mcp.tools import BUDGET_TOKENS_MAX, TOOLS, ReadBusArguments, info_of, read_bus
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -23,13 +24,33 @@ class Template(NamedTuple):
     name: str
     uri: str
     description: str
+    entry: str
+    """Who may read it: its entry in the table of `core.gate`."""
 
 
 TEMPLATES: Sequence[Template] = (
-    Template("message", f"{SCHEME}messages/{{id}}", "A message or a task with its payload and its result."),
-    Template("trace", f"{SCHEME}traces/{{id}}", "Everything that happened to a message or a task, in order."),
-    Template("bus", f"{SCHEME}buses/{{name}}", "The messages of a bus, the oldest first."),
-)
+    Template(
+        "message", f"{SCHEME}messages/{{id}}", "A message or a task with its payload and its result.",
+        "message.read",
+    ),
+    Template(
+        "trace", f"{SCHEME}traces/{{id}}", "Everything that happened to a message or a task, in order.",
+        "message.read",
+    ),
+    Template("bus", f"{SCHEME}buses/{{name}}", "The messages of a bus, the oldest first.", "bus.read"),
+)  # fmt: skip
+
+
+def gated() -> Iterator[tuple[str, str]]:
+    """Every tool and every kind of resource, with its entry."""
+    yield from ((tool.name, tool.entry) for tool in TOOLS)
+    yield from ((template.uri, template.entry) for template in TEMPLATES)
+
+
+def check_entries() -> None:
+    """Raises `NoEntry` when a tool or a resource names no entry of the table of permissions."""
+    for name, entry in gated():
+        entry_of(entry, name)
 
 
 async def read(backend: Backend, uri: str) -> str:
@@ -39,6 +60,9 @@ async def read(backend: Backend, uri: str) -> str:
         kind = ""
     name = unquote(name)
     found: dict[str, Any]
+    for template in TEMPLATES:
+        if template.uri.startswith(f"{SCHEME}{kind}/"):
+            backend.check(template.entry)
     match kind:
         case "messages":
             found = await info_of(backend, name)

@@ -31,7 +31,8 @@ STRUCTURED_CHARS_MAX = 64 * 1024
 
 
 def create_server(backend_of: Callable[[Context], Backend], presence: Presence) -> "Server[Any]":
-    """The server. `backend_of` gives the caller of a request."""
+    """The server. `backend_of` gives the caller of a request. Raises `NoEntry`."""
+    resources.check_entries()
 
     async def list_tools(ctx: Context, _params: Any) -> types.ListToolsResult:
         return types.ListToolsResult(tools=[_described(tool) for tool in tools_of(backend_of(ctx))])
@@ -129,12 +130,11 @@ def _described(tool: Tool) -> types.Tool:
 async def _called(
     backend: Backend, name: str, given: dict[str, Any], presence: Presence
 ) -> types.CallToolResult:
-    tool = next((one for one in tools_of(backend) if one.name == name), None)
+    tool = next((one for one in TOOLS if one.name == name), None)
     if tool is None:
         known = ", ".join(one.name for one in tools_of(backend))
-        raise NotAllowed(
-            HTTPStatus.FORBIDDEN, f"there is no tool {name!r} for the role {backend.role}, which has {known}"
-        )
+        raise NotAllowed(HTTPStatus.FORBIDDEN, f"there is no tool {name!r}: this token has {known}")
+    backend.check(tool.entry)
     arguments = checked_arguments(tool, given)
     if tool.is_team and (backend.is_member or not tool.is_read_only):
         presence.note(backend)

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom.core.fieldfaults import field_fault
+from postroom.core.gate import GATE
 from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import Entry, labelled, page
@@ -65,10 +66,15 @@ class Tool(NamedTuple):
     name: str
     arguments: type[Arguments]
     run: Run
-    is_read_only: bool = False
-    is_for_operators: bool = False
+    entry: str
+    """Who may use it: its entry in the table of `core.gate`. The routes that it calls have theirs."""
     is_team: bool = False
     """Whether an agent joins the team by using it."""
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it changes nothing."""
+        return not GATE[self.entry].changes
 
 
 # ---- messages between agents -------------------------------------------------------------------------
@@ -566,30 +572,30 @@ async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
 # ---- all tools ---------------------------------------------------------------------------------------
 
 TOOLS: Sequence[Tool] = (
-    Tool("who_is_there", WhoIsThereArguments, who_is_there, is_read_only=True, is_team=True),
-    Tool("send", SendArguments, send, is_team=True),
-    Tool("inbox", InboxArguments, inbox, is_team=True),
-    Tool("ask", AskArguments, ask, is_team=True),
-    Tool("reply", ReplyArguments, reply, is_team=True),
-    Tool("wait_for", WaitForArguments, wait_for, is_read_only=True, is_team=True),
-    Tool("enqueue", EnqueueArguments, enqueue),
-    Tool("claim", ClaimArguments, claim),
-    Tool("complete", CompleteArguments, complete),
-    Tool("fail", FailArguments, fail),
-    Tool("post", PostArguments, post),
-    Tool("read_bus", ReadBusArguments, read_bus, is_read_only=True),
-    Tool("submit", SubmitArguments, submit),
-    Tool("result", ResultArguments, result, is_read_only=True),
-    Tool("explain", ExplainArguments, explain, is_read_only=True),
-    Tool("search", SearchArguments, search, is_read_only=True),
-    Tool("dead_letters", DeadLettersArguments, dead_letters, is_read_only=True, is_for_operators=True),
-    Tool("replay", ReplayArguments, replay, is_for_operators=True),
+    Tool("who_is_there", WhoIsThereArguments, who_is_there, "agent.list", is_team=True),
+    Tool("send", SendArguments, send, "agent.send", is_team=True),
+    Tool("inbox", InboxArguments, inbox, "agent.inbox", is_team=True),
+    Tool("ask", AskArguments, ask, "agent.send", is_team=True),
+    Tool("reply", ReplyArguments, reply, "agent.send", is_team=True),
+    Tool("wait_for", WaitForArguments, wait_for, "message.read", is_team=True),
+    Tool("enqueue", EnqueueArguments, enqueue, "task.enqueue"),
+    Tool("claim", ClaimArguments, claim, "task.claim"),
+    Tool("complete", CompleteArguments, complete, "task.settle"),
+    Tool("fail", FailArguments, fail, "task.settle"),
+    Tool("post", PostArguments, post, "bus.post"),
+    Tool("read_bus", ReadBusArguments, read_bus, "bus.read"),
+    Tool("submit", SubmitArguments, submit, "message.submit"),
+    Tool("result", ResultArguments, result, "message.read"),
+    Tool("explain", ExplainArguments, explain, "message.read"),
+    Tool("search", SearchArguments, search, "message.list"),
+    Tool("dead_letters", DeadLettersArguments, dead_letters, "letter.list"),
+    Tool("replay", ReplayArguments, replay, "letter.replay"),
 )
 
 
 def tools_of(backend: Backend) -> list[Tool]:
-    """The tools that the role of the caller allows."""
-    return [tool for tool in TOOLS if not (tool.is_for_operators and backend.role == "agent")]
+    """The tools that the token of the caller allows."""
+    return [tool for tool in TOOLS if not backend.refuses(tool.entry)]
 
 
 def checked_arguments(tool: Tool, given: dict[str, Any]) -> Arguments:
