@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
-from postroom.errors import InvalidMessage, TooMany
+from postroom.errors import InvalidMessage, NotAllowed, TooMany
 from postroom.mcp.backend import LocalBackend
 from postroom.mcp.resources import ANSWER_BYTES_MAX, read
-from postroom.mcp.tools import ReplyArguments, WaitForArguments, reply, wait_for
-from postroom.runtime.agents import Agents
+from postroom.mcp.tools import ClaimArguments, ReplyArguments, WaitForArguments, claim, reply, wait_for
+from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.http import TasksApp, create_app
-from postroom.runtime.task_server import STREAMS_A_TOKEN_MAX
-from tests.waiting import eventually
+from postroom.runtime.task_server import STREAMS_A_TOKEN_MAX, TaskServer
+from postroom.runtime.tokens import Tokens
+from tests.waiting import HANG_GUARD_S, eventually
 
 
 class Recording(LocalBackend):
@@ -81,6 +82,45 @@ def test_a_tool_that_waits_counts_as_a_stream_and_reads_each_message_once(app: T
             assert share.used == 0
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+@pytest.mark.parametrize("tool", ["inbox", "question", "message", "claim"])
+def test_a_tool_that_waits_ends_with_its_token(app: TasksApp, tool: str, *, is_revoked: bool) -> None:
+    """The token is revoked by another process, or expires."""
+
+    async def story() -> None:
+        async with app.router.lifespan_context(app):
+            server = app.running_server()
+            ada, bob = backend_of(app, "ada"), backend_of(app, "bob")
+            question_id = await asked(ada, bob, "why?")
+            message = {"type": "tool_call", "payload": {}, "delay_s": 3600}
+            message_id = (await ada.call("POST", "/engine/messages", message))["message_id"]
+            tokens = Tokens(server.agents.data)
+            made = tokens.create("agent", "acme", "ada", expires_s=None if is_revoked else 2.0)
+            ending = LocalBackend(app, identified(server, made.token), token=made.token)
+            waits = {
+                "inbox": lambda: wait_for(ending, WaitForArguments(wait_s=30)),
+                "question": lambda: wait_for(ending, WaitForArguments(id=question_id, wait_s=30)),
+                "message": lambda: wait_for(ending, WaitForArguments(id=message_id, wait_s=30)),
+                "claim": lambda: claim(ending, ClaimArguments(wait_s=30)),
+            }
+            waiting = asyncio.ensure_future(waits[tool]())
+            shares = server.stream_share, server.poll_share
+            await eventually(lambda: sum(share.used for share in shares) == 1)
+            if is_revoked:
+                tokens.revoke(made.token_id)
+            with pytest.raises(NotAllowed, match="the token has expired or was revoked"):
+                await asyncio.wait_for(waiting, HANG_GUARD_S)
+            assert [share.used for share in shares] == [0, 0]
+
+    asyncio.run(story())
+
+
+def identified(server: TaskServer, token: str) -> Identity:
+    identity = server.agents.identify(token)
+    assert identity is not None
+    return identity
 
 
 def test_an_answer_has_a_limited_length(app: TasksApp) -> None:

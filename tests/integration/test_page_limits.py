@@ -15,6 +15,8 @@ from postroom.page.mount import mount
 from postroom.page.redaction import REDACTED_CHARS_MAX
 from postroom.runtime.agents import Agents
 from postroom.runtime.http import TasksApp, create_app
+from postroom.runtime.tokens import Tokens
+from tests.waiting import HANG_GUARD_S, eventually
 
 LONG = "x " * (REDACTED_CHARS_MAX // 5)
 
@@ -65,13 +67,32 @@ class Page:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": [(b"authorization", f"Bearer {self.token}".encode()), (b"host", b"localhost")],
-        }  # fmt: skip
-        await self.app(scope, receive, send)
+        headers = [(b"authorization", f"Bearer {self.token}".encode())]
+        await self.app(self._scope(method, path, headers), receive, send)
         assert sent[0]["status"] < 300, sent
         return json.loads(b"".join(message.get("body", b"") for message in sent))
+
+    async def stream(self, path: str, token: str) -> None:
+        """Read a stream to its end."""
+
+        async def receive() -> Any:
+            if asked:
+                return {"type": "http.request", "body": asked.pop(), "more_body": False}
+            return await asyncio.Future[Any]()
+
+        async def send(message: Any) -> None:
+            assert message.get("status", 200) == 200
+
+        asked = [b""]
+        headers = [(b"authorization", f"Bearer {token}".encode()), (b"accept", b"text/event-stream")]
+        await self.app(self._scope("GET", path, headers), receive, send)
+
+    @staticmethod
+    def _scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        return {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(b"host", b"localhost"), *headers],
+        }  # fmt: skip
 
     async def show(self, path: str) -> str:
         """A view as text. Checks what it cost."""
@@ -87,6 +108,35 @@ def page(tmp_path: Path) -> Iterator[Page]:
     made = Page(tmp_path / "run")
     yield made
     made.tasks.close()
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+@pytest.mark.parametrize("path", ["/page/stream", "/page/buses/team/stream", "/events", "/bus/team/messages"])
+def test_a_stream_ends_with_its_token_and_gives_its_share_back(
+    page: Page, path: str, *, is_revoked: bool
+) -> None:
+    """The token is revoked by another process, or expires."""
+
+    async def story() -> None:
+        async with page.app.router.lifespan_context(page.app):
+            server = page.app.running_server()
+            body = {"type": "note", "project_id": "p", "body": "news"}
+            await page.call("POST", "/bus/team/messages", body)
+            tokens = Tokens(server.agents.data)
+            made = tokens.create("agent", "acme", "ada", expires_s=None if is_revoked else 2.0)
+            stream = asyncio.ensure_future(page.stream(path, made.token))
+
+            def used() -> int:
+                live = page.app.page._live  # type: ignore[union-attr]
+                return server.stream_share.used + (0 if live is None else live._share.used)
+
+            await eventually(lambda: used() == 1)
+            if is_revoked:
+                tokens.revoke(made.token_id)
+            await asyncio.wait_for(stream, HANG_GUARD_S)
+            assert used() == 0
+
+    asyncio.run(story())
 
 
 def test_a_view_redacts_in_a_thread_and_a_limited_number_of_characters(page: Page) -> None:
@@ -110,5 +160,10 @@ def test_a_view_redacts_in_a_thread_and_a_limited_number_of_characters(page: Pag
                 lease = {"task_id": claimed["task_id"], "lease": claimed["lease"]}
                 await page.call("POST", "/queue/fail", {**lease, "error": LONG[:4_000]})
             await page.show("/page/agents/ada/tasks")
+            for _ in range(10):
+                await page.call("POST", "/queue/enqueue", {"agent": "ada", "payload": "x" * 1_000_000})
+            listed = await page.call("GET", "/page/agents/ada/tasks")
+            assert 5 < len(listed["tasks"]) < 10
+            assert listed["before"] == listed["tasks"][-1]["seq"]
 
     asyncio.run(story())

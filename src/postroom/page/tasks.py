@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from postroom.contracts.task_views import TaskInfo
 from postroom.core.lifecycle import NANOS_PER_S
@@ -19,6 +20,7 @@ from postroom.page.messages import accepted_at, newest_first, shown_event
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
 from postroom.runtime.agents import Identity
+from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.runtime.handlers import check_reads, readable_task, reads
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_server import TaskServer
@@ -133,18 +135,24 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 def newest_tasks(
     transaction: Transaction, agent: str, query: TasksQuery
 ) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-    """The newest tasks of an agent with their ages, the cursor behind them, and the time it has reached."""
+    """The newest tasks of an agent with their ages, the cursor behind them, and the time it has reached.
+
+    They are without their payloads. The list ends after `SEARCHED_BYTES_MAX` of these.
+    """
     state: State | None = None if query.state is UNSET else query.state
     found: list[tuple[Stored, float]] = []
     last: Record | None = None
+    size = 0
     for record in newest_first(transaction, agent, state, query.before, query.limit):
         if isinstance(record, int):  # the numbers that one call may walk are used up
             return found, record, None if last is None else accepted_at(last)
         last = record
         stored = transaction.load(record.message_id)
         if stored is not None:
-            found.append((stored, (transaction.wall_us - record.created_us) / MICROS_PER_S))
-        if len(found) == query.limit:
+            size += len(stored.envelope.payload)
+            age_s = (transaction.wall_us - record.created_us) / MICROS_PER_S
+            found.append((replace(stored, envelope=replace(stored.envelope, payload=b"")), age_s))
+        if len(found) == query.limit or size >= SEARCHED_BYTES_MAX:
             return found, record.seq, accepted_at(record)
     return found, 0, None
 
