@@ -101,18 +101,11 @@ def test_the_url_of_a_store_shows_no_password() -> None:
 # ---- lanes and delays --------------------------------------------------------------------------------------
 
 
-def test_a_lane_dead_letters_into_the_one_above_and_none_into_p0() -> None:
-    topology = Topology("x")
-    arguments = dict(topology.lanes("org:acme"))
-    targets = {name: each.get("x-dead-letter-routing-key") for name, each in arguments.items()}
-    assert targets == {
-        "x.acme.p0": None,
-        "x.acme.promoted": None,
-        "x.acme.p1": "x.acme.promoted",
-        "x.acme.p2": "x.acme.p1",
-        "x.acme.p3": "x.acme.p2",
-    }
-    assert [arguments[f"x.acme.p{lane}"]["x-message-ttl"] for lane in (1, 2, 3)] == [5_000, 15_000, 30_000]
+@pytest.mark.parametrize("is_quorum", [False, True])
+def test_a_message_stays_in_the_lane_of_its_priority(is_quorum: bool) -> None:
+    expected = {"x-queue-type": "quorum"} if is_quorum else {}
+    lanes = Topology("x", is_quorum).lanes("org:acme")
+    assert lanes == [(f"x.acme.{name}", expected) for name in ("p0", "lane1", "lane2", "lane3")]
 
 
 @pytest.mark.parametrize("delay_ms", [1, 99, 101, 9_999, 10_001, 61_234, 86_400_000, 10**11])

@@ -16,7 +16,7 @@ import pika  # type: ignore[import-untyped]
 import psycopg
 import pytest
 
-from postroom import Engine, Policy, Tasks, open_store
+from postroom import Engine, Policy, open_store
 from postroom.core.retry import Retry
 from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX, Envelope
@@ -113,14 +113,10 @@ def channel_of(rabbit: RabbitServer) -> Any:
     ).channel()
 
 
-async def until_promoted(engine: Engine, rabbit: RabbitServer, count: int) -> None:
-    """Wait until messages are in the last queue that a message can climb to."""
-    name = store_of(engine)._topology().lane("org:acme", rabbitmq_lanes.PROMOTED)
-    channel = channel_of(rabbit)
-    try:
-        await until(lambda: channel.queue_declare(name, durable=True).method.message_count >= count)
-    finally:
-        channel.connection.close()
+async def until_in_broker(engine: Engine, count: int) -> None:
+    """Wait until the broker holds so many ids."""
+    broker = store_of(engine)._started()
+    await until(lambda: broker.counts(["org:acme"]) == {"org:acme": count})
 
 
 def empty_lanes(rabbit: RabbitServer, store: RabbitStore) -> None:
@@ -305,33 +301,21 @@ async def until_async(engine: Engine, message_id: str, state: str) -> None:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_a_waiting_message_climbs_to_the_promoted_lane_and_its_event_is_emitted(
-    url: str, rabbit: RabbitServer
-) -> None:
-    policy = Policy(promote_after_s=(0.3, 0.3, 0.3))
-    with Engine.open(url, policy) as engine:
-        echo(engine)
-        handles = await submit(engine, 3, priority=3)
-        await until_promoted(engine, rabbit, 3)
-        async with working(engine):
-            await results(handles)
-        kinds = [event.kind for event in engine.store.events(limit=1_000)]
-        assert kinds.count("promoted") == 3
-
-
-@pytest.mark.usefixtures("broker_alone")
-@in_loop
-async def test_an_accepted_p0_does_not_wait_behind_promoted_messages(url: str, rabbit: RabbitServer) -> None:
-    policy = Policy(promote_after_s=(0.1, 0.1, 0.1))
-    with Engine.open(url, policy) as engine:
+async def test_messages_keep_their_priority_when_all_have_aged(any_url: str) -> None:
+    """Bulk of the same organization does not stand in front of urgent messages, in the broker either."""
+    policy = Policy(promote_after_s=(0.001, 0.001, 0.001))
+    with Engine.open(any_url, policy) as engine:
         seen = echo(engine)
-        old = await submit(engine, 200, priority=1)
-        await until_promoted(engine, rabbit, 200)
+        bulk = await submit(engine, 100, priority=3)
+        await until_in_broker(engine, 100)
+        urgent = [*await submit(engine, 10, priority=0), *await submit(engine, 10, priority=1)]
+        await until_in_broker(engine, 120)
         async with working(engine, concurrency=1):
-            await until(lambda: len(seen) > 5)
-            await results(await submit(engine, 1, priority=0, org_id="acme"))
-            assert len(seen) < 120
-            await results(old)
+            await results(urgent)
+            assert len(seen) < 80, "bulk came first"
+            await results(bulk)
+        kinds = [event.kind for event in engine.store.events(limit=10_000)]
+        assert kinds.count("promoted") == 110, "all but P0"
 
 
 @pytest.mark.usefixtures("broker_alone")
@@ -380,7 +364,7 @@ async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit:
 
         handles = await submit(engine, count, priority=3)
         for turn in range(rounds + 1):
-            await until_promoted(engine, rabbit, count)
+            await until_in_broker(engine, count)
             async with working(engine):
                 await until(partial(has_failed, count * min(turn + 1, rounds)))
                 if turn == rounds:
@@ -568,49 +552,12 @@ async def test_a_sqlite_ledger_is_refused_to_a_second_host(url: str, monkeypatch
             await submit(other, 1)
 
 
-@pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_other_times_of_promotion_are_refused_until_they_are_changed_on_purpose(
-    any_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    isolate(monkeypatch, tmp_path)
-    fast, slow = Policy(promote_after_s=(1, 2, 3)), Policy(promote_after_s=(7, 8, 9))
-    assert postroom("engine", "promotion", "--data", any_url).line == {"promote_after_s": None}
-    with Engine.open(any_url, fast) as engine, Engine.open(any_url, slow) as other:
-        handles = await submit(engine, 1, priority=3)
-        with pytest.raises(InvalidSetting, match=r"7-8-9 here and 1-2-3 in .* postroom engine promotion"):
-            await submit(other, 1)
-        with Engine.open(any_url) as usual:  # the default takes what is noted, so that commands work
-            handles += await submit(usual, 1, priority=3)
-            assert lanes_of(store_of(usual)) == lanes_of(store_of(engine))
-            echo(usual)
-            async with working(usual):
-                await results(handles)
-        await submit(engine, 1, priority=3)
-    changed = postroom("engine", "promotion", "--data", any_url, "7", "8", "9")
-    assert changed.line == {"promote_after_s": [7.0, 8.0, 9.0]}
-    with Engine.open(any_url, slow) as engine:
-        echo(engine)
-        async with working(engine):
-            await results(await submit(engine, 1, priority=3))
-            store_of(engine).reconcile()  # what the old queues hold
-            await until(lambda: engine.store.count()["org:acme"].get("COMPLETED") == 4)
-    with Engine.open(any_url, fast) as engine, pytest.raises(InvalidSetting, match="1-2-3 here"):
-        await submit(engine, 1)
-    for times in (("nan", "1", "1"), ("inf", "1", "1"), ("1e-12", "1", "1"), ("1e9", "1", "1"), ("1", "1")):
-        refused = postroom("engine", "promotion", "--data", any_url, *times)
-        assert (refused.code, refused.out) == (2, "")
-        assert "three numbers of seconds from 0.001 to" in refused.error
-
-
-def test_a_handle_of_tasks_notes_no_times_and_takes_those_of_a_later_engine(url: str) -> None:
-    with closing(Tasks.open(url)) as tasks:
-        tasks.enqueue(agent="a", payload=1)
-        assert isinstance(tasks.store, RabbitStore)
-        assert tasks.store.noted_promotion() is None
-        engine = Engine(tasks.store, Policy(promote_after_s=(1, 2, 3)))
-        engine.blocking.submit(type=TYPE, org_id="acme", payload={})
-        assert ".1-2-3." in lanes_of(tasks.store)[0]
+async def test_processes_may_promote_after_different_times(any_url: str, broker_alone: None) -> None:
+    with Engine.open(any_url, Policy(promote_after_s=(1, 2, 3))) as one, Engine.open(any_url) as other:
+        echo(other)
+        async with working(other):
+            await results(await submit(one, 5, priority=3))
 
 
 @in_loop

@@ -26,7 +26,6 @@ from postroom.stores.base import Counted, Listing, ready
 from postroom.stores.conversion import Progress
 from postroom.stores.rabbitmq_lanes import (
     OWN_LANES_MAX,
-    PROMOTE_AFTER_NS,
     SHARD_PREFIX,
     SHARDS,
     Deliveries,
@@ -60,8 +59,6 @@ START_S = 5.0  # how long the first call waits for the broker
 HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
 LOOK, STOP = "look for new homes", "stop"
 SWEEP_CELL = "amqp-sweep"
-PROMOTION_CELL = "amqp-promotion"
-"""How long a message waits in each lane, in nanoseconds: the queues of all processes have these times."""
 OPTIONS = ("cafile", "p0", "prefetch", "queues")
 
 _log = library_log("postroom.store")
@@ -140,7 +137,6 @@ class RabbitStore(Store):
         self.url = f"{address.shown}?ledger={ledger.url}"
         self.fatal_errors = ledger.fatal_errors
         self.capabilities = _capabilities(address, ledger.capabilities)
-        self._promote_after_ns: tuple[int, ...] | None = None
         """None while no engine uses this handle: then the times are those of the other processes."""
         self._fresh()
         reset_after_fork(self)
@@ -200,35 +196,6 @@ class RabbitStore(Store):
 
     # ---- the broker ----------------------------------------------------------------------------
 
-    def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:
-        if promote_after_ns != self._promote_after_ns:
-            self._promote_after_ns = promote_after_ns
-            self._close_broker()  # its queues may have other times
-
-    def _times(self) -> tuple[int, ...]:
-        """How long a message waits in each lane: the same for all processes of the ledger.
-
-        The first process notes its times. Other times would be other queues, from which the others take
-        nothing, so they are refused. A process with the default times takes those that are noted.
-        """
-        own, noted = self._promote_after_ns, self.noted_promotion()
-        if noted is None and own is not None:
-            noted = self._ledger.write(partial(_note_times, own))
-        if own in (None, PROMOTE_AFTER_NS, noted):
-            return noted or PROMOTE_AFTER_NS
-        raise InvalidSetting(
-            f"promote_after_s is {_seconds(own)} here and {_seconds(noted)} in other processes of "
-            f"{self.url}: use the same times, or stop all processes and run postroom engine promotion"
-        )
-
-    def noted_promotion(self) -> tuple[int, ...] | None:
-        """How long a message waits in each lane, as the ledger notes it; None before the first process."""
-        return self._ledger.read(_noted_times)
-
-    def change_promotion(self, promote_after_ns: tuple[int, ...]) -> None:
-        """Note other times. Every process has to be stopped, and uses them after its next start."""
-        self._ledger.write(partial(_change_times, promote_after_ns))
-
     def _started(self) -> "Broker":
         """The connections, opened by the first call."""
         if self._broker is None:
@@ -275,10 +242,7 @@ class RabbitStore(Store):
             raise InvalidSetting(f"cafile={self._address.ca_file} cannot be read: {error}") from None
 
     def _topology(self) -> Topology:
-        prefix, times = f"postroom.{self._ledger.identity()}", self._times()
-        if times != PROMOTE_AFTER_NS:  # queues with other arguments need other names
-            prefix += f".{_seconds(times)}"
-        return Topology(prefix, times, self._address.is_quorum)
+        return Topology(f"postroom.{self._ledger.identity()}", self._address.is_quorum)
 
     def _wake(self) -> None:
         for wake in self._wakes:
@@ -484,24 +448,3 @@ def _capabilities(address: Address, of_ledger: Capabilities) -> Capabilities:
         is_encryptable=of_ledger.is_encryptable and not address.is_broker_only,
         is_movable=False,
     )
-
-
-def _noted_times(transaction: Transaction) -> tuple[int, ...] | None:
-    value = transaction.cell(PROMOTION_CELL, "")
-    return None if value is None else msgspec.json.decode(value, type=tuple[int, ...])
-
-
-def _note_times(times: tuple[int, ...], transaction: Transaction) -> tuple[int, ...]:
-    """Note the times of the first process. Returns those that another process has noted meanwhile."""
-    noted = _noted_times(transaction)
-    if noted is None:
-        _change_times(times, transaction)
-    return noted or times
-
-
-def _change_times(times: tuple[int, ...], transaction: Transaction) -> None:
-    transaction.put_cell(PROMOTION_CELL, "", msgspec.json.encode(times))
-
-
-def _seconds(times: tuple[int, ...] | None) -> str:
-    return "-".join(f"{each / NANOS_PER_S:g}" for each in times or ())

@@ -2,8 +2,7 @@
 
 Rule 1: a home is the set of lanes of one organization, or of a shard that many organizations share.
 Rule 2: a delivery names a record. Only the ledger says whether the record can be claimed.
-Rule 3: a message that waits too long moves to the lane above by dead-lettering. Messages promoted to P0 have
-        their own queue, so that they never stand in front of messages that were accepted as P0.
+Rule 3: a message stays in the lane of its priority. The age that promotes it is judged in the ledger.
 """
 
 import threading
@@ -22,10 +21,9 @@ from postroom.stores.base import LANES
 OWN_LANES_MAX = 200  # organizations with lanes of their own
 SHARDS = 64
 SHARD_PREFIX = "shard-"
-PROMOTED = LANES
-"""The queue of messages that were promoted to P0."""
+LANE_NAMES = ("p0", "lane1", "lane2", "lane3")
+"""Ends of the names of queues. Brokers may hold queues p1 to p3 with other arguments."""
 NANOS_PER_MS = NANOS_PER_S // 1_000
-PROMOTE_AFTER_NS = (5 * NANOS_PER_S, 15 * NANOS_PER_S, 30 * NANOS_PER_S)
 DELAY_STEP_MS = 100  # the precision of a delay queue up to DELAY_EXACT_MS_MAX
 DELAY_EXACT_MS_MAX = 10_000
 DELAY_MS_MAX = 20 * 24 * 3_600_000  # of one queue; the broker's limit is 2**32 ms for twice the delay
@@ -43,7 +41,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     message_id: str
     lane: int
-    """The lane of the record. The broker may have moved the message to a lane above."""
+    """The lane of the record."""
     is_delayed: bool = False
     """Whether the message comes from a delay queue, so that its record is not QUEUED yet."""
     envelope: Envelope | None = None
@@ -78,36 +76,26 @@ class Topology(msgspec.Struct, frozen=True):
     """The names and arguments of queues and exchanges."""
 
     prefix: str
-    promote_after_ns: tuple[int, ...] = PROMOTE_AFTER_NS
     is_quorum: bool = False
 
     def lane(self, home: str, lane: int) -> str:
         """The name of a queue of a home."""
         name = home.removeprefix(ENGINE_PREFIX) if home.startswith(ENGINE_PREFIX) else f"~{home}"
-        return f"{self.prefix}.{name}.{'promoted' if lane == PROMOTED else f'p{lane}'}"
+        return f"{self.prefix}.{name}.{LANE_NAMES[lane]}"
 
     def lanes(self, home: str) -> list[tuple[str, dict[str, Any]]]:
-        """The queues of a home with their arguments; those that others dead-letter into come first."""
-        order = (0, PROMOTED, *range(1, LANES))
-        return [(self.lane(home, lane), self._arguments(home, lane)) for lane in order]
+        """The queues of a home with their arguments."""
+        return [(self.lane(home, lane), self._arguments()) for lane in range(LANES)]
 
-    def _arguments(self, home: str, lane: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"x-queue-type": "quorum"} if self.is_quorum else {}
-        if 0 < lane < PROMOTED:
-            arguments |= {
-                "x-message-ttl": self.promote_after_ns[lane - 1] // NANOS_PER_MS,
-                "x-dead-letter-exchange": "",
-                "x-dead-letter-routing-key": self.lane(home, lane - 1 if lane > 1 else PROMOTED),
-            }
-        return arguments
+    def _arguments(self) -> dict[str, Any]:
+        return {"x-queue-type": "quorum"} if self.is_quorum else {}
 
     def delay(self, delay_ms: int) -> tuple[str, dict[str, Any]]:
         """The queue of a delay, which is also the name of its exchange, with its arguments.
 
         A message keeps its routing key, the name of its lane, and returns there after the delay.
         """
-        arguments: dict[str, Any] = {"x-queue-type": "quorum"} if self.is_quorum else {}
-        return f"{self.prefix}.delay.{delay_ms}", arguments | {
+        return f"{self.prefix}.delay.{delay_ms}", self._arguments() | {
             "x-message-ttl": delay_ms,
             "x-expires": max(DELAY_EXPIRY_MS_MIN, DELAY_EXPIRY_FACTOR * delay_ms),
             "x-dead-letter-exchange": "",

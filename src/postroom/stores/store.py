@@ -135,9 +135,6 @@ class Store(ABC):
         """A worker claims during the block. `wake` is called, from any thread, when a broker delivers."""
         yield
 
-    def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:  # noqa: B027 - for a broker
-        """Set how long a message of an organization waits in each lane before it moves to the lane above."""
-
     def known_deadline_ns(self) -> int | None:
         """As `Transaction.next_deadline_ns`, when the store knows it without asking a server; else None."""
         return None

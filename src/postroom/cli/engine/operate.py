@@ -2,20 +2,17 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from postroom.cli.engine.options import data_option, message_argument, org_option, type_option, where_options
+from postroom.cli.engine.options import message_argument, org_option, type_option, where_options
 from postroom.cli.engine.places import open_place
-from postroom.cli.shell import Shell, Stopped, StoreAddress, parse_wait, reader_gone
+from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
 BAR_COLUMNS = 30
-PROMOTE_S_MIN = 0.001
-PROMOTE_S_MAX = 30 * 86_400.0  # a broker takes no message lifetime above 49 days
 ORGANIZATIONS_NAMED = 5  # in the line of one breaker
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 COLUMNS = [
@@ -249,46 +246,4 @@ def scope_text(org_id: str, type: str) -> str:  # noqa: A002 - the contract's wo
     return f"type {type} of {whose}" if type else whose if org_id else "the whole queue"
 
 
-@click.command()
-@data_option
-@click.argument("seconds", nargs=-1, type=float, metavar="[P1 P2 P3]")
-@click.pass_obj
-def promotion(shell: Shell, data: Path | None, seconds: tuple[float, ...]) -> None:
-    """Show or change how long a message waits in each lane of a broker until it is promoted.
-
-    The broker's queues have these times, so all processes of a store must have the same `promote_after_s`.
-    The first process notes its own. To change them, stop every process, give the seconds of P1, P2 and P3,
-    and start the processes with the new times. Ids in the old queues are published again from the ledger.
-
-    \b
-    Example:
-      postroom engine promotion --data 'amqp://broker/?ledger=postgres://app@db/postroom'
-      postroom engine promotion --data 'amqp://broker/?ledger=postgres://app@db/postroom' 2 10 20
-    """
-    from postroom.core.lifecycle import NANOS_PER_S
-    from postroom.stores.base import LANES
-    from postroom.stores.open import open_store
-    from postroom.stores.rabbitmq import RabbitStore
-
-    if not isinstance(data, StoreAddress):
-        raise click.UsageError("only a store with a broker has such times: --data amqp://host/?ledger=URL")
-    is_possible = all(PROMOTE_S_MIN <= each <= PROMOTE_S_MAX for each in seconds)  # not NaN either
-    if len(seconds) not in (0, LANES - 1) or not is_possible:
-        raise click.UsageError(
-            f"give three numbers of seconds from {PROMOTE_S_MIN:g} to {PROMOTE_S_MAX:g}: "
-            "P1 to P0, P2 to P1, P3 to P2"
-        )
-    with closing(open_store(data.url)) as store:
-        if not isinstance(store, RabbitStore):
-            raise click.UsageError(f"{store.url} has no broker: its policy alone says when it promotes")
-        if seconds:
-            store.change_promotion(tuple(round(each * NANOS_PER_S) for each in seconds))
-        noted = store.noted_promotion()
-    times = None if noted is None else [each / NANOS_PER_S for each in noted]
-    said = "no process has noted any" if times is None else " ".join(f"{each:g}" for each in times)
-    shell.output.facts(
-        {"promote_after_s": times}, f"seconds until a message of P1, P2 and P3 is promoted: {said}"
-    )
-
-
-COMMANDS = (status, explain, cancel, pause, resume, promotion)
+COMMANDS = (status, explain, cancel, pause, resume)

@@ -71,7 +71,6 @@ class EngineCore:
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
         self._goals_purged_to: dict[str, str] = {}
-        store.promote_after(policy.promote_after_ns)
         store.add_commit_listener(self._committed)
 
     @property
