@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.service import MailService
+from postroom.core.gate import Caller
 from postroom.testing import ManualClock
 from tests.waiting import HANG_GUARD_S
 
@@ -51,7 +52,7 @@ class FakeLink:
         self.user = user
         self.client = f"user:{user}" if user else f"address:{address}"
         self.org, self.sees_all = org, sees_all and not org
-        self.recipients: frozenset[str] | None = None
+        self.identity: Caller | None = None
         self.headers = headers
         self.address = f"{address}:{self.number}"
         self.pending_bytes = 0

@@ -20,6 +20,7 @@ import msgspec
 from postroom.cli import main as postroom_cli
 from postroom.cli import zosmq
 from postroom.cli.shell import CONFIG_NAME, CONFIG_VARIABLE, TRACE_VARIABLE
+from postroom.contracts.mail import service
 from postroom.contracts.tasks import STATUS
 from postroom.core.events import OPERATIONS, AuditEvent
 from postroom.core.gate import GATE, WHO, Entry
@@ -28,6 +29,7 @@ from postroom.core.redaction import Redactor
 from postroom.mcp.resources import gated
 from postroom.message import Event, EventKind, State
 from postroom.page.mount import PageMount
+from postroom.runtime import natsserver
 from postroom.runtime.endpoint import STATUS_OF
 from postroom.runtime.http import TasksApp
 from postroom.runtime.openapi import Route
@@ -182,7 +184,7 @@ Beside its role, a token may have permissions ([tokens](../contracts/up.md#token
 only the rows with "yes"; `--only-message` and `--only-bus` limit the rows that name them to those agents and
 buses; `--may-claim`, `--may-read` and `--may-send-to` add objects of other agents.
 """
-PLACES = ("HTTP", "page", "MCP")
+PLACES = ("HTTP", "page", "MCP", "NATS")
 
 # ---- descriptions that are not in the code; every name needs one ------------------------------------
 
@@ -662,7 +664,7 @@ def permissions_page() -> str:
         [
             PERMISSIONS_HEAD,
             rows(
-                "| permission | to | who | a read-only token | only | also | HTTP | page | MCP |",
+                "| permission | to | who | a read-only token | only | also | HTTP | page | MCP | NATS |",
                 (
                     permission_row(action, entry, [calls.get(place, []) for place in PLACES])
                     for (action, entry), calls in zip(GATE.items(), by_entry.values(), strict=True)
@@ -682,6 +684,8 @@ def gated_calls() -> Iterator[tuple[str, str, str]]:
         yield "page", served.entry, f"{served.route.method} {served.route.path}"
     for name, entry in gated():
         yield "MCP", entry, name
+    for name, entry in {**natsserver.ENTRIES, **service.ENTRIES}.items():
+        yield "NATS", entry, name
 
 
 def permission_row(action: str, entry: Entry, places: Iterable[list[str]]) -> str:

@@ -12,6 +12,8 @@ from postroom.contracts.mail import agents, quotas
 from postroom.core.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
 from postroom.logs.mail_records import AgentRecord, Opened, Put, Record
+from postroom.runtime.agents import Identity
+from postroom.runtime.tokens import Permissions
 from postroom.system.key_file import add_key
 from tests.mailservice import CREATE, MSG, FakeLink, Harness
 
@@ -256,18 +258,22 @@ def test_the_public_list_has_the_visible_mailboxes_and_their_changes(world: Worl
 # ---- permissions -----------------------------------------------------------------------------------
 
 
+def ada_who_may_message(*names: str) -> Identity:
+    return Identity("ada", "agent", org="acme", permissions=Permissions(only_message=names))
+
+
 def test_a_token_that_may_message_one_agent_sends_into_the_mailboxes_of_that_agent(world: World) -> None:
     harness = world.harness
     of_amy, of_ada = harness.create(world.friend), harness.create(world.acme)
     harness.create(world.operator, name="help", public=True)
-    world.acme.recipients = frozenset(["acme/ada"])
+    world.acme.identity = ada_who_may_message("ada")
     for mail_id in (of_amy, "help"):
         for send in (f"{MSG}{mail_id}", f"{API}MSG.SEND.{mail_id}"):
             assert harness.request(world.acme, send, b"x")["code"] == 403
         harness.publish(world.acme, f"{MSG}{mail_id}", b"x")
         assert harness.request(world.acme, LIST + mail_id)["messages"] == []
     harness.send(world.acme, of_ada, b"a note")
-    world.acme.recipients = frozenset(["acme/ada", "acme/amy"])
+    world.acme.identity = ada_who_may_message("amy")
     harness.send(world.acme, of_amy, b"hello")
 
 
@@ -275,7 +281,7 @@ def test_a_token_deletes_no_message_where_it_may_not_send(world: World) -> None:
     harness = world.harness
     harness.create(world.operator, name="help", public=True)
     numbers = {box: harness.send(world.friend, box, b"x") for box in (harness.create(world.friend), "help")}
-    world.acme.recipients = frozenset(["acme/ada"])
+    world.acme.identity = ada_who_may_message("ada")
     for mail_id, number in numbers.items():
         for delete in (f"{DELETE}{mail_id}.{number}", f"{API}MSG.DELETE.{mail_id}.{number}"):
             assert harness.request(world.acme, delete)["code"] == 403

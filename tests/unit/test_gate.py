@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from postroom.contracts.mail import service
 from postroom.core.gate import (
     GATE,
     UNKNOWN,
@@ -56,6 +57,7 @@ ALLOWED = {
     "reader": {"boss", "hand", "ada"},
     "named": {"boss", "hand"},
     "member": {"ada"},
+    "maker": {"ada"},
     "creator": {"boss", "hand", "chief", "ada"},
     "operator": {"boss", "hand", "chief"},
     "admin": {"boss", "chief"},
@@ -162,3 +164,9 @@ def test_a_tool_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(resources, "TOOLS", [tool])
     with pytest.raises(NoEntry, match="peek names"):
         mount(TasksApp(nullcontext))
+
+
+def test_a_mail_service_with_a_call_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(service.ENTRIES, "fetch", "secret.read")
+    with pytest.raises(NoEntry, match="the call fetch of Mail names"):
+        service.MailService(None, lambda work: work())

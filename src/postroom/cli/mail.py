@@ -288,11 +288,9 @@ def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | No
         if identity is None:
             return None
         prefix = f"{identity.org}/" if identity.org else ""
-        user, only = f"{prefix}{identity.name}", identity.permissions.only_message
-        recipients = frozenset((user, *(f"{prefix}{name}" for name in only))) if only else None
         rate = identity.rate or token_rate
-        sees_all, is_read_only = identity.is_operator, identity.permissions.is_read_only
-        return TokenOwner(user, identity.caller, rate, identity.org, sees_all, recipients, is_read_only)
+        user, sees_all = f"{prefix}{identity.name}", identity.is_operator
+        return TokenOwner(user, identity.caller, rate, identity.org, sees_all, identity)
 
     return owner_of
 

@@ -15,8 +15,8 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 from postroom.errors import NoEntry
 
 Who: TypeAlias = Literal[
-    "anybody", "caller", "organization", "agent", "reader", "named", "member", "creator", "operator", "admin",
-    "operator of all",
+    "anybody", "caller", "organization", "agent", "reader", "named", "member", "maker", "creator", "operator",
+    "admin", "operator of all",
 ]  # fmt: skip
 
 WHO: Final[Mapping[Who, str]] = MappingProxyType(
@@ -28,14 +28,15 @@ WHO: Final[Mapping[Who, str]] = MappingProxyType(
         "reader": "the agent that it is for, and the one that sent it",
         "named": "tokens with a permission that names the agent",
         "member": "the agent itself, if it has an organization",
+        "maker": "the client that made it",
         "creator": "the agent that made it; operators and admins of its organization",
         "operator": "operators and admins of its organization",
         "admin": "admins of its organization",
         "operator of all": "operators and admins of all organizations",
     }
 )
-"""What the words of the table mean. Operators of all organizations may do everything but what is for a member
-or an admin, and admins of all organizations everything but what is for a member."""
+"""What the words of the table mean. Operators of all organizations may do all that is not for a member, maker
+or admin, and admins of all organizations all that is not for a member or maker."""
 
 
 class Allowed(Protocol):
@@ -156,6 +157,15 @@ GATE: Final[Mapping[str, Entry]] = MappingProxyType(
         "bus.read": _reads("organization", "read a bus", only="only_buses"),
         "bus.post": Entry("organization", "post to a bus", only="only_buses"),
         "bus.remove": Entry("creator", "remove a bus", only="only_buses"),
+        "nats.connect": Entry("caller", "log in over NATS"),
+        "nats.message": Entry("caller", "publish and subscribe to plain subjects in its organization"),
+        "mailbox.create": Entry("caller", "create a mailbox, or find a public one"),
+        "mailbox.read": Entry("organization", "list, fetch, query and subscribe to a mailbox"),
+        "mailbox.send": Entry("organization", "send into a mailbox of an agent", only="only_message"),
+        "mailbox.delete": Entry("organization", "delete from a mailbox of an agent", only="only_message"),
+        "mailbox.extend": Entry("maker", "extend the lifetime of a mailbox"),
+        "card.list": Entry("caller", "find cards of agents in its organization"),
+        "card.change": Entry("caller", "register, report and remove a card, with the secret of its name"),
         "token.list": _reads("admin", "list tokens"),
         "token.create": Entry("admin", "make a token"),
         "token.end": Entry("admin", "revoke or rotate a token"),
@@ -229,7 +239,7 @@ def _refused_name(caller: Caller, entry: Entry, owner: Owner | None, name: str) 
 
 def _is_for(caller: Caller, entry: Entry, owner: Owner) -> bool:
     """Whether an object of this owner is for the caller, whose role is enough."""
-    return caller.is_operator or _HOLDS[entry.who](caller, entry, owner)
+    return (caller.is_operator and entry.who != "maker") or _HOLDS[entry.who](caller, entry, owner)
 
 
 def _is_own(caller: Caller, owner: Owner) -> bool:
@@ -266,6 +276,7 @@ _HOLDS: Final[Mapping[Who, Callable[[Caller, Entry, Owner], bool]]] = {
     ),
     "named": _is_named,
     "member": lambda caller, _, owner: owner.agent == caller.name and _is_own(caller, owner),
+    "maker": lambda caller, _, owner: owner.agent == caller.name and _is_own(caller, owner),
     "creator": _is_creators,
     "operator": _is_operators,
     "admin": _is_operators,

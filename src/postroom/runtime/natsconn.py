@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Protocol, TypeVar, cast
 
 from postroom.core import natswire as wire
+from postroom.core.gate import Caller
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
@@ -175,6 +176,7 @@ class ServerConnection(asyncio.Protocol):
         "echo",
         "headers",
         "heard",
+        "identity",
         "login",
         "name",
         "network",
@@ -184,7 +186,6 @@ class ServerConnection(asyncio.Protocol):
         "output",
         "pings_out",
         "rate",
-        "recipients",
         "sees_all",
         "send",
         "slice_ends",
@@ -204,7 +205,7 @@ class ServerConnection(asyncio.Protocol):
         self.rate = 0.0
         """Messages a second that the token may publish; 0 for no limit."""
         self.sees_all = False
-        self.recipients: frozenset[str] | None = None
+        self.identity: Caller | None = None
         self.login: TokenOwner | None = None
         """Who has logged in by CONNECT. A later CONNECT cannot change it."""
         self.verbose = self.echo = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from postroom.core import natswire as wire
+from postroom.core.gate import Caller
 from postroom.system.descriptors import raise_descriptor_limit
 
 DEFAULT_PORT = 4222
@@ -47,10 +48,8 @@ class TokenOwner(NamedTuple):
     """The organization of the token; empty for none."""
     sees_all: bool = True
     """Whether messages and mailboxes of every organization are for it."""
-    recipients: frozenset[str] | None = None
-    """The users whose mailboxes it may send to; None for all."""
-    is_read_only: bool = False
-    """Whether it may change nothing. Every call over NATS is a publish, so it may not log in."""
+    identity: Caller | None = None
+    """The owner of a token of the registry. Who logs in otherwise has every permission."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from postroom.contracts.mail import SubjectHandler
 from postroom.core import natswire as wire
+from postroom.core.gate import entry_of, refused
 from postroom.core.subjects import has_wildcard
 from postroom.errors import RateExceeded, Unavailable
 from postroom.runtime.connections import Connections
@@ -70,10 +71,16 @@ TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # no
 RunSoon = Callable[[Callable[[], None]], object]
 
 
+ENTRIES: Mapping[str, str] = {"CONNECT": "nats.connect", "PUB": "nats.message", "SUB": "nats.message"}
+"""By command: who may send it, its entry in the table of `core.gate`. Subjects of Mail have their own."""
+
+
 class NatsServer:
     """Accepts connections, routes messages, and runs timers."""
 
     def __init__(self, options: ServerOptions, handler: SubjectHandler | None = None) -> None:
+        for command, entry in ENTRIES.items():
+            entry_of(entry, f"the command {command} of NATS")
         self.options = options
         self.loop = asyncio.get_running_loop()
         self.payload_bytes_max = options.payload_bytes_max
@@ -328,7 +335,7 @@ class NatsServer:
         owner = self.options.owner_of(options or wire.ConnectOptions())
         if owner is None:
             return self.refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
-        if owner.is_read_only:
+        if owner.identity is not None and refused(owner.identity, ENTRIES["CONNECT"]):
             return self.refused(link, READ_ONLY_TOKEN, UNAUTHORIZED)
         token = "" if options is None else token_of(options)
         if link.login is not None and (link.login, link.token) != (owner, token):
@@ -339,7 +346,7 @@ class NatsServer:
             return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
-        link.user, link.caller, link.rate, link.org, link.sees_all, link.recipients, _ = owner
+        link.user, link.caller, link.rate, link.org, link.sees_all, link.identity = owner
         link.admitted, link.login = True, None if options is None else owner
         self._router.is_divided |= not owner.sees_all
         link.token = token

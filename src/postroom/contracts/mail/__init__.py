@@ -12,6 +12,8 @@ Rule 3: the id of a private mailbox is its only key. It is shown only to clients
 from collections.abc import Awaitable
 from typing import Protocol
 
+from postroom.core.gate import Caller
+
 LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection from which on the service delivers no more,
 LINK_MESSAGES_MAX = 32  # and messages
 MESSAGE_LEAST_BYTES = LINK_FULL_BYTES // LINK_MESSAGES_MAX
@@ -41,8 +43,8 @@ class Link(Protocol):
         """Whether the client may use the mailboxes of every organization."""
 
     @property
-    def recipients(self) -> frozenset[str] | None:
-        """The users whose mailboxes the client may send to; None for all."""
+    def identity(self) -> Caller | None:
+        """The owner of the client's token; None for a client without one, which has every permission."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,13 @@
 """The calls about mailboxes: CREATE, EXTEND, LIST, and DELETE of a message."""
 
-from postroom.contracts.mail.mailboxes import Mailboxes
+from postroom.contracts.mail import Link
+from postroom.contracts.mail.mailboxes import Mailboxes, owner_of
 from postroom.contracts.mail.options import Storage
 from postroom.contracts.mail.requests import Request, Responder
 from postroom.contracts.mail.subscriptions import Subscriptions
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
+from postroom.core.gate import permit
 from postroom.core.mailbox import EVERY_RANK, Mailbox
 from postroom.core.mq9 import Creation, Mq9Error
 
@@ -77,7 +79,7 @@ class MailboxCalls:
         ttl_s = mq9.checked_ttl_s(mq9.body(request.payload, mq9.Extension).ttl)
         link = request.link
         box = self._mailboxes.find(request.call.mail_id, link)
-        if box.creator != link.user or (not link.user and box.creator_link != link.number):
+        if not _is_made_by(box, link):
             raise Mq9Error(403, "only the creator of a mailbox can extend its lifetime")
         self._journal.check("group")
         self._mailboxes.extend(box, ttl_s)
@@ -93,7 +95,7 @@ class MailboxCalls:
     def delete(self, request: Request) -> None:
         call = request.call
         number = mq9.number(call.detail)
-        box = self._mailboxes.find_reachable(call.mail_id, request.link)
+        box = self._mailboxes.find_reachable(call.mail_id, request.link, "mailbox.delete")
         letter = box.letters.get(number)
         if letter is None:
             self._journal.check("group")  # an earlier removal may not have been written yet
@@ -118,3 +120,10 @@ def _check_creation(body: Creation) -> None:
         )
     if body.desc and len(body.desc) > mq9.DESC_CHARS_MAX:
         raise Mq9Error(400, f"a description has at most {mq9.DESC_CHARS_MAX} characters")
+
+
+def _is_made_by(box: Mailbox, link: Link) -> bool:
+    """Whether a client has made a mailbox. Clients without a login are told apart by their connections."""
+    if link.identity is not None:
+        return permit(link.identity, "mailbox.extend", owner_of(box))
+    return box.creator == link.user and (link.user != "" or box.creator_link == link.number)

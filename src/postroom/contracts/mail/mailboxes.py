@@ -32,6 +32,7 @@ from postroom.contracts.mail.recovery import (
     put_record,
     row_records,
 )
+from postroom.core.gate import Owner, permit
 from postroom.core.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, key_of, mailbox_cost
 from postroom.core.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
@@ -270,11 +271,13 @@ class Mailboxes:
             raise Mq9Error(410, "the mailbox has expired")
         raise Mq9Error(404, "the mailbox does not exist")
 
-    def find_reachable(self, mail_id: str, link: Link) -> Mailbox:
-        """As `find`, a mailbox whose messages the client may add to and delete."""
-        box = self.find(mail_id, link)
-        if link.recipients is not None and box.creator not in link.recipients:
-            raise Mq9Error(403, "the token may not send to the creator of this mailbox")
+    def find_reachable(self, mail_id: str, link: Link, action: str) -> Mailbox:
+        """As `find`, a mailbox whose messages the client may add to or delete."""
+        box, identity = self.find(mail_id, link), link.identity
+        if identity is not None and identity.permissions.only_message:
+            owner = owner_of(box)
+            if not permit(identity, action, owner, owner.agent):
+                raise Mq9Error(403, "the token may not send to the creator of this mailbox")
         return box
 
     def expire(self, box: Mailbox) -> None:
@@ -468,3 +471,8 @@ class Mailboxes:
             self.agents[key] = agent
             self.quotas.count_agent(agent.card, 1)
         self.journal.supersede(agent)
+
+
+def owner_of(box: Mailbox) -> Owner:
+    """The owner of a mailbox. Users of an organization are named `ORGANIZATION/AGENT`."""
+    return Owner(box.org, box.creator.removeprefix(f"{box.org}/") if box.org else box.creator)

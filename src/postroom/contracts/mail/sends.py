@@ -35,7 +35,7 @@ class Sends:
         """Store a batch. `Mq9Error` when not all of it fits: then no message of it is stored."""
         mailboxes, journal = self._mailboxes, self._journal
         call, headers, payloads = request.call, request.headers, request.payloads
-        box, link = mailboxes.find_reachable(call.mail_id, request.link), request.link
+        box, link = mailboxes.find_reachable(call.mail_id, request.link, "mailbox.send"), request.link
         options = mq9.send_options(headers) if headers else mq9.PLAIN
         priority = cast("Priority", call.detail) if call.verb == "send" else options.priority
         rank = RANKS[priority]

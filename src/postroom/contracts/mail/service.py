@@ -7,7 +7,7 @@ Rule 3: events name a private mailbox by the hash of its id.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from postroom.contracts.mail.sends import Sends
 from postroom.contracts.mail.subscriptions import Subscriptions
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
+from postroom.core.gate import entry_of
 from postroom.core.mailbox import Letter, Mailbox
 from postroom.core.mq9 import Mq9Error, Verb
 from postroom.system.clock import Clock, SystemClock
@@ -33,6 +34,24 @@ from postroom.system.clock import Clock, SystemClock
 SENDS: frozenset[Verb] = frozenset(["send", "send3"])
 READS: frozenset[Verb] = frozenset(["list", "delete", "fetch", "query", "delete3"])
 """Calls that see every message sent before them, also those whose senders waited for no answer."""
+ENTRIES: Mapping[str, str] = {
+    "create": "mailbox.create",
+    "send": "mailbox.send",
+    "send3": "mailbox.send",
+    "list": "mailbox.read",
+    "fetch": "mailbox.read",
+    "ack": "mailbox.read",
+    "query": "mailbox.read",
+    "subscribe": "mailbox.read",
+    "delete": "mailbox.delete",
+    "delete3": "mailbox.delete",
+    "extend": "mailbox.extend",
+    "register": "card.change",
+    "unregister": "card.change",
+    "report": "card.change",
+    "discover": "card.list",
+}
+"""By call: who may make it, its entry in the table of `core.gate`. A read-only token has no connection."""
 
 
 class MailService:
@@ -48,7 +67,10 @@ class MailService:
         emit: Emit | None = None,
         emit_stored: Callable[[str, list[Letter], str], object] | None = None,
     ) -> None:
-        """`emit_stored` is a faster way to emit the most frequent event: mailbox, letters, sender."""
+        """`emit_stored` is a faster way to emit the most frequent event: mailbox, letters, sender.
+
+        Raises `NoEntry`.
+        """
         mailboxes = Mailboxes(folder, run_soon, options or MailOptions(), clock or SystemClock(), emit)
         self._mailboxes = mailboxes
         self._emit_stored = emit_stored
@@ -79,6 +101,8 @@ class MailService:
             "report": self._change_agent,
             "discover": self._discover,
         }
+        for verb in (*self._verbs, "subscribe"):
+            entry_of(ENTRIES.get(verb, ""), f"the call {verb} of Mail")
 
     # ---- calls ---------------------------------------------------------------------------------
 
