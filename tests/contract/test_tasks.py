@@ -70,6 +70,20 @@ def kinds(events: list[Event]) -> list[str]:
 # ---- the straight way ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 5.0])
+def test_a_claim_ends_with_enough_bytes(
+    tasks: Tasks, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    """With a delay that is over, the claim is the general one of all stores."""
+    monkeypatch.setattr("postroom.stores.base.CLAIM_BYTES_MAX", 2_500)
+    for number in range(7):
+        tasks.enqueue(agent="a", payload=[number, "x" * 1_000], delay_s=delay_s)
+    tasks.enqueue(agent="a", payload=[7, "x" * 9_000], delay_s=delay_s)
+    clock.advance(10)
+    claimed = [[task.payload[0] for task in tasks.claim(agent="a", limit=100)] for _ in range(5)]
+    assert claimed == [[0, 1, 2], [3, 4, 5], [6, 7], [], []]
+
+
 def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) -> None:
     task_id = tasks.enqueue(agent="a", payload={"issue": 7}, type="issue.triage", parent="p")
     clock.advance(2)

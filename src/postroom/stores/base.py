@@ -6,18 +6,21 @@ Rule 3: work that raises changes nothing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from postroom.errors import UnknownTask
 from postroom.message import Durability, Envelope, Event, Record, State, Step, Stored
 
+T = TypeVar("T")
+
 LANES = 4
 NEWEST = -1
 FOREVER_NS = 2**63 - 1
 CLAIM_MAX = 1_000
+CLAIM_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one claim, and one more payload
 OVERDUE_A_CLAIM_MAX = 100  # ended leases and delays that one claim handles; the next claim handles the rest
 PURGE_BATCH_MAX = 500
 MAX_DEPTH_DEFAULT = 1_000_000
@@ -219,6 +222,18 @@ def count_changes(changes: Sequence[Change], events: Sequence[Event]) -> dict[tu
 
 def _add(counts: dict[tuple[str, Counted], int], queue: str, what: Counted, change: int) -> None:
     counts[queue, what] = counts.get((queue, what), 0) + change
+
+
+def within_bytes(rows: Iterable[T], size_of: Callable[[T], int]) -> list[T]:
+    """As many of the records that wait as one claim returns."""
+    found: list[T] = []
+    left = CLAIM_BYTES_MAX
+    for row in rows:
+        found.append(row)
+        left -= size_of(row)
+        if left <= 0:
+            break
+    return found
 
 
 def ready(counts: Mapping[Counted, int]) -> int:

@@ -19,6 +19,7 @@ from postroom.stores.base import (
     Listing,
     Pick,
     waiting,
+    within_bytes,
 )
 from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, leased_run, queue_and_lane, traits
 from postroom.stores.postgres_lanes import PostgresLanes
@@ -38,6 +39,7 @@ from postroom.stores.transaction import (
     Decide,
     Delivery,
     delivery_of,
+    payload_bytes,
 )
 
 EVENTS_A_STEP_MAX = 4  # events of one decision
@@ -120,6 +122,7 @@ class PostgresTransaction(PostgresLanes):
             return super().claim(terms)
         if not heads:
             return []
+        heads = within_bytes(heads, payload_bytes)
         leased = self.lease([(head, head.record.lane) for head in heads], terms.worker_id, terms.lease_ns)
         return [delivery_of(head, record) for head, record in zip(heads, leased, strict=True)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from postroom.core import lifecycle
 from postroom.message import Envelope, Record, org_of
-from postroom.stores.base import LANE_COUNTS, Counted, Head, waiting
+from postroom.stores.base import LANE_COUNTS, Counted, Head, waiting, within_bytes
 from postroom.stores.event_runs import (
     EVENTS_PER_NEW,
     CompletedRun,
@@ -121,10 +121,10 @@ class SqliteTransaction(SqliteLedger):
         rows: list[Any] = []
         for lane in sorted(terms.lanes):
             if depths.get(LANE_COUNTS[lane]) and (ages or len(rows) < limit):
-                rows += cursor.execute(sql.HEADS, (line_of(queue, lane), limit)).fetchall()
+                rows += within_bytes(cursor.execute(sql.HEADS, (line_of(queue, lane), limit)), _payload_bytes)
         if [row for row in rows if row[4]] or (ages and _is_any_promoted(rows, now, ages)):
             return super().claim(terms)  # a record can expire, or is promoted
-        return self._lease_rows(queue, rows[:limit], terms) if rows else []
+        return self._lease_rows(queue, within_bytes(rows[:limit], _payload_bytes), terms) if rows else []
 
     def _lease_rows(self, queue: int, rows: list[Any], terms: Claim) -> list[Delivery]:
         first, until_ns = self._number, self._ends_at(self.steady_ns + terms.lease_ns)
@@ -250,6 +250,10 @@ class SqliteReading(SqliteTransaction):
             self._read = Known()
             self._read.catch_up(self._cursor, from_start=True)
         return self._read
+
+
+def _payload_bytes(row: Any) -> int:
+    return len(row[8])
 
 
 def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

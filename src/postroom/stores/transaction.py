@@ -38,6 +38,7 @@ from postroom.stores.base import (
     Pick,
     ready,
     waiting,
+    within_bytes,
 )
 from postroom.stores.event_quarantine import quarantine_events
 from postroom.stores.own_ids import OwnIds
@@ -110,6 +111,11 @@ class LimitsCache:
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
+
+
+def payload_bytes(head: Head) -> int:
+    """How long the payload of a record is."""
+    return len(head.payload)
 
 
 class Transaction(Ledger, Lanes):
@@ -283,7 +289,7 @@ class Transaction(Ledger, Lanes):
         heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
         if len(lanes) > 1:
             heads.sort(key=lambda head: self._claim_order(head.record, terms))
-        return heads[: terms.limit]
+        return within_bytes(heads[: terms.limit], payload_bytes)
 
     def _claim_order(self, record: Record, terms: Claim) -> tuple[int, bool, int]:
         return lifecycle.claim_order(record, self.steady_ns, terms.promote_after_ns)
