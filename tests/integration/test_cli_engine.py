@@ -36,8 +36,6 @@ here = Path("run")
 async def run_tool(message, ctx):
     with (here / "started").open("a") as file:
         file.write(f"{message.message_id} {os.getppid()} {os.getpid()}\\n")
-    if message.payload.get("kills"):
-        os._exit(1)
     while message.payload.get("waits_for") and not Path(message.payload["waits_for"]).exists():
         await asyncio.sleep(0.01)
     return {"said": message.payload.get("say")}
@@ -348,37 +346,6 @@ def test_a_killed_worker_is_replaced_and_its_messages_run_again_at_once() -> Non
         Path("go").touch()
         until(lambda: states() == {"COMPLETED": 1})
     assert "died (SIGKILL)" in Path("work.log").read_text()
-
-
-def test_a_message_whose_workers_are_killed_from_outside_is_not_quarantined() -> None:
-    with working() as supervisor:
-        message_id = submit(waits_for="go")
-        for kill in range(4):
-            until(lambda: len(started()) > kill)  # noqa: B023 - it is called at once
-            _, parent, process = started()[-1]
-            worker = process if parent == supervisor.pid else parent  # after the first kill it runs alone
-            assert (process == worker) == (kill == 0)
-            os.kill(worker, signal.SIGKILL)
-        until(lambda: len(started()) > 4)
-        Path("go").touch()
-        until(lambda: states() == {"COMPLETED": 1})
-    with opened() as store:
-        assert store.blocking.get(message_id).crashes == 0
-
-
-def test_killers_are_quarantined_and_messages_of_another_organization_beside_them_are_not() -> None:
-    with working(), opened() as store:
-        for _ in range(4):
-            submit(waits_for="go")
-        killer = {"type": "tool_call", "org_id": "umbrella", "payload": {"kills": True}}
-        for count in range(1, 5):  # each of them kills a worker once, and then processes of its own
-            until(lambda: states() == {"PROCESSING": 4})
-            store.blocking.submit(**killer)
-            until(lambda: len(store.blocking.dlq.list()) == count)  # noqa: B023 - it is called at once
-        Path("go").touch()
-        until(lambda: states() == {"COMPLETED": 4})
-        letters = store.blocking.dlq.list()
-    assert {(one.state, one.original_message["org_id"]) for one in letters} == {("QUARANTINED", "umbrella")}
 
 
 def test_sigterm_lets_running_messages_finish_and_claims_no_more() -> None:

@@ -204,6 +204,7 @@ class WorkerProcesses:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+            if child.process.returncode:  # else it has finished or released its messages
                 self._put_back(child)
 
 
