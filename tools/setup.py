@@ -113,7 +113,9 @@ def ensure_venv_module(python: str) -> None:
 
 def install() -> None:
     say("installing requirements.lock, which takes a few minutes")
-    pip_install("--require-hashes", "-r", LOCK)
+    # The lock is complete. Without --no-deps, pip looks for newer versions of packages that are required with
+    # an extra, and refuses them because they have no hash here.
+    pip_install("--require-hashes", "--no-deps", "-r", LOCK)
     # The build tool is in the lock, so nothing else is downloaded here.
     pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
 
