@@ -41,7 +41,7 @@ test: $(STAMP) ## all tests, with the time of each part
 	@$(PYTHON) tools/run_tests.py
 
 quick: $(STAMP) ## unit and contract tests, in about 90 s on two idle cores
-	@$(PYTHON) tools/setup.py --system $(BROKERS) $(SANDBOX) $(BOUNCER)
+	@$(PYTHON) tools/setup.py --system $(BROKERS) $(SANDBOX)
 	@$(PYTHON) tools/run_tests.py quick
 
 check: $(STAMP) ## lint, formatting, registry hosts, types, import layers

@@ -22,7 +22,7 @@ INTEGRATION = ["tests/integration"]
 # that has imported little, where they take half of the CPU time.
 FORKING = [
     "tests/crash",
-    "tests/contract/test_audit_segments.py",
+    "tests/faults/test_audit_segments.py",
     "tests/integration/test_bus_processes.py",
     "tests/integration/test_queue_processes.py",
     "tests/integration/test_tasks_processes.py",
@@ -65,7 +65,7 @@ def contract(*names: str) -> list[str]:
 
 
 # Three parts of the contract tests that take about as long as one another.
-OF_STORES = contract("postgres", "pgbouncer", "rabbitmq", "store", "tasks")
+OF_STORES = contract("postgres", "rabbitmq", "store", "tasks")
 OF_ENGINES = contract("engine", "goal", "coordinator", "rollback")
 QUICK_GROUPS = {
     "unit": ["tests/unit", *NO_SCHEMATHESIS],
