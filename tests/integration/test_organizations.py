@@ -15,7 +15,7 @@ from nats.errors import NoRespondersError
 
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import Tokens
+from postroom.runtime.tokens import Permissions, Tokens
 from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
 from tests.waiting import HANG_GUARD_S, until
@@ -239,6 +239,49 @@ def test_a_revoked_token_of_a_user_named_token_ends_its_nats_connection(world: W
 
 
 # ---- Tasks -----------------------------------------------------------------------------------------
+
+
+def test_two_organizations_have_tasks_of_the_same_id(world: World) -> None:
+    """Each sees and ends its own one under the id that it gave, and operators see whose a task is."""
+    assert world.up.token is not None
+    for org, name in ((ACME, "anna"), (OTHER, "otto")):
+        token = world.tokens.create("agent", org, name, permissions=Permissions(may_send_to=(name,))).token
+        task = {"agent": name, "payload": f"of {org}", "task_id": "build"}
+        assert world.call(token, "/queue/enqueue", task) == (201, {"task_id": "build"})
+        assert world.call(token, "/queue/enqueue", task) == (201, {"task_id": "build"})  # no second one
+        child = {"agent": name, "payload": 1, "parent": "build", "task_id": "child", "delay_s": 60}
+        world.call(token, "/queue/enqueue", child)
+        assert world.call(token, "/tasks/child")[1]["parent"] == "build"
+        claimed = world.call(token, "/queue/next", {})[1]
+        assert (claimed["task_id"], claimed["payload"]) == ("build", f"of {org}")
+        held = {"task_id": "build", "lease": claimed["lease"]}
+        assert world.call(token, "/queue/heartbeat", held) == (202, {"task_id": "build"})
+        assert world.call(token, "/queue/complete", {**held, "decision": org})[0] == 202
+        found = world.call(token, "/tasks/build?wait_s=1")[1]
+        assert (found["task_id"], found["payload"], found["result"]) == ("build", f"of {org}", org)
+        assert {event["message_id"] for event in found["history"]} == {"build"}
+        assert [line["task_id"] for line in world.call(token, "/tasks")[1]["tasks"]] == ["build", "child"]
+        status, answer = world.call(token, "/queue/fail", {**held, "lease": 1, "error": "late"})
+        assert (status, "@" in answer["message"]) == (409, False)
+        foreign = world.call(token, f"/tasks/@{OTHER if org == ACME else ACME}:build")
+        assert foreign[0] == 404
+        seen = world.call(world.up.token, f"/tasks/@{org}:build")[1]
+        assert (seen["task_id"], seen["payload"]) == (f"@{org}:build", f"of {org}")
+
+
+def test_a_task_of_an_operator_keeps_its_id_for_its_agent(world: World) -> None:
+    assert world.up.token is not None
+    token = world.tokens.create("agent", ACME, "olga", permissions=Permissions(may_send_to=("olga",))).token
+    world.call(world.up.token, "/queue/enqueue", {"agent": "olga", "payload": 1, "task_id": "given"})
+    claimed = world.call(token, "/queue/next", {})[1]
+    done = {"task_id": "given", "lease": claimed["lease"], "decision": 2}
+    assert (claimed["task_id"], world.call(token, "/queue/complete", done)[0]) == ("given", 202)
+    status, answer = world.call(token, "/queue/enqueue", {"agent": "olga", "payload": 2, "task_id": "given"})
+    assert (status, "another sender" in answer["message"]) == (400, True)
+    world.call(token, "/queue/enqueue", {"agent": "olga", "payload": 3, "task_id": "own"})
+    again = {"agent": "olga", "payload": 4, "task_id": "own"}
+    status, answer = world.call(world.up.token, "/queue/enqueue", again)
+    assert (status, "'acme'" in answer["message"]) == (400, True)
 
 
 def test_a_name_that_two_organizations_use_has_the_tasks_of_the_first_one(world: World) -> None:

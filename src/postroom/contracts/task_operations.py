@@ -24,7 +24,7 @@ from postroom.contracts.task_input import (
 from postroom.core import lifecycle
 from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import checked_name
+from postroom.core.names import checked_name, checked_scoped_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
@@ -109,7 +109,7 @@ class TaskOperations:
         return Envelope(
             queue=queue,
             payload=encoded("the payload", new.payload),
-            message_id="" if new.task_id is None else checked_name("task id", new.task_id),
+            message_id="" if new.task_id is None else checked_scoped_name("task id", new.task_id),
             type=new.type if new.type == "" else checked_text("type", new.type),
             parent_message_id=new.parent if new.parent == "" else checked_text("parent", new.parent),
             key="" if new.idempotency_key is None else checked_key(new.idempotency_key, sender),

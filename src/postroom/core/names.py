@@ -15,6 +15,9 @@ from postroom.errors import InvalidName
 
 NAME_CHARS_MAX = 128  # with every suffix added to it, a file name stays below the usual limit of 255
 
+SCOPED_CHARS_MAX = 2 * NAME_CHARS_MAX + 2  # of a name within an organization
+
+_SCOPE, _SCOPE_END = "@", ":"  # no name has these, and both may stand in the path of a URL
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SCRIPT = re.compile(r"[A-Z]+")
 # Scripts without letters that look alike, so that one name may mix them.
@@ -59,6 +62,25 @@ def checked_name(kind: str, name: object) -> str:
     if not isinstance(name, str) or not is_name(name):
         raise InvalidName(kind, name)
     return plain(name)
+
+
+def scoped(org: str, name: str) -> str:
+    """A name within an organization, as the store has it: `@ORG:NAME`. The name itself within none."""
+    return f"{_SCOPE}{org}{_SCOPE_END}{name}" if org else name
+
+
+def unscoped(org: str, name: str) -> str:
+    """A name of the store as the organization itself sees it."""
+    return name.removeprefix(scoped(org, "")) if org else name
+
+
+def checked_scoped_name(kind: str, name: object) -> str:
+    """`name` when it is a name, or one within an organization. Else `InvalidName`."""
+    if isinstance(name, str) and name.startswith(_SCOPE):
+        org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)
+        if end and is_name(org) and is_name(inner):
+            return plain(name)
+    return checked_name(kind, name)
 
 
 @lru_cache(maxsize=1024)  # every send and poll checks a name, and a machine has few agents

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from postroom.contracts.task_views import TaskInfo
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import unscoped
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
 from postroom.page.messages import accepted_at, newest_first, shown_event
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
@@ -23,6 +24,7 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.runtime.handlers import check_reads, readable_task, reads
 from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_names import shown_task
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import by_state, ready
 from postroom.stores.transaction import Transaction
@@ -163,7 +165,7 @@ def _shown_line(request: HttpRequest, stored: Stored, age_s: float) -> Line:
     error_type, error = (failures[-1].error_type, failures[-1].error) if failures else ("", "")
     return Line(
         seq=record.seq,
-        task_id=record.message_id,
+        task_id=unscoped(request.identity.org, record.message_id),
         state=record.state,
         type=shown_name(request, stored.envelope.type),
         age_s=round(max(0.0, age_s), 1),
@@ -188,7 +190,7 @@ def _beginning(text: str) -> str:
 
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task = await readable_task(server, request)
+    task = shown_task(request.identity, await readable_task(server, request))
     return await shown_by(server, request, lambda: _shown(request, task))
 
 

@@ -23,6 +23,7 @@ from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import entry_of
 from postroom.core.jsoninput import check_json
+from postroom.core.names import scoped
 from postroom.errors import (
     AgentReplaced,
     AuditBehind,
@@ -174,7 +175,7 @@ class Endpoint:
         except asyncio.CancelledError:
             reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
-            refusal = _error_to_reply(error)
+            refusal = _error_to_reply(error, request.identity.org)
             self._note_refusal(server, request, refusal.status, error)
             reply = None if isinstance(error, StreamRefused) else refusal
         finally:
@@ -363,8 +364,11 @@ async def read_body(server: TaskServer, request: HttpRequest, bytes_max: int) ->
         pieces.append(piece)
 
 
-def _error_to_reply(error: BaseException) -> HttpReply:
-    return _error_reply(*_refusal_facts(error), getattr(error, "retry_after_s", RETRY_AFTER_S))
+def _error_to_reply(error: BaseException, org: str = "") -> HttpReply:
+    """The reply to a caller of an organization, which sees its names without the organization."""
+    status, error_type, message = _refusal_facts(error)
+    text = message.replace(scoped(org, ""), "") if org else message
+    return _error_reply(status, error_type, text, getattr(error, "retry_after_s", RETRY_AFTER_S))
 
 
 def _refusal_facts(error: BaseException) -> tuple[int, str, str]:

@@ -35,6 +35,7 @@ from postroom.runtime.schemas import (
     RemovedNotice,
     ResetNotice,
 )
+from postroom.runtime.task_names import shown_event
 from postroom.runtime.task_server import TaskServer
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
         found = server.tasks.events(after=position, limit=STREAM_PAGE)
         visible = [event for event in found if owner is None or event.queue == owner]
         data = b"".join(
-            sse(str(event.seq), event.kind, _encode(server.ids.shown(event))) for event in visible
+            sse(str(event.seq), event.kind, _encode(shown_event(request.identity, server.ids.shown(event))))
+            for event in visible
         )
         return data, found[-1].seq if found else position
 

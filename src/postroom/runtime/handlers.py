@@ -22,6 +22,7 @@ from postroom.contracts.tasks import Tasks
 from postroom.core import lifecycle
 from postroom.core.gate import Owner, permit
 from postroom.core.jsoninput import raw_value
+from postroom.core.names import unscoped
 from postroom.errors import InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Record, State, Stored
 from postroom.runtime.agents import Identity
@@ -53,9 +54,9 @@ from postroom.runtime.schemas import (
     StatusAnswer,
     TaskAnswer,
 )
+from postroom.runtime.task_names import new_tasks, shown_line, shown_task, stored_id
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
-from postroom.stores.base import ByIds
 from postroom.stores.transaction import Claim, Transaction
 
 SETTLED = ("failed", "released")  # events of calls that end a delivery
@@ -87,7 +88,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     _log_claims(server, claimed)
     if server.task_spans is not None:
         server.task_spans.note("receive", agent, [task.task_id for task in claimed], started_ns)
-    answers = [_claimed_task(server, task) for task in claimed]
+    answers = [_claimed_task(server, request, task) for task in claimed]
     return HttpReply(200, _encode(answers[0] if body.limit == 1 else ClaimedTasks(answers)))
 
 
@@ -150,52 +151,54 @@ def _log_claims(server: TaskServer, claimed: list[LeasedTask]) -> None:
         server.server_log.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
 
 
-def _claimed_task(server: TaskServer, task: LeasedTask) -> ClaimedTask:
-    lease = server.ids.fence(task.attempt, task.lease)
-    return ClaimedTask(
-        task.task_id, task.payload, lease, task.attempt, task.lease_s, task.type, task.parent
-    )  # fmt: skip
+def _claimed_task(server: TaskServer, request: HttpRequest, task: LeasedTask) -> ClaimedTask:
+    lease, org = server.ids.fence(task.attempt, task.lease), request.identity.org
+    task_id, parent = unscoped(org, task.task_id), unscoped(org, task.parent)
+    return ClaimedTask(task_id, task.payload, lease, task.attempt, task.lease_s, task.type, parent)
 
 
 async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: CompleteBody = request.body
-    owners = _owners(request)
+    owners, org = _owners(request), request.identity.org
 
-    def work(operations: TaskOperations) -> tuple[bool, list[LeasedTask]]:
-        """Whether the task was completed before, and the tasks claimed next."""
-        with _under_lease(operations, body, owners) as (record, lease):
+    def work(operations: TaskOperations) -> tuple[str, bool, list[LeasedTask]]:
+        """The id in the store, whether the task was completed before, and the tasks claimed next."""
+        with _under_lease(operations, body, owners, org) as (record, lease):
             if record.queue == DECISIONS:
-                operations.settle(body.task_id, lease)
-                return False, []
-            results = checked_results([(body.task_id, lease, body.decision)])
+                operations.settle(record.message_id, lease)
+                return record.message_id, False, []
+            results = checked_results([(record.message_id, lease, body.decision)])
             is_repeated = record.lease == lease and record.state in _COMPLETED
             # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
-            return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
+            claimed = operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
+            return record.message_id, is_repeated, claimed
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
     started_ns = time.time_ns()
-    is_repeated, claimed = await server.writer.submit(work, request.identity, size, makes_room=True)
+    task_id, is_repeated, claimed = await server.writer.submit(work, request.identity, size, makes_room=True)
     if is_repeated:  # the first result may be part of the same commit, so it is read after the commit
-        await server.read_for(request, lambda: _check_same_decision(server.tasks, body))
+        await server.read_for(request, lambda: _check_same_decision(server.tasks, task_id, body))
     server.harness.wake()
     _log_claims(server, claimed)
-    _log_change(server, request, "completed", body.task_id)
+    _log_change(server, request, "completed", task_id)
     if server.task_spans is not None:
-        server.task_spans.note("settle", request.identity.name, [body.task_id], started_ns)
-    answer = CompletedAnswer(body.task_id, [_claimed_task(server, task) for task in claimed])
+        server.task_spans.note("settle", request.identity.name, [task_id], started_ns)
+    answer = CompletedAnswer(body.task_id, [_claimed_task(server, request, task) for task in claimed])
     return HttpReply(202, _encode(answer))
 
 
-def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
+def _check_same_decision(tasks: Tasks, task_id: str, body: CompleteBody) -> None:
     """Accept a repeated `complete` with the same decision, and refuse one with another decision."""
-    if _encode_sorted(tasks.get(body.task_id).result) != _encode_sorted(body.decision):
+    if _encode_sorted(tasks.get(task_id).result) != _encode_sorted(body.decision):
         raise Refusal(409, "WrongState", f"task {body.task_id!r} was completed before with another decision")
 
 
 async def heartbeat(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: HolderBody = request.body
     return await _holder_call(
-        server, request, "heartbeat", lambda operations, lease: operations.heartbeat(body.task_id, lease)
+        server,
+        request,
+        "heartbeat",
+        lambda operations, task_id, lease: operations.heartbeat(task_id, lease),
     )
 
 
@@ -205,39 +208,39 @@ async def fail(server: TaskServer, request: HttpRequest) -> HttpReply:
         server,
         request,
         "failed",
-        lambda operations, lease: operations.fail(body.task_id, lease, body.error, body.retry_in_s),
+        lambda operations, task_id, lease: operations.fail(task_id, lease, body.error, body.retry_in_s),
     )
 
 
 async def release(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: HolderBody = request.body
     return await _holder_call(
-        server, request, "released", lambda operations, lease: operations.release(body.task_id, lease)
+        server, request, "released", lambda operations, task_id, lease: operations.release(task_id, lease)
     )
 
 
 async def _holder_call(
-    server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations, int], None]
+    server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations, str, int], None]
 ) -> HttpReply:
     """Change a task that has to belong to the caller's agent."""
-    body, owners = request.body, _owners(request)
+    body, owners, org = request.body, _owners(request), request.identity.org
 
-    def work(operations: TaskOperations) -> None:
-        with _under_lease(operations, body, owners) as (_, lease):
-            change(operations, lease)
+    def work(operations: TaskOperations) -> str:
+        with _under_lease(operations, body, owners, org) as (record, lease):
+            change(operations, record.message_id, lease)
+            return record.message_id
 
     return await _commit(server, request, event, body.task_id, work, makes_room=True)
 
 
 @contextmanager
 def _under_lease(
-    operations: TaskOperations, body: HolderBody, owners: Sequence[str] | None
+    operations: TaskOperations, body: HolderBody, owners: Sequence[str] | None, org: str
 ) -> Iterator[tuple[Record, int]]:
     """The record of a task that the caller holds, and its lease as the store knows it.
 
     A lease that an earlier version has shown is the number of the store itself.
     """
-    record = _own_record(operations, body.task_id, owners)
+    record = _own_record(operations, body.task_id, owners, org)
     lease = abs(record.lease)  # it is negative after a release
     if body.lease not in (lease, operations.transaction.ids.fence(record.attempt, lease)):
         raise lifecycle.stale(record, body.lease)
@@ -252,16 +255,17 @@ async def _commit(
     request: HttpRequest,
     event: str,
     task_id: str,
-    work: Callable[[TaskOperations], None],
+    work: Callable[[TaskOperations], str | None],
     *,
     makes_room: bool,
 ) -> HttpReply:
+    """Commit a change of a task. `work` may return the id that the store has it under."""
     size = TASK_BYTES + request.size
     started_ns = time.time_ns()
-    await server.writer.submit(work, request.identity, size, makes_room=makes_room)
-    _log_change(server, request, event, task_id)
+    stored = await server.writer.submit(work, request.identity, size, makes_room=makes_room) or task_id
+    _log_change(server, request, event, stored)
     if server.task_spans is not None and event in SETTLED:
-        server.task_spans.note("settle", request.identity.name, [task_id], started_ns)
+        server.task_spans.note("settle", request.identity.name, [stored], started_ns)
     return HttpReply(202, _encode(TaskAnswer(task_id)))
 
 
@@ -273,8 +277,8 @@ def _log_change(server: TaskServer, request: HttpRequest, event: str, task_id: s
 async def result(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Wake the harness, which looks for the result itself."""
     body: ResultBody = request.body
-    owners = _owners(request)
-    await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owners))
+    owners, org = _owners(request), request.identity.org
+    await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owners, org))
     server.harness.wake()
     return HttpReply(202, _encode(TaskAnswer(body.task_id)))
 
@@ -293,15 +297,20 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     server.tasks.check_backlog()
     tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
     started_ns = time.time_ns()
-    task_ids: list[str] = await server.writer.submit(
-        lambda operations: operations.enqueue(tasks), request.identity, TASK_BYTES * len(new) + request.size
-    )
+
+    def work(operations: TaskOperations) -> list[str]:
+        named = new_tasks(operations.transaction, server.agents, request.identity, tasks)
+        return operations.enqueue(named)
+
+    size = TASK_BYTES * len(new) + request.size
+    task_ids: list[str] = await server.writer.submit(work, request.identity, size)
     server.wake_streams()
     for added, task_id in zip(new, task_ids, strict=True):
         server.server_log.write("enqueued", task_id=task_id, agent=added.agent)
     if server.task_spans is not None:
         queue = new[0].agent if len(agents) == 1 else SEVERAL
         server.task_spans.note("send", queue, task_ids, started_ns)
+    task_ids = [unscoped(request.identity.org, task_id) for task_id in task_ids]
     answer = NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
     return HttpReply(201, _encode(answer))
 
@@ -341,23 +350,24 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.task_id, query.wait_s, left)
         info = await readable_task(server, request)
-    return HttpReply(200, _encode(info))
+    return HttpReply(200, _encode(shown_task(request.identity, info)))
 
 
 async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
     """Read a task for its agent, its sender or an operator. It is unknown to other callers.
 
-    Its payload and its result stay JSON.
+    Its names are those in the store. Its payload and its result stay JSON.
     """
-    task_id, identity = checked_id(request.path_param("id")), request.identity
+    asked, identity = checked_id(request.path_param("id")), request.identity
     visible_queue(identity)
 
     def work(transaction: Transaction) -> Stored:
+        task_id = stored_id(transaction, identity.org, asked)
         record = transaction.record(task_id)
         if record is None or record.queue.startswith(ENGINE_PREFIX):
-            raise UnknownTask(task_id)
+            raise UnknownTask(asked)
         if not permit(identity, "task.read", task_owner(identity, record.queue, record.sender)):
-            raise UnknownTask(task_id)
+            raise UnknownTask(asked)
         return loaded_task(transaction, task_id)
 
     info = await server.read_for(request, lambda: task_info(server.tasks.store.read(work), raw_value))
@@ -374,7 +384,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     lines = await server.read_for(
         request, lambda: server.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
     )
-    return HttpReply(200, _encode(LinesAnswer(lines)))
+    return HttpReply(200, _encode(LinesAnswer([shown_line(request.identity, line) for line in lines])))
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -447,15 +457,23 @@ def _owners(request: HttpRequest) -> Sequence[str] | None:
     return None if named is None else (named,)
 
 
-def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] | None) -> Record:
+def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] | None, org: str) -> Record:
     """The record as it is within the commit. Raises `UnknownTask` when it belongs to another agent."""
-    record = operations.record(task_id)
-    if owners is not None and record.queue not in owners:
+    stored = stored_id(operations.transaction, org, checked_id(task_id))
+    record = operations.transaction.record(stored)
+    if record is None or not _is_own_task(record, owners):
         raise UnknownTask(task_id)
     return record
 
 
-def _check_owner(tasks: Tasks, task_id: str, owners: Sequence[str] | None) -> None:
-    [record] = tasks.store.find(ByIds((task_id,)))
-    if record.queue.startswith(ENGINE_PREFIX) or (owners is not None and record.queue not in owners):
+def _check_owner(tasks: Tasks, task_id: str, owners: Sequence[str] | None, org: str) -> None:
+    def work(transaction: Transaction) -> bool:
+        record = transaction.record(stored_id(transaction, org, checked_id(task_id)))
+        return record is not None and _is_own_task(record, owners)
+
+    if not tasks.store.read(work):
         raise UnknownTask(task_id)
+
+
+def _is_own_task(record: Record, owners: Sequence[str] | None) -> bool:
+    return not record.queue.startswith(ENGINE_PREFIX) and (owners is None or record.queue in owners)

@@ -21,7 +21,7 @@ from postroom.contracts.task_input import (
 )
 from postroom.contracts.tasks import LEASE_S, AgentStatus, Status, TaskLine
 from postroom.core.health import Verdict
-from postroom.core.names import NAME_CHARS_MAX
+from postroom.core.names import NAME_CHARS_MAX, SCOPED_CHARS_MAX
 from postroom.message import BusMessage, Durability, State
 from postroom.runtime.harness import HarnessStatus
 from postroom.runtime.tokens import EXPIRES_S_MAX, NAMES_MAX, Permissions, Role
@@ -47,7 +47,7 @@ Name = Annotated[
 ]  # fmt: skip
 Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
 Names = Annotated[tuple[Name, ...], Meta(max_length=NAMES_MAX)]
-Id = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+Id = Annotated[str, Meta(min_length=1, max_length=SCOPED_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 Number = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 Page = Annotated[int, Meta(ge=1, le=PAGE_MAX)]
