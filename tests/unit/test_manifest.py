@@ -102,6 +102,25 @@ def test_cut_or_removed_file_keeps_its_mark(data: Path) -> None:
     assert noted(data, NEWS) == mark
 
 
+@pytest.mark.parametrize("name", [NEWS, SEGMENT.format(1), "audit/_open/00000001.jsonl"])
+def test_every_changed_byte_of_the_noted_ones_is_found(data: Path, name: str) -> None:
+    path = data / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = b'{"one": "line"}\n'
+    keeper = keeper_of(data)
+    path.write_bytes(text)
+    keeper.note()
+    keeper.note()
+    assert noted(data, name) == FileMark(len(text), zlib.crc32(text))
+    for place in range(len(text)):
+        changed = bytearray(text)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        assert losses(data) == [name]
+    path.write_bytes(text + b"and bytes that are not noted")
+    assert losses(data) == []
+
+
 def test_rotated_bus_is_noted_anew(data: Path) -> None:
     keeper = keeper_of(data)
     bus = Bus(data / NEWS)

@@ -1,6 +1,7 @@
 """Tokens of a data folder: made once, found by their checksum, ended by expiry, revocation and rotation."""
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def expire(folder: Path, token_id: str) -> None:
     """Move the end of a token into the past, as time would."""
     path = folder / FILE_NAME
     content = json.loads(path.read_text())
+    del content["crc32"]
     for token in content["tokens"]:
         if token["token_id"] == token_id:
             token["expires"] = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
@@ -192,6 +194,33 @@ def test_a_damaged_file_refuses_every_token_and_is_not_overwritten(tmp_path: Pat
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(StoreDamaged, match="it has no such list"):
         Tokens(tmp_path).list()
+
+
+def test_every_changed_byte_of_the_file_is_found(tmp_path: Path) -> None:
+    Tokens(tmp_path).create("agent", "acme", "triage", permissions=Permissions(may_send_to=("critic",)))
+    path = tmp_path / FILE_NAME
+    text = path.read_bytes()
+    for place in range(len(text)):
+        changed = bytearray(text)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(StoreDamaged):
+            Tokens(tmp_path).list()
+    path.write_bytes(text)
+    assert Tokens(tmp_path).list()
+
+
+def test_a_changed_file_is_used_after_its_checksum_is_removed(tmp_path: Path) -> None:
+    Tokens(tmp_path).create("agent", "acme", "triage")
+    path = tmp_path / FILE_NAME
+    path.write_text(path.read_text().replace("triage", "tsiage"))
+    with pytest.raises(StoreDamaged, match="remove its field crc32 to use it"):
+        Tokens(tmp_path).list()
+    path.write_text(re.sub(r',\s*"crc32": \d+', "", path.read_text()))
+    [token] = Tokens(tmp_path).list()
+    assert token.agent == "tsiage"
+    Tokens(tmp_path).create("agent", "acme", "triage")
+    assert "crc32" in path.read_text()
 
 
 def test_the_token_of_an_agent_that_is_registered_has_its_permissions_too(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A small JSON file of entries that several processes read and change.
 
 Rule 1: a change is made under a lock, and replaces the whole file.
-Rule 2: a file that cannot be read is an error, never an empty registry.
+Rule 2: a file that cannot be read, or was changed, is an error, never an empty registry.
+Rule 3: a file without a checksum is one of an earlier release, or was edited by an operator.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from postroom.core.checksummed import checksum_fits, with_checksum
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import StoreDamaged
 from postroom.stores.disk_reserve import keep_control_reserve, with_control_reserve
@@ -44,8 +46,11 @@ class RegistryFile(Generic[E]):
         fields: list[tuple[str, Any, Any]] = [
             (field, list[entry] | msgspec.UnsetType, msgspec.UNSET),  # type: ignore[valid-type]
             ("owners", dict[str, str], msgspec.field(default_factory=dict)),
+            ("crc32", int | None, None),
         ]
-        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(msgspec.defstruct("Registry", fields))
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+            msgspec.defstruct("Registry", fields, forbid_unknown_fields=True)
+        )
         self._checked = -CHECK_EVERY_S
         self._content: tuple[tuple[E, ...], dict[str, str]] = (), {}
         self.version: tuple[int, int, int] = (0, 0, 0)
@@ -99,7 +104,7 @@ class RegistryFile(Generic[E]):
             written: dict[str, Any] = {self._field: content.entries}
             if content.owners:
                 written["owners"] = content.owners
-            data = msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n"
+            data = with_checksum(written)
             with_control_reserve(self._path.parent, lambda: replace_file(self._path, data, "fsync"))
             keep_control_reserve(self._path.parent)
             self._checked = -CHECK_EVERY_S
@@ -108,7 +113,8 @@ class RegistryFile(Generic[E]):
 
     def _load(self) -> tuple[tuple[E, ...], dict[str, str]]:
         try:
-            read = self._decoder.decode(read_file(self._path))
+            data = read_file(self._path)
+            read = self._decoder.decode(data)
         except msgspec.ValidationError as error:
             fault = field_fault(error, "the file")
             raise StoreDamaged(f"{self._path} is not a list of {self._field}: {fault}") from error
@@ -117,4 +123,9 @@ class RegistryFile(Generic[E]):
         entries = getattr(read, self._field)
         if entries is msgspec.UNSET:
             raise StoreDamaged(f"{self._path} is not a list of {self._field}: it has no such list")
+        if read.crc32 is not None and not checksum_fits(data):
+            raise StoreDamaged(
+                f"{self._path} was changed, its checksum does not match: restore it from a backup, or remove "
+                f"its field crc32 to use it as it is"
+            )
         return tuple(entries), read.owners
