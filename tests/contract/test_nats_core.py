@@ -273,6 +273,18 @@ def test_a_queue_group_delivers_each_message_to_one_of_all_members(both: Server)
     assert min(map(len, found)) > 0
 
 
+@pytest.mark.parametrize("members", [2, 40])
+def test_messages_that_come_one_by_one_go_to_all_members_of_a_group(both: Server, members: int) -> None:
+    with Wire(both) as one, Wire(both) as two, Wire(both) as sender:
+        for wire in (one, two):
+            wire.ask(b"".join(b"SUB single g %d\r\n" % sid for sid in range(members // 2)))
+        for _ in range(100):
+            sender.ask(b"PUB single 1\r\nx\r\n")
+        found = [wire.ask().count(b"\r\nx\r\n") for wire in (one, two)]
+    assert sum(found) == 100
+    assert min(found) > 0
+
+
 def test_a_member_that_leaves_a_group_gets_nothing_more(both: Server) -> None:
     with Wire(both) as one, Wire(both) as two:
         one.ask(b"SUB left g 1\r\n")

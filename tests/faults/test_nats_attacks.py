@@ -9,8 +9,15 @@ from typing import Any, Self
 
 import pytest
 
-from postroom.runtime import natsclients, natsconn, natsoptions
-from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
+from postroom.runtime import natsclients, natsconn, natsoptions, natsrouter
+from postroom.runtime.natsoptions import (
+    LOGIN_BYTES_MAX,
+    LOGINS_MAX,
+    ServerOptions,
+    TokenOwner,
+    client_of,
+    network_of,
+)
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, Server, Wanted, Wire, running
 from tests.crash.memory import peak_mb
@@ -318,5 +325,132 @@ def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytes
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         assert server.usage._subscriptions == {}
+
+    served(work)
+
+
+# ---- turns -------------------------------------------------------------------------------------------
+
+WILDCARDS = 2_000
+PUBLISHED = 300
+STEPS_MAX = 10  # that one organization makes while a call of another waits
+
+
+def owner(token: str) -> TokenOwner:
+    """The owner of a token such as `acme/ann`."""
+    return TokenOwner(token, token, org=token.partition("/")[0], sees_all=False)
+
+
+async def logged_in(server: NatsServer, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    login = CONNECT.replace(b"{", b'{"auth_token":"%b",' % token.encode())
+    reader, writer = await opened(server.port, login + b"PING\r\n")
+    await reader.readuntil(b"PONG\r\n")
+    return reader, writer
+
+
+async def discard(reader: asyncio.StreamReader) -> None:
+    while await reader.read(MB):
+        pass
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"PING\r\n")
+    await reader.readuntil(b"PONG\r\n")
+
+
+def deliveries_of(server: NatsServer, org: str) -> int:
+    links = (link for link in server.connections if link.org == org)
+    return sum(each.delivered for link in links for each in link.subscriptions.values())
+
+
+@pytest.mark.parametrize("publishers", [1, 40])
+@pytest.mark.parametrize(("subject", "batch"), [("x.a", PUBLISHED), ("x%d.a", 1)])
+def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
+    monkeypatch: pytest.MonkeyPatch, subject: str, batch: int, publishers: int
+) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)  # time for one step a turn
+    flood = b"".join(
+        b"PUB %b 1\r\nx\r\n" % (subject % ((n,) * subject.count("%"))).encode() for n in range(PUBLISHED)
+    )
+    cost = natsrouter.SUBSCRIPTION_COST + batch * (natsrouter.MESSAGE_COST + 1)
+    a_step = batch * (1 + natsrouter.STEP_COST_MAX // cost)
+    wildcards = b"".join(b"SUB *.a %d\r\n" % sid for sid in range(WILDCARDS))
+
+    async def work(server: NatsServer) -> None:
+        other, to_other = await logged_in(server, "other/bob")
+        all_read, to_reader = await logged_in(server, "acme/reader")
+        to_reader.write(wildcards)
+        await answered(all_read, to_reader)
+        reading = asyncio.create_task(discard(all_read))
+        writers = [(await logged_in(server, f"acme/ann{number}"))[1] for number in range(publishers)]
+        for writer in writers:
+            writer.write(flood)
+        while not deliveries_of(server, "acme"):  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        for _ in range(3):
+            before = deliveries_of(server, "acme")
+            await answered(other, to_other)
+            assert 0 < deliveries_of(server, "acme") - before <= STEPS_MAX * a_step
+        for writer in (to_other, to_reader, *writers):
+            writer.close()
+        await reading
+
+    served(work, identify=owner)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"PING\r\n",
+        b"SUB a.* 1\r\nUNSUB 1\r\n",
+        b'CONNECT {"verbose":false,"auth_token":"acme/ann"}\r\n',
+        b"PUB nobody.%d answers 1\r\nx\r\n",
+    ],
+)
+def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    commands = b"".join(flood.replace(b"%d", b"%d" % number) for number in range(PUBLISHED))
+
+    async def work(server: NatsServer) -> None:
+        other, to_other = await logged_in(server, "other/bob")
+        busy, to_busy = await logged_in(server, "acme/ann")
+        to_busy.write(b"SUB begin 98\r\n" + commands + b"SUB end 99\r\n")
+        while not server.literal(b"begin"):  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        await answered(other, to_other)
+        assert not server.literal(b"end")
+        await answered(busy, to_busy)
+        while not server.literal(b"end"):
+            await answered(busy, to_busy)
+        for writer in (to_other, to_busy):
+            writer.close()
+
+    served(work, identify=owner)
+
+
+def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr(natsrouter, "STEP_COST_MAX", natsrouter.SUBSCRIPTION_COST)
+
+    async def work(server: NatsServer) -> None:
+        reader, writer = await opened(server.port, CONNECT)
+        writer.write(
+            b"".join(b"SUB a %d\r\nSUB a g%d %d\r\n" % (sid, sid, -sid) for sid in range(1, WILDCARDS))
+        )
+        await answered(reader, writer)
+        _, sender = await opened(server.port, CONNECT)
+        sender.write(b"PUB a 1\r\nx\r\n")
+        while not deliveries_of(server, ""):  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        writer.write(b"UNSUB %d\r\nUNSUB -%d\r\nPING\r\n" % ((WILDCARDS - 1,) * 2))
+        got = await reader.readuntil(b"PONG\r\n")
+        while got.count(b"MSG") < 2 * WILDCARDS - 4:
+            got += await reader.readuntil(b"x\r\n")
+        assert b"MSG a %d " % (WILDCARDS - 2) in got
+        assert b"%d 1\r\n" % (WILDCARDS - 1) not in got
+        for each in (writer, sender):
+            each.close()
 
     served(work)

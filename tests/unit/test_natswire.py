@@ -99,6 +99,21 @@ def test_chunking_does_not_change_the_commands_of_a_server(step: int) -> None:
     )
 
 
+@pytest.mark.parametrize("commands_max", [1, 2, 5])
+@pytest.mark.parametrize("kept", [0, 1, 30, len(CLIENT)])
+def test_a_reader_that_stops_early_continues_with_the_next_command(commands_max: int, kept: int) -> None:
+    reader = wire.ClientReader()
+    reader.keep(CLIENT[:kept])
+    commands = reader.feed(CLIENT[kept:], commands_max)
+    assert len(commands) == commands_max
+    assert reader.held_bytes == 0  # nothing is incomplete
+    while reader.has_more:
+        more = reader.feed(b"", commands_max)
+        assert len(more) <= commands_max
+        commands += more
+    assert flat(commands) == read(CLIENT)
+
+
 FRAME = st.tuples(
     st.sampled_from([b"a", b"b"]), st.sampled_from([b"", b"x", b"PUB a 1\r\n", b"\r\nPUB b 0\r\n"])
 )

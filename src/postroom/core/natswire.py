@@ -11,6 +11,7 @@ Rule 4: consecutive frames that differ in their bodies only become one command w
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from struct import iter_unpack
@@ -154,7 +155,7 @@ def connect_options(options: bytes) -> ConnectOptions:
 class _Reader:
     """Splits a stream into commands. The subclasses parse the lines of clients and of servers."""
 
-    __slots__ = ("_broken", "_held", "_payload_bytes_max", "_wanted")
+    __slots__ = ("_broken", "_held", "_payload_bytes_max", "_wanted", "has_more")
 
     _head: Callable[[bytes], ControlLine | None]
     """Parses a control line; None when no body follows it."""
@@ -174,16 +175,28 @@ class _Reader:
         self._wanted = 0
         """Bytes needed before it is worth parsing again."""
         self._broken = False
+        self.has_more = False
+        """Whether the buffered bytes may hold complete commands."""
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the incomplete frame."""
-        return len(self._held)
+        return 0 if self.has_more else len(self._held)
 
-    def feed(self, data: bytes) -> list[Command]:
-        """The commands that are complete with these bytes; none after a `Fault`."""
+    def keep(self, data: bytes) -> None:
+        """Buffer bytes for the next `feed`."""
+        if not self._broken:
+            self._held += data
+            self.has_more = True
+
+    def feed(self, data: bytes = b"", commands_max: int = sys.maxsize) -> list[Command]:
+        """The commands that are complete with these bytes; none after a `Fault`.
+
+        After `commands_max` commands, or a few more, the rest waits for the next call.
+        """
         if self._broken:
             return []
+        self.has_more = False
         if self._held:
             self._held += data
             if len(self._held) < self._wanted:
@@ -192,23 +205,25 @@ class _Reader:
             self._held.clear()
         commands: list[Command] = []
         try:
-            done = self._read(data, commands)
+            done = self._read(data, commands, commands_max)
         except Broken as error:
             self._broken = True
             commands.append(Fault(error.args[0]))
             return commands
         if done < len(data):
             self._held += data[done:]
+            if len(commands) >= commands_max:
+                self.has_more, self._wanted = True, 0
         return commands
 
-    def _read(self, data: bytes, commands: list[Command]) -> int:
-        """Append the commands in `data`. Returns the offset of the first incomplete frame."""
+    def _read(self, data: bytes, commands: list[Command], commands_max: int) -> int:
+        """Append the commands in `data`. Returns the offset of the first frame that is not among them."""
         position, end = 0, len(data)
         heads, find = self._heads, data.find
         head: ControlLine | None = None
         bodies: list[bytes] = []
         mixed = True
-        while position < end:
+        while position < end and len(commands) < commands_max:
             after_line = find(b"\n", position, position + CONTROL_LINE_BYTES_MAX) + 1
             line = data[position:after_line]
             found = heads.get(line) or self._new_head(line)

@@ -4,15 +4,15 @@ Rule 1: nothing here blocks. Output is buffered, and written once per turn of th
 Rule 2: a client that does not read its messages is cut off; other clients are not affected.
 Rule 3: a client that broke the protocol gets an error, and its further input is discarded for a moment before
         the connection is closed: closing at once could discard the error on its way to the client.
-Rule 4: each connection has a time slice of a turn. Commands beyond it wait, and nothing more is read from the
-        connection until they are done.
+Rule 4: a turn of the loop has a time slice for the commands of all connections. Input beyond it waits for a
+        slice of a later turn, and nothing more is read from the connection until it is handled.
 Rule 5: before its login a connection is read up to the end of its first line, which has a low limit.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from postroom.core import natswire as wire
 from postroom.core.gate import Caller
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 LINGER_S = 1.0
 INBOX = b"_INBOX."
-SLICE_S = 0.005  # of a turn, for the commands of one connection
+COMMANDS_A_READ_MAX = 512  # that are parsed at a time
+RATED_BODIES_MAX = 200  # messages of a token with a rate that are counted at a time
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
 READ_ONLY_TOKEN = f"{AUTHORIZATION_VIOLATION}: a read-only token is not for NATS"
@@ -52,7 +53,16 @@ def _encoded(text: str) -> bytes:
 
 
 class _Remainder(wire.Messages, frozen=True, gc=False):
-    """Messages for which a turn had no time. Their +OK is sent already."""
+    """Messages for the handler for which a slice had no time. Their +OK is sent already."""
+
+
+class _Deliveries(NamedTuple):
+    """Deliveries for which a slice had no time. Each step makes a few of them."""
+
+    steps: Iterator[None]
+
+
+_Pending = wire.Command | _Deliveries
 
 
 class ServerSubscription:
@@ -137,8 +147,24 @@ class Hub(Protocol):
     def take_calls(self, link: "ServerConnection", head: wire.ControlLine, count: int) -> int:
         """Count messages of a connection with a rate. Returns how many are allowed; others are refused."""
 
-    def publish(self, link: "ServerConnection", head: wire.ControlLine, bodies: list[bytes]) -> int:
-        """Returns how many bodies were published: all, unless the time slice of the connection is over."""
+    def owned(self, subject: bytes) -> str | None:
+        """The subject as text if the handler owns it."""
+
+    def publish_to_handler(
+        self, link: "ServerConnection", subject: str, head: wire.ControlLine, bodies: list[bytes]
+    ) -> int:
+        """Publish until the slice of the connection ends. Returns how many bodies, at least one."""
+
+    def publish(
+        self, link: "ServerConnection", head: wire.ControlLine, bodies: list[bytes]
+    ) -> Iterator[None] | None:
+        """Deliver plain messages. Returns the steps of the deliveries if there are many, else None."""
+
+    def slice_ends(self) -> float:
+        """When the slice of this turn ends; 0 when a connection that has input now has to wait."""
+
+    def wait(self, link: "ServerConnection") -> None:
+        """Call `run` of the connection in a slice of a later turn."""
 
     def subscribe(self, subscription: ServerSubscription) -> str:
         """Returns why it is refused; empty when accepted."""
@@ -169,6 +195,7 @@ class ServerConnection(asyncio.Protocol):
         "_reader",
         "_released",
         "_transport",
+        "_waits",
         "address",
         "admitted",
         "caller",
@@ -216,8 +243,10 @@ class ServerConnection(asyncio.Protocol):
         self.send = self.output.send
         self._reader = wire.ClientReader(payload_bytes_max=hub.payload_bytes_max)
         self._transport: asyncio.Transport | None = None
-        self._backlog: list[wire.Command] = []
-        """Commands that wait for the next turn."""
+        self._backlog: list[_Pending] = []
+        """Commands that wait for a slice. They come before what the reader has."""
+        self._waits = False
+        """Whether input waits for a slice."""
         self._holds = 0
         """How many callers of `pause_reading` have not called `resume_reading`."""
         self.slice_ends = 0.0
@@ -280,19 +309,50 @@ class ServerConnection(asyncio.Protocol):
             data = self._log_in(data)
             if not data:
                 return
-        commands = self._reader.feed(data)
-        held_bytes = self._reader.held_bytes
-        if held_bytes != self._held_bytes:
-            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
-            if not self._hub.usage.add_incomplete(self.network, more):
-                self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
-                return
-        if self._backlog:
-            self._backlog += commands
+        if self._waits:
+            self._reader.keep(data)
             return
-        self._handle(commands)
-        if self._backlog:
-            self.pause_reading()
+        self.slice_ends = self._hub.slice_ends()
+        if self.slice_ends:
+            self._read(data)
+            if self.output.closed or not (self._backlog or self._reader.has_more):
+                return
+        else:
+            self._reader.keep(data)
+        self._waits = True
+        self.pause_reading()
+        self._hub.wait(self)
+
+    def run(self, slice_ends: float) -> None:
+        """Handle input that waited, until the slice ends."""
+        self.slice_ends = slice_ends
+        commands, self._backlog = self._backlog, []
+        if commands:
+            self._handle(commands)
+        else:
+            self._read()
+        if self.output.closed:
+            return
+        if self._backlog or self._reader.has_more:
+            self._hub.wait(self)
+        else:
+            self._waits = False
+            self.resume_reading()
+
+    def _read(self, data: bytes = b"") -> None:
+        """Handle input until it is used up or the slice ends."""
+        while not self.output.closed:
+            commands = self._reader.feed(data, COMMANDS_A_READ_MAX)
+            held_bytes = self._reader.held_bytes
+            if held_bytes != self._held_bytes:
+                more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
+                if not self._hub.usage.add_incomplete(self.network, more):
+                    self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
+                    return
+            self._handle(commands)
+            if self._backlog or not self._reader.has_more or perf_counter() >= self.slice_ends:
+                return
+            data = b""
 
     def _log_in(self, data: bytes) -> bytes:
         """Read the line with the login. Returns the data after it when the login succeeded."""
@@ -307,63 +367,70 @@ class ServerConnection(asyncio.Protocol):
         self._handle(commands)
         return data[line_end:] if self.admitted and not self.output.closed else b""
 
-    def _handle(self, commands: list[wire.Command]) -> None:
-        """Handle the commands that fit this turn; the others wait for the next."""
+    def _handle(self, commands: Sequence[_Pending]) -> None:
+        """Handle the commands that fit the slice; the others wait for a later one."""
         try:
             self._handle_all(commands)
         except Exception:  # noqa: BLE001 - it affects this connection only
             _log.exception("connection %d is closed: one of its commands failed", self.number)
             self.fail(INTERNAL_ERROR)
 
-    def _handle_all(self, commands: list[wire.Command]) -> None:
-        self.slice_ends = perf_counter() + SLICE_S
+    def _handle_all(self, commands: Sequence[_Pending]) -> None:
         for place, command in enumerate(commands):
             if type(command) is wire.Messages:
-                remainder = self._messages(command.head, command.bodies)
+                rest = self._messages(command.head, command.bodies)
             else:
-                remainder = self._other_command(command)
+                rest = self._other_command(command)
             if self.output.closed:
                 return
-            if remainder is not None:
-                self._backlog = [*remainder, *commands[place + 1 :]]
-                if self._backlog:
-                    self._hub.loop.call_soon(self._continue)
+            if rest or perf_counter() >= self.slice_ends:
+                self._backlog = [*rest, *commands[place + 1 :]]
                 return
-
-    def _continue(self) -> None:
-        if self.output.closed:
-            return
-        commands, self._backlog = self._backlog, []
-        self._handle(commands)
-        if not self._backlog:
-            self.resume_reading()
 
     # ---- commands --------------------------------------------------------------------------------------
 
-    def _messages(self, head: wire.ControlLine, bodies: list[bytes]) -> list[wire.Command] | None:
-        """Returns the messages that have to wait; None while the time slice lasts."""
+    def _messages(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
+        """Returns what has to wait because the slice is over."""
         if not self.admitted and (refusal := self._hub.admit(self, None)):
             self.fail(refusal)
-            return None
+            return ()
         if head.header_bytes >= 0 and not self.headers:
             self._refuse(HEADERS_NOT_SUPPORTED, BAD_REQUEST, "publish")
-            return None
-        if self.rate:
-            bodies = bodies[: self._hub.take_calls(self, head, len(bodies))]
-            if not bodies:
-                return None
+            return ()
+        if not self.rate:
+            return self._accepted(head, bodies)
+        rest: Sequence[_Pending] = ()
+        while bodies:
+            some, bodies = bodies[:RATED_BODIES_MAX], bodies[RATED_BODIES_MAX:]
+            allowed = some[: self._hub.take_calls(self, head, len(some))]
+            rest = self._accepted(head, allowed) if allowed else ()
+            if bodies and (rest or perf_counter() >= self.slice_ends):
+                return [*rest, wire.Messages(head, bodies)]
+        return rest
+
+    def _accepted(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
         if self.verbose:
             self.send(wire.OK * len(bodies))
         return self._publish(head, bodies)
 
-    def _publish(self, head: wire.ControlLine, bodies: list[bytes]) -> list[wire.Command] | None:
-        taken = self._hub.publish(self, head, bodies)
-        if taken < len(bodies):
-            return [_Remainder(head, bodies[taken:])]
-        return [] if self.slice_ends == 0.0 else None
+    def _publish(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
+        subject = self._hub.owned(head.subject)
+        if subject is None:
+            steps = self._hub.publish(self, head, bodies)
+            return () if steps is None else self._deliver_more(steps)
+        taken = self._hub.publish_to_handler(self, subject, head, bodies)
+        return [_Remainder(head, bodies[taken:])] if taken < len(bodies) else ()
 
-    def _other_command(self, command: wire.Command) -> list[wire.Command] | None:
+    def _deliver_more(self, steps: Iterator[None]) -> Sequence[_Pending]:
+        for _ in steps:
+            if perf_counter() >= self.slice_ends:
+                return [_Deliveries(steps)]
+        return ()
+
+    def _other_command(self, command: _Pending) -> Sequence[_Pending]:
         match command:
+            case _Deliveries():
+                return self._deliver_more(command.steps)
             case _Remainder():
                 return self._publish(command.head, command.bodies)
             case wire.Fault():
@@ -380,7 +447,7 @@ class ServerConnection(asyncio.Protocol):
                 self._unsubscribe(command)
             case _:
                 pass  # PONG needs no answer; +OK and INFO mean nothing to a server
-        return [] if perf_counter() >= self.slice_ends else None
+        return ()
 
     def _connect(self, text: bytes) -> None:
         try:
@@ -496,6 +563,11 @@ class ServerConnection(asyncio.Protocol):
             self._hub.unsubscribe(subscription)
 
     @property
+    def holder(self) -> tuple[str, str]:
+        """Whose turns the commands take, within those of the organization."""
+        return self.org, self.client
+
+    @property
     def pending_bytes(self) -> int:
         return self.output.pending_bytes
 
@@ -539,6 +611,8 @@ class ServerConnection(asyncio.Protocol):
         if self.output.closed or self._transport is None:
             return
         self._release()
+        if self._waits:
+            self.resume_reading()  # to discard what comes
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self._hub.loop.call_later(LINGER_S, self._transport.close)

@@ -1,8 +1,15 @@
 """Routing of plain NATS messages to subscriptions and queue groups."""
 
+from collections.abc import Iterator
+from random import random
+
 from postroom.core import natswire as wire
 from postroom.core.subjects import SubjectIndex
 from postroom.runtime.natsconn import ServerConnection, ServerSubscription
+
+STEP_COST_MAX = 1 << 20  # of the deliveries between two checks of the clock: the bytes of the messages, and
+SUBSCRIPTION_COST = 1_024  # for each subscription
+MESSAGE_COST = 64  # and for each message to it
 
 
 class Router:
@@ -10,7 +17,6 @@ class Router:
 
     def __init__(self) -> None:
         self._index: SubjectIndex[ServerSubscription] = SubjectIndex()
-        self._turns = 0  # rotates the members of queue groups
         self.is_divided = False
         """Whether a connection that does not see all organizations has logged in, so that receivers depend on
         the sender."""
@@ -23,7 +29,10 @@ class Router:
     def remove(self, subscription: ServerSubscription) -> None:
         self._index.remove(subscription.subject, subscription)
 
-    def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> None:
+    def publish(
+        self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]
+    ) -> Iterator[None] | None:
+        """Deliver messages. Returns the steps of the deliveries if there are many, else None."""
         matched = self.match(head.subject)
         each, groups = matched
         if self.is_divided:
@@ -31,11 +40,39 @@ class Router:
             each = tuple(filter(is_reached, each))
             reached = (tuple(filter(is_reached, members)) for members in groups)
             groups = tuple(members for members in reached if members)
+        size = head.size * len(bodies) if head.size != wire.ANY_SIZE else sum(map(len, bodies))
+        a_step = 1 + STEP_COST_MAX // (SUBSCRIPTION_COST + MESSAGE_COST * len(bodies) + size)
+        if len(each) + len(groups) > a_step:
+            return self._steps(link, each, groups, head, bodies, a_step)
         receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
         for members in groups:
             receivers += self._deliver_to_group(link, members, head, bodies)
         if not receivers and head.reply and link.no_responders:
-            _answer_no_responders(link, head, len(bodies))
+            return _answer_no_responders(link, head, len(bodies))
+        return None
+
+    def _steps(
+        self,
+        link: ServerConnection,
+        each: tuple[ServerSubscription, ...],
+        groups: tuple[tuple[ServerSubscription, ...], ...],
+        head: wire.ControlLine,
+        bodies: list[bytes],
+        a_step: int,
+    ) -> Iterator[None]:
+        """Deliver to `a_step` subscriptions or groups at a time."""
+        receivers = 0
+        for start in range(0, len(each), a_step):
+            some = tuple(filter(_is_live, each[start : start + a_step]))
+            receivers += self._deliver_to_each(link, some, head, bodies)
+            yield
+        for start in range(0, len(groups), a_step):
+            for members in groups[start : start + a_step]:
+                live = tuple(filter(_is_live, members))
+                receivers += self._deliver_to_group(link, live, head, bodies)
+            yield
+        if not receivers and head.reply and link.no_responders:
+            yield from _answer_no_responders(link, head, len(bodies))
 
     def _deliver_to_each(
         self,
@@ -70,6 +107,17 @@ class Router:
         if subscription.last and subscription.delivered >= subscription.last:
             link.drop(subscription)
 
+    def _next_members(
+        self, link: ServerConnection, members: tuple[ServerSubscription, ...], messages: int
+    ) -> list[ServerSubscription]:
+        """The members that can take messages; of many members, as many as there are messages."""
+        if len(members) > messages:
+            first = _any_of(len(members))
+            some = members[first : first + messages] + members[: max(0, first + messages - len(members))]
+            if able := [each for each in some if _can_take(link, each)]:
+                return able
+        return [each for each in members if _can_take(link, each)]
+
     def _deliver_to_group(
         self,
         link: ServerConnection,
@@ -78,29 +126,45 @@ class Router:
         bodies: list[bytes],
     ) -> int:
         """Deliver each body to one member of a queue group, in turns. Returns 1 if there is a member."""
-        able = [each for each in members if (link.echo or each.link is not link) and not each.link.is_closing]
+        able = self._next_members(link, members, len(bodies))
         if not able:
             return 0
-        while bodies:
-            able = [each for each in able if not each.last or each.delivered < each.last]
-            if not able:
-                break
+        while bodies and able:
             count = len(able)
-            self._turns += 1
-            first = self._turns % count
+            first = _any_of(count)
             left: list[bytes] = []
             for place, member in enumerate(able):
                 share = bodies[(place - first) % count :: count]
                 taken = member.take(share)
                 left += share[len(taken) :]
                 self._deliver(member, head, taken)
-            self._turns += len(bodies)
             bodies = left
+            able = self._next_members(link, members, len(bodies))
         return 1
 
 
-def _answer_no_responders(link: ServerConnection, head: wire.ControlLine, times: int) -> None:
+def _any_of(count: int) -> int:
+    """The number of any member, as nats-server chooses: an order would have to be kept for each group."""
+    return int(random() * count)  # noqa: S311 - no secret
+
+
+def _can_take(link: ServerConnection, subscription: ServerSubscription) -> bool:
+    other = subscription.link
+    return (
+        (link.echo or other is not link)
+        and not other.is_closing
+        and (not subscription.last or subscription.delivered < subscription.last)
+    )
+
+
+def _is_live(subscription: ServerSubscription) -> bool:
+    """Whether a subscription has not ended since it was matched."""
+    return subscription.link.subscriptions.get(subscription.sid) is subscription
+
+
+def _answer_no_responders(link: ServerConnection, head: wire.ControlLine, times: int) -> Iterator[None]:
     headers = wire.NO_RESPONDERS % head.subject
     reply = head.reply.decode("utf-8", "surrogateescape")
     for _ in range(times):
         link.answer(reply, b"", headers)
+        yield

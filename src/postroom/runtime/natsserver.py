@@ -56,6 +56,7 @@ from postroom.runtime.natsoutput import SLOW_CONSUMER
 from postroom.runtime.natsrouter import Router
 from postroom.runtime.rates import Rates
 from postroom.runtime.tls_listener import FailedHandshake, TlsListener
+from postroom.runtime.turns import Turns
 from postroom.system.callbacks import attempt
 from postroom.system.tls import handshake_fault
 
@@ -64,6 +65,7 @@ BACKLOG = 1024
 PINGS_OUT_MAX = 2
 TLS_TIMEOUT_S = 5.0
 TICK_S = 0.25
+SLICE_S = 0.005  # of a turn of the loop, for the commands of all connections
 HANDLER_BODIES_MAX = 200  # messages for the handler between two checks of the clock
 CLOSE_TIMEOUT_S = 0.4
 TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # noqa: S105 - a sentence
@@ -94,6 +96,7 @@ class NatsServer:
         self._router = Router()
         self.match = self._router.match
         self.literal = self._router.literal
+        self.publish = self._router.publish
         self._server: asyncio.Server | None = None
         self._tls_listeners: list[TlsListener] = []
         self._identity = os.urandom(16).hex().upper()
@@ -102,6 +105,9 @@ class NatsServer:
         self._publishers: set[ServerConnection] = set()
         """Connections that published to the handler in this turn."""
         self._is_turn_open = False
+        self._slice_ends = 0.0
+        self._waiting: Turns[ServerConnection] = Turns()
+        """Connections with input that waits for a slice."""
         self._flushing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_ping_s = 0.0
@@ -366,7 +372,7 @@ class NatsServer:
         link = subscription.link
         if len(link.subscriptions) > self.options.subscriptions_max:
             return self.refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
-        text = self._owned(subscription.subject)
+        text = self.owned(subscription.subject)
         subscription.owned = text is not None
         subscription.cost = _cost_of(subscription)
         if not self.usage.may_subscribe(link.client, subscription.cost):
@@ -393,8 +399,7 @@ class NatsServer:
         elif self._handler is not None:
             self._handler.unsubscribed(subscription.link, subscription.sid.decode("utf-8", "replace"))
 
-    def _owned(self, subject: bytes) -> str | None:
-        """The subject as text if the handler owns it."""
+    def owned(self, subject: bytes) -> str | None:
         if self._handler is None:
             return None
         text = subject.decode("utf-8", "replace")
@@ -411,25 +416,12 @@ class NatsServer:
                 self.refused(link, why, TOO_MANY, "publish", reply)
         return found.calls
 
-    def publish(self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]) -> int:
-        if self._handler is not None:
-            text = self._owned(head.subject)
-            if text is not None:
-                return self._publish_to_handler(self._handler, link, text, head, bodies)
-        self._router.publish(link, head, bodies)
-        return len(bodies)
-
     # ---- the handler -----------------------------------------------------------------------------------
 
-    def _publish_to_handler(
-        self,
-        handler: SubjectHandler,
-        link: ServerConnection,
-        subject: str,
-        head: wire.ControlLine,
-        bodies: list[bytes],
+    def publish_to_handler(
+        self, link: ServerConnection, subject: str, head: wire.ControlLine, bodies: list[bytes]
     ) -> int:
-        """Publish until the connection's time slice is over. Returns how many bodies, at least one."""
+        assert self._handler is not None  # noqa: S101 - for the types: it owns the subject
         reply = head.reply.decode("utf-8", "replace")
         header_bytes = max(head.header_bytes, 0)
         # Plain messages are stored together. Calls with an answer may take long, and go one by one.
@@ -437,10 +429,9 @@ class NatsServer:
         taken = 0
         while taken < len(bodies):
             some = bodies[taken : taken + step]
-            handler.published(link, subject, reply, header_bytes, some)
+            self._handler.published(link, subject, reply, header_bytes, some)
             taken += len(some)
             if perf_counter() >= link.slice_ends:
-                link.slice_ends = 0.0
                 break
         self._publishers.add(link)
         self._open_turn()
@@ -454,9 +445,31 @@ class NatsServer:
         if self._handler is not None and not link.is_closing:
             self._handler.drained(link)
 
+    # ---- turns -----------------------------------------------------------------------------------------
+
+    def slice_ends(self) -> float:
+        if self._waiting:
+            return 0.0
+        self._open_turn()
+        return self._slice_ends if perf_counter() < self._slice_ends else 0.0
+
+    def wait(self, link: ServerConnection) -> None:
+        self._waiting.add(link, link)
+        self._open_turn()
+
+    def _run_waiting(self) -> None:
+        """Handle input that waits, until the slice ends: of one organization after the other."""
+        self._open_turn()
+        while (link := self._waiting.take(lambda _: True)) is not None:
+            if not link.is_closing:
+                link.run(self._slice_ends)
+            if perf_counter() >= self._slice_ends:
+                break
+
     def _open_turn(self) -> None:
         if not self._is_turn_open:
             self._is_turn_open = True
+            self._slice_ends = perf_counter() + SLICE_S
             self.loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
@@ -467,6 +480,8 @@ class NatsServer:
         for link in links:
             if not attempt(link.output.write_out):
                 link.cut()
+        if self._waiting:
+            self._run_waiting()
 
     def _flush(self, handler: SubjectHandler) -> None:
         publishers, self._publishers = self._publishers, set()

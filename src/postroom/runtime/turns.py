@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from postroom.runtime.agents import Identity
 from postroom.runtime.shares import ORGANIZATION_PARTS, lower
@@ -21,7 +21,17 @@ Owner: TypeAlias = str | Holder
 """An organization, or a token without one."""
 
 
-def owner_of(identity: Identity) -> Owner:
+class Caller(Protocol):
+    """Who calls: the owner of a token, or a connection."""
+
+    @property
+    def org(self) -> str: ...
+
+    @property
+    def holder(self) -> Holder: ...
+
+
+def owner_of(identity: Caller) -> Owner:
     """Who has a turn."""
     return identity.org or identity.holder
 
@@ -35,7 +45,7 @@ class Turns(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, identity: Identity, item: T) -> None:
+    def add(self, identity: Caller, item: T) -> None:
         """Let something wait behind the other work of its token."""
         tokens = self._waiting.setdefault(owner_of(identity), {})
         tokens.setdefault(identity.holder, deque()).append(item)
