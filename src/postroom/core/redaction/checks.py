@@ -22,9 +22,19 @@ def luhn(digits: str) -> bool:
     return (sum(code[-1::-2].translate(_AS_IS)) + sum(code[-2::-2].translate(_DOUBLED))) % 10 == 0
 
 
+_CARD_DIGITS_MIN: Final = 13
+_LAST_GROUP: Final = re.compile(r"[^0-9]+[0-9]+$")
+
+
 def card(found: str) -> int:
-    digits = found if found.isdigit() else "".join(filter(str.isdigit, found))
-    return len(found) if _ISSUED.fullmatch(digits) and luhn(digits) else 0
+    """Numbers after a card may look like its last groups, so shorter candidates are tried as well."""
+    while len(digits := "".join(filter(str.isdigit, found))) >= _CARD_DIGITS_MIN:
+        if _ISSUED.fullmatch(digits) and luhn(digits):
+            return len(found)
+        if digits == found:
+            break
+        found = _LAST_GROUP.sub("", found)
+    return 0
 
 
 def mod97(iban: str) -> bool:
@@ -32,17 +42,26 @@ def mod97(iban: str) -> bool:
     return int("".join(str(int(char, 36)) for char in iban[4:] + iban[:4])) % 97 == 1
 
 
-_IBAN_CHARS_MIN: Final = 15
+_IBAN_COUNTRIES: Final = {  # by the number of characters
+    15: "NO", 16: "BE BI", 18: "DK FI FK FO GL NL SD", 19: "MK SI", 20: "AT BA EE KZ LT LU MN XK",
+    21: "CH HR LI LV", 22: "BG BH CR DE GB GE IE ME RS VA", 23: "AE GI IL IQ OM SO TL",
+    24: "AD CZ DZ ES MD PK RO SA SE SK ST TN VG", 25: "AO CV GW LY MZ PT", 26: "IR IS TR",
+    27: "BF CF CG CM DJ EG FR GA GF GP GQ GR IT KM MC MG MQ MR NC PF PM RE SM TD TF WF YT",
+    28: "AL AZ BJ BY CI CY DO GT HN HU LB MA ML NE NI PL SN SV TG", 29: "BR PS QA UA",
+    30: "JO KW MU YE", 31: "MT SC", 32: "LC", 33: "RU",
+}  # fmt: skip
+IBAN_CHARS: Final = {country: n for n, countries in _IBAN_COUNTRIES.items() for country in countries.split()}
 
 
 def iban(found: str) -> int:
-    """Words after an IBAN may look like its last groups, so shorter candidates are tried as well."""
-    found = found.replace("\u00a0", " ").replace("\u202f", " ")
-    while len(glued := found.replace(" ", "")) >= _IBAN_CHARS_MIN:
-        if mod97(glued):
-            return len(found)
-        found = found.rpartition(" ")[0]
-    return 0
+    """Words after an IBAN may look like its last groups: the country says where it ends."""
+    at = [place for place, char in enumerate(found) if char.isalnum()]
+    glued = "".join(found[place] for place in at).upper()
+    chars = IBAN_CHARS.get(glued[:2], len(glued) + 1)
+    if chars > len(glued) or not mod97(glued[:chars]):
+        return 0
+    end = at[chars - 1] + 1
+    return 0 if found[end : end + 1].isalnum() else end
 
 
 def address(found: str) -> int:

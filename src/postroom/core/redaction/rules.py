@@ -69,6 +69,7 @@ _BEGINS: Final = _begins()
 _BLANK: Final = r" \u00a0\u2007\u2009\u202f"
 _DASH: Final = r"\u2010-\u2015-"
 _GAP: Final = rf"(?:[{_BLANK}.{_DASH}]|[{_BLANK}]{{2}})"  # between groups of digits
+_SEPARATOR: Final = rf"[{_BLANK}.{_DASH}]"  # between groups of one or two digits
 _LOCAL: Final = r"[A-Za-z0-9.!#$&*+_~^\u00c0-\u04ff-]"
 _LABEL: Final = r"[A-Za-z0-9\u00c0-\u04ff\u3040-\u9fff\uac00-\ud7a3]"
 OPAQUE: Final = r"[A-Za-z0-9_-]"
@@ -97,6 +98,10 @@ SPACE: Final = r"(?:[ \t]|\\{1,7}t){0,4}+"
 NEXT_LINE: Final = rf"(?:{_LINE_END}[ \t]{{1,16}})?+"
 # A YAML block: all of its lines.
 BLOCK: Final = rf"[|>][0-9+-]{{0,2}}{_LINE_END}[ \t]{{1,16}}([^ \t\n][^\n]*(?:\n[ \t]+[^\n]+)*)"
+_DIGEST: Final = (  # the one scheme of `Authorization` that has quotation marks
+    r"((?i:digest) (?:[A-Za-z]{1,32}=(?:\\{0,7}\"[^\"\\\x00-\x1f]{0,512}\\{0,7}\"|[^\x00-\x20,\"]{1,512})"
+    r"[, ]{0,4}){1,32})"
+)
 EQUALS: Final = r":?={1,3}>?"
 
 # Servers whose addresses have a password, also when the address is mistyped.
@@ -122,7 +127,7 @@ RULES: Final = (
         LINKS,
         rf"(?://(?!\[)|{_SERVERS}[:/]/?)[^\x00-\x20/?#@:\"'<>]{{0,128}}"
         r":(?:([^\x00-\x20/?#\"'<>]{1,256})|(?![0-9]{1,5}[,/?#\]])([^\x00-\x20\"'<>]{1,256}))@",
-        ("@",),
+        (":",),
     ),
     Rule(
         "redacted",
@@ -134,7 +139,7 @@ RULES: Final = (
         "redacted",
         FIELDS,
         rf"(?i:authorization|cookie)[\"'\\]{{0,4}}[ \t]{{0,4}}:[ \t]{{0,4}}(?!Bearer TOKEN')"
-        rf"(?:{NESTED}|(?:[BUbu](?=[\"']))?[\"'\\]{{0,4}}([^\x00-\x20\"'<>\\][^\x00-\x1f\"'<>\\]*))",
+        rf"(?:{NESTED}|{_DIGEST}|(?:[BUbu](?=[\"']))?[\"'\\]{{0,4}}([^\x00-\x20\"'<>\\][^\x00-\x1f\"'<>\\]*))",
         (":",),
         trimmed_list,
     ),
@@ -152,20 +157,21 @@ RULES: Final = (
         ("eyJ",),
     ),
     Rule("key", CLOUDS, rf"A{_begins('A')}(?:KIA|SIA|ROA|IDA|BIA|CCA)[A-Z0-9]{{16}}(?![A-Za-z0-9])", ("A",)),
+    Rule("key", CLOUDS, rf"EAA{_begins('EAA')}[A-Za-z0-9]{{60,}}", ("EAA",)),
     Rule("key", CLOUDS, rf"AIza{_begins('AIza')}{OPAQUE}{{30,}}", ("AIza",)),
     Rule(
         "key",
         PREFIXED,
         rf"{_BEGINS}(?:gh[pousr]|github_pat|hf|npm|[sr]k_(?:live|test)|whsec|shp(?:at|ca|pa|ss)|dop_v1|lin_api|pr"
-        r"|gsk|glsa|glc|sbp|pscale_(?:tkn|pw)|figd|ntn|dckr_pat|CCIPAT|rubygems)_"
+        r"|r8|sntry[su]|bkua|lsv2_(?:pt|sk)|gsk|glsa|glc|sbp|pscale_(?:tkn|pw)|figd|ntn|dckr_pat|CCIPAT|rubygems)_"
         rf"(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{20,}}",
         ("_",),
     ),
     Rule(
         "key",
         WORDED,
-        rf"{_BEGINS}(?:sk|glpat|pypi|xapp|AGE-SECRET-KEY)-(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{16,}}",
-        ("sk-", "glpat-", "pypi-", "xapp-", "KEY-"),
+        rf"{_BEGINS}(?:sk|glpat|pypi|xapp|AGE-SECRET-KEY|pplx|xkeysib|HRKU)-(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{16,}}",
+        ("sk-", "glpat-", "pypi-", "xapp-", "KEY-", "pplx-", "sib-", "HRKU-"),
     ),
     Rule("key", WORDED, r"xox[abeoprs]-[A-Za-z0-9-]{10,}", ("xox",)),
     Rule(
@@ -183,8 +189,12 @@ RULES: Final = (
         rf"|[Pp]assword (?:is:? )?['`]?(?={BARE}{{0,128}}[0-9])({BARE}{{4,}})"
         rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})"
         rf"|machine[ \t\r\n]{{1,8}}{BARE}{{1,256}}[ \t\r\n]{{1,8}}login[ \t\r\n]{{1,8}}{BARE}{{1,128}}"
-        rf"[ \t\r\n]{{1,8}}password ({BARE}{{1,}})",
-        ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word "),
+        rf"[ \t\r\n]{{1,8}}password ({BARE}{{1,}})"
+        r"|(?:PASSWORD|(?i:(?:with|set) password|identified by(?: password)?)) {1,4}'([^'\n]{1,256})'"
+        rf"|(?:[<>-] |[CS]: )PASS (?={BARE}{{0,64}}[0-9])({BARE}{{6,}})"
+        r"|(?<![A-Za-z0-9_.-])AUTH (?:[A-Za-z0-9_-]{1,64} )?"
+        rf"(?={SHOWN}{{0,64}}[0-9])(?={SHOWN}{{0,64}}[A-Za-z])({SHOWN}{{8,}})",
+        ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word ", "WORD ", "tified ", "TIFIED ", "PASS ", "AUTH "),
     ),
     Rule(
         "key",
@@ -240,11 +250,29 @@ RULES: Final = (
         ("dp.", "SK"),
     ),
     Rule(
+        "key",
+        VENDORS,
+        rf"{_BEGINS}(?:ya29\.(?:[a-z]\.)?|hv[brs]\.)(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{20,}}"
+        rf"|{_BEGINS}sl\.{OPAQUE}{{60,}}|{_BEGINS}[A-Za-z0-9]{{14}}\.atlasv1\.{OPAQUE}{{40,}}"
+        rf"|{_BEGINS}[A-Za-z0-9_.~-]{{3}}[78]Q~[A-Za-z0-9_.~-]{{30,}}"
+        rf"|{_BEGINS}[0-9a-f]{{32}}-us[0-9]{{1,2}}(?![A-Za-z0-9])",
+        ("ya29.", "hvb.", "hvr.", "hvs.", "sl.", ".atlasv1.", "Q~", "-us"),
+    ),
+    Rule(
+        "key",
+        ADDRESSES,
+        r":(?<=[A-Za-z0-9.*>-]:)(?:[0-9]{4,5}|\*):(?:\*|[A-Za-z_][A-Za-z0-9_-]{0,63})"
+        rf":(?:\*|[A-Za-z_][A-Za-z0-9_.@-]{{0,63}}):({BARE}{{4,}})",
+        (":",),
+    ),
+    Rule(
         "card",
         CARDS,
         rf"{_BEGINS}(?<![0-9]\.)(?:[2-6][0-9]{{12,18}}"
         rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}(?:{_GAP}[0-9]{{1,3}})?"
-        rf"|3[0-9]{{3}}{_GAP}[0-9]{{6}}{_GAP}[0-9]{{4,5}})(?![A-Za-z0-9])",
+        rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{6}}{_GAP}[0-9]{{4,6}}|[2-6][0-9]{{5}}{_GAP}[0-9]{{7,13}}"
+        rf"|[2-6][0-9](?:{_SEPARATOR}[0-9]{{2}}){{5,8}}(?:{_SEPARATOR}[0-9])?"
+        rf"|[2-6](?:{_SEPARATOR}[0-9]){{12,18}})(?![A-Za-z0-9])",
         ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
         card,
         _glued,
@@ -252,8 +280,9 @@ RULES: Final = (
     Rule(
         "iban",
         IBANS,
-        rf"{_BEGINS}[A-Z]{{2}}[0-9]{{2}}(?:[ \u00a0\u202f]?[A-Z0-9]{{4}}){{2,7}}"
-        r"(?:[ \u00a0\u202f]?[A-Z0-9]{1,3})?(?![A-Za-z0-9])",
+        rf"{_BEGINS}(?:[A-Z]{{2}}[0-9]{{2}}(?:[ \u00a0\u202f-]?[A-Z0-9]{{4}}){{2,7}}"
+        r"(?:[ \u00a0\u202f-]?[A-Z0-9]{1,3})?"
+        r"|[A-Za-z]{2} ?[0-9]{2}(?: ?[A-Za-z0-9]{4}){2,7}(?: ?[A-Za-z0-9]{1,3})?)(?![A-Za-z0-9])",
         ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
         iban,
         _glued,
@@ -264,6 +293,15 @@ RULES: Final = (
         rf"{_begins(word='A-Za-z0-9-')}(?!000|666|9)[0-9]{{3}}[-\u2010-\u2013](?!00)[0-9]{{2}}[-\u2010-\u2013](?!0000)"
         r"[0-9]{4}(?![A-Za-z0-9]|-[0-9])",
         tuple("0123456789"),
+        None,
+        _glued,
+    ),
+    Rule(
+        "ssn",
+        SSNS,
+        r"(?i:social security(?: number)?|social|ssn)[ :#=is]{1,8}"
+        r"([0-9]{3} [0-9]{2} [0-9]{4})(?![A-Za-z0-9])",
+        ("ocial", "OCIAL", "SSN", "ssn"),
         None,
         _glued,
     ),
@@ -281,7 +319,8 @@ RULES: Final = (
         "phone",
         PHONES,
         rf"{_begins(word='A-Za-z0-9+')}\+[1-9](?:[{_BLANK}()./{_DASH}]{{0,2}}[0-9]){{7,14}}(?![0-9])"
-        rf"|{_begins(word='A-Za-z0-9.+-')}(?:1{_GAP})?(?:\([2-9][0-9]{{2}}\)(?:{_GAP})?|[2-9][0-9]{{2}}{_GAP})"
+        rf"|{_begins(word='A-Za-z0-9.+-')}(?<![0-9][0-9] )(?:1{_GAP})?"
+        rf"(?:\([2-9][0-9]{{2}}\)(?:{_GAP})?|[2-9][0-9]{{2}}{_GAP})"
         rf"[2-9][0-9]{{2}}{_GAP}[0-9]{{4}}(?![A-Za-z0-9]|[.-][0-9])",
         tuple("0123456789"),
         None,

@@ -12,7 +12,8 @@ from postroom.core.redaction.fields import JOINT, is_long
 from postroom.core.redaction.rules import BUILT_IN
 from postroom.core.redaction.views import folded
 
-_IPV6: Final = r":()|[0a-f][0a-f]{0,3}:[0a-f]{1,4}:()"  # after a colon, in either direction
+# After a colon, in either direction; at last a port or a star between two colons, as in `.pgpass`.
+_IPV6: Final = r":()|[0a-f][0a-f]{0,4}:(?:[0a-f]{1,4}:()|(?<=[0:]0000:)())|\*:()"
 
 _VALUE: Final = "value"  # the member next to a name; the first group of the pattern for colons
 _VALUE_GROUP: Final = 1

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from postroom.core.redaction.checks import iban
 from postroom.core.redaction.rules import BUILT_IN, FIELDS, QUOTATIONS, QUOTES, Compiled
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.views import folded
@@ -120,9 +119,8 @@ class Texts:
             behind = match.end()
             if check:
                 # A candidate that fails the check may overlap one that passes, such as the 20 of `%20` before
-                # a card. IBANs are not searched again, because their check is slow.
-                end = start + check(text[start:end])
-                behind = behind if check is iban and end == start else end
+                # a card.
+                behind = end = start + check(text[start:end])
             if end > start:
                 parts += text[done:start], self.marked(rule.name, text[start:end], rule.fold)
                 done = end

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from postroom.core.redaction.checks import IBAN_CHARS
 from postroom.core.redaction.rules import (
     ADDRESSES,
     BEARERS,
@@ -45,10 +46,10 @@ _URL: Final = (
     r"://(?<=[ '\"\\]httk{0}://)(?<!:\"httk{0}://)(?<!: \"httk{0}://)()"  # in a command, not in a member
 )
 _worded: Final = re.compile(  # `_WORDS` maps the group that matched to groups of rules
-    rf"k(?:e(?:y|n(?<=token))(?:{_NEXT}()|-[0a-f]{{32}}()|=(?<=_key=)(?<!aki_key=)()"
-    rf"|(?: is)? ['`]?{SHOWN}{{16}}|(?<=--token)|(?<=-key) |-0)"
+    rf"k(?:e(?:y|n(?<=token))(?:{_NEXT}()|-[0a-f]{{32}}()|=(?<=\.key=)(?<!aki\.key=)()"
+    rf"|(?: is)? ['`]?{SHOWN}{{16}}|(?<=--token)|(?<=-key) |-0|sib-)"
     r"|-(?:(?:(?<=gocskk-)|(?<=[rm]ak-)|(?<=sq0atk-)|(?<=sq0csk-))()"
-    rf"|(?<=sk-)(?<!task-)(?<!isk-){OPAQUE}{{16}})"
+    rf"|(?<=kklk-)|(?<=sk-)(?<!task-)(?<!isk-){OPAQUE}{{16}})"
     rf"|a(?:ss(?:word |(?:word|wd|khrase)?{_NEXT}()|(?:wd|khrase)? ()|:())|t-(?<=glkat-)|kk-)"
     r"|ok[abeorsk]-|yki-|hone[a-z .:#]{0,12}[0(]()"
     rf"|wd?(?:{_NEXT}()|(?<=-kw) ()|(?<=-kwd) ())"
@@ -64,25 +65,33 @@ _WORDS: Final = (
 )  # fmt: skip
 _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 
+_TAIL: Final = re.compile(r"\.[a-z0.-]{20}")  # of a key with a prefix, such as `ghp_` or `hvs.`
+
 # Searched in the text itself.
-_PREFIXED: Final = re.compile(rf"_{OPAQUE}{{20}}")
-_CLOUD: Final = re.compile(rf"A(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza){OPAQUE}{{16}}")
+_CLOUD: Final = re.compile(rf"A(?:(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza|A(?<=EAA)){OPAQUE}{{16}}|UTH ())")
+_US_KEY: Final = re.compile(r"-us[0-9]")
 _HASH: Final = re.compile(r"\$[A-Za-z0-9./+=,$_-]{16}")
 _ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # in `low`
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
 # Searched in `shape`.
 _COUNTRY: Final = re.compile("AA00")
+_RUN: Final = "0" * 10
 _CARD_RUN: Final = "0" * 13
 _CARD_STARTS: Final = "23456"
-_WORD: Final = "0Aabcdefghijklmnopqrstuvwxyz"
+_LETTERS: Final = frozenset("Aabcdefghijklmnopqrstuvwxyz")
+_WORD: Final = _LETTERS | {"0"}
 # Everything that consists of groups of digits; `_GROUPS` maps the group that matched to groups of rules. The
 # last one is a gap of two characters.
 _grouped: Final = re.compile(
-    r"0-(?:0(?:000(?:-0000(?<=0000-0000-0000)()|(?<=-000-0000)()|(?<=000-00-0000)())"
-    r"|00000-0000(?<=0000-000000-0000)()|0{0,2}-0{1,3}-0())|-000(?<=000--000)())"
+    r"0-(?:0(?:000(?:-0000(?<=0000-0000-0000)()|-0(?<=0000-0000-0)()|(?<=-000-0000)()|(?<=000-00-0000)()"
+    r"|00(?:-0000(?<=0000-000000-0000)|0(?<=000000-0000000))())"
+    r"|0{0,2}-0(?:(?<=0-00-0)0(?:-00){3}-0()|(?<=0-0-0)(?:-0){10}()|0{0,2}-0()))|-000(?<=000--000)())"
 ).search
-_GROUPS: Final = (0, CARDS, PHONES, SSNS, CARDS, ADDRESSES, EVERYTHING)
+_DIGITS: Final = CARDS | ADDRESSES
+_GROUPS: Final = (0, CARDS | IBANS, IBANS, PHONES, SSNS, CARDS, _DIGITS, _DIGITS, ADDRESSES, EVERYTHING)
+_IBAN_HEAD: Final = re.compile(r"(?<![A-Za-z0-9])([A-Za-z]{2})(?:[0-9]{2}[A-Za-z0-9]{0,8})?$")
+_IBAN_HEAD_CHARS: Final = 12  # at most, before ten digits in a row
 
 
 class TriggerHits(NamedTuple):
@@ -144,15 +153,15 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 
         active |= _WORDS[match.lastindex or 0]
         places.append(match.start())
         match = _worded(low, match.start() + 1)
-    if "_" in raw and (match := _PREFIXED.search(raw)):
-        active |= PREFIXED
-        places += _starts(_PREFIXED, raw, match)
+    if match := _TAIL.search(low):
+        active |= PREFIXED | VENDORS
+        places += _starts(_TAIL, low, match)
     if "earer " in low:
         active |= BEARERS
         places += _every("earer ", low)
     if "A" in raw:
         if match := _CLOUD.search(raw):
-            active |= CLOUDS
+            active |= CLOUDS | WORDED
             places += _starts(_CLOUD, raw, match)
         if ":AA" in raw:
             active |= VENDORS
@@ -160,21 +169,31 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 
     if "J" in raw and "eyJ" in raw:
         active |= JWTS
         places += _every("eyJ", raw)
-    if "G" in raw and "SG." in raw:
-        active |= VENDORS
-        places += _every("SG.", raw)
     if "B" in raw and "asic " in low:
         active |= BEARERS
         places += _every("asic ", low)
     if "B" in raw and "--BEGIN " in raw:
         active |= BLOCKS
         places += _every("--BEGIN ", raw)
+    if match := _US_KEY.search(raw):
+        active |= VENDORS
+        places += _starts(_US_KEY, raw, match)
+    if "~" in raw and "Q~" in raw:
+        active |= VENDORS
+        places += _every("Q~", raw)
+    if "'" in raw and "dentified by" in low:
+        active |= WORDED
+        places += _every("dentified by", low)
     if "$" in raw and (match := _HASH.search(raw)):
         active |= VENDORS
         places += _starts(_HASH, raw, match)
-    if "K" in raw and "SK" in raw:
-        active |= VENDORS
-        places += _every("SK", raw)
+    if "K" in raw:
+        if "SK" in raw:
+            active |= VENDORS
+            places += _every("SK", raw)
+        if "HRKU-" in raw:
+            active |= WORDED
+            places += _every("HRKU-", raw)
     if "q" in raw and "mysql" in raw:
         active |= VENDORS
         places += _every("mysql", raw)
@@ -187,19 +206,27 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
     match = _grouped(shape)
     while match:
         group = _GROUPS[match.lastindex or 0]
-        if group != ADDRESSES or _DOTTED.search(low, *match.span()):
+        if (group != ADDRESSES or _DOTTED.search(low, *match.span())) and (
+            group != IBANS or raw[match.start() + 1] == " "
+        ):
             active |= group
             places.append(match.start())
         match = _grouped(shape, match.start() + 1)
-    at = shape.find(_CARD_RUN)
+    at = shape.find(_RUN)
+    # With escapes, addresses or terminal colours in the text, the character before a number or an IBAN may
+    # not belong to the same word.
+    escapes = at >= 0 and ("\\" in raw or "%" in raw or "@" in raw or "\x1b" in raw)
     while at >= 0:
-        # Card numbers begin like this; times in microseconds and hashes do not. With escapes, addresses or
-        # terminal colours in the text, the character before a number may not belong to the same word.
-        begins = raw[at] in _CARD_STARTS and (not at or shape[at - 1] not in _WORD)
-        if begins or "\\" in raw or "%" in raw or "@" in raw or "\x1b" in raw:
+        before = shape[at - 1 : at]
+        if before in _LETTERS and (escapes or _begins_iban(raw, at)):
+            active |= IBANS
+            places.append(at)
+        # Card numbers begin like this; times in microseconds and hashes do not.
+        begins = raw[at] in _CARD_STARTS and before not in _WORD
+        if (begins or escapes) and shape.startswith(_CARD_RUN, at):
             active |= CARDS
             places.append(at)
-        at = shape.find(_CARD_RUN, at + len(_CARD_RUN))
+        at = shape.find(_RUN, at + len(_RUN))
     if match := _COUNTRY.search(shape):
         active |= IBANS
         places += _starts(_COUNTRY, shape, match)
@@ -207,6 +234,15 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
         active |= PHONES
         places += _starts(_PLUS, raw, match)
     return active
+
+
+def _begins_iban(raw: str, at: int) -> bool:
+    """Whether the word in which ten digits in a row begin starts like an IBAN."""
+    before = raw[max(0, at - _IBAN_HEAD_CHARS - 1) : at]
+    if len(before) > _IBAN_HEAD_CHARS and before.isalnum() and before.isascii():
+        return False  # within a longer word, such as a hash
+    head = _IBAN_HEAD.search(raw, max(0, at - _IBAN_HEAD_CHARS), at)
+    return head is not None and head[1].upper() in IBAN_CHARS
 
 
 def _links(raw: str, places: list[int]) -> int:
