@@ -514,7 +514,7 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "first deadlines": (queries.FIRST_DEADLINES, ()),
     "lease": (queries.LEASE_MANY, (1, "w", 1, 1, 1, ARRAY)),
     "leased": (queries.LEASED_MANY, (ARRAY, 1)),
-    "complete": (queries.COMPLETE_MANY, (1, b"", 1, ARRAY)),
+    "complete": (queries.COMPLETE_MANY, (1, b"", 1, b"", ARRAY)),
     "ending": (queries.ENDING, (9, 0, 1)),
     "expiring": (queries.EXPIRING, (0, 1)),
     "by name": (queries.BY_NAME, ("x",)),

@@ -195,7 +195,7 @@ def test_all_is_well_after_the_traffic_of_a_demo_with_a_bus(tmp_path: Path) -> N
                 agent.request("POST", f"/bus/{bus}/messages", note)
         result = postroom("doctor", "--data", data)
         assert (result.code, set(levels(result).values())) == (0, {"ok"}), result.lines
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in data.glob("buses/*.yaml")}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in data.glob("buses/**/*.yaml")}
     assert modes == {"team.yaml": 0o600, "news.yaml": 0o600}
     assert stat.S_IMODE((data / "buses").stat().st_mode) == 0o700
 

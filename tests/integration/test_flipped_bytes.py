@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom import Mail
+from postroom import Mail, Tasks
 from postroom.page.sessions import Sessions
 from tests.integration.commandline import isolate, postroom
 from tests.integration.test_manifest import post
@@ -30,11 +30,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Sessions(data).begin("0" * 64, "acme")
     with running(data) as up:
         post(up, "/queue/enqueue", {"agent": "triage", "payload": "task words"})
+        post(
+            up, "/engine/messages", {"type": "tool_call", "org_id": "acme", "payload": {"n": "engine words"}}
+        )
         post(up, "/bus/news/messages", {"type": "FACT", "project_id": "p", "body": "bus words"})
         with Mail(up.nats, token=up.token or "") as mail:
             mail.send(mail.create(ttl_s=3600), "mail words")
         until(lambda: any(b"triage" in path.read_bytes() for path in (data / "audit").rglob("*.jsonl")))
     assert up.process.returncode == 0
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
+        [task] = tasks.claim(agent="triage")
+        tasks.complete(task.task_id, task.lease, "result words")
     return data
 
 
@@ -55,6 +61,9 @@ def flip(data: Path, pattern: str, value: bytes) -> str:
 @pytest.mark.parametrize(
     ("pattern", "value"),
     [
+        ("queue.db", b'"task words"'),
+        ("queue.db", b'"result words"'),
+        ("queue.db", b"engine words"),
         ("buses/news.yaml", b"bus words"),
         ("buses/news.yaml", b"FACT"),
         ("buses/foreign.yaml", b"foreign words"),

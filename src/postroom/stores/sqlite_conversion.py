@@ -1,4 +1,7 @@
-"""The encrypted values of a SQLite store: converting, counting and checking them."""
+"""The encrypted values of a SQLite store: converting, counting and checking them.
+
+Rule 1: a converted value has no checksum any more: it is authenticated with its key.
+"""
 
 from postroom.stores.conversion import Table, Values, cell_values, event_values, record_values
 from postroom.system.encryption import Encryption
@@ -14,12 +17,12 @@ _TABLES = (
     Table(_CELLS.replace("cells", "chunks"), ("", ""), 2, cell_values("chunk")),
 )
 _UPDATES = {
-    "payload": "UPDATE records SET payload = ? WHERE seq = ?",
-    "result": "UPDATE records SET result = ? WHERE seq = ?",
-    "trail": "UPDATE records SET trail = ? WHERE seq = ?",
-    "batch": "UPDATE events SET batch = ? WHERE seq = ?",
-    "cell": "UPDATE cells SET value = ? WHERE kind = ? AND key = ?",
-    "chunk": "UPDATE chunks SET value = ? WHERE kind = ? AND key = ?",
+    "payload": "UPDATE records SET payload = ?, payload_crc = NULL WHERE seq = ?",
+    "result": "UPDATE records SET result = ?, result_crc = NULL WHERE seq = ?",
+    "trail": "UPDATE records SET trail = ?, trail_crc = NULL WHERE seq = ?",
+    "batch": "UPDATE events SET batch = ?, crc = NULL WHERE seq = ?",
+    "cell": "UPDATE cells SET value = ?, crc = NULL WHERE kind = ? AND key = ?",
+    "chunk": "UPDATE chunks SET value = ?, crc = NULL WHERE kind = ? AND key = ?",
 }
 
 

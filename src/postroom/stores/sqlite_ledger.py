@@ -6,6 +6,7 @@ Rule 2: similar new records are collected and written by one statement, before a
         records.
 """
 
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -34,6 +35,7 @@ from postroom.stores.base import (
     counted_as,
     unknown,
 )
+from postroom.stores.checksums import NO_TEXTS, checksum, checksums, start_of
 from postroom.stores.event_runs import (
     EVENTS_PER_NEW,
     IMPLIED_MAX,
@@ -265,7 +267,7 @@ class SqliteLedger(Transaction):
         rows: dict[str, list[tuple[Any, ...]]] = {}
         for change in changes:
             query, values = self._row(change)
-            rows.setdefault(query, []).append(values)
+            rows.setdefault(query, []).append(_with_checksum(query, values))
         for query, bindings in rows.items():
             self._cursor.executemany(query, bindings)
         for (queue, what), n in count_changes(changes, events).items():
@@ -338,11 +340,14 @@ class SqliteLedger(Transaction):
             first, queue, state, e.priority, e.max_retries, due, now, now + e.ttl_ns if e.ttl_ns else 0,
             e.durability, self.wall_us, line, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
         )  # fmt: skip
+        given = start_of(e.type, e.parent_message_id, "", "") if e.type or e.parent_message_id else NO_TEXTS
         if len(run) == 1:
-            self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, e.payload))
+            crc = checksum(e.payload, given)
+            self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, e.payload, crc))
         else:
-            payloads = apsw.carray(tuple([envelope.payload for envelope in run]))
-            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, payloads, step))
+            payloads = tuple([envelope.payload for envelope in run])
+            crcs = checksums(payloads, given)
+            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, apsw.carray(payloads), crcs, step))
         return first
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
@@ -376,7 +381,10 @@ class SqliteLedger(Transaction):
         if value is None:
             self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            self._raw_cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
+            crc = checksum(value, start_of(kind, key))
+            self._raw_cursor.execute(
+                sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value, crc)
+            )
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         if kind in self._no_cells:
@@ -498,8 +506,9 @@ class SqliteLedger(Transaction):
             self.parts[:0] = self._implied_runs(known.stored, known.newest)
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
-            values = last, self.wall_us, _encode(counts).decode(), self.packed(last)
-            self._raw_cursor.execute(sql.NEW_EVENTS, values)
+            batch, counted = self.packed(last), _encode(counts)
+            crc = checksum(counted, zlib.crc32(batch if isinstance(batch, bytes) else batch.encode()))
+            self._raw_cursor.execute(sql.NEW_EVENTS, (last, self.wall_us, counted.decode(), batch, crc))
 
     def packed(self, last: int) -> str | bytes:  # noqa: ARG002 - an encrypted batch is bound to its number
         """The stored form of the events up to a number."""
@@ -529,6 +538,19 @@ class SqliteLedger(Transaction):
         elif self.is_implied:
             for key, n in self.counts.items():
                 known.implied[key] = known.implied.get(key, 0) + n
+
+
+def _with_checksum(query: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of a query that writes a record, with the checksum of what it stores."""
+    if query is sql.INSERT:
+        sender, (type_, parent, key), payload = values[22], values[24:27], values[-1]
+        return (*values, checksum(payload, start_of(type_, parent, key, sender or "")))
+    if query is sql.UPDATE_RESULT:
+        return (*values[:-1], checksum(values[-2]), values[-1])
+    if query is sql.UPDATE_TRAIL:
+        lines = values[-2].encode().split(b"\n")[:-1]
+        return (*values[:-1], checksums(lines, 0), values[-1])
+    return values
 
 
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from postroom.core.ids import IdRule
 from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
+from postroom.stores.checksums import changed_values
 from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT
 from postroom.stores.sql.queries import CELL, FACT, NEWEST_EVENT, ask
@@ -187,16 +188,18 @@ class SqliteSnapshot:
     # ---- checks --------------------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """The faults of the file: damaged pages, wrong indexes, wrong counters, missing events."""
+        """The faults of the file: wrong pages, indexes, values and counters, and missing events."""
+        faults: list[str] = []
         try:
-            faults = self.page_faults()
+            faults += self.page_faults()
             if not faults and self.is_current:
-                faults = [*self._wrong_counters(), *self._unreadable_values()]
-                faults = faults or self._missing_events()
+                faults += islice(changed_values(self._connection, self.identity()), FAULTS_SHOWN_MAX)
+                wrong = [*self._wrong_counters(), *self._unreadable_values()]
+                faults += wrong or self._missing_events()
         except apsw.Error as error:
-            return [str(error)]
+            faults.append(str(error))
         except (ValueError, IndexError) as error:  # a column holds an unexpected value
-            return [f"a row cannot be read: {error}"]
+            faults.append(f"a row cannot be read: {error}")
         return faults[:FAULTS_SHOWN_MAX]
 
     def page_faults(self) -> list[str]:

@@ -83,28 +83,31 @@ PAYLOADS = "SELECT seq, payload FROM records WHERE seq IN (SELECT value FROM car
 
 NEW = (
     f"INSERT INTO records ({RECORD_COLUMNS}, line, type, parent_message_id, key, delay_ns, ttl_ns, payload, "
-    "room) "
+    "room, payload_crc) "
 )
-INSERT = f"{NEW} VALUES ({', '.join('?' * 30)}, zeroblob({ROOM_BYTES}))"
+INSERT = f"{NEW} VALUES ({', '.join('?' * 30)}, zeroblob({ROOM_BYTES}), ?)"
 # A record without a name, a key and a sender. Values that all such records share are literals, because each
 # parameter takes time.
 _PLAIN = (
     "{seq}, NULL, ?2, ?3, ?4, ?4, {seq}, 0, 0, 0, ?5, 0, '', 0, ifnull(?6, {seq}), ?7, ?8, ?9, ?10, 0, 0, 0, "
-    f"NULL, ?11, ?12, ?13, '', ?14, ?15, {{payload}}, zeroblob({ROOM_BYTES})"
+    f"NULL, ?11, ?12, ?13, '', ?14, ?15, {{payload}}, zeroblob({ROOM_BYTES}), {{crc}}"
 )
-INSERT_PLAIN = f"{NEW} VALUES ({_PLAIN.format(seq='?1', payload='?16')})"
+INSERT_PLAIN = f"{NEW} VALUES ({_PLAIN.format(seq='?1', payload='?16', crc='?17')})"
 # Records that differ in number and payload only. The rows of an array are numbered from 1.
-INSERT_ALIKE = f"{NEW} SELECT {_PLAIN.format(seq='?1 + ?17 * (rowid - 1)', payload='value')} FROM carray(?16)"
+_ALIKE = _PLAIN.format(seq="?1 + ?18 * (rowid - 1)", payload="value", crc="substr(?17, 4 * rowid - 3, 4)")
+INSERT_ALIKE = f"{NEW} SELECT {_ALIKE} FROM carray(?16)"
 _UPDATE = (
     "UPDATE records SET state = ?, lane = ?, place = ?, attempt = ?, retries = ?, crashes = ?, lease = ?, "
     "worker_id = ?, lease_ns = ?, turn = ?, ready_at = ?, expires = ?, claimed_us = ?, heartbeat_us = ?, "
     "ended_us = ?, line = ?"
 )
 UPDATE = f"{_UPDATE} WHERE seq = ?"
-UPDATE_RESULT = f"{_UPDATE}, result = ? WHERE seq = ?"
+UPDATE_RESULT = f"{_UPDATE}, result = ?, result_crc = ? WHERE seq = ?"
 UPDATE_TRAIL = (
     f"{_UPDATE}, trail = CASE WHEN length(trail) > {TRAIL_CHARS_MAX} THEN trail "
-    "ELSE coalesce(trail, '') || ? END WHERE seq = ?"
+    "ELSE coalesce(trail, '') || ? END, "
+    f"trail_crc = CASE WHEN length(trail) > {TRAIL_CHARS_MAX} THEN trail_crc "
+    "ELSE CAST(coalesce(trail_crc, x'') || ? AS BLOB) END WHERE seq = ?"
 )
 FORGET = "DELETE FROM records WHERE seq = ?"
 
@@ -138,16 +141,16 @@ _LEASED = (
 LEASED_ONE = _LEASED.format(which="records WHERE seq = ?1")
 LEASED_MANY = _LEASED.format(which="carray(?1) CROSS JOIN records WHERE seq = value")  # in the array's order
 _COMPLETE = (
-    "UPDATE records SET state = 'COMPLETED', place = ?1 + {index}, line = NULL, result = ?2, ended_us = ?3 "
-    "{which}"
+    "UPDATE records SET state = 'COMPLETED', place = ?1 + {index}, line = NULL, result = ?2, ended_us = ?3, "
+    "result_crc = ?4 {which}"
 )
-COMPLETE_ONE = _COMPLETE.format(index="0", which="WHERE seq = ?4")
-COMPLETE_ROW = _COMPLETE.format(index="(seq - ?4) / 2", which=_IN_A_ROW.format(first="?4", last="?5"))
-COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(array="?4"))
+COMPLETE_ONE = _COMPLETE.format(index="0", which="WHERE seq = ?5")
+COMPLETE_ROW = _COMPLETE.format(index="(seq - ?5) / 2", which=_IN_A_ROW.format(first="?5", last="?6"))
+COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(array="?5"))
 
 # ---- events and counters ---------------------------------------------------------------------------
 
-NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?)"
+NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
 # As bytes, because damaged text may not be UTF-8.
 STORED_EVENTS = "SELECT seq, CAST(batch AS BLOB) FROM events WHERE seq > ? ORDER BY seq"
 STORED_ROW = (
@@ -174,7 +177,10 @@ SET_DEPTHS = "UPDATE queues SET depths = ? WHERE queue = ?"
 # ---- cells -----------------------------------------------------------------------------------------
 
 CELL = "SELECT value FROM cells WHERE kind = ? AND key = ?"
-PUT_CELL = "INSERT INTO cells VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value"
+PUT_CELL = (
+    "INSERT INTO cells VALUES (?, ?, ?, ?) ON CONFLICT (kind, key) "
+    "DO UPDATE SET value = excluded.value, crc = excluded.crc"
+)
 DROP_CELL = "DELETE FROM cells WHERE kind = ? AND key = ?"
 # Cells of one kind, in a table of their own: streamed answers are many and large.
 CHUNK, PUT_CHUNK, DROP_CHUNK = (text.replace("cells", "chunks") for text in (CELL, PUT_CELL, DROP_CELL))

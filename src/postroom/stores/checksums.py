@@ -1,0 +1,83 @@
+"""Checksums of the values in a store file, which `verify` compares. Deliveries do not read them.
+
+Rule 1: a checksum covers the stored form, so encrypted values are checked without a key.
+Rule 2: a value without a checksum is one of an earlier version, or was converted to another key. An encrypted
+        value is authenticated anyway.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+from postroom.stores.encrypted import batch_place, cell_place, record_place
+from postroom.stores.sql.queries import Reading
+
+CRC_BYTES = 4
+
+_RECORDS = (
+    "SELECT seq, type, parent_message_id, key, sender, payload, payload_crc, result, result_crc, "
+    "CAST(trail AS BLOB), trail_crc FROM records"
+)
+_EVENTS = "SELECT seq, CAST(counts AS BLOB), CAST(batch AS BLOB), crc FROM events WHERE crc NOT NULL"
+_CELLS = "SELECT kind, key, value, crc FROM cells WHERE crc NOT NULL"
+_CHUNKS = _CELLS.replace("cells", "chunks")
+
+
+def checksum(value: bytes, start: int = 0) -> bytes:
+    """The checksum of a value, continued from another one."""
+    return zlib.crc32(value, start).to_bytes(CRC_BYTES, "little")
+
+
+def checksums(values: Sequence[bytes], start: int) -> bytes:
+    """The checksums of several values, one after the other."""
+    return struct.pack(f"<{len(values)}I", *map(zlib.crc32, values, repeat(start)))
+
+
+def start_of(*texts: str) -> int:
+    """The checksum of texts that stand beside a value."""
+    return zlib.crc32("\x1f".join(texts).encode())
+
+
+NO_TEXTS = start_of("", "", "", "")
+"""Of most tasks."""
+
+
+def changed_values(connection: Reading, store_id: str) -> Iterator[str]:
+    """The values that were changed since they were written."""
+    for place in _changed_places(connection, store_id):
+        yield f"{place}: the checksum does not match"
+
+
+def _changed_places(connection: Reading, store_id: str) -> Iterator[str]:
+    for seq, *texts, payload, payload_crc, result, result_crc, trail, trail_crc in connection.execute(
+        _RECORDS
+    ):
+        given = start_of(*(text or "" for text in texts))
+        if not _fits(payload, payload_crc, given):
+            yield record_place(store_id, "payload", seq)
+        if not _fits(result, result_crc):
+            yield record_place(store_id, "result", seq)
+        if trail_crc is not None and not _lines_fit(trail, trail_crc):
+            yield record_place(store_id, "trail", seq)
+    for seq, counts, batch, crc in connection.execute(_EVENTS):
+        if not _fits(counts, crc, zlib.crc32(batch)):
+            yield batch_place(store_id, seq)
+    for query in (_CELLS, _CHUNKS):
+        for kind, key, value, crc in connection.execute(query):
+            if not _fits(value, crc, start_of(kind, key)):
+                yield cell_place(store_id, kind, key)
+
+
+def _fits(value: Any, crc: Any, start: int = 0) -> bool:
+    """Whether a value is the written one. A damaged row may have a value of another type."""
+    return crc is None or (isinstance(value, bytes) and checksum(value, start) == crc)
+
+
+def _lines_fit(trail: Any, crc: Any) -> bool:
+    """Whether the newest lines of a trail are the written ones."""
+    if not isinstance(trail, bytes) or not isinstance(crc, bytes):
+        return False
+    lines = trail.split(b"\n")[:-1]
+    return checksums(lines[-(len(crc) // CRC_BYTES) :], 0) == crc
