@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, quotas
+from postroom.contracts.mail import agents, fetch, quotas
+from postroom.contracts.mail.refusals import REFUSAL_EVENTS_ALL_MAX, REFUSAL_EVENTS_MAX
 from postroom.core.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
 from postroom.logs.mail_records import AgentRecord, Opened, Put, Record
@@ -208,6 +209,65 @@ def test_one_organization_registers_half_of_the_agents(world: World, monkeypatch
     said = "the organization 'acme' may have 2 agents, which is its share"
     assert world.ask(world.acme, "AGENT.REGISTER", name="bo") == {"error": said, "code": 429}
     assert not world.ask(world.other, "AGENT.REGISTER", name="bo")["error"]
+
+
+def test_one_organization_has_at_most_its_share_of_the_waiting_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 4)
+    world = World(tmp_path / "mail")
+    mail_id = world.harness.create(world.operator, name="for.all", public=True)
+
+    def wait(link: FakeLink) -> Any:
+        return world.ask(link, f"MSG.FETCH.{mail_id}", config={"max_wait_ms": 60_000})
+
+    assert [wait(link) for link in (world.acme, world.friend) * 2] == [None] * 4
+    assert wait(world.friend)["messages"] == []
+    assert [wait(link) for link in (world.other, world.nobody, world.operator)] == [None] * 3
+    world.harness.close_link(world.acme)
+    assert wait(world.friend) is None
+    Harness.close_all()
+
+
+def test_the_groups_of_one_organization_hold_a_limited_number_of_messages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "ORGANIZATION_REMEMBERED_MAX", 30)
+    harness = world.harness
+    mail_id = harness.create(world.operator, name="for.all", public=True)
+    for _ in range(50):
+        harness.send(world.operator, mail_id, b"x")
+
+    def fetched(link: FakeLink, group: str) -> Any:
+        return world.ask(
+            link,
+            f"MSG.FETCH.{mail_id}",
+            group_name=group,
+            deliver="earliest",
+            config={"num_msgs": 20},
+        )
+
+    assert len(fetched(world.acme, "a")["messages"]) == 20
+    assert len(fetched(world.friend, "f")["messages"]) == 10
+    said = "the groups of this organization hold 30 messages, which is the limit: acknowledge them first"
+    refused = fetched(world.friend, "f")
+    assert (refused["error"], refused["code"]) == (said, 429)
+    for link in (world.other, world.nobody, world.operator):
+        assert len(fetched(link, link.user)["messages"]) == 20
+    harness.close_link(world.acme)
+    assert len(fetched(world.friend, "f")["messages"]) == 20
+
+
+def test_the_refusals_of_one_organization_hide_none_of_another(world: World) -> None:
+    links = [FakeLink(user=f"acme/{number}", org="acme") for number in range(8)]
+    for link in links:
+        for _ in range(REFUSAL_EVENTS_MAX):
+            world.ask(link, "MAILBOX.LIST.absent")
+    for _ in range(REFUSAL_EVENTS_MAX):
+        world.ask(world.other, "MAILBOX.LIST.absent")
+    refused = [facts["org_id"] for kind, facts in world.harness.events if kind == "rejected"]
+    assert refused.count("acme") == REFUSAL_EVENTS_ALL_MAX / 2
+    assert refused.count("other") == REFUSAL_EVENTS_MAX
 
 
 # ---- deliveries ------------------------------------------------------------------------------------

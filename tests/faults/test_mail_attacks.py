@@ -192,10 +192,11 @@ def wait_for(harness: Harness, link: FakeLink, mail_id: str, wait_ms: int = 60_0
 
 
 def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "WAITS_MAX", 10)
     monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 5)
+    harness = Harness(tmp_path / "mail")
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = harness.create(greedy, ttl=3600)
     assert [wait_for(harness, greedy, mail_id) for _ in range(5)] == [None] * 5
@@ -206,8 +207,9 @@ def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
     assert wait_for(harness, greedy, mail_id) is None
 
 
-def test_waiting_fetches_end_with_their_connection(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_fetches_end_with_their_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 2)
+    harness = Harness(tmp_path / "mail")
     mail_id = harness.create(FakeLink(), ttl=3600)
     for _ in range(3):
         link = FakeLink()

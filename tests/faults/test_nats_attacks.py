@@ -120,6 +120,25 @@ def test_one_login_has_at_most_its_share_of_the_connections(tmp_path: Path) -> N
             assert again.ask() == b""
 
 
+def test_one_organization_has_at_most_its_share_of_the_connections(tmp_path: Path) -> None:
+    users = {"acme/ann": "secret", "acme/amy": "secret", "other/bob": "secret"}
+    with (
+        running("ours", tmp_path, Wanted(users=users, connections_max=8)) as server,
+        ExitStack() as stack,
+    ):
+        ann, amy, bob = (LOGIN.replace(b"ann", user.encode()) for user in users)
+        share = [stack.enter_context(Wire(server, login)) for login in (ann, amy, ann, amy)]
+        assert [wire.ask() for wire in share] == [b""] * 4
+        for login in (ann, amy):
+            with Wire(server, login + b"PING\r\n") as refused:
+                assert refused.rest() == TOO_MANY
+        others = [stack.enter_context(Wire(server, bob)) for _ in range(4)]
+        assert [wire.ask() for wire in others] == [b""] * 4
+        share[0].socket.close()
+        with eventually_admitted(server, amy) as again:
+            assert again.ask() == b""
+
+
 def eventually_admitted(server: Server, connect: bytes) -> Wire:
     """A new connection, after the server has noticed that another one was closed."""
     while True:
@@ -292,7 +311,7 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: p
             assert len(of(server, "127.0.0.3")) == 1
         while len(server.connections) > 1:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server.usage._pending == {}
+        assert not server.usage._pending
         writer.close()
 
     served(work, pending_bytes_max=8 * MB)
@@ -324,9 +343,38 @@ def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytes
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert server.usage._subscriptions == {}
+        assert not server.usage._subscriptions
 
     served(work)
+
+
+def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(natsclients, "ORGANIZATION_SUBSCRIPTION_BYTES_MAX", 10_000)
+
+    async def work(server: NatsServer) -> None:
+        (first, to_first), (second, to_second), (other, to_other) = [
+            await logged_in(server, token) for token in ("acme/ann", "acme/amy", "other/bob")
+        ]
+
+        async def subscribed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+            writer.write(b"SUB %b 1\r\nPING\r\n" % (b"x" * 3_900))
+            return (await reader.readuntil(b"PONG\r\n")).removesuffix(b"PONG\r\n")
+
+        assert await subscribed(first, to_first) == b""
+        assert await subscribed(second, to_second) == b""
+        third, to_third = await logged_in(server, "acme/amy")
+        assert (await subscribed(third, to_third)).startswith(b"-ERR 'Permissions Violation for Subscription")
+        assert await subscribed(other, to_other) == b""
+        to_first.close()
+        while len(server.connections) > 3:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        assert await subscribed(third, to_third) == b""
+        for writer in (to_second, to_third, to_other):
+            writer.close()
+
+    served(work, identify=owner)
 
 
 # ---- turns -------------------------------------------------------------------------------------------

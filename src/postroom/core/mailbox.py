@@ -36,12 +36,13 @@ Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 class Usage:
     """What is stored for one client, or for one organization."""
 
-    __slots__ = ("agents", "bytes", "card_bytes", "mailboxes", "messages", "name")
+    __slots__ = ("agents", "bytes", "card_bytes", "mailboxes", "messages", "name", "remembered")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.bytes = 0  # cost of its messages, mailboxes and pull groups
         self.messages = self.mailboxes = self.agents = self.card_bytes = 0
+        self.remembered = 0  # letters that its pull groups hold, or know to be acknowledged
 
     def add(self, cost: int, *, messages: int = 0, mailboxes: int = 0) -> None:
         self.bytes += cost
@@ -56,14 +57,13 @@ class Usage:
 class Account(Usage):
     """What one client has stored, counted against its quota and against that of its organization."""
 
-    __slots__ = ("client", "groups", "organization", "remembered")
+    __slots__ = ("client", "groups", "organization")
 
     def __init__(self, client: str, organization: Usage | None = None) -> None:
         super().__init__(client)
         self.client = client
         self.organization = organization
         self.groups = 0  # pull groups that it created
-        self.remembered = 0  # letters that these groups hold, or know to be acknowledged
 
     def add(self, cost: int, *, messages: int = 0, mailboxes: int = 0) -> None:
         super().add(cost, messages=messages, mailboxes=mailboxes)
@@ -74,6 +74,12 @@ class Account(Usage):
         super().add_agent(card_bytes, count)
         if self.organization is not None:
             self.organization.add_agent(card_bytes, count)
+
+    def remember(self, more: int) -> None:
+        """Count letters that its pull groups hold; a negative number removes."""
+        self.remembered += more
+        if self.organization is not None:
+            self.organization.remembered += more
 
     @property
     def empty(self) -> bool:
@@ -211,7 +217,7 @@ class PullGroup:
     def count(self) -> None:
         """Count the letters that it remembers against its creator."""
         remembered = len(self.done) + len(self.handed)
-        self.account.remembered += remembered - self._counted
+        self.account.remember(remembered - self._counted)
         self._counted = remembered
 
     def forget_all(self) -> None:

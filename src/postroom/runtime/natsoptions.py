@@ -14,11 +14,13 @@ from postroom.system.descriptors import raise_descriptor_limit
 DEFAULT_PORT = 4222
 TOKEN_USER = "token"  # noqa: S105 - the user of every client with the token
 CONNECTIONS_MAX = 65_536
-CLIENT_CONNECTIONS_SHARE = 0.5  # of all connections that one client may have
+CLIENT_CONNECTIONS_SHARE = 0.5  # of all connections that one client, or one organization, may have
 SUBSCRIPTIONS_MAX = 100_000  # of one connection
 PENDING_BYTES_MAX = 64 * 1024 * 1024
 CLIENT_PENDING_BYTES_MAX = 256 * 1024 * 1024  # on all connections of one client
+ORGANIZATION_PENDING_BYTES_MAX = 512 * 1024 * 1024  # on all connections of one organization
 CLIENT_SUBSCRIPTION_BYTES_MAX = 128 * 1024 * 1024  # memory of all subscriptions of one client
+ORGANIZATION_SUBSCRIPTION_BYTES_MAX = 256 * 1024 * 1024  # of all subscriptions of one organization
 SUBSCRIPTION_COST_BYTES = 400  # memory of a subscription without its texts: 310 measured
 WILDCARD_TOKEN_COST_BYTES = 420  # memory of each token of a subject with a wildcard: 400 measured
 MAILBOX_SUBSCRIPTION_COST_BYTES = 1_000  # memory of a subscription to a mailbox: 880 measured

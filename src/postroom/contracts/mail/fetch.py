@@ -8,7 +8,7 @@ Rule 3: a fetch that finds nothing waits for the first letter or its timeout. It
 Rule 4: queries scan a bounded number of letters in one turn of the loop. Connections take turns.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,16 +18,18 @@ from postroom.contracts.mail.requests import Request
 from postroom.contracts.mail.subscriptions import DeliveryFailed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
+from postroom.core.clientshares import ClientShares
 from postroom.core.mailbox import Account, Letter, Mailbox, PullGroup
 from postroom.core.mq9 import Mq9Error
 from postroom.logs.mail_records import Pulled
 from postroom.system.callbacks import attempt
 
 WAITS_MAX = 100_000
-CLIENT_WAITS_MAX = WAITS_MAX // 2  # of one client
+CLIENT_WAITS_MAX = WAITS_MAX // 2  # of one client, and of one organization
 GROUPS_MAX = 1_000  # of one mailbox
 CLIENT_GROUPS_MAX = 10_000  # that one client has created, in all mailboxes
 CLIENT_REMEMBERED_MAX = 1_000_000  # letters that these groups hold, or remember as acknowledged
+ORGANIZATION_REMEMBERED_MAX = 2_000_000  # the same, of all clients of one organization
 QUERY_SCAN_MAX = 1_000  # letters that a query scans in one turn of the loop
 QUERIES_MAX = 64  # of one connection that need more than one turn
 NANOS_PER_MS = 1_000_000
@@ -44,6 +46,13 @@ class _Wait(NamedTuple):
     group: str
     limit: int
     through: list[int]
+
+
+def _left_to_remember(account: Account) -> int:
+    """How many more letters the groups of a client may hold."""
+    left = CLIENT_REMEMBERED_MAX - account.remembered
+    org = account.organization
+    return left if org is None else min(left, ORGANIZATION_REMEMBERED_MAX - org.remembered)
 
 
 class _RunningQuery:
@@ -127,7 +136,7 @@ class Fetches:
         self._run_soon = run_soon
         self._waits: dict[int, dict[int, _Wait]] = {}
         self._last_wait = self._wait_count = 0
-        self._client_waits: Counter[str] = Counter()
+        self._client_waits = ClientShares(CLIENT_WAITS_MAX, CLIENT_WAITS_MAX)
         self._link_waits: dict[int, set[tuple[int, int]]] = {}
         """The waits of each connection, by mailbox and number."""
         self._holding: dict[int, set[tuple[int, str]]] = {}
@@ -187,6 +196,9 @@ class Fetches:
         if account.remembered >= CLIENT_REMEMBERED_MAX:
             limit = f"{CLIENT_REMEMBERED_MAX} messages, which is the limit"
             raise Mq9Error(429, f"the groups of this client hold {limit}: acknowledge fetched messages first")
+        if _left_to_remember(account) <= 0:
+            limit = f"{ORGANIZATION_REMEMBERED_MAX} messages, which is the limit"
+            raise Mq9Error(429, f"the groups of this organization hold {limit}: acknowledge them first")
 
     def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
         _refuse(wait.link, wait.reply, why)
@@ -195,13 +207,13 @@ class Fetches:
         link = wait.link
         if wait.box.has_expired or link.is_closing or self._try(wait):
             return
-        is_full = self._wait_count >= WAITS_MAX or self._client_waits[wait.client] >= CLIENT_WAITS_MAX
+        is_full = self._wait_count >= WAITS_MAX or not self._client_waits.fits(wait.client, 1)
         if not wait_ms or is_full:
             _answer(link, wait.reply, replies.fetched(()))
             return
         self._last_wait += 1
         self._wait_count += 1
-        self._client_waits[wait.client] += 1
+        self._client_waits.add(wait.client, 1)
         self._link_waits.setdefault(link.number, set()).add((wait.box.serial, self._last_wait))
         self._waits.setdefault(wait.box.serial, {})[self._last_wait] = wait
         due_ns = self._mailboxes.now_ns() + wait_ms * NANOS_PER_MS
@@ -225,7 +237,7 @@ class Fetches:
         box, limit = wait.box, wait.limit
         reader = box.groups.get(wait.group) if wait.group else None
         if reader is not None:
-            limit = min(limit, max(0, CLIENT_REMEMBERED_MAX - reader.account.remembered))
+            limit = min(limit, max(0, _left_to_remember(reader.account)))
         else:
             reader = PullGroup(box.letters)
             reader.through = wait.through or [0] * len(box.lanes)
@@ -270,9 +282,7 @@ class Fetches:
 
     def _forget_wait(self, wait: _Wait, serial: int, number: int) -> None:
         self._wait_count -= 1
-        self._client_waits[wait.client] -= 1
-        if not self._client_waits[wait.client]:
-            del self._client_waits[wait.client]
+        self._client_waits.add(wait.client, -1)
         of_link = self._link_waits[wait.link.number]
         of_link.discard((serial, number))
         if not of_link:
