@@ -301,7 +301,7 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: p
             for _ in range(8):
                 stack.enter_context(Deaf(server.port, "127.0.0.2"))
             stack.enter_context(Deaf(server.port, "127.0.0.3"))
-            while len(server.match(b"flood").each) < 9:  # noqa: ASYNC110 - the loop is the server's
+            while len(server.router.match(b"flood").each) < 9:  # noqa: ASYNC110 - the loop is the server's
                 await asyncio.sleep(0)
             for _ in range(40):
                 writer.write(frame + b"PING\r\n")
@@ -463,12 +463,12 @@ def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) 
         other, to_other = await logged_in(server, "other/bob")
         busy, to_busy = await logged_in(server, "acme/ann")
         to_busy.write(b"SUB begin 98\r\n" + commands + b"SUB end 99\r\n")
-        while not server.literal(b"begin"):  # noqa: ASYNC110 - the loop is the server's
+        while not server.router.literal(b"begin"):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         await answered(other, to_other)
-        assert not server.literal(b"end")
+        assert not server.router.literal(b"end")
         await answered(busy, to_busy)
-        while not server.literal(b"end"):
+        while not server.router.literal(b"end"):
             await answered(busy, to_busy)
         for writer in (to_other, to_busy):
             writer.close()

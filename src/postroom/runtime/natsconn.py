@@ -12,7 +12,7 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from postroom.core import natswire as wire
 from postroom.core.gate import Caller
@@ -21,6 +21,9 @@ from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
 from postroom.runtime.natsoutput import ConnectionOutput
 from postroom.system.log import library_log
+
+if TYPE_CHECKING:
+    from postroom.runtime.natsrouter import Router
 
 _log = library_log("postroom.mail")
 T = TypeVar("T")
@@ -121,6 +124,9 @@ class Hub(Protocol):
     @property
     def usage(self) -> ClientUsage: ...
 
+    @property
+    def router(self) -> "Router": ...
+
     def info_for(self, link: "ServerConnection") -> bytes: ...
 
     def accept(self, link: "ServerConnection") -> str:
@@ -155,11 +161,6 @@ class Hub(Protocol):
     ) -> int:
         """Publish until the slice of the connection ends. Returns how many bodies, at least one."""
 
-    def publish(
-        self, link: "ServerConnection", head: wire.ControlLine, bodies: list[bytes]
-    ) -> Iterator[None] | None:
-        """Deliver plain messages. Returns the steps of the deliveries if there are many, else None."""
-
     def slice_ends(self) -> float:
         """When the slice of this turn ends; 0 when a connection that has input now has to wait."""
 
@@ -170,10 +171,6 @@ class Hub(Protocol):
         """Returns why it is refused; empty when accepted."""
 
     def unsubscribe(self, subscription: ServerSubscription) -> None: ...
-
-    def match(self, subject: bytes) -> Match[ServerSubscription]: ...
-
-    def literal(self, subject: bytes) -> tuple[ServerSubscription, ...]: ...
 
     def has_output(self, link: "ServerConnection") -> None:
         """Write the output of a connection at the end of this turn."""
@@ -315,7 +312,7 @@ class ServerConnection(asyncio.Protocol):
         self.slice_ends = self._hub.slice_ends()
         if self.slice_ends:
             self._read(data)
-            if self.output.closed or not (self._backlog or self._reader.has_more):
+            if not (self._backlog or self._reader.has_more) or self.output.closed:
                 return
         else:
             self._reader.keep(data)
@@ -340,19 +337,15 @@ class ServerConnection(asyncio.Protocol):
             self.resume_reading()
 
     def _read(self, data: bytes = b"") -> None:
-        """Handle input until it is used up or the slice ends."""
-        while not self.output.closed:
-            commands = self._reader.feed(data, COMMANDS_A_READ_MAX)
-            held_bytes = self._reader.held_bytes
-            if held_bytes != self._held_bytes:
-                more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
-                if not self._hub.usage.add_incomplete(self.network, more):
-                    self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
-                    return
-            self._handle(commands)
-            if self._backlog or not self._reader.has_more or perf_counter() >= self.slice_ends:
+        """Handle commands of the input, until the slice ends."""
+        commands = self._reader.feed(data, COMMANDS_A_READ_MAX)
+        held_bytes = self._reader.held_bytes
+        if held_bytes != self._held_bytes:
+            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
+            if not self._hub.usage.add_incomplete(self.network, more):
+                self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
                 return
-            data = b""
+        self._handle(commands)
 
     def _log_in(self, data: bytes) -> bytes:
         """Read the line with the login. Returns the data after it when the login succeeded."""
@@ -377,13 +370,16 @@ class ServerConnection(asyncio.Protocol):
 
     def _handle_all(self, commands: Sequence[_Pending]) -> None:
         for place, command in enumerate(commands):
+            if place and perf_counter() >= self.slice_ends:
+                self._backlog = list(commands[place:])
+                return
             if type(command) is wire.Messages:
                 rest = self._messages(command.head, command.bodies)
             else:
                 rest = self._other_command(command)
             if self.output.closed:
                 return
-            if rest or perf_counter() >= self.slice_ends:
+            if rest:
                 self._backlog = [*rest, *commands[place + 1 :]]
                 return
 
@@ -397,26 +393,30 @@ class ServerConnection(asyncio.Protocol):
         if head.header_bytes >= 0 and not self.headers:
             self._refuse(HEADERS_NOT_SUPPORTED, BAD_REQUEST, "publish")
             return ()
-        if not self.rate:
-            return self._accepted(head, bodies)
-        rest: Sequence[_Pending] = ()
-        while bodies:
-            some, bodies = bodies[:RATED_BODIES_MAX], bodies[RATED_BODIES_MAX:]
-            allowed = some[: self._hub.take_calls(self, head, len(some))]
-            rest = self._accepted(head, allowed) if allowed else ()
-            if bodies and (rest or perf_counter() >= self.slice_ends):
-                return [*rest, wire.Messages(head, bodies)]
-        return rest
-
-    def _accepted(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
+        if self.rate:
+            return self._rated(head, bodies)
         if self.verbose:
             self.send(wire.OK * len(bodies))
         return self._publish(head, bodies)
 
+    def _rated(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
+        """Publish as many messages as the rate of the token allows."""
+        rest: Sequence[_Pending] = ()
+        while bodies and not rest:
+            some, bodies = bodies[:RATED_BODIES_MAX], bodies[RATED_BODIES_MAX:]
+            allowed = some[: self._hub.take_calls(self, head, len(some))]
+            if self.verbose:
+                self.send(wire.OK * len(allowed))
+            if allowed:
+                rest = self._publish(head, allowed)
+            if perf_counter() >= self.slice_ends:
+                break
+        return [*rest, wire.Messages(head, bodies)] if bodies else rest
+
     def _publish(self, head: wire.ControlLine, bodies: list[bytes]) -> Sequence[_Pending]:
         subject = self._hub.owned(head.subject)
         if subject is None:
-            steps = self._hub.publish(self, head, bodies)
+            steps = self._hub.router.publish(self, head, bodies)
             return () if steps is None else self._deliver_more(steps)
         taken = self._hub.publish_to_handler(self, subject, head, bodies)
         return [_Remainder(head, bodies[taken:])] if taken < len(bodies) else ()
@@ -515,9 +515,9 @@ class ServerConnection(asyncio.Protocol):
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
         subject = _encoded(reply)
-        matched = self._hub.match(subject)
+        matched = self._hub.router.match(subject)
         own = [each for each in _all_of(matched) if each.link is self]
-        for subscription in own or filter(self.reach_of(subject, matched), self._hub.literal(subject)):
+        for subscription in own or filter(self.reach_of(subject, matched), self._hub.router.literal(subject)):
             subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
 
     def reach_of(

@@ -7,8 +7,8 @@ from postroom.core import natswire as wire
 from postroom.core.subjects import SubjectIndex
 from postroom.runtime.natsconn import ServerConnection, ServerSubscription
 
-STEP_COST_MAX = 1 << 20  # of the deliveries between two checks of the clock: the bytes of the messages, and
-SUBSCRIPTION_COST = 1_024  # for each subscription
+STEP_COST_MAX = 4 << 20  # of the deliveries between two checks of the clock: the bytes of the messages, and
+SUBSCRIPTION_COST = 4_096  # for each subscription
 MESSAGE_COST = 64  # and for each message to it
 
 
@@ -40,10 +40,13 @@ class Router:
             each = tuple(filter(is_reached, each))
             reached = (tuple(filter(is_reached, members)) for members in groups)
             groups = tuple(members for members in reached if members)
-        size = head.size * len(bodies) if head.size != wire.ANY_SIZE else sum(map(len, bodies))
-        a_step = 1 + STEP_COST_MAX // (SUBSCRIPTION_COST + MESSAGE_COST * len(bodies) + size)
-        if len(each) + len(groups) > a_step:
-            return self._steps(link, each, groups, head, bodies, a_step)
+        receivers = len(each) + len(groups)
+        if receivers > 1:
+            count = len(bodies)
+            size = head.size * count if head.size != wire.ANY_SIZE else sum(map(len, bodies))
+            cost = SUBSCRIPTION_COST + MESSAGE_COST * count + size
+            if receivers * cost > STEP_COST_MAX:
+                return self._steps(link, each, groups, head, bodies, 1 + STEP_COST_MAX // cost)
         receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
         for members in groups:
             receivers += self._deliver_to_group(link, members, head, bodies)

@@ -93,10 +93,7 @@ class NatsServer:
         self._handler = handler
         self.usage = ClientUsage(options)
         self._rates = Rates()
-        self._router = Router()
-        self.match = self._router.match
-        self.literal = self._router.literal
-        self.publish = self._router.publish
+        self.router = Router()
         self._server: asyncio.Server | None = None
         self._tls_listeners: list[TlsListener] = []
         self._identity = os.urandom(16).hex().upper()
@@ -106,6 +103,7 @@ class NatsServer:
         """Connections that published to the handler in this turn."""
         self._is_turn_open = False
         self._slice_ends = 0.0
+        """When the slice of this turn ends; 0 when input waits."""
         self._waiting: Turns[ServerConnection] = Turns()
         """Connections with input that waits for a slice."""
         self._flushing: asyncio.Task[None] | None = None
@@ -271,7 +269,7 @@ class NatsServer:
     def release(self, link: ServerConnection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
-                self._router.remove(subscription)
+                self.router.remove(subscription)
         link.subscriptions.clear()
         self.usage.add_subscription(link.client, -link.subscription_bytes)
         if self.needs_auth and not link.admitted and link in self.connections:
@@ -354,7 +352,7 @@ class NatsServer:
             self.usage.end_login(link.network)
         link.user, link.caller, link.rate, link.org, link.sees_all, link.identity = owner
         link.admitted, link.login = True, None if options is None else owner
-        self._router.is_divided |= not owner.sees_all
+        self.router.is_divided |= not owner.sees_all
         link.token = token
         return ""
 
@@ -379,7 +377,7 @@ class NatsServer:
             return self.refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         self._count_subscription(link, subscription.cost)
         if text is None or self._handler is None:
-            self._router.add(subscription)
+            self.router.add(subscription)
             return ""
         link.output.narrow()
         group = subscription.group.decode("utf-8", "replace")
@@ -395,7 +393,7 @@ class NatsServer:
     def unsubscribe(self, subscription: ServerSubscription) -> None:
         self._count_subscription(subscription.link, -subscription.cost)
         if not subscription.owned:
-            self._router.remove(subscription)
+            self.router.remove(subscription)
         elif self._handler is not None:
             self._handler.unsubscribed(subscription.link, subscription.sid.decode("utf-8", "replace"))
 
@@ -448,23 +446,25 @@ class NatsServer:
     # ---- turns -----------------------------------------------------------------------------------------
 
     def slice_ends(self) -> float:
-        if self._waiting:
-            return 0.0
-        self._open_turn()
+        if not self._is_turn_open:
+            self._open_turn()
+            return self._slice_ends
         return self._slice_ends if perf_counter() < self._slice_ends else 0.0
 
     def wait(self, link: ServerConnection) -> None:
         self._waiting.add(link, link)
-        self._open_turn()
+        self._slice_ends = 0.0  # what comes now is behind it
 
     def _run_waiting(self) -> None:
         """Handle input that waits, until the slice ends: of one organization after the other."""
         self._open_turn()
-        while (link := self._waiting.take(lambda _: True)) is not None:
+        ends = self._slice_ends
+        while (link := self._waiting.take(_any)) is not None:
             if not link.is_closing:
-                link.run(self._slice_ends)
-            if perf_counter() >= self._slice_ends:
+                link.run(ends)
+            if perf_counter() >= ends:
                 break
+        self._slice_ends = 0.0 if self._waiting else ends
 
     def _open_turn(self) -> None:
         if not self._is_turn_open:
@@ -480,7 +480,7 @@ class NatsServer:
         for link in links:
             if not attempt(link.output.write_out):
                 link.cut()
-        if self._waiting:
+        if not self._slice_ends:
             self._run_waiting()
 
     def _flush(self, handler: SubjectHandler) -> None:
@@ -551,6 +551,10 @@ class NatsServer:
             else:
                 link.pings_out += 1
                 link.send(wire.PING)
+
+
+def _any(_link: ServerConnection) -> bool:
+    return True
 
 
 def _cost_of(subscription: ServerSubscription) -> int:
