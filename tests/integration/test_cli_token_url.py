@@ -81,18 +81,6 @@ def test_an_admin_of_one_organization_makes_tokens_of_that_one(up: Running, data
     assert (refused.code, "for its organization only" in refused.error) == (1, True)
 
 
-def test_a_name_of_another_organization_is_a_warning(up: Running, data: Path) -> None:
-    first = remote(up, "create", "--role", "agent", "--org", "acme", "--agent", "shared")
-    assert first.errors == ""
-    create = ("create", "--role", "agent", "--org", "initech", "--agent", "shared")
-    local = postroom("token", *create, "--data", data)
-    made = remote(up, *create)
-    assert (made.code, made.error) == (0, local.error)
-    assert "the agent of that name in organization 'acme'" in made.error
-    admin = Tokens(data).create("admin", "initech").token
-    assert "in another organization, so this token gets none" in remote(up, *create, token=admin).error
-
-
 def test_a_token_instead_of_its_id_is_not_repeated(up: Running, data: Path) -> None:
     made = Tokens(data).create("operator")
     for verb in ("revoke", "rotate"):

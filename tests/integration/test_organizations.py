@@ -16,9 +16,8 @@ from nats.errors import NoRespondersError
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Permissions, Tokens
-from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
-from tests.waiting import HANG_GUARD_S, until
+from tests.waiting import HANG_GUARD_S
 
 ACME, OTHER = "acme", "other"
 
@@ -284,54 +283,62 @@ def test_a_task_of_an_operator_keeps_its_id_for_its_agent(world: World) -> None:
     assert (status, "'acme'" in answer["message"]) == (400, True)
 
 
-def test_a_name_that_two_organizations_use_has_the_tasks_of_the_first_one(world: World) -> None:
-    owner, twin = world.agent(ACME, "twin"), world.agent(OTHER, "twin")
+def test_two_organizations_have_agents_of_the_same_name(world: World) -> None:
+    """Each has its queue, and neither learns of the other. Operators see both, and name one of them."""
     assert world.up.token is not None
-    sent = world.call(world.up.token, "/queue/enqueue", {"agent": "twin", "payload": "of acme"})[1]
-    for path, body in (
-        ("/queue/next", {}),
-        ("/queue/next", {"agent": "twin"}),
-        ("/queue/enqueue", {"agent": "twin", "payload": 1}),
-        ("/queue/heartbeat", {"task_id": sent["task_id"], "lease": 1}),
-        (f"/tasks/{sent['task_id']}", None),
-        ("/tasks", None),
-        ("/queue/status", None),
-        ("/events", None),
-    ):
-        status, answer = world.call(twin, path, body)
-        assert status == 403, (path, answer)
-        assert "another organization" in answer["message"]
-    assert world.call(owner, "/queue/next", {})[1]["payload"] == "of acme"
+    allowed = Permissions(may_send_to=("twin",))
+    tokens = {
+        org: world.tokens.create("agent", org, "twin", permissions=allowed).token for org in (ACME, OTHER)
+    }
+    for org, token in tokens.items():
+        task = {"agent": "twin", "payload": org, "idempotency_key": "once"}
+        status, sent = world.call(token, "/queue/enqueue", task)
+        assert (status, "warning" in sent) == (201, False)
+        assert world.call(token, "/queue/enqueue", task)[1] == sent
+        found = world.call(token, f"/tasks/{sent['task_id']}")[1]
+        assert (found["agent"], found["sender"], found["idempotency_key"]) == ("twin", "twin", "@twin:once")
+    for org, token in tokens.items():
+        [line] = world.call(token, "/tasks?agent=twin")[1]["tasks"]
+        assert line["agent"] == "twin"
+        assert [*world.call(token, "/queue/status")[1]["agents"]] == ["twin"]
+        claimed = world.call(token, "/queue/next", {})[1]
+        assert (claimed["task_id"], claimed["payload"]) == (line["task_id"], org)
+        assert world.call(token, f"/tasks/{line['task_id']}")[1]["worker"] == "twin"
+        foreign = f"@{OTHER if org == ACME else ACME}:twin"
+        assert world.call(token, "/queue/next", {"agent": foreign})[0] == 403
+        assert world.call(token, f"/tasks?agent={foreign}")[0] == 403
+        assert world.call(token, "/queue/enqueue", {"agent": foreign, "payload": 1})[0] == 403
+    assert {"@acme:twin", "@other:twin"} <= {*world.call(world.up.token, "/queue/status")[1]["agents"]}
+    status, answer = world.call(world.up.token, "/queue/enqueue", {"agent": "twin", "payload": 1})
+    assert (status, "several organizations have an agent 'twin'" in answer["message"]) == (400, True)
+    assert world.call(world.up.token, "/queue/enqueue", {"agent": "@other:twin", "payload": 1})[0] == 201
+    assert world.call(tokens[OTHER], "/queue/next", {})[1]["payload"] == 1
+    assert world.call(tokens[ACME], "/queue/next", {})[0] == 204
 
 
-def test_a_rotated_token_keeps_the_tasks_of_its_name(world: World) -> None:
-    first = world.tokens.create("agent", ACME, "rotated")
-    world.agent(OTHER, "rotated")
-    second = world.tokens.rotate(first.token_id, overlap_s=60)
-    world.tokens.revoke(first.token_id)
-    assert world.call(second.token, "/queue/status")[0] == 200
+def test_an_operator_means_the_only_agent_of_a_name_unless_the_plain_queue_was_used(world: World) -> None:
+    assert world.up.token is not None
+    status, sent = world.call(world.up.token, "/queue/enqueue", {"agent": "used", "payload": "for none"})
+    assert (status, "'used'" in sent["warning"]) == (201, True)
+    solo, used = world.agent(ACME, "solo"), world.agent(ACME, "used")
+    assert world.call(world.up.token, "/queue/enqueue", {"agent": "solo", "payload": 2})[0] == 201
+    assert world.call(solo, "/queue/next", {})[1]["payload"] == 2
+    world.call(world.up.token, "/queue/enqueue", {"agent": "used", "payload": "for none"})
+    assert world.call(used, "/queue/next", {})[0] == 204
 
 
-def test_a_revoked_token_gives_its_tasks_to_no_other_organization(world: World) -> None:
-    leaked = world.tokens.create("agent", ACME, "leaky")
-    waiting = world.agent(OTHER, "leaky")
-    assert world.call(leaked.token, "/queue/status")[0] == 200
-    world.tokens.revoke(leaked.token_id)
-    owner = world.agent(ACME, "leaky")
-    assert world.call(owner, "/queue/status")[0] == 200
-    assert world.call(waiting, "/queue/status")[0] == 403
-
-
-def test_a_command_releases_a_name_that_has_no_token_of_its_owner(world: World) -> None:
-    mine, theirs = world.tokens.create("agent", ACME, "moved"), world.agent(OTHER, "moved")
-    command = ("token", "release", "moved", "--data", world.data)
-    refused = postroom(*command)
-    assert refused.code != 0
-    assert "revoke them first" in refused.errors
-    world.tokens.revoke(mine.token_id)
-    assert world.call(theirs, "/queue/status")[0] == 403
-    assert json.loads(postroom(*command).raw) == {"agent": "moved", "released_by": ACME}
-    until(lambda: world.call(theirs, "/queue/status")[0] == 200)
+def test_an_admin_gives_names_within_its_organization_alone(world: World) -> None:
+    """Also names that other organizations and operators use: it learns nothing of them."""
+    assert world.up.token is not None
+    world.agent(ACME, "owned")
+    admin = world.tokens.create("admin", OTHER).token
+    names = ["owned", "nobody"]
+    for name in names:
+        body = {"role": "agent", "agent": name, "may_claim": names, "may_send_to": names}
+        status, answer = world.call(admin, "/tokens", body)
+        assert (status, "warning" in answer) == (201, False)
+        world.call(world.up.token, "/queue/enqueue", {"agent": "@acme:owned", "payload": 1})
+        assert world.call(answer["token"], "/queue/next", {"agent": "owned"})[0] == 204
 
 
 def test_operators_without_a_name_do_not_share_one(world: World) -> None:

@@ -56,8 +56,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_a_token_claims_and_ends_the_tasks_that_it_may_claim_and_no_others(world: World) -> None:
-    task_id = world.enqueue("reviews")
     plain, pool = world.agent("plain").token, world.agent("pool", may_claim=("reviews",)).token
+    task_id = world.enqueue("reviews")
     assert world.call(plain, "/queue/next", {"agent": "reviews"})[0] == 403
     assert world.call(pool, "/queue/next", {"agent": "other"})[0] == 403
     status, task = world.call(pool, "/queue/next", {"agent": "reviews"})
@@ -68,7 +68,7 @@ def test_a_token_claims_and_ends_the_tasks_that_it_may_claim_and_no_others(world
 
 
 def test_a_token_reads_the_tasks_that_it_may_read_and_no_others(world: World) -> None:
-    task_id = world.enqueue("books")
+    task_id = world.enqueue("@acme:books")
     reader, plain = world.agent("reader", may_read=("books",)).token, world.agent("plain").token
     assert world.call(reader, f"/tasks/{task_id}")[0] == 200
     assert [line["task_id"] for line in world.call(reader, "/tasks?agent=books")[1]["tasks"]] == [task_id]

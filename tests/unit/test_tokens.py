@@ -227,6 +227,9 @@ def test_the_token_of_an_agent_that_is_registered_has_its_permissions_too(tmp_pa
     agents = Agents(tmp_path)
     agents.add("planner", "http://127.0.0.1:9001", may_send_to=["coder"])
     made = agents.tokens.create("agent", "acme", "planner", permissions=Permissions(may_send_to=("critic",)))
+    other = agents.tokens.create("agent", "other", "planner")
+    agents.adopt("planner", "acme")
+    assert (queue(tmp_path, made.token), queue(tmp_path, other.token)) == ("planner", "@other:planner")
     identity = agents.identify(made.token)
     assert identity is not None
     assert identity.url == "http://127.0.0.1:9001"
@@ -242,38 +245,41 @@ def test_entries_of_the_file_can_be_read_by_a_program(tmp_path: Path) -> None:
 # ---- whose tasks those of a name are -------------------------------------------------------------
 
 
-def has_tasks(folder: Path, token: str) -> bool:
-    identity = Agents(folder).identify(token)
+def queue(folder: Path, token: str) -> str:
+    agents = Agents(folder)
+    identity = agents.identify(token)
     assert identity is not None
-    return identity.has_tasks
+    return agents.queue_of(identity.org, identity.name)
 
 
-@pytest.mark.parametrize("is_old_file", [False, True])
-def test_a_name_stays_with_its_organization_when_its_tokens_are_revoked(
-    tmp_path: Path, is_old_file: bool
-) -> None:
-    tokens = Tokens(tmp_path)
-    leaked = tokens.create("agent", "acme", "bot")
-    foreign = tokens.create("agent", "evil", "bot")
-    if is_old_file:
-        path = tmp_path / FILE_NAME
-        path.write_text(json.dumps({"tokens": json.loads(path.read_text())["tokens"]}))
-    tokens.revoke(leaked.token_id)
-    assert not has_tasks(tmp_path, foreign.token)
-    again = tokens.create("agent", "acme", "bot")
-    assert has_tasks(tmp_path, again.token)
-    assert not has_tasks(tmp_path, foreign.token)
-    assert Agents(tmp_path).task_owner("bot") == "acme"
+def as_earlier_version(folder: Path, owners: dict[str, str]) -> None:
+    """Write the file as a version did in which the first organization of a name had all its tasks."""
+    path = folder / FILE_NAME
+    entries = [{**entry, "is_scoped": False} for entry in json.loads(path.read_text())["tokens"]]
+    path.write_text(json.dumps({"tokens": entries, "owners": owners}))
 
 
-def test_a_file_without_owners_gives_a_name_to_the_organization_of_its_first_token(tmp_path: Path) -> None:
+def test_a_name_is_one_within_its_organization(tmp_path: Path) -> None:
     tokens = Tokens(tmp_path)
     first, second = tokens.create("agent", "acme", "bot"), tokens.create("agent", "evil", "bot")
-    path = tmp_path / FILE_NAME
-    path.write_text(json.dumps({"tokens": json.loads(path.read_text())["tokens"]}))
-    assert has_tasks(tmp_path, first.token)
-    assert not has_tasks(tmp_path, second.token)
-    assert Agents(tmp_path).task_owner("bot") == "acme"
+    assert queue(tmp_path, first.token) == "@acme:bot"
+    assert queue(tmp_path, second.token) == "@evil:bot"
+
+
+@pytest.mark.parametrize("owners", [{"bot": "acme"}, {}])  # the oldest versions noted none
+def test_a_name_of_an_earlier_version_stays_with_its_organization(
+    tmp_path: Path, owners: dict[str, str]
+) -> None:
+    tokens = Tokens(tmp_path)
+    old = tokens.create("agent", "acme", "bot", permissions=Permissions(may_claim=("pool",)))
+    foreign = tokens.create("agent", "evil", "bot")
+    as_earlier_version(tmp_path, owners)
+    assert (queue(tmp_path, old.token), queue(tmp_path, foreign.token)) == ("bot", "@evil:bot")
+    assert Agents(tmp_path).queue_of("acme", "pool") == "pool"
+    tokens.revoke(old.token_id)
+    again, pool = tokens.create("agent", "acme", "bot"), tokens.create("agent", "evil", "pool")
+    assert (queue(tmp_path, again.token), queue(tmp_path, foreign.token)) == ("bot", "@evil:bot")
+    assert queue(tmp_path, pool.token) == "@evil:pool"
 
 
 def test_an_operator_without_an_agent_has_the_rights_of_its_token_also_as_the_second_one(
@@ -281,7 +287,7 @@ def test_an_operator_without_an_agent_has_the_rights_of_its_token_also_as_the_se
 ) -> None:
     Tokens(tmp_path).create("operator", "acme")
     second = Tokens(tmp_path).create("operator", "globex", permissions=Permissions(may_read=("ada",)))
-    assert has_tasks(tmp_path, second.token)
+    assert queue(tmp_path, second.token) == f"@globex:{second.token_id}"
 
 
 def test_a_name_stays_with_the_organization_of_a_registered_agent_that_is_removed(tmp_path: Path) -> None:
@@ -289,30 +295,17 @@ def test_a_name_stays_with_the_organization_of_a_registered_agent_that_is_remove
     agents.add("bot", org="acme")
     foreign = agents.tokens.create("agent", "evil", "bot")
     agents.remove("bot")
-    assert not has_tasks(tmp_path, foreign.token)
-    assert agents.task_owner("bot") == "acme"
+    again = agents.tokens.create("agent", "acme", "bot")
+    assert (queue(tmp_path, again.token), queue(tmp_path, foreign.token)) == ("bot", "@evil:bot")
+    for org in ("", "evil"):
+        with pytest.raises(InvalidMessage, match="the name 'bot' belongs to organization 'acme'"):
+            agents.add("bot", org=org)
 
 
-def test_a_released_name_goes_to_the_next_organization(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
-    first, second = tokens.create("agent", "acme", "bot"), tokens.create("agent", "other", "bot")
-    with pytest.raises(InvalidMessage, match=f"revoke them first, as {first.token_id}"):
-        tokens.release("bot")
-    assert not has_tasks(tmp_path, second.token)
-    tokens.revoke(first.token_id)
-    assert tokens.release("bot") == "acme"
-    assert has_tasks(tmp_path, second.token)
-    with pytest.raises(InvalidMessage, match="no organization owns the name 'nobody'"):
-        tokens.release("nobody")
-
-
-def test_the_names_that_organizations_own_are_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("postroom.runtime.tokens.OWNED_NAMES_MAX", 1)
-    tokens = Tokens(tmp_path)
-    tokens.revoke(tokens.create("agent", "acme", "first").token_id)
-    with pytest.raises(InvalidMessage, match="own 1 names already"):
-        tokens.create("agent", "acme", "second")
-    tokens.create("agent", "acme", "first")
-    assert [token.agent for token in tokens.list()] == ["first"]
+def test_an_agent_is_not_registered_under_a_name_that_tokens_have(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    agents.tokens.create("agent", "acme", "bot")
+    with pytest.raises(InvalidMessage, match="whose tasks are those of @acme:bot"):
+        agents.add("bot", org="acme")
+    agents.add("bot", org="other")
+    assert (agents.queue_of("acme", "bot"), agents.queue_of("other", "bot")) == ("@acme:bot", "bot")

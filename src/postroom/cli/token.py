@@ -18,8 +18,8 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.cli.tasks.options import FOLDER, needed_folder_option
-from postroom.cli.token_places import Wish, existing, open_tokens
+from postroom.cli.tasks.options import FOLDER
+from postroom.cli.token_places import Wish, open_tokens
 
 if TYPE_CHECKING:
     from postroom.runtime.tokens import NewToken
@@ -203,25 +203,6 @@ def rotate(
     with open_tokens(shell, data, url, token) as tokens:
         made = tokens.rotate(token_id, overlap_s)
     _print(shell, made, {"replaces": token_id}, token_only=token_only)
-
-
-@token.command()
-@click.argument("agent", metavar="NAME")
-@needed_folder_option
-@click.pass_obj
-def release(shell: Shell, agent: str, data: Path) -> None:
-    """Let another organization own the name of an agent, and get its tasks.
-
-    The organization that was the first to use the name owns it, also when its tokens have ended. Revoke all
-    its tokens of the name first. The next owner is the organization of the oldest token of the name that is
-    left, or of the next one that is made.
-
-    \b
-    Example:
-      postroom token release triage --data run
-    """
-    owner = existing(data).release(agent)
-    shell.output.facts({"agent": agent, "released_by": owner}, f"{owner!r} owns the name {agent!r} no longer")
 
 
 def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import click
 
-from postroom.cli.render import rfc3339, warn
+from postroom.cli.render import rfc3339
 from postroom.cli.shell import Shell
 from postroom.cli.tasks.options import starting_folder
 from postroom.cli.tasks.places import check_place, needed_token
@@ -66,7 +66,7 @@ class Folder:
             made = agents.tokens.create(
                 wish.role, wish.org, wish.agent, wish.expires_s, wish.permissions, wish.rate
             )
-        _warn(self._shell, agents.foreign_tasks(wish.agent, wish.org))
+            agents.adopt(wish.agent, wish.org)
         return made
 
     def list(self) -> "list[dict[str, Any]]":
@@ -126,7 +126,6 @@ class Remote:
         from postroom.runtime.tokens import NewToken
 
         answer = self._client.request("POST", path, body, retries=0)
-        _warn(self._shell, answer.get("warning", ""))
         return NewToken(answer["token"], answer["token_id"])
 
 
@@ -150,11 +149,6 @@ def _row(
         "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
         "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
     }  # fmt: skip
-
-
-def _warn(shell: Shell, warning: str) -> None:
-    if warning:
-        warn(shell.program, f"warning: {warning}")
 
 
 def _path(token_id: str, verb: str) -> str:

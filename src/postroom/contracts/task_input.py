@@ -9,7 +9,7 @@ import msgspec
 from postroom.core.fieldfaults import unencodable
 from postroom.core.jsoninput import is_nested_deeper
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import checked_name
+from postroom.core.names import checked_scoped_name, split_scoped
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.stores.base import CLAIM_MAX
@@ -145,10 +145,10 @@ def checked_results(finished: Iterable[tuple[str, int, Any]]) -> dict[str, tuple
 
 def checked_terms(agent: str, limit: int, lease_s: float, worker: str | None) -> Claim:
     """Return the terms of a claim."""
-    checked_name("agent", agent)
+    checked_scoped_name("agent", agent)
     check_claim_limit(limit)
     checked_seconds("lease_s", lease_s, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
-    holder = agent if worker is None else checked_text("worker", worker)
+    holder = split_scoped(agent)[1] if worker is None else checked_text("worker", worker)
     return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
 
 

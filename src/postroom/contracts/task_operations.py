@@ -24,7 +24,7 @@ from postroom.contracts.task_input import (
 from postroom.core import lifecycle
 from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import checked_name, checked_scoped_name
+from postroom.core.names import checked_scoped_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
@@ -95,7 +95,7 @@ class TaskOperations:
         return [accepted.message_id for accepted in self.transaction.insert(envelopes)]
 
     def _envelope(self, new: NewTask) -> Envelope:
-        queue = checked_name("agent", new.agent)
+        queue = checked_scoped_name("agent", new.agent)
         if queue == DECISIONS:
             raise InvalidMessage(f"only the harness adds tasks to {DECISIONS}")
         if new.delay_s != 0:
@@ -105,7 +105,7 @@ class TaskOperations:
             durability = self.transaction.limits(queue).durability or rules.durability
         else:
             check_durability(durability)
-        sender = new.sender if new.sender == "" else checked_name("sender", new.sender)
+        sender = new.sender if new.sender == "" else checked_scoped_name("sender", new.sender)
         return Envelope(
             queue=queue,
             payload=encoded("the payload", new.payload),
@@ -182,7 +182,7 @@ class TaskOperations:
 
     def set_limits(self, agent: str, limits: Limits) -> None:
         """Change the limits of an agent's queue."""
-        self.transaction.set_limits(checked_name("agent", agent), limits)
+        self.transaction.set_limits(checked_scoped_name("agent", agent), limits)
 
     def sweep(self, limit: int) -> int:
         """Requeue overdue tasks of every queue. Returns how many."""

@@ -49,7 +49,7 @@ from postroom.contracts.task_views import (
 from postroom.core import lifecycle
 from postroom.core.fieldfaults import field_fault
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import checked_name
+from postroom.core.names import checked_scoped_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
@@ -361,7 +361,7 @@ class Tasks(Closing):
     ) -> list[TaskLine]:
         """List tasks in the order of acceptance. `after` is the `seq` of the last task seen."""
         if agent is not None:
-            checked_name("agent", agent)
+            checked_scoped_name("agent", agent)
         if state is not None and state not in STATUS:
             raise InvalidMessage(f"state must be one of {', '.join(STATUS)}, not {state!r}")
         check_page(after, limit)

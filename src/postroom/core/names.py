@@ -74,11 +74,17 @@ def unscoped(org: str, name: str) -> str:
     return name.removeprefix(scoped(org, "")) if org else name
 
 
+def split_scoped(name: str) -> tuple[str, str]:
+    """The organization of a name of the store, which is empty for none, and the name within it."""
+    org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)
+    return (org, inner) if end and name.startswith(_SCOPE) else ("", name)
+
+
 def checked_scoped_name(kind: str, name: object) -> str:
     """`name` when it is a name, or one within an organization. Else `InvalidName`."""
-    if isinstance(name, str) and name.startswith(_SCOPE):
-        org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)
-        if end and is_name(org) and is_name(inner):
+    if isinstance(name, str):
+        org, inner = split_scoped(name)
+        if org and is_name(org) and is_name(inner):
             return plain(name)
     return checked_name(kind, name)
 

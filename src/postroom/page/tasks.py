@@ -22,9 +22,9 @@ from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
-from postroom.runtime.handlers import check_reads, readable_task, reads
+from postroom.runtime.handlers import read_queue, readable_task
 from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_names import shown_task
+from postroom.runtime.task_names import reads, shown_task
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import by_state, ready
 from postroom.stores.transaction import Transaction
@@ -88,29 +88,32 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity = request.identity
 
     def work(transaction: Transaction) -> tuple[list[QueueLine], str]:
-        names = _readable_queues(transaction, identity)
+        stored = {
+            unscoped(identity.org, queue): queue for queue in _readable_queues(server, transaction, identity)
+        }
+        names = sorted(stored)
         start = bisect_right(names, query.after)
         page = names[start : start + query.limit]
         is_last = start + query.limit >= len(names)
-        return [_queue_line(transaction, name) for name in page], "" if is_last else page[-1]
+        return [_queue_line(transaction, name, stored[name]) for name in page], "" if is_last else page[-1]
 
     found, after = await server.read_for(request, lambda: server.tasks.store.read(work))
     return HttpReply(200, _encode({"queues": found, "after": after}))
 
 
-def _readable_queues(transaction: Transaction, identity: Identity) -> list[str]:
-    """The queues of agents whose tasks the caller reads, in the order of their names."""
-    return sorted(
+def _readable_queues(server: TaskServer, transaction: Transaction, identity: Identity) -> list[str]:
+    """The queues of agents whose tasks the caller reads."""
+    return [
         queue
         for queue in transaction.queues()
-        if not queue.startswith(ENGINE_PREFIX) and reads(identity, queue)
-    )
+        if not queue.startswith(ENGINE_PREFIX) and reads(server.agents, identity, queue)
+    ]
 
 
-def _queue_line(transaction: Transaction, agent: str) -> QueueLine:
-    counts = transaction.depth(agent)
+def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueLine:
+    counts = transaction.depth(queue)
     states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
-    oldest_ns = transaction.oldest_ns(agent) if ready(counts) else None
+    oldest_ns = transaction.oldest_ns(queue) if ready(counts) else None
     oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
     return QueueLine(agent, states, counts.get("LAPSES", 0), oldest_s)
 
@@ -120,11 +123,10 @@ def _queue_line(transaction: Transaction, agent: str) -> QueueLine:
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: TasksQuery = request.query
-    agent = request.path_param("agent")
-    check_reads(request.identity, agent)
+    queue = await read_queue(server, request, request.path_param("agent"))
 
     def work(transaction: Transaction) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-        return newest_tasks(transaction, agent, query)
+        return newest_tasks(transaction, queue, query)
 
     found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
 
@@ -135,9 +137,9 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 def newest_tasks(
-    transaction: Transaction, agent: str, query: TasksQuery
+    transaction: Transaction, queue: str, query: TasksQuery
 ) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-    """The newest tasks of an agent with their ages, the cursor behind them, and the time it has reached.
+    """The newest tasks of a queue with their ages, the cursor behind them, and the time it has reached.
 
     They are without their payloads. The list ends after `SEARCHED_BYTES_MAX` of these.
     """
@@ -145,7 +147,7 @@ def newest_tasks(
     found: list[tuple[Stored, float]] = []
     last: Record | None = None
     size = 0
-    for record in newest_first(transaction, agent, state, query.before, query.limit):
+    for record in newest_first(transaction, queue, state, query.before, query.limit):
         if isinstance(record, int):  # the numbers that one call may walk are used up
             return found, record, None if last is None else accepted_at(last)
         last = record

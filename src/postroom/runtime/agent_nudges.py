@@ -1,9 +1,10 @@
 """Nudges for new tasks, to the agents that have registered an address."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 from postroom.contracts.tasks import Tasks
+from postroom.core.names import unscoped
 from postroom.runtime.agents import Agents
 from postroom.runtime.nudger import Nudger
 
@@ -29,20 +30,21 @@ class AgentNudges:
 
     def run(self) -> None:
         """Nudge every agent with an address that got new tasks since the last run."""
-        urls = self._agents.with_url()
-        new = [agent for agent in urls if agent not in self._subscriptions]
-        self._subscribe_to(urls)
-        if not urls:
+        named = self._agents.with_url()
+        new = [agent for agent in named if agent not in self._subscriptions]
+        self._subscribe_to(named)
+        if not named:
             self._position = None
             return
-        newest = self._new_tasks(urls)
+        newest = self._new_tasks(named)
         for agent in new:  # tasks may have waited before the agent had an address
             for waiting in self._tasks.find(agent=agent, state="QUEUED", limit=1):
                 newest.setdefault(agent, waiting.task_id)
         for agent, task_id in newest.items():
-            self._nudger.nudge(agent, urls[agent], task_id)
+            known = named[agent]
+            self._nudger.nudge(agent, known.url or "", unscoped(known.org, task_id))
 
-    def _new_tasks(self, urls: dict[str, str]) -> dict[str, str]:
+    def _new_tasks(self, named: Collection[str]) -> dict[str, str]:
         """The newest task of each of these agents that was enqueued since the last run."""
         if self._position is None:  # the first agent with an address was registered
             self._position = self._tasks.store.newest_event()
@@ -51,16 +53,16 @@ class AgentNudges:
             newest.update(
                 (event.queue, event.message_id)
                 for event in events
-                if event.kind == "enqueued" and event.queue in urls
+                if event.kind == "enqueued" and event.queue in named
             )
             self._position = events[-1].seq
         return newest
 
-    def _subscribe_to(self, urls: dict[str, str]) -> None:
+    def _subscribe_to(self, named: Collection[str]) -> None:
         """Receive the wake-ups for exactly these agents."""
-        for agent in [agent for agent in self._subscriptions if agent not in urls]:
+        for agent in [agent for agent in self._subscriptions if agent not in named]:
             self._subscriptions.pop(agent).__exit__(None, None, None)
-        for agent in urls:
+        for agent in named:
             if agent not in self._subscriptions:
                 subscription = self._tasks.notifier.subscribed(agent, self._wake)
                 subscription.__enter__()
@@ -68,4 +70,4 @@ class AgentNudges:
 
     def close(self) -> None:
         """End all subscriptions."""
-        self._subscribe_to({})
+        self._subscribe_to(())

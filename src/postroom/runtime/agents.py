@@ -7,6 +7,7 @@ Rule 3: when the file cannot be read, every caller is refused.
 
 import hmac
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from postroom.contracts.tasks import DECISIONS
-from postroom.core.names import checked_name
+from postroom.core.names import checked_name, scoped, split_scoped
 from postroom.errors import AgentExists, InvalidMessage, UnknownAgent
 from postroom.runtime.nudger import checked_url
 from postroom.runtime.registry_file import RegistryFile
@@ -51,7 +52,9 @@ class RegisteredAgent(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> "Identity":
         """The owner of the token that was made with the agent."""
-        return Identity(self.name, self.role, self.url, self.may_send_to, self.org)
+        return Identity(
+            self.name, self.role, self.url, self.may_send_to, self.org, registered_targets=self.may_send_to
+        )
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -68,9 +71,8 @@ class Identity(msgspec.Struct, frozen=True):
     rate: float = 0.0
     """Calls a second that the token may make; 0 for the limit of the server."""
     permissions: Permissions = NO_PERMISSIONS
-    has_tasks: bool = True
-    """Whether the tasks of this name are the caller's. Tasks knows agents by their names alone, so the tasks
-    of a name that several organizations use belong to the one that owns the name."""
+    registered_targets: tuple[str, ...] = ()
+    """Those of `may_send_to` that stand in the registry of agents, whose names are plain."""
 
     @property
     def caller(self) -> str:
@@ -138,12 +140,24 @@ class Agents:
         with self._file.changing() as agents:
             if any(agent.name == name for agent in agents):
                 raise AgentExists(name)
+            self._check_free(name, org)
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, which is the limit")
             agents.append(
                 RegisteredAgent(name, role, checked, digest_of(token), datetime.now(UTC), targets, org)
             )
         return token
+
+    def _check_free(self, name: str, org: str) -> None:
+        """Refuse a name whose tasks are those of somebody else, or in another queue already."""
+        owner = self.tokens.owner(name)
+        if owner not in ("", org):
+            raise InvalidMessage(f"the name {name!r} belongs to organization {owner!r}: choose another one")
+        if org and not owner and org in self.tokens.orgs_of(name):
+            raise InvalidMessage(
+                f"{org!r} has tokens of the agent {name!r}, whose tasks are those of {scoped(org, name)}: "
+                "choose another name"
+            )
 
     def remove(self, name: str) -> None:
         """Remove an agent or operator. Its token is invalid from now on. Its organization keeps the name."""
@@ -220,45 +234,54 @@ class Agents:
         return known[1]
 
     def _identity_of(self, token: RegisteredToken, agent: RegisteredAgent | None) -> Identity:
-        owner = (agent.org if agent is not None else "") or self.tokens.recent_owner(token.agent) or token.org
-        has_tasks = owner == token.org
-        url, may_send_to = (agent.url, agent.may_send_to) if agent is not None and has_tasks else (None, ())
-        targets = (*may_send_to, *token.may_send_to, *token.permissions.may_send_to)
+        is_registered = agent is not None and self.queue_of(token.org, token.agent) == token.agent
+        url, registered = (agent.url, agent.may_send_to) if agent and is_registered else (None, ())
+        targets = (*registered, *token.may_send_to, *token.permissions.may_send_to)
         return Identity(
             token.agent or token.token_id, token.role, url, targets, token.org, token.token_id, token.rate,
-            token.permissions, has_tasks,
+            token.permissions, registered,
         )  # fmt: skip
 
-    def task_owner(self, name: str) -> str:
-        """The organization whose agent of this name has the tasks of the name; empty when there is none."""
+    def adopt(self, name: str, org: str) -> None:
+        """Make a registered agent of none that of an organization: an operator gave it such a token."""
         agent = self._index().by_name.get(name)
+        if org and agent is not None and agent.role == "agent" and not self.owner_of(name):
+            self.tokens.keep_owner(name, org)
+
+    # ---- the queues of tasks -------------------------------------------------------------------
+
+    def owner_of(self, name: str) -> str:
+        """The organization whose agent has the plain queue of this name; empty for none."""
+        agent = self._recent().by_name.get(name)
         return (agent.org if agent is not None else "") or self.tokens.owner(name)
 
-    def foreign_tasks(self, agent: str, org: str, *, names_owner: bool = True) -> str:
-        """A warning for an organization whose agent gets no tasks, because another one owns its name.
+    def queue_of(self, org: str, name: str) -> str:
+        """The queue of tasks of an agent of an organization: `@ORG:NAME`.
 
-        Empty when it gets them. Only callers that see all organizations may read who the owner is.
+        It is the plain name if the agent is registered with the organization, or was its own in an earlier
+        version.
         """
-        owner = self.task_owner(agent) if agent and org else ""
-        if owner in ("", org):
-            return ""
-        whose = f"organization {owner!r}" if names_owner else "another organization"
-        return (
-            f"the tasks of {agent!r} belong to the agent of that name in {whose}, so this token gets none of "
-            f"them: choose another name for the agent of {org!r}"
-        )
+        return name if not org or self.owner_of(name) == org else scoped(org, name)
 
-    def is_free(self, name: str) -> bool:
-        """Whether no agent is registered under this name, and no token has it."""
-        return name not in self._index().by_name and not self.tokens.names(name)
+    def orgs_of(self, name: str) -> AbstractSet[str]:
+        """The organizations one of whose agents a plain name can mean for those who belong to none.
 
-    def knows(self, name: str) -> bool:
-        """Whether an agent or operator of this name is registered, or has a token."""
-        return name in self._recent().by_name or name in self._index().by_name or self.tokens.names(name)
+        A name in the registry of agents, and one that an operator has, means just itself.
+        """
+        found = self.tokens.orgs_of(name)
+        is_plain = name in self._index().by_name or "" in found or self.tokens.owner(name)
+        return frozenset() if is_plain else found
 
-    def with_url(self) -> dict[str, str]:
-        """The nudge addresses by agent, of the agents that have one."""
-        return {agent.name: agent.url for agent in self._file.read() if agent.url is not None}
+    def knows(self, queue: str) -> bool:
+        """Whether an agent or operator with this queue of tasks is registered, or has a token."""
+        if queue in self._index().by_name or self.tokens.owner(queue) or "" in self.tokens.orgs_of(queue):
+            return True
+        org, name = split_scoped(queue)
+        return bool(org) and org in self.tokens.orgs_of(name)
+
+    def with_url(self) -> dict[str, RegisteredAgent]:
+        """The agents that have a nudge address, by their names."""
+        return {agent.name: agent for agent in self._file.read() if agent.url is not None}
 
     def _recent(self) -> _Index:
         """The agents as they were a moment ago."""

@@ -19,7 +19,7 @@ from postroom.core.gate import visible_org
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
 from postroom.runtime.buses import BusRemoved, Follower
-from postroom.runtime.handlers import is_valid, visible_queue
+from postroom.runtime.handlers import is_valid
 from postroom.runtime.http_messages import HttpReply, HttpRequest, StreamRefused, disconnection
 from postroom.runtime.openapi import EVENT_STREAM
 from postroom.runtime.schemas import (
@@ -35,7 +35,7 @@ from postroom.runtime.schemas import (
     RemovedNotice,
     ResetNotice,
 )
-from postroom.runtime.task_names import shown_event
+from postroom.runtime.task_names import own_queue, shown_event
 from postroom.runtime.task_server import TaskServer
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     last = request.header(b"last-event-id")
     if last and not is_number(last):
         raise InvalidMessage("Last-Event-ID must be the number of an event")
-    owner = visible_queue(request.identity)
+    owner = own_queue(server.agents, request.identity)
 
     def page(position: int) -> tuple[bytes, int]:
         found = server.tasks.events(after=position, limit=STREAM_PAGE)

@@ -22,7 +22,7 @@ from postroom.contracts.tasks import Tasks
 from postroom.core import lifecycle
 from postroom.core.gate import Owner, permit
 from postroom.core.jsoninput import raw_value
-from postroom.core.names import unscoped
+from postroom.core.names import split_scoped, unscoped
 from postroom.errors import InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Record, State, Stored
 from postroom.runtime.agents import Identity
@@ -54,7 +54,16 @@ from postroom.runtime.schemas import (
     StatusAnswer,
     TaskAnswer,
 )
-from postroom.runtime.task_names import new_tasks, shown_line, shown_task, stored_id
+from postroom.runtime.task_names import (
+    new_tasks,
+    own_queue,
+    queue_owner,
+    reads,
+    shown_line,
+    shown_task,
+    stored_id,
+    target_of,
+)
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.transaction import Claim, Transaction
@@ -72,7 +81,7 @@ _COMPLETED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
 
 async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NextBody = request.body
-    agent = _named_agent(request)
+    agent = await _named_queue(server, request)
     if agent is None:
         raise InvalidMessage("an operator has to name the agent whose tasks it claims")
     lease_s = min(body.lease_s, server.lease_s_max)
@@ -159,7 +168,7 @@ def _claimed_task(server: TaskServer, request: HttpRequest, task: LeasedTask) ->
 
 async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: CompleteBody = request.body
-    owners, org = _owners(request), request.identity.org
+    owners, org = await _owners(server, request), request.identity.org
 
     def work(operations: TaskOperations) -> tuple[str, bool, list[LeasedTask]]:
         """The id in the store, whether the task was completed before, and the tasks claimed next."""
@@ -222,7 +231,7 @@ async def _holder_call(
     server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations, str, int], None]
 ) -> HttpReply:
     """Change a task that has to belong to the caller's agent."""
-    body, owners, org = request.body, _owners(request), request.identity.org
+    body, owners, org = request.body, await _owners(server, request), request.identity.org
 
     def work(operations: TaskOperations) -> str:
         with _under_lease(operations, body, owners, org) as (record, lease):
@@ -277,7 +286,7 @@ def _log_change(server: TaskServer, request: HttpRequest, event: str, task_id: s
 async def result(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Wake the harness, which looks for the result itself."""
     body: ResultBody = request.body
-    owners, org = _owners(request), request.identity.org
+    owners, org = await _owners(server, request), request.identity.org
     await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owners, org))
     server.harness.wake()
     return HttpReply(202, _encode(TaskAnswer(body.task_id)))
@@ -289,26 +298,32 @@ async def result(server: TaskServer, request: HttpRequest) -> HttpReply:
 async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     is_batch = isinstance(request.body, EnqueueManyBody)
     new: list[EnqueueBody] = request.body.tasks if is_batch else [request.body]
-    agents = {task.agent for task in new}
-    sender = visible_queue(request.identity) or ""
+    identity, agents = request.identity, {task.agent for task in new}
+    sender = own_queue(server.agents, identity) or ""
     if sender:
-        _check_may_send(request.identity, agents)
-    warning = _unknown_warning(server, agents - {request.identity.name})
+        _check_may_send(identity, agents)
+    queues = await _targets(server, request, agents)
+    warning = _unknown_warning(server, {queues[agent] for agent in agents} - {sender})
     server.tasks.check_backlog()
-    tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
+    tasks = [
+        task_operations.NewTask(
+            **{**msgspec.structs.asdict(task), "agent": queues[task.agent]}, sender=sender
+        )
+        for task in new
+    ]
     started_ns = time.time_ns()
 
     def work(operations: TaskOperations) -> list[str]:
-        named = new_tasks(operations.transaction, server.agents, request.identity, tasks)
+        named = new_tasks(operations.transaction, server.agents, identity, tasks)
         return operations.enqueue(named)
 
     size = TASK_BYTES * len(new) + request.size
     task_ids: list[str] = await server.writer.submit(work, request.identity, size)
     server.wake_streams()
-    for added, task_id in zip(new, task_ids, strict=True):
+    for added, task_id in zip(tasks, task_ids, strict=True):
         server.server_log.write("enqueued", task_id=task_id, agent=added.agent)
     if server.task_spans is not None:
-        queue = new[0].agent if len(agents) == 1 else SEVERAL
+        queue = tasks[0].agent if len(agents) == 1 else SEVERAL
         server.task_spans.note("send", queue, task_ids, started_ns)
     task_ids = [unscoped(request.identity.org, task_id) for task_id in task_ids]
     answer = NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
@@ -317,12 +332,24 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def _check_may_send(identity: Identity, agents: set[str]) -> None:
     for agent in sorted(agents):
-        check_allowed(identity, "task.enqueue", task_owner(identity, agent))
+        check_allowed(identity, "task.enqueue", Owner(identity.org, agent))
 
 
-def _unknown_warning(server: TaskServer, agents: set[str]) -> str:
+async def _targets(server: TaskServer, request: HttpRequest, agents: set[str]) -> dict[str, str]:
+    """The queues that get the tasks for these agents."""
+    identity = request.identity
+
+    def work(transaction: Transaction) -> dict[str, str]:
+        return {agent: target_of(transaction, server.agents, identity, agent) for agent in agents}
+
+    if identity.org or any(map(server.agents.orgs_of, agents)):
+        return await server.read_for(request, lambda: server.tasks.store.read(work))
+    return {agent: agent for agent in agents}
+
+
+def _unknown_warning(server: TaskServer, queues: set[str]) -> str:
     """A warning that names agents without a token, which cannot claim their tasks here; else empty."""
-    missing = sorted(agent for agent in agents if not server.agents.knows(agent))
+    missing = sorted(split_scoped(queue)[1] for queue in queues if not server.agents.knows(queue))
     return f"no token is for the agent {', '.join(map(repr, missing))}: check the name" if missing else ""
 
 
@@ -359,14 +386,15 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
     Its names are those in the store. Its payload and its result stay JSON.
     """
     asked, identity = checked_id(request.path_param("id")), request.identity
-    visible_queue(identity)
 
     def work(transaction: Transaction) -> Stored:
         task_id = stored_id(transaction, identity.org, asked)
         record = transaction.record(task_id)
         if record is None or record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(asked)
-        if not permit(identity, "task.read", task_owner(identity, record.queue, record.sender)):
+        if not permit(
+            identity, "task.read", queue_owner(server.agents, identity, record.queue, record.sender)
+        ):
             raise UnknownTask(asked)
         return loaded_task(transaction, task_id)
 
@@ -376,10 +404,9 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: FindQuery = request.query
-    owner, agent = visible_queue(request.identity), query.agent or None
-    if owner is not None:
-        agent = agent or owner
-        check_reads(request.identity, agent)
+    agent = query.agent or (None if request.identity.is_operator else request.identity.name)
+    if agent is not None:
+        agent = await read_queue(server, request, agent)
     state = query.state or None
     lines = await server.read_for(
         request, lambda: server.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
@@ -389,12 +416,13 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity = request.identity
-    if visible_queue(identity) is None:
+    if identity.is_operator:
         found = await server.read_for(request, server.tasks.status)
         return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
 
     def read(transaction: Transaction) -> dict[str, AgentStatus]:
-        return agents_status(transaction, partial(reads, identity))
+        found = agents_status(transaction, partial(reads, server.agents, identity))
+        return {unscoped(identity.org, queue): status for queue, status in found.items()}
 
     own = await server.read_for(request, lambda: server.tasks.store.read(read))
     return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
@@ -403,37 +431,17 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
 # ---- ownership -------------------------------------------------------------------------------------
 
 
-def visible_queue(identity: Identity) -> str | None:
-    """The only queue that the caller may see; None when it may see all."""
-    return None if identity.is_operator else _own_queue(identity)
+async def read_queue(server: TaskServer, request: HttpRequest, agent: str) -> str:
+    """The queue of an agent whose tasks the caller may read."""
+    check_allowed(request.identity, "task.list", Owner(request.identity.org, agent))
+    return await _queue(server, request, agent)
 
 
-def check_reads(identity: Identity, agent: str) -> None:
-    """Refuse a caller that may not read the tasks of an agent."""
-    visible_queue(identity)
-    check_allowed(identity, "task.list", task_owner(identity, agent))
-
-
-def reads(identity: Identity, agent: str) -> bool:
-    """Whether the caller may read the tasks of an agent."""
-    return permit(identity, "task.list", task_owner(identity, agent))
-
-
-def task_owner(identity: Identity, agent: str, sender: str = "") -> Owner:
-    """The owner of a task, whose agent is known by its name alone."""
-    return Owner(identity.org if identity.has_tasks else None, agent, sender)
-
-
-def _own_queue(identity: Identity) -> str:
-    """The queue of the caller's agent."""
-    if not identity.has_tasks:
-        raise Refusal(
-            403,
-            "Forbidden",
-            f"the tasks of {identity.name!r} belong to an agent of another organization: "
-            "use a token with another name of the agent",
-        )
-    return identity.name
+async def _queue(server: TaskServer, request: HttpRequest, agent: str) -> str:
+    """The queue that the caller means by the name of an agent."""
+    if request.identity.org:
+        return server.agents.queue_of(request.identity.org, agent)
+    return (await _targets(server, request, {agent}))[agent] if request.identity.is_operator else agent
 
 
 def _named_agent(request: HttpRequest) -> str | None:
@@ -441,19 +449,25 @@ def _named_agent(request: HttpRequest) -> str | None:
     identity, body = request.identity, request.body
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
-    own = _own_queue(identity)
-    agent = own if body.agent is None else str(body.agent)
-    check_allowed(identity, "task.claim", task_owner(identity, agent))
+    agent = identity.name if body.agent is None else str(body.agent)
+    check_allowed(identity, "task.claim", Owner(identity.org, agent))
     if body.agent_url not in (None, identity.name, identity.url):
         raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not act for {agent!r}")
     return agent
 
 
-def _owners(request: HttpRequest) -> Sequence[str] | None:
-    """The agents whose tasks a request may end; None for all."""
-    identity, named = request.identity, _named_agent(request)
+async def _named_queue(server: TaskServer, request: HttpRequest) -> str | None:
+    """The queue of the agent that a request acts for; None when an operator names none."""
+    agent = _named_agent(request)
+    return None if agent is None else await _queue(server, request, agent)
+
+
+async def _owners(server: TaskServer, request: HttpRequest) -> Sequence[str] | None:
+    """The queues whose tasks a request may end; None for all."""
+    identity, named = request.identity, await _named_queue(server, request)
     if request.body.agent is None and not identity.is_operator:
-        return (identity.name, *identity.permissions.may_claim)
+        names = (identity.name, *identity.permissions.may_claim)
+        return [server.agents.queue_of(identity.org, name) for name in names]
     return None if named is None else (named,)
 
 

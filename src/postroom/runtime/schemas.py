@@ -46,6 +46,15 @@ Name = Annotated[
     str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]  # fmt: skip
 Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
+Agent = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=SCOPED_CHARS_MAX,
+        pattern="^(@[A-Za-z0-9][A-Za-z0-9._-]*:)?[A-Za-z0-9][A-Za-z0-9._-]*$",
+    ),
+]
+"""An agent whose tasks are meant. Only callers of no organization name one of an organization."""
 Names = Annotated[tuple[Name, ...], Meta(max_length=NAMES_MAX)]
 Id = Annotated[str, Meta(min_length=1, max_length=SCOPED_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
@@ -56,7 +65,7 @@ Page = Annotated[int, Meta(ge=1, le=PAGE_MAX)]
 class _AgentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The token identifies the caller. An agent may name itself; an operator names the agent it acts for."""
 
-    agent: Name | None = None
+    agent: Agent | None = None
     agent_url: Annotated[str, Meta(max_length=2_048)] | None = None
 
 
@@ -100,7 +109,7 @@ class ResultBody(_AgentBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class EnqueueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`POST /queue/enqueue`: the keywords of `Tasks.enqueue`."""
 
-    agent: Name
+    agent: Agent
     payload: Any
     task_id: Name | None = None
     delay_s: Annotated[float, Meta(ge=0, le=DELAY_S_MAX)] = 0.0
@@ -143,7 +152,7 @@ class ShowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class FindQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`GET /tasks`."""
 
-    agent: Name | UnsetType = UNSET  # not None: a query has no null
+    agent: Agent | UnsetType = UNSET  # not None: a query has no null
     state: State | UnsetType = UNSET
     after: Number = 0
     limit: Page = PAGE_DEFAULT
@@ -305,12 +314,11 @@ class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlap_s: Annotated[float, Meta(ge=0, le=EXPIRES_S_MAX)] = 0.0
 
 
-class MadeTokenAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A new token, which is never answered again, the id that names it, and a warning for its maker."""
+class MadeTokenAnswer(msgspec.Struct, frozen=True):
+    """A new token, which is never answered again, and the id that names it."""
 
     token: str
     token_id: str
-    warning: str = ""
 
 
 class RevokedAnswer(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
-"""The ids of tasks as callers know them, and as the store has them.
+"""The ids of tasks and the queues of agents as callers know them, and as the store has them.
 
-Rule 1: an id that a caller of an organization gives is one within the organization. Others have theirs.
-Rule 2: a caller of an organization sees its ids as it gave them. Operators see whose they are.
+Rule 1: an id or an agent that a caller of an organization names is one within the organization.
+Rule 2: a caller of an organization sees its names as it gave them. Operators see whose they are.
 Rule 3: an id that the store made, an earlier version has stored, or an operator gave, is the same for all.
 """
 
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from postroom.contracts.task_operations import NewTask
 from postroom.contracts.task_views import TaskInfo, TaskLine
-from postroom.core.names import scoped, unscoped
+from postroom.core.gate import UNKNOWN, Owner, permit
+from postroom.core.names import scoped, split_scoped, unscoped
 from postroom.errors import InvalidMessage, shown
 from postroom.message import Event
 from postroom.runtime.agents import Agents, Identity
@@ -44,7 +45,7 @@ def new_tasks(
 
 def _new_id(transaction: Transaction, agents: Agents, org: str, new: NewTask) -> str:
     task_id: str = new.task_id
-    owner = org or agents.task_owner(new.agent)
+    owner = org or _org_of(agents, new.agent)
     within = scoped(owner, task_id)
     is_known = bool(owner) and transaction.record(within) is not None
     if not org:
@@ -55,31 +56,89 @@ def _new_id(transaction: Transaction, agents: Agents, org: str, new: NewTask) ->
     if known is None:
         return within
     is_repeated = (known.queue, known.sender) == (new.agent, new.sender)
-    return task_id if is_repeated or agents.task_owner(known.queue) == org else within
+    return task_id if is_repeated or _org_of(agents, known.queue) == org else within
+
+
+def _org_of(agents: Agents, queue: str) -> str:
+    """The organization whose agent has a queue; empty for none."""
+    return split_scoped(queue)[0] or agents.owner_of(queue)
+
+
+# ---- queues ----------------------------------------------------------------------------------------
+
+
+def own_queue(agents: Agents, caller: Identity) -> str | None:
+    """The queue of the caller's agent; None for a caller that may use all of them."""
+    return None if caller.is_operator else agents.queue_of(caller.org, caller.name)
+
+
+def queue_owner(agents: Agents, caller: Identity, queue: str, sender: str = "") -> Owner:
+    """The owner of a task in a queue, in the words of the caller. Unknown in a queue that it cannot name."""
+    name, own = unscoped(caller.org, queue), own_queue(agents, caller)
+    known_sender = caller.name if sender and sender == own else ""
+    if agents.queue_of(caller.org, name) == queue:
+        return Owner(caller.org, name, known_sender)
+    return Owner(caller.org, "", known_sender) if known_sender else UNKNOWN
+
+
+def reads(agents: Agents, caller: Identity, queue: str) -> bool:
+    """Whether the caller may read the tasks in a queue."""
+    return permit(caller, "task.list", queue_owner(agents, caller, queue))
+
+
+def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: str) -> str:
+    """The queue that gets a task for an agent.
+
+    A caller of no organization means that of the plain name, or else that of the only organization with such
+    an agent. A queue that was used goes on: no organization gets what was meant for somebody else.
+    """
+    orgs = agents.orgs_of(name)
+    if caller.org and not (name in caller.registered_targets and caller.org not in orgs):
+        return agents.queue_of(caller.org, name)
+    if not orgs or caller.org or transaction.depth(name):
+        return name
+    if len(orgs) > 1:
+        raise InvalidMessage(
+            f"several organizations have an agent {name!r}: name one of them, as in @{min(orgs)}:{name}"
+        )
+    return scoped(min(orgs), name)
+
+
+# ---- answers ---------------------------------------------------------------------------------------
 
 
 def shown_task(caller: Identity, task: TaskInfo) -> TaskInfo:
     """A task as the caller sees it."""
     org = caller.org
+    if not org:
+        return task
     return replace(
         task,
         task_id=unscoped(org, task.task_id),
+        agent=unscoped(org, task.agent),
         parent=unscoped(org, task.parent),
+        sender=unscoped(org, task.sender),
+        idempotency_key=task.idempotency_key.replace(f"@{scoped(org, '')}", "@", 1),
         history=[shown_event(caller, event) for event in task.history],
     )
 
 
 def shown_line(caller: Identity, line: TaskLine) -> TaskLine:
     """A line of a list as the caller sees it."""
-    return replace(line, task_id=unscoped(caller.org, line.task_id)) if caller.org else line
+    org = caller.org
+    return (
+        replace(line, task_id=unscoped(org, line.task_id), agent=unscoped(org, line.agent)) if org else line
+    )
 
 
 def shown_event(caller: Identity, event: Event) -> Event:
     """An event of a task as the caller sees it."""
-    if not caller.org:
+    org = caller.org
+    if not org:
         return event
     return replace(
         event,
-        message_id=unscoped(caller.org, event.message_id),
-        parent_message_id=unscoped(caller.org, event.parent_message_id),
+        queue=unscoped(org, event.queue),
+        message_id=unscoped(org, event.message_id),
+        parent_message_id=unscoped(org, event.parent_message_id),
     )

@@ -2,8 +2,7 @@
 
 Rule 1: an admin of one organization sees and changes the tokens of that organization alone. Those of others
         are answered like unknown ones.
-Rule 2: an admin of one organization gives no right over tasks that its organization does not have: Tasks
-        knows agents by their names alone.
+Rule 2: the names of agents that it gives to a token are those within its organization.
 Rule 3: a token is answered once, when it is made.
 Rule 4: each change is a line in the log of the server, without the token.
 Rule 5: a token ends at the latest with that of the admin who made or rotated it.
@@ -15,7 +14,7 @@ import msgspec
 
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, UnknownToken
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal, check_allowed
+from postroom.runtime.http_messages import HttpReply, HttpRequest, check_allowed
 from postroom.runtime.schemas import (
     MadeTokenAnswer,
     NewTokenBody,
@@ -48,20 +47,17 @@ async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
     org = identity.org if body.org is None else body.org
     check_allowed(identity, "token.create", Owner(org))
     allowed = _permissions(body, org)
-    if identity.org:
-        await server.on_tokens(request, lambda: _check_names(server, org, body))
     made = await server.on_tokens(
         request,
         lambda: server.agents.tokens.create(
             body.role, org, body.agent or "", body.expires_s, allowed, body.rate, identity.token_id
         ),
     )
+    if not identity.org:
+        await server.on_tokens(request, lambda: server.agents.adopt(body.agent or "", org))
     facts = {"role": body.role, "token_org": org, "token_agent": body.agent or ""}
     _log(server, request, "token_created", token_id=made.token_id, **facts)
-    warning = await server.on_tokens(
-        request, lambda: server.agents.foreign_tasks(body.agent or "", org, names_owner=not identity.org)
-    )
-    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id, warning)))
+    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
 
 
 async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -113,23 +109,6 @@ def _permissions(body: NewTokenBody, org: str) -> Permissions:
     if given and body.role != "agent" and not org:
         raise InvalidMessage(f"{given[0]} has no effect: an {body.role} of all organizations has every right")
     return permissions_of(body)
-
-
-def _check_names(server: TaskServer, org: str, body: NewTokenBody) -> None:
-    """Refuse rights over tasks that are not those of the organization.
-
-    An agent with the name of another organization's agent gets no tasks, and so is no fault.
-    """
-    agents = server.agents
-    if body.agent and not agents.task_owner(body.agent) and not agents.is_free(body.agent):
-        raise _foreign(body.agent, org)
-    for name in (*body.may_send_to, *body.may_claim, *body.may_read):
-        if agents.task_owner(name) != org:
-            raise _foreign(name, org)
-
-
-def _foreign(name: str, org: str) -> Refusal:
-    return Refusal(403, "Forbidden", f"the tasks of {name!r} are not those of an agent of {org!r}")
 
 
 def _line(token: RegisteredToken, now: datetime) -> TokenLine:

@@ -2,13 +2,14 @@
 
 Rule 1: a token is shown once, when it is made. The file holds only its SHA-256.
 Rule 2: an expired token is refused like an unknown one. It stays in the list until it is revoked.
-Rule 3: the organization of the first token of an agent owns the name, and with it the tasks. It keeps the
-        name when its tokens end, until the name is released: no other organization takes over.
+Rule 3: the agents that a token names are those of its organization. The organization that owned a name in an
+        earlier version keeps it, also when its tokens end.
 """
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,8 +20,8 @@ import msgspec
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
-from postroom.errors import InvalidMessage, UnknownToken, shown
-from postroom.runtime.registry_file import Content, RegistryFile
+from postroom.errors import InvalidMessage, UnknownToken
+from postroom.runtime.registry_file import RegistryFile
 from postroom.settings import RATE_MAX
 
 FILE_NAME = "tokens.json"
@@ -33,7 +34,6 @@ TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
 TOKENS_AN_ORGANIZATION_MAX = 2_500
 PERMITTED_NAMES_AN_ORGANIZATION_MAX = 20_000
-OWNED_NAMES_MAX = 20_000  # of a data folder
 NAMES_MAX = 1_000  # in one permission of a token
 EXPIRES_S_MAX = 10 * 365 * 86_400.0
 
@@ -101,6 +101,8 @@ class RegisteredToken(msgspec.Struct, frozen=True):
     rate: float = 0.0
     """Calls a second that the token may make; 0 for the limit of the server."""
     permissions: Permissions = NO_PERMISSIONS
+    is_scoped: bool = False
+    """Whether its names are those within its organization. Earlier versions gave a name to the first one."""
 
     @property
     def is_demo(self) -> bool:
@@ -133,15 +135,23 @@ def session_file(data: Path) -> RegistryFile[Session]:
     return RegistryFile(data / SESSIONS_FILE_NAME, "sessions", Session)
 
 
+class _Known(NamedTuple):
+    """What one version of the file says."""
+
+    version: tuple[int, int, int]
+    by_digest: Mapping[str, RegisteredToken]
+    owners: Mapping[str, str]
+    """By agent: the organization that owns the plain name."""
+    orgs: Mapping[str, AbstractSet[str]]
+    """By agent: the organizations with tokens that claim its tasks."""
+
+
 class Tokens:
     """The tokens of a data folder. A file changed by another process is read again."""
 
     def __init__(self, data: Path) -> None:
         self._file = RegistryFile(data / FILE_NAME, "tokens", RegisteredToken)
-        self._version = self._file.version
-        self._by_digest: dict[str, RegisteredToken] = {}
-        self._owners: dict[str, str] = {}
-        """By agent: the organization that owns the name."""
+        self._known = _Known(self._file.version, {}, {}, {})
 
     def create(
         self,
@@ -170,7 +180,7 @@ class Tokens:
             tokens.append(
                 RegisteredToken(
                     made.token_id, digest, role, org, agent, now, expires,  # type: ignore[arg-type]
-                    rate=rate, permissions=permissions,
+                    rate=rate, permissions=permissions, is_scoped=True,
                 )
             )  # fmt: skip
         return made
@@ -219,62 +229,47 @@ class Tokens:
         """All tokens in the order in which they were made. A rotated one is followed by its successor."""
         return [*self._file.read()]
 
-    def names(self, agent: str) -> bool:
-        """Whether a token names this agent."""
-        return any(token.agent == agent for token in self._file.read())
+    def orgs_of(self, agent: str) -> AbstractSet[str]:
+        """The organizations with tokens that claim its tasks; an empty one for operators of all."""
+        return self._read().orgs.get(agent, frozenset())
 
     def owner(self, agent: str) -> str:
-        """The organization that owns the name of an agent; empty for none."""
-        tokens, owners = self._file.read_all()
-        return owners.get(agent, "") or _first_org(tokens, agent)
-
-    def recent_owner(self, agent: str) -> str:
-        """The owner of the name of an agent, as of the last `find`."""
-        return self._owners.get(agent, "")
+        """The organization that has owned the name of an agent since an earlier version; empty for none."""
+        return self._recent().owners.get(agent, "")
 
     def keep_owner(self, agent: str, org: str) -> None:
-        """Note that an organization owns the name of an agent."""
+        """Note that an organization owns the plain name of an agent."""
         with self._file.changing_all() as content:
             content.owners[agent] = org
-
-    def release(self, agent: str) -> str:
-        """Forget which organization owns the name of an agent, and return it. The next one gets its tasks.
-
-        The next one is that of the first token of the name that is left, or else of the first new one.
-        """
-        with self._file.changing_all() as content:
-            owner = content.owners.pop(agent, "") or _first_org(content.entries, agent)
-            if not owner:
-                raise InvalidMessage(f"no organization owns the name {shown(agent)}")
-            kept = [token.token_id for token in content.entries if (token.agent, token.org) == (agent, owner)]
-            if kept:
-                raise InvalidMessage(
-                    f"{owner!r} has tokens of the agent {agent!r}: revoke them first, as {kept[0]}"
-                )
-        return owner
 
     @contextmanager
     def _changing(self) -> Iterator[MutableSequence[RegisteredToken]]:
         """The tokens, as `changing` of the file. The owners of their names are noted."""
         with self._file.changing_all() as content:
-            _note_owners(content)  # files of earlier versions have none
-            before = len(content.owners)
+            content.owners.update(_owners(content.entries, content.owners))  # before a token is removed
             yield content.entries
-            _note_owners(content)
-            if len(content.owners) > max(before, OWNED_NAMES_MAX):
-                raise InvalidMessage(f"organizations own {OWNED_NAMES_MAX} names already, which is the limit")
 
     def find(self, digest: str) -> RegisteredToken | None:
         """The valid token with this checksum. A revoked one is found for `CHECK_EVERY_S` more."""
-        if not self._file.is_fresh or self._version != self._file.version or digest not in self._by_digest:
-            tokens, owners = self._file.read_all()
-            if self._version != self._file.version:
-                self._version = self._file.version
-                self._by_digest = {token.token_sha256: token for token in tokens}
-                firsts = {token.agent: token.org for token in reversed(tokens) if token.agent and token.org}
-                self._owners = {**firsts, **owners}
-        token = self._by_digest.get(digest)
+        token = self._recent().by_digest.get(digest) or self._read().by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
+
+    def _recent(self) -> _Known:
+        """The tokens as they were a moment ago."""
+        return (
+            self._known if self._file.is_fresh and self._known.version == self._file.version else self._read()
+        )
+
+    def _read(self) -> _Known:
+        tokens, owners = self._file.read_all()
+        if self._known.version != self._file.version:
+            orgs: dict[str, set[str]] = {}
+            for token in tokens:
+                for name in filter(None, (token.agent, *token.permissions.may_claim)):
+                    orgs.setdefault(name, set()).add(token.org)
+            by_digest = {token.token_sha256: token for token in tokens}
+            self._known = _Known(self._file.version, by_digest, _owners(tokens, owners), orgs)
+        return self._known
 
 
 def checked_permissions(
@@ -297,14 +292,18 @@ def checked_permissions(
     return permissions.checked()
 
 
-def _note_owners(content: Content[RegisteredToken]) -> None:
-    for token in content.entries:
-        if token.agent and token.org:
-            content.owners.setdefault(token.agent, token.org)
-
-
-def _first_org(tokens: Sequence[RegisteredToken], agent: str) -> str:
-    return next((token.org for token in tokens if token.agent == agent and token.org), "")
+def _owners(tokens: Sequence[RegisteredToken], noted: Mapping[str, str]) -> dict[str, str]:
+    """Who owns plain names: as noted, or the first organization that a token of an earlier version names."""
+    owners = dict(noted)
+    earlier = [token for token in tokens if token.org and not token.is_scoped]
+    for token in earlier:
+        if token.agent:
+            owners.setdefault(token.agent, token.org)
+    for token in earlier:
+        allowed = token.permissions
+        for name in (*token.may_send_to, *allowed.may_send_to, *allowed.may_claim, *allowed.may_read):
+            owners.setdefault(name, token.org)
+    return owners
 
 
 def _end_of(tokens: Iterable[RegisteredToken], token_id: str) -> datetime | None:

@@ -4,6 +4,7 @@ import os
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +30,28 @@ class Folder:
         self._tasks = tasks
 
     def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
-        task_ids = self._tasks.enqueue_many(tasks)
-        self._warn_of_unknown({task["agent"] for task in tasks})
-        return task_ids
+        queues = self._queues({task["agent"] for task in tasks})
+        return self._tasks.enqueue_many([{**task, "agent": queues[task["agent"]]} for task in tasks])
 
-    def _warn_of_unknown(self, agents: set[str]) -> None:
-        """Warn of agents that have no token. A folder without any registered agent needs none."""
-        from postroom.runtime.agents import FILE_NAME, Agents
+    def _queues(self, agents: set[str]) -> dict[str, str]:
+        """The queues of agents. Warns of those without a token; a folder that has no registry needs none."""
+        from postroom.runtime.agents import FILE_NAME, Agents, Identity
+        from postroom.runtime.task_names import target_of
 
+        queues = {agent: agent for agent in agents}
         if isinstance(self._data, StoreAddress) or not (self._data / FILE_NAME).exists():
-            return
-        known = Agents(self._data)
-        for agent in sorted(agent for agent in agents if not known.knows(agent)):
-            warn(
-                self._shell.program,
-                f"warning: no token in {self._data} is for the agent {agent!r}: check the name",
-            )
+            return queues
+        known, operator = Agents(self._data), Identity("", "operator")
+        read = self._tasks.store.read
+        for agent in sorted(agents):
+            if known.orgs_of(agent):
+                queues[agent] = read(partial(target_of, agents=known, caller=operator, name=agent))
+            if not known.knows(queues[agent]):
+                warn(
+                    self._shell.program,
+                    f"warning: no token in {self._data} is for the agent {agent!r}: check the name",
+                )
+        return queues
 
     def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
         return _builtins(self._tasks.wait(task_id, timeout_s))
