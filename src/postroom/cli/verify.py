@@ -9,13 +9,14 @@ import click
 
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait, path_option
-from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, PostroomError, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.history_checker import History, HistoryVerdict, Open
     from postroom.message import Event, Stored
     from postroom.sinks.reader import Segments
+    from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
 PROGRESS_EVERY_S = 2.0
@@ -97,15 +98,22 @@ def verify_command(
     since_us, until_us = _time_us("--since", since), _time_us("--until", until)
     overlaps = unordered or (store is not None and store.startswith(SERVERS))
     history = History(since_us=since_us, until_us=until_us, ordered=not overlaps)
-    _read(shell, folder, history, since_us, until_us)
     if horizon_s is None:
         horizon_s = HORIZON_S if store is None else 0.0
     horizon_us = round(horizon_s * MICROS_PER_S) or None
-    if store is None:
-        verdict = history.verdict(horizon_us=horizon_us)
-    else:
-        verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
-    return _show_stream(shell, verdict, _damage_of_stream(folder))
+    damage = _damage_of_stream(folder, store)
+    try:
+        _read(shell, folder, history, since_us, until_us)
+        if store is None:
+            verdict = history.verdict(horizon_us=horizon_us)
+        else:
+            verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
+    except (click.ClickException, PostroomError) as error:
+        if not damage:
+            raise
+        warn(shell.program, f"warning: the history was not checked: {error}")
+        return _show(shell, damage, 0, {}, "the files of the stream")
+    return _show_stream(shell, verdict, damage)
 
 
 def _time_us(option: str, text: str | None) -> int | None:
@@ -123,12 +131,9 @@ def _time_us(option: str, text: str | None) -> int | None:
 
 
 def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, until_us: int | None) -> None:
-    from postroom.sinks.layout import holds_stream
     from postroom.sinks.reader import Segments
 
     segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
-    if not holds_stream(segments.folder):
-        raise Unavailable(f"{segments.folder} holds no audit stream{_hint(folder)}")
     add = history.add
     n = 0
     noted_at = time.monotonic()
@@ -181,12 +186,7 @@ def _beside_store(
     history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
 ) -> "HistoryVerdict":
     """Check that open messages of the stream are in the store, unless they ended after the stream ends."""
-    from postroom.stores.open import SQLITE, open_store
-
-    path = url.removeprefix(SQLITE)
-    if path != url and not Path(path).exists():
-        raise click.ClickException(f"there is no store at {url}")
-    store = open_store(url)
+    store = _opened(url)
     try:
         source = _source_of(history, store)
         if source is None:
@@ -198,6 +198,15 @@ def _beside_store(
         return history.verdict(horizon_us=horizon_us, absent=_absent(store, source))
     finally:
         store.close()
+
+
+def _opened(url: str) -> "Store":
+    from postroom.stores.open import SQLITE, open_store
+
+    path = url.removeprefix(SQLITE)
+    if path != url and not Path(path).exists():
+        raise click.ClickException(f"there is no store at {url}")
+    return open_store(url)
 
 
 def _source_of(history: "History", store: ReadableStore) -> str | None:
@@ -282,11 +291,22 @@ def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict |
 # ---- output ------------------------------------------------------------------------------------------
 
 
-def _damage_of_stream(folder: Path) -> list[dict[str, Any]]:
+def _damage_of_stream(folder: Path, store: str | None) -> list[dict[str, Any]]:
     """What `postroom audit verify` finds."""
+    from postroom.contracts.feeds import head_in
+    from postroom.sinks.layout import holds_stream
     from postroom.sinks.verify import verify
 
-    return [_damage_row("damage", f"{found.file}: {found.reason}") for found in verify(folder)]
+    if not holds_stream(folder):
+        raise Unavailable(f"{folder} holds no audit stream{_hint(folder)}")
+    heads = []
+    if store is not None:
+        opened = _opened(store)
+        try:
+            heads = [head for head in [head_in(opened)] if head is not None]
+        finally:
+            opened.close()
+    return [_damage_row("damage", f"{found.file}: {found.reason}") for found in verify(folder, noted=heads)]
 
 
 def _damage_row(rule: str, sentence: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from postroom.runtime import agents, bus_owners, tokens
 from postroom.runtime.data_folder import AUDIT_FOLDER, DATABASE, MAIL_FOLDER
 from postroom.sinks.chain import read_chain
 from postroom.sinks.heads import StreamHead, fault_of, head_path, stream_of
-from postroom.sinks.layout import OPEN, chain_locked, holds_stream, numbered
+from postroom.sinks.layout import OPEN, chain_locked, holds_stream, numbered, open_path
 from postroom.sinks.reader import Segments, StreamPosition
 from postroom.stores.disk_reserve import keep_control_reserve, with_control_reserve
 from postroom.stores.open import AMQP, MEMORY, SQLITE, open_store
@@ -237,6 +237,25 @@ class Comparison:
         reason = fault_of(StreamHead(noted.stream, noted.segment, noted.hash), stream_of(folder), chain)
         if reason:
             yield Loss(STREAM, STREAM, reason)
+        if not self._whole:  # `verify` reads the segments
+            yield from _segment_losses(folder)
+
+
+def _segment_losses(folder: Path) -> list[Loss]:
+    """Sealed segments that are missing or have another length."""
+    losses = []
+    with chain_locked(folder):
+        for entry in read_chain(folder).entries:
+            path = folder / entry.name
+            if not path.exists():
+                path = open_path(folder, entry.n)  # sealed, but not yet moved
+            reason = f"it is missing, with {entry.events:,} events"
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+                reason = f"it has {size:,} bytes instead of {entry.bytes:,}" if size != entry.bytes else ""
+            if reason:
+                losses.append(Loss(STREAM, f"{AUDIT_FOLDER}/{entry.name}", reason))
+    return losses
 
 
 def fault_of_file(data: Path, name: str, mark: FileMark, *, whole: bool) -> str:
@@ -397,8 +416,15 @@ class ManifestKeeper:
             self._say(f"the loss of {loss.name} is accepted: {loss.sentence}")
 
     def _forget_stream(self) -> None:
-        """Let the shipper begin a new stream."""
-        head_path(self._data / AUDIT_FOLDER).unlink(missing_ok=True)
+        """Let the shipper begin a new stream. What is left of the old one stays beside it."""
+        folder = self._data / AUDIT_FOLDER
+        head_path(folder).unlink(missing_ok=True)
+        if holds_stream(folder):
+            folder.rename(folder.with_name(f"{AUDIT_FOLDER}.damaged-{SystemClock().wall_us()}"))
+        files = {
+            name: mark for name, mark in self._manifest.files.items() if not name.startswith(_OPEN_SEGMENTS)
+        }
+        self._manifest = msgspec.structs.replace(self._manifest, files=files)
         url = self._store or f"{SQLITE}{self._data / DATABASE}"
         if self._store is not None or (self._data / DATABASE).exists():
             store = open_store(url)
