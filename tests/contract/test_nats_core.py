@@ -522,8 +522,7 @@ def test_a_subscription_above_the_limit_is_refused_and_the_connection_stays(
 ) -> None:
     with running(kind, tmp_path, Wanted(subscriptions_max=2)) as server, Wire(server) as wire:
         answer = wire.ask(b"SUB a 1\r\nSUB b 2\r\nSUB c 3\r\n")
-        assert answer.startswith(b"-ERR '")
-        assert answer.count(b"\r\n") == 1
+        assert answer == b"-ERR 'maximum subscriptions exceeded'\r\n"
         assert wire.ask(b"PUB a 1\r\nx\r\nPUB c 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"
 
 

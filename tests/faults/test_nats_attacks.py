@@ -377,6 +377,36 @@ def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded(
     served(work, identify=owner)
 
 
+def test_the_subscriptions_of_a_client_and_of_an_organization_are_limited() -> None:
+    limit = 4
+    too_many = b"-ERR 'maximum subscriptions exceeded'\r\n"
+
+    async def work(server: NatsServer) -> None:
+        async def ask(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], data: bytes) -> bytes:
+            streams[1].write(data + b"PING\r\n")
+            return (await streams[0].readuntil(b"PONG\r\n")).removesuffix(b"PONG\r\n")
+
+        def subscribe(sids: range) -> bytes:
+            return b"".join(b"SUB a.* %d\r\n" % sid for sid in sids)
+
+        tokens = ("acme/ann", "acme/ann", "acme/ben", "acme/cleo", "other/ann")
+        first, second, ben, cleo, other = [await logged_in(server, token) for token in tokens]
+        assert await ask(first, subscribe(range(limit - 1))) == b""
+        assert await ask(second, subscribe(range(2))) == too_many
+        assert await ask(ben, subscribe(range(limit))) == b""
+        assert await ask(cleo, subscribe(range(1))) == too_many
+        assert await ask(other, subscribe(range(limit))) == b""
+        assert await ask(first, b"UNSUB 0\r\n") == b""
+        assert await ask(cleo, subscribe(range(2))) == too_many
+        for _, writer in (first, second, ben, cleo, other):
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        assert not server.usage._subscription_counts
+
+    served(work, identify=owner, subscriptions_max=limit)
+
+
 # ---- turns -------------------------------------------------------------------------------------------
 
 WILDCARDS = 2_000

@@ -38,6 +38,16 @@ def one_client(server: MailServer) -> Iterator[Mail]:
         yield mail
 
 
+def test_a_subscription_above_the_limit_of_a_client_fails(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--subscriptions-max", "2") as server, Mail(server.url) as mail:
+        box = mail.create(ttl_s=60)
+        with mail.subscribe(box) as first:  # the client itself has one for answers
+            with pytest.raises(MailUnavailable, match="has too many"), mail.subscribe(box) as second:
+                second.next(HANG_GUARD_S)
+            mail.send(box, "x")
+            assert first.next(HANG_GUARD_S) is not None
+
+
 def test_messages_are_returned_in_the_order_of_priority(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     first = mail.send(box, {"job": 1})

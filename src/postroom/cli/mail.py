@@ -204,7 +204,7 @@ def mail() -> None:
     "--pending-bytes-max", 64 << 20, "Maximum unsent bytes of a connection; above this it is closed."
 )
 @_count_option("--connections-max", 65_536, "Maximum number of connections.")
-@_count_option("--subscriptions-max", 100_000, "Maximum number of subscriptions of one connection.")
+@_count_option("--subscriptions-max", 100_000, "Maximum number of subscriptions of one client.")
 @click.option(
     "--ping-interval-s",
     type=click.FloatRange(min=0.1),

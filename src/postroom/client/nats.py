@@ -33,6 +33,7 @@ RETRY_LAST_S = 2.0
 PING_EVERY_S = 30.0
 INBOX_BYTES = 16
 FORBIDDEN = 403
+TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 
 _log = logging.getLogger("postroom.mail")
 
@@ -374,7 +375,8 @@ class ClientConnection:
         elif isinstance(command, wire.Error):
             socket.refusal = _refusal(command.text)
             is_subscriber = self._on_failure is not None and self._socket is socket
-            if is_subscriber and "permissions" in command.text.lower():
+            refused = command.text.lower()
+            if is_subscriber and ("permissions" in refused or TOO_MANY_SUBSCRIPTIONS in refused):
                 self._fail(socket.refusal)
 
     def _receive_answer(self, messages: wire.Messages) -> None:
@@ -451,4 +453,6 @@ def _refusal(text: str) -> PostroomError:
         return MailRefused(FORBIDDEN, "the server refuses the login: wrong user, password or token")
     if "permissions" in lowered:
         return MailRefused(FORBIDDEN, "the server refuses the subscription: there may be no such mailbox")
+    if TOO_MANY_SUBSCRIPTIONS in lowered:
+        return MailUnavailable("the server refuses the subscription: this client has too many")
     return MailUnavailable(f"the server ended the connection: {text}")

@@ -14,6 +14,7 @@ from postroom.runtime.natsoptions import (
     LOGINS_MAX,
     ORGANIZATION_PENDING_BYTES_MAX,
     ORGANIZATION_SUBSCRIPTION_BYTES_MAX,
+    ORGANIZATION_SUBSCRIPTION_CLIENTS,
     ServerOptions,
 )
 
@@ -31,6 +32,9 @@ class ClientUsage:
         """Bytes waiting for those connections of each client that are backed up."""
         self._subscriptions = ClientShares(CLIENT_SUBSCRIPTION_BYTES_MAX, ORGANIZATION_SUBSCRIPTION_BYTES_MAX)
         """Cost of the subscriptions of each client."""
+        self._subscription_counts = ClientShares(
+            options.subscriptions_max, ORGANIZATION_SUBSCRIPTION_CLIENTS * options.subscriptions_max
+        )
         self._logins: dict[str, int] = {}
         """Connections of each address that have not logged in."""
         self._incomplete: dict[str, int] = {}
@@ -45,13 +49,17 @@ class ClientUsage:
     def remove_connection(self, client: str) -> None:
         self._connections.add(client, -1)
 
-    def move(self, old: str, new: str, *, pending: int, subscription_cost: int) -> bool:
+    def move(self, old: str, new: str, *, pending: int, subscriptions: int, subscription_cost: int) -> bool:
         """Count a connection against its user instead of its address. False when the user has too many."""
         if not self.may_connect(new):
             return False
         self.remove_connection(old)
         self.add_connection(new)
-        for counts, used in ((self._pending, pending), (self._subscriptions, subscription_cost)):
+        for counts, used in (
+            (self._pending, pending),
+            (self._subscriptions, subscription_cost),
+            (self._subscription_counts, subscriptions),
+        ):
             counts.add(old, -used)
             counts.add(new, used)
         return True
@@ -76,9 +84,13 @@ class ClientUsage:
         """Count bytes that wait for a backed-up connection. False when the client has too many."""
         return self._pending.add(client, more)
 
+    def has_subscriptions_left(self, client: str) -> bool:
+        return self._subscription_counts.fits(client, 1)
+
     def may_subscribe(self, client: str, cost: int) -> bool:
         return self._subscriptions.fits(client, cost)
 
-    def add_subscription(self, client: str, cost: int) -> None:
-        """Count the cost of a subscription; a negative cost removes it."""
+    def add_subscriptions(self, client: str, count: int, cost: int) -> None:
+        """Count subscriptions and their cost; negative numbers remove them."""
+        self._subscription_counts.add(client, count)
         self._subscriptions.add(client, cost)

@@ -214,6 +214,7 @@ class ServerConnection(asyncio.Protocol):
         "send",
         "slice_ends",
         "subscription_bytes",
+        "subscription_count",
         "subscriptions",
         "token",
         "user",
@@ -235,7 +236,7 @@ class ServerConnection(asyncio.Protocol):
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, ServerSubscription] = {}
-        self.subscription_bytes = 0  # their cost, as counted against the client
+        self.subscription_count = self.subscription_bytes = 0  # and their cost, as counted against the client
         self.output = ConnectionOutput(hub, self)
         self.send = self.output.send
         self._reader = wire.ClientReader(payload_bytes_max=hub.payload_bytes_max)
@@ -487,7 +488,10 @@ class ServerConnection(asyncio.Protocol):
         refusal = self._hub.subscribe(subscription)
         if refusal:
             self.subscriptions.pop(request.sid, None)
-            self.send(wire.permissions_violation("Subscription", request.subject))
+            if refusal == TOO_MANY_SUBSCRIPTIONS:  # as nats-server says it
+                self.send(wire.error(refusal))
+            else:
+                self.send(wire.permissions_violation("Subscription", request.subject))
             return
         self._send_ok()
 

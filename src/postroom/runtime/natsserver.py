@@ -271,7 +271,7 @@ class NatsServer:
             if not subscription.owned:
                 self.router.remove(subscription)
         link.subscriptions.clear()
-        self.usage.add_subscription(link.client, -link.subscription_bytes)
+        self._count_subscriptions(link, -link.subscription_count, -link.subscription_bytes)
         if self.needs_auth and not link.admitted and link in self.connections:
             self.usage.end_login(link.network)
         if self._handler is not None:
@@ -358,8 +358,13 @@ class NatsServer:
 
     def _move(self, link: ServerConnection, client: str) -> bool:
         """Count a connection against another client from here on. False when that has too many."""
-        pending, cost = link.output.counted_bytes, link.subscription_bytes
-        if not self.usage.move(link.client, client, pending=pending, subscription_cost=cost):
+        if not self.usage.move(
+            link.client,
+            client,
+            pending=link.output.counted_bytes,
+            subscriptions=link.subscription_count,
+            subscription_cost=link.subscription_bytes,
+        ):
             return False
         link.client = client
         return True
@@ -368,14 +373,14 @@ class NatsServer:
 
     def subscribe(self, subscription: ServerSubscription) -> str:
         link = subscription.link
-        if len(link.subscriptions) > self.options.subscriptions_max:
+        if not self.usage.has_subscriptions_left(link.client):
             return self.refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         text = self.owned(subscription.subject)
         subscription.owned = text is not None
         subscription.cost = _cost_of(subscription)
         if not self.usage.may_subscribe(link.client, subscription.cost):
             return self.refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
-        self._count_subscription(link, subscription.cost)
+        self._count_subscriptions(link, 1, subscription.cost)
         if text is None or self._handler is None:
             self.router.add(subscription)
             return ""
@@ -383,15 +388,16 @@ class NatsServer:
         group = subscription.group.decode("utf-8", "replace")
         refusal = self._handler.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group)
         if refusal:
-            self._count_subscription(link, -subscription.cost)
+            self._count_subscriptions(link, -1, -subscription.cost)
         return refusal or ""
 
-    def _count_subscription(self, link: ServerConnection, cost: int) -> None:
+    def _count_subscriptions(self, link: ServerConnection, count: int, cost: int) -> None:
+        link.subscription_count += count
         link.subscription_bytes += cost
-        self.usage.add_subscription(link.client, cost)
+        self.usage.add_subscriptions(link.client, count, cost)
 
     def unsubscribe(self, subscription: ServerSubscription) -> None:
-        self._count_subscription(subscription.link, -subscription.cost)
+        self._count_subscriptions(subscription.link, -1, -subscription.cost)
         if not subscription.owned:
             self.router.remove(subscription)
         elif self._handler is not None:
