@@ -296,9 +296,11 @@ def _damage_of_stream(folder: Path, store: str | None) -> list[dict[str, Any]]:
     from postroom.contracts.feeds import head_in
     from postroom.sinks.layout import holds_stream
     from postroom.sinks.verify import verify
+    from postroom.system.atomic import absolute_path
 
-    if not holds_stream(folder):
-        raise Unavailable(f"{folder} holds no audit stream{_hint(folder)}")
+    place = absolute_path("the folder of segments", folder)
+    if not holds_stream(place):
+        raise Unavailable(f"{place} holds no audit stream{_hint(folder)}")
     heads = []
     if store is not None:
         opened = _opened(store)
