@@ -8,6 +8,7 @@ import pytest
 
 from postroom.core.redaction import EVERYTHING, Level, Redactor
 from postroom.core.redaction.triggers import TriggerHits
+from tests import redactioncarriers
 from tests.redactioncorpus import ASSIGNMENTS, FRAMES, NEAR_MISSES, PLANTED, assigned, secret
 from tests.redactionholdout import holdout
 from tests.redactionoutside import HARMLESS, SECRETS
@@ -32,6 +33,7 @@ WORDS = (
 )  # fmt: skip
 HELD_OUT = [*(sample.text for sample in holdout()), *(text for _, text in SECRETS), *HARMLESS]
 HELD_OUT += [*(secret.text for secret in WRITTEN), *ORDINARY, '["curl", "-u", "bo:tulip"]']
+HELD_OUT += [*(secret.text for secret in redactioncarriers.SECRETS), *redactioncarriers.HARMLESS]
 LABELS = (
     "password",
     "DB_PASSWORD ",

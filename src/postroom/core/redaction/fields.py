@@ -10,6 +10,7 @@ from postroom.core.redaction.rules import (
     BLOCK,
     EQUALS,
     FIELDS,
+    LIST_STARTS,
     NAMED,
     NESTED,
     NEXT_LINE,
@@ -161,9 +162,22 @@ def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
             "redacted",
             NAMED,
             rf"(?i:name|key|header|field|variable|parameter){marks}{SPACE}[:=]{SPACE}{marks}"
-            rf"[A-Za-z0-9_.-]{{0,64}}?(?:{named}){marks}(?:[ \t\r\n,;]|\\[nrt]){{1,32}}{marks}"
+            rf"[A-Za-z0-9_./-]{{0,64}}?(?:{named}){marks}(?:[ \t\r\n,;]|\\[nrt]){{1,32}}{marks}"
+            rf"(?:[A-Za-z_]{{1,32}}{marks}{SPACE}[:=]{SPACE}{marks}[A-Za-z0-9_]{{1,64}}{marks}"
+            rf"[ \t\r\n,;]{{1,32}}{marks}){{0,3}}"
             rf"(?i:[a-z_]{{0,16}}?value){marks}{SPACE}[:=]{SPACE}(?:{QUOTED}|{UNQUOTED})",
             ("alue", "ALUE"),
+            trimmed,
+        )
+    )
+    item = r"[\"'\\]{1,8}"
+    found.append(  # a name and its value as two items of a list
+        Rule(
+            "redacted",
+            NAMED,
+            rf"[\[(,][ \t\r\n]{{0,16}}[BUbu]?{item}[A-Za-z0-9_.-]{{0,64}}?(?:{named}){item},[ \t\r\n]{{0,16}}"
+            rf"(?=[BUbu]?{item}(?:[^\"'\\]{{0,256}}[0-9]|[^\"'\\]{{20}})){QUOTED}",
+            LIST_STARTS,
             trimmed,
         )
     )

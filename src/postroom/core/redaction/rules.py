@@ -14,7 +14,8 @@ CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n f
 WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS, VENDORS = (1 << n for n in range(9, 16))  # keys
 # A field name next to its value: in a text, and in parsed JSON, where the walk over the values finds it.
 NAMED, PAIRS = (1 << n for n in range(16, 18))
-EVERYTHING: Final = (1 << 18) - 1
+PROGRAMS: Final = 1 << 18  # an argument of a known program
+EVERYTHING: Final = (1 << 19) - 1
 
 
 class Rule(NamedTuple):
@@ -102,7 +103,12 @@ _DIGEST: Final = (  # the one scheme of `Authorization` that has quotation marks
     r"((?i:digest) (?:[A-Za-z]{1,32}=(?:\\{0,7}\"[^\"\\\x00-\x1f]{0,512}\\{0,7}\"|[^\x00-\x20,\"]{1,512})"
     r"[, ]{0,4}){1,32})"
 )
+LIST_STARTS: Final = tuple(opens + item for opens in "[(" for item in ('"', "'", "\\", 'b"', "b'"))
 EQUALS: Final = r":?={1,3}>?"
+
+_SAFE: Final = r"(?:[^\x00-\x20\"'<>&\\]|\\\\)"  # whose replacement leaves JSON what it is
+# From an option to its value, in a command or in a list of arguments.
+_ARGUMENT: Final = r"(?: {1,4}[\"'\\]{0,8}|[\"'\\]{1,8},[ \t\r\n]{0,8}[BUbu]?[\"'\\]{1,8})"
 
 # Servers whose addresses have a password, also when the address is mistyped.
 _SERVERS: Final = r"(?i:postgre[a-z]{0,5}|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|nats|falkordb)"
@@ -187,14 +193,28 @@ RULES: Final = (
         rf"(?:[Kk]ey|KEY|[Tt]oken|TOKEN) (?:is |IS )?['`]?(?={SHOWN}{{0,128}}[0-9])"
         rf"(?={SHOWN}{{0,128}}[A-Za-z])({SHOWN}{{16,}})"
         rf"|[Pp]assword (?:is:? )?['`]?(?={BARE}{{0,128}}[0-9])({BARE}{{4,}})"
-        rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})"
+        rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password{_ARGUMENT}(?!-)|(?:token|secret|(?:api|access)-key){_ARGUMENT}(?!-)"
+        rf"(?={BARE}{{0,64}}[0-9]|{BARE}{{16}}))({BARE}{{4,}})"
         rf"|machine[ \t\r\n]{{1,8}}{BARE}{{1,256}}[ \t\r\n]{{1,8}}login[ \t\r\n]{{1,8}}{BARE}{{1,128}}"
         rf"[ \t\r\n]{{1,8}}password ({BARE}{{1,}})"
         r"|(?:PASSWORD|(?i:(?:with|set) password|identified by(?: password)?)) {1,4}'([^'\n]{1,256})'"
         rf"|(?:[<>-] |[CS]: )PASS (?={BARE}{{0,64}}[0-9])({BARE}{{6,}})"
         r"|(?<![A-Za-z0-9_.-])AUTH (?:[A-Za-z0-9_-]{1,64} )?"
         rf"(?={SHOWN}{{0,64}}[0-9])(?={SHOWN}{{0,64}}[A-Za-z])({SHOWN}{{8,}})",
-        ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word ", "WORD ", "tified ", "TIFIED ", "PASS ", "AUTH "),
+        (
+            "key ",
+            "Key ",
+            "KEY ",
+            "oken ",
+            "OKEN ",
+            "word ",
+            "WORD ",
+            "tified ",
+            "TIFIED ",
+            "PASS ",
+            "AUTH ",
+            "--",
+        ),
     ),
     Rule(
         "key",
@@ -219,21 +239,21 @@ RULES: Final = (
     Rule(
         "key",
         VENDORS,
-        rf"--(?:[a-z]{{1,20}}-){{0,3}}(?:pass|passwd|passphrase|pwd|pw) (?!-)({BARE}{{4,}})"
-        rf"|sshpass -p ?['\"\\]{{0,4}}({BARE}{{1,}})|-pass(?:in|out)? pass:({BARE}{{1,}})"
-        rf"|curl [^\n]{{0,256}}?(?<= )(?:-u|--user) ['\"\\]{{0,4}}[A-Za-z0-9._@%+-]{{1,64}}:({BARE}{{1,}})"
-        r"[^\n]{0,256}? ['\"\\]{0,4}https?://"
-        r"|curl (?:(?!https?://)[^\n]){0,256}(?<=[ '\"\\])https?://[^\n]{0,256}? (?:-u|--user) ['\"\\]{0,4}"
-        rf"[A-Za-z0-9._@%+-]{{1,64}}:({BARE}{{1,}})",
-        ("--", "sshpass ", "pass:", "curl "),
+        rf"--(?:[a-z]{{1,20}}-){{0,3}}(?:pass|passwd|passphrase|pwd|pw){_ARGUMENT}(?!-)({BARE}{{4,}})"
+        rf"|-pass(?:in|out)?{_ARGUMENT}pass:({BARE}{{1,}})",
+        ("--", "pass:"),
     ),
     Rule(
         "key",
-        VENDORS,
-        rf"mysql[a-z]{{0,8}} (?:[^\n]{{0,256}} )?-p['\"\\]{{0,4}}({BARE}{{3,}})"
-        r"|(?:docker|podman|nerdctl|registry|oras|buildah|skopeo) login (?:[^\n]{0,256} )?-p "
-        rf"['\"\\]{{0,4}}(?!-)({BARE}{{4,}})",
-        ("mysql", "login "),
+        PROGRAMS,
+        rf"curl(?=[ \"'\\])[^\n]{{0,256}}?[ \"'](?:-[fikLsSv]{{0,4}}u|--user){_ARGUMENT}"
+        rf"[A-Za-z0-9._@%+-]{{1,64}}:(?!//)({_SAFE}+)"
+        rf"|sshpass{_ARGUMENT}-p(?:{_ARGUMENT})?({_SAFE}+)"
+        rf"|redis-cli(?=[ \"'\\])[^\n]{{0,256}}?[ \"']-a{_ARGUMENT}(?!-)({_SAFE}+)"
+        rf"|mysql[a-z]{{0,8}}(?=[ \"'\\])[^\n]{{0,256}}?[ \"']-p['\"\\]{{0,4}}({_SAFE}{{3,}})"
+        rf"|(?:docker|podman|nerdctl|registry|oras|buildah|skopeo){_ARGUMENT}login(?=[ \"'\\])"
+        rf"[^\n]{{0,256}}?[ \"']-p{_ARGUMENT}(?!-)({_SAFE}{{4,}})",
+        ("curl", "sshpass", "redis-cli", "mysql", "login"),
     ),
     Rule(
         "key",

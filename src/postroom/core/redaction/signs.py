@@ -39,6 +39,7 @@ class Signs:
         # One search for colons finds assignments, possible addresses (a colon near a colon) and the member
         # `value` next to a name; the groups tell them apart.
         self._colon = re.compile(f":(?:{self._behind(':', names_and_value)}|{_IPV6})").search
+        self._comma = re.compile(f",{self._behind(',')}").finditer
         # A string that ends in a field's name and is not itself the name of a member.
         self._named = re.compile(rf"[,}}\]][ \t\n\r]*\"[ _.-]*+{self._names}").search
 
@@ -65,6 +66,10 @@ class Signs:
         if "\\" in raw and "\\t" in raw:  # a tab, or a backslash before a name that begins with t
             signs += self.find(raw.replace("\\t", "  "), low.replace("\\t", "  "))[0]
         return signs, addresses, values
+
+    def listed(self, low: str) -> list[int]:
+        """The offsets of commas after a name, as in `["password", "…"]`."""
+        return [len(low) - 1 - match.start() for match in self._comma(low[::-1])]
 
     def names_value(self, low: str) -> bool:
         """Whether a JSON string ends in a field's name, as in `{"name": "password", "value": …}`."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple, TypeAlias
 
-from postroom.core.redaction.rules import CUSTOM, EVERYTHING, PAIRS
+from postroom.core.redaction.rules import CUSTOM, EVERYTHING, NAMED, PAIRS, PROGRAMS, VENDORS, WORDED
 from postroom.core.redaction.texts import Texts, encodable
 from postroom.core.redaction.triggers import TriggerHits
 from postroom.core.redaction.values import Values, encode
@@ -19,6 +19,9 @@ _ENDS_NAME: Final = re.compile(r"\"[ \t\n\r]*:")
 _CONSTANT: Final = re.compile(r":[ \t\n\r]*(?:null|true|false)")
 
 _decode = json.JSONDecoder().raw_decode
+
+
+_ACROSS: Final = NAMED | PROGRAMS | VENDORS | WORDED  # their matches may contain quotation marks
 
 
 class _NeedsParserError(Exception):
@@ -53,7 +56,7 @@ class Splicing:
         escapes = "\\" in raw
         if hits.active & (CUSTOM | PAIRS) or (escapes and _SURROGATE.search(raw)):
             return None
-        if (hits.signs or escapes) and not _is_json(text):
+        if (hits.signs or escapes or hits.active & _ACROSS) and not _is_json(text):
             return None
         quotes = _unescaped(raw) if escapes else raw
         edits: list[_Edit] = []

@@ -27,6 +27,7 @@ from postroom.core.redaction.rules import (
     PAIRS,
     PHONES,
     PREFIXED,
+    PROGRAMS,
     SHOWN,
     SSNS,
     VENDORS,
@@ -41,7 +42,9 @@ _RARE_GAP: Final = re.compile(rf"{_RARE}[ .-]?[0-9(]|[0-9)][ .-]?{_RARE}")
 _ESCAPED: Final = re.compile(r"\\(?:/|u00[2-7])")
 
 # Searched in `low`.
-_NEXT: Final = r"\"[ \t\n\r]*,[ \t\n\r]*\"[^\"-]"  # in a list of arguments: from an option to its value
+_NEXT: Final = (
+    r"[\"'\\]{1,8}[ \t\n\r]*,[ \t\n\r]*[bu]?[\"'\\]"  # in a list of arguments: from an option to its value
+)
 _URL: Final = (
     r"://(?<=[ '\"\\]httk{0}://)(?<!:\"httk{0}://)(?<!: \"httk{0}://)()"  # in a command, not in a member
 )
@@ -51,25 +54,28 @@ _worded: Final = re.compile(  # `_WORDS` maps the group that matched to groups o
     r"|-(?:(?:(?<=gocskk-)|(?<=[rm]ak-)|(?<=sq0atk-)|(?<=sq0csk-))()"
     rf"|(?<=kklk-)|(?<=sk-)(?<!task-)(?<!isk-){OPAQUE}{{16}})"
     rf"|a(?:ss(?:word |(?:word|wd|khrase)?{_NEXT}()|(?:wd|khrase)? ()|:())|t-(?<=glkat-)|kk-)"
-    r"|ok[abeorsk]-|yki-|hone[a-z .:#]{0,12}[0(]()"
+    r"|ok[abeorsk]-|yki-|hone[a-z .:#]{0,12}[0\[]()"
     rf"|wd?(?:{_NEXT}()|(?<=-kw) ()|(?<=-kwd) ())"
     rf"|s(?:[./](?<=hooks.)()|{_URL.format('s')})|\.(?:office|(?:kt|st|ct|sa)\.)()"
-    rf"|i(?<=daki)[0a-f]{{20}}()|rivate-lines: ()| (?<= -k )()"
+    rf"|i(?<=daki)[0a-f]{{20}}()|rivate-lines: ()"
     rf"|ff(?<=atatt0kff)()|{_URL.format('')})"
 ).search
 _KEYED: Final = VENDORS | WORDED
-_OPTIONS: Final = PAIRS | WORDED
+_OPTIONS: Final = PAIRS | VENDORS | WORDED
 _WORDS: Final = (
     WORDED, _OPTIONS, _KEYED, _KEYED, _KEYED, _OPTIONS, _KEYED, _KEYED, PHONES, _OPTIONS, _KEYED, _KEYED,
-    _KEYED, VENDORS, _KEYED, _KEYED, BLOCKS, VENDORS, _KEYED, VENDORS,
+    _KEYED, VENDORS, _KEYED, _KEYED, BLOCKS, _KEYED, VENDORS,
 )  # fmt: skip
 _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 
+_LIST: Final = re.compile(r"\[(?:[\"'\\ \t\r\n]|b[\"'])")  # a list or a tuple that begins with a string
 _TAIL: Final = re.compile(r"\.[a-z0.-]{20}")  # of a key with a prefix, such as `ghp_` or `hvs.`
 
 # Searched in the text itself.
 _CLOUD: Final = re.compile(rf"A(?:(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza|A(?<=EAA)){OPAQUE}{{16}}|UTH ())")
-_US_KEY: Final = re.compile(r"-us[0-9]")
+_OPTION: Final = re.compile(
+    r"-(?:u(?:s[0-9]|(?:ser)?[ \"'\\])|[ap][ \"'\\]|secret[ \"'\\]|[fikLsSv]{1,4}u[ \"'\\])"
+)
 _HASH: Final = re.compile(r"\$[A-Za-z0-9./+=,$_-]{16}")
 _ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # in `low`
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
@@ -119,8 +125,9 @@ class Triggers:
 
     def scan(self, text: str) -> TriggerHits:
         """The groups that may match; `NOTHING` means that none can."""
-        data = text.encode("utf-8", "surrogatepass")
-        raw = text if text.isascii() else data.decode("latin-1")
+        is_ascii = text.isascii()
+        data = text.encode() if is_ascii else text.encode("utf-8", "surrogatepass")
+        raw = text if is_ascii else data.decode("latin-1")
         escapes = "\\" in raw
         if escapes and _ESCAPED.search(raw):
             return TriggerHits(EVERYTHING, raw)
@@ -140,8 +147,13 @@ class Triggers:
             if "=" in raw and (match := _ASSIGNED.search(low)):
                 active |= NAMED
                 places += _starts(_ASSIGNED, low, match)
-        if active & VENDORS and '"curl"' in raw:
-            active |= PAIRS
+        if _LIST.search(low):
+            listed = self._signs.listed(low)
+            if listed:
+                places += listed
+                active |= NAMED | PAIRS
+            elif active & PROGRAMS:
+                active |= PAIRS
         active |= self._always | FIELDS if signs else self._always
         return TriggerHits(active, raw, signs, places) if active else NOTHING
 
@@ -175,9 +187,9 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 
     if "B" in raw and "--BEGIN " in raw:
         active |= BLOCKS
         places += _every("--BEGIN ", raw)
-    if match := _US_KEY.search(raw):
-        active |= VENDORS
-        places += _starts(_US_KEY, raw, match)
+    if match := _OPTION.search(raw):
+        active |= VENDORS | WORDED | PROGRAMS
+        places += _starts(_OPTION, raw, match)
     if "~" in raw and "Q~" in raw:
         active |= VENDORS
         places += _every("Q~", raw)
@@ -195,7 +207,7 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 
             active |= WORDED
             places += _every("HRKU-", raw)
     if "q" in raw and "mysql" in raw:
-        active |= VENDORS
+        active |= PROGRAMS
         places += _every("mysql", raw)
     return active
 

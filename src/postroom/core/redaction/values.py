@@ -9,11 +9,11 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, NamedTuple
 
 from postroom.core.redaction.fields import NO_OWNERS, is_long, words_of
-from postroom.core.redaction.rules import Compiled
+from postroom.core.redaction.rules import PROGRAMS, Compiled
 from postroom.core.redaction.texts import Texts, encodable, shape_of
 
 DEPTH_MAX: Final = 100  # levels of nesting; deeper values become <deep>
@@ -27,10 +27,12 @@ DEEP: Final = "<deep>"
 _OTHER: Final = "<other>"
 
 _VALUE: Final = "value"
+_PAIR: Final = 2
+LONG_CHARS_MIN: Final = 20  # a shorter value without a digit is a secret only in a list of two items
 _LABELS: Final = ("name", "key", "header", "field", "variable", "parameter")
 # Each of these words contains a letter that the triggers search for.
 _OPTION: Final = re.compile(
-    r"--?(?:[A-Za-z0-9]{1,32}[_.-]){0,4}(?i:password|passwd|passphrase|pass|pwd|pw|token|(?:api|access|secret)-?key)"
+    r"--?(?:[A-Za-z0-9]{1,32}[_.-]){0,4}(?i:password|passwd|passphrase|pass|pwd|pw|token|secret|(?:api|access|secret)-?key)"
 )
 
 
@@ -162,12 +164,33 @@ class Values:
 
     def _items(self, obj: list[Any], work: Work, depth: int) -> list[Any]:
         redacted = [self._walk(item, work, depth) for item in obj]
-        if work.pairs and not self._full:
-            for at, (option, value) in enumerate(itertools.pairwise(obj), 1):
-                is_option = type(option) is str and option[:1] == "-" and type(value) is str
-                if is_option and _is_secret_option(option, value, obj):
+        if work.pairs and not self._full and len(obj) > 1 and type(obj[0]) is str:
+            for at, new in self._arguments(obj):
+                redacted[at] = self._texts.settled(new, work.rules)
+            for at, (name, value) in enumerate(itertools.pairwise(obj), 1):
+                if type(name) is type(value) is str and self._is_named(name, value, obj):
                     redacted[at] = self.masked(value, 0)
         return redacted
+
+    def _arguments(self, obj: list[Any]) -> Iterator[tuple[int, str]]:
+        """The arguments of a known program that hold a secret. They are searched in the list as a text."""
+        strings = [item if type(item) is str else "" for item in obj]
+        if any(item[:1] == "-" for item in strings):
+            before = encode(strings)
+            rules = self._texts.active_rules(PROGRAMS)
+            after = self._texts.settled(before, rules)
+            if after is not before:
+                for at, (old, new) in enumerate(zip(strings, _load(after), strict=True)):
+                    if old != new and self._texts.settled(old, rules) is old:
+                        start = next(n for n, char in enumerate(new) if old[n : n + 1] != char)
+                        yield at, old[:start] + self._texts.marked("key", old[start:])
+
+    def _is_named(self, name: str, value: str, obj: list[Any]) -> bool:
+        """Whether a string of a list is the value of the option or of the name before it."""
+        if name[:1] == "-":
+            return value[:1] not in ("", "-") and _OPTION.fullmatch(name) is not None
+        is_likely = len(obj) == _PAIR or len(value) >= LONG_CHARS_MIN or any(map(str.isdigit, value))
+        return is_likely and self.judged(name)[1]
 
     def _number(self, number: float, work: Work) -> Any:
         if self._full:
@@ -210,16 +233,6 @@ class Values:
         if len(self._verdicts) < NAMES_CACHED_MAX and len(name) < NAME_CHARS_MAX:
             self._verdicts[name] = verdict
         return verdict
-
-
-def _is_secret_option(option: str, value: str, arguments: list[Any]) -> bool:
-    """Whether the value of a command-line option is a secret."""
-    if value[:1] in ("", "-"):
-        return False
-    if option in ("-u", "--user"):  # curl with a URL, which a trigger detects
-        pages = (type(item) is str and item.startswith(("http://", "https://")) for item in arguments)
-        return arguments[0] == "curl" and ":" in value and any(pages)
-    return _OPTION.fullmatch(option) is not None
 
 
 def _distinct(name: Any, taken: Collection[Any]) -> str:
