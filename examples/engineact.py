@@ -301,7 +301,7 @@ def act_engine(folder: Path, say: Say) -> bool:
     print("\nAct 4: the global queue with two organizations, poison, an outage and dead letters\n")
     (folder / "engine").mkdir()
     logging.getLogger("postroom.engine").addHandler(logging.FileHandler(folder / "engine" / "log.txt"))
-    with Engine.open(store_url(folder), POLICY) as engine:
+    with engine_of(folder) as engine:
         act = Act(folder, engine, say)
         with workers(folder, engine):
             scenes = [scene() for scene in (act.flood, act.poison, act.outage, act.dead_letters)]

@@ -15,7 +15,7 @@ SMALL = {"max_wal_size": "96MB", "min_wal_size": "32MB", "wal_level": "minimal",
 
 _EMPTIED = ("cells", "count_changes", "counts", "events", "facts", "records")
 _TABLES = sorted((*_EMPTIED, "feed", "migrations"))
-_FIND_TABLES = """SELECT c.relname FROM pg_class c WHERE c.relnamespace = %s::regnamespace
+_FIND_TABLES = """SELECT c.relname FROM pg_class c WHERE c.relnamespace = to_regnamespace(%s)
     AND c.relkind IN ('r', 'p') AND NOT c.relispartition ORDER BY c.relname COLLATE "C\""""
 _IN_USE = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'postroom'"
 
@@ -47,6 +47,8 @@ class EmptyStores:
 
     def _delete_rows(self, schema: str) -> None:
         tables = [name for (name,) in self._connection.execute(_FIND_TABLES, [schema])]
+        if not tables:
+            return  # its test has not opened it
         assert tables == _TABLES, "a store has other tables now: say here how they are emptied"
         statements = [f"DELETE FROM {schema}.{table}" for table in _EMPTIED]  # noqa: S608 - a schema of a test
         statements += [

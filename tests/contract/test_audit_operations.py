@@ -1,6 +1,8 @@
 """The table of operations and kinds is correct: each operation emits exactly the listed events."""
 
+import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import get_args
@@ -14,7 +16,9 @@ from postroom.core.events import OPERATIONS
 from postroom.core.retry import RetryPolicy
 from postroom.message import EventKind
 from postroom.runtime.agents import Identity
+from postroom.runtime.buses import Buses
 from postroom.runtime.refusal_events import RefusedCall
+from postroom.runtime.schemas import NewBusMessage
 from postroom.stores.base import Outbox
 from postroom.testing import ManualClock
 
@@ -108,6 +112,20 @@ def refused(cases: OperationCases) -> Callable[[], object]:
     return lambda: store.write(lambda transaction: transaction.emit("rejected", **call.facts()))
 
 
+def without_bus(cases: OperationCases) -> Callable[[], object]:
+    operator = Identity("", "operator")
+
+    def remove() -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            closing(Buses(Path(folder), cases.tasks.store, "os")) as buses,
+        ):
+            buses.append("news", NewBusMessage(type="note", project_id="p", body="one"), operator)
+            buses.remove("news", operator)
+
+    return remove
+
+
 SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
     "enqueue": lambda cases: cases.enqueue,
     "enqueue of a known id or key": lambda cases: (
@@ -128,6 +146,7 @@ SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
     "purge": old,
     "enqueue while the stream is too far behind": behind,
     "a call over HTTP or MCP that is refused": refused,
+    "the removal of a bus of the server": without_bus,
 }
 
 

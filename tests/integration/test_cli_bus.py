@@ -594,8 +594,10 @@ def test_an_unexpected_error_is_one_line_without_the_trace_variable(
     assert done.code == 1
     assert done.error.startswith("broken: unexpected KeyError: 'slip'")
     monkeypatch.setenv("POSTROOM_TRACEBACK", "1")
-    with pytest.raises(KeyError):
-        call(broken, "broken")
+    done = call(broken, "broken")
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.errors
+    assert done.errors.endswith("KeyError: 'slip'\n")
 
 
 # ---- terminals -------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (["--user", "ada"], "--user needs --password"),
-        (["--password", "x"], "--password needs --user"),
+        (["--password", "x"], "--user is missing: it belongs to --password"),
         (["--tls-first"], "need --tls-cert"),
         (["--tls-cert", "missing.pem"], "cannot use missing.pem: No such file or directory"),
         (["--users-file", "missing"], "cannot read the users in missing"),

@@ -103,7 +103,7 @@ def test_a_stopped_part_shows_as_degraded_until_it_goes_on(tmp_path: Path) -> No
         assert "has given no sign of life for 15 s" in hung(up)["audit"]
         assert up.get("/ready", None)[0] == 503
         found = postroom("doctor", "--data", data, "--quick").line["findings"]
-        assert any("the part audit is hung" in each["what"] for each in found)
+        assert any("the part audit does not work: hung" in each["what"] for each in found)
         for name in ("audit", "mail"):
             os.kill(up.parts(data)[name]["pid"], signal.SIGCONT)
         until(lambda: up.get("/health", None) == (200, ALL_RUN))

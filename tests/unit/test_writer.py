@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from postroom import Tasks
@@ -139,7 +140,7 @@ def test_merged_claims_are_split_at_the_claim_limit(monkeypatch: pytest.MonkeyPa
         tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(12)])
         terms = checked_terms("triage", 2, 300.0, None)
         outcomes = await together(*(writer.submit(terms, ONE) for _ in range(6)))
-        payloads = [[task.payload for task in outcome] for outcome in outcomes]
+        payloads = [[msgspec.json.decode(task.payload) for task in outcome] for outcome in outcomes]
         assert payloads == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
     run(work)

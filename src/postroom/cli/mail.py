@@ -259,7 +259,7 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
             raise click.UsageError(f"--user needs --password, or {PASSWORD_VARIABLE}")
         users[chosen["user"]] = password
     elif chosen["password"]:
-        raise click.UsageError("--password needs --user")
+        raise click.UsageError("--user is missing: it belongs to --password")
     if not chosen["tls_cert"] and (chosen["tls_key"] or chosen["tls_first"]):
         raise click.UsageError("--tls-key and --tls-first need --tls-cert")
     names = ("payload_bytes_max", "pending_bytes_max", "connections_max", "subscriptions_max")

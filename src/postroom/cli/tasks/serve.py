@@ -137,8 +137,7 @@ def serve(
     def print_address(bound_port: int) -> None:
         scheme = "http" if tls_cert is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound_port}"
-        if keeper is not None:
-            keeper.start()
+        note_files()
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
@@ -149,7 +148,6 @@ def serve(
     from postroom.page.mount import mount as mount_page
     from postroom.runtime.hosts import checked_hosts
     from postroom.runtime.manifest import keeping
-    from postroom.system.atomic import make_folder
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
@@ -157,17 +155,24 @@ def serve(
     hidden = msgspec.structs.replace(settings.audit, redaction=settings.up.page_redaction)
     if while_stdin:
         stop_with_stdin()
-    make_folder(data, "os")
-    with (
-        keeping(data, store, logging.getLogger("postroom.manifest").warning) as keeper,  # unless `up` does
-        Tasks.open(address) as tasks,  # opens no file before its first use
-    ):
+    note_files: Callable[[], object] = bool
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        nonlocal note_files
+        say = logging.getLogger("postroom.manifest").warning
+        with keeping(data, store, say) as keeper, shipping(shell, data, store, audit):
+            if keeper is not None:  # else `up` keeps the manifest
+                note_files = keeper.start
+            yield
+
+    with Tasks.open(address) as tasks:  # opens no file before its first use
         act = None if execute is None else executor(tasks, execute)
         try:
             run_server(
                 data, store=store, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts,
                 ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=shipping(shell, data, store, audit),
+                beside=beside(),
                 app_engine=None if app is None else load_engine(app),
                 tls=check_tls(tls_cert, tls_key), mounted=mount if mcp else None,
                 page=mount_page(lambda: page_redactor(hidden)) if page else None,
