@@ -301,7 +301,7 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: p
             for _ in range(8):
                 stack.enter_context(Deaf(server.port, "127.0.0.2"))
             stack.enter_context(Deaf(server.port, "127.0.0.3"))
-            while len(server.router.match(b"flood").each) < 9:  # noqa: ASYNC110 - the loop is the server's
+            while subscriptions_to(server, b"flood") < 9:  # noqa: ASYNC110 - the loop is the server's
                 await asyncio.sleep(0)
             for _ in range(40):
                 writer.write(frame + b"PING\r\n")
@@ -315,6 +315,10 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: p
         writer.close()
 
     served(work, pending_bytes_max=8 * MB)
+
+
+def subscriptions_to(server: NatsServer, subject: bytes) -> int:
+    return sum(each.subject == subject for link in server.connections for each in link.subscriptions.values())
 
 
 def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
@@ -415,8 +419,9 @@ STEPS_MAX = 10  # that one organization makes while a call of another waits
 
 
 def owner(token: str) -> TokenOwner:
-    """The owner of a token such as `acme/ann`."""
-    return TokenOwner(token, token, org=token.partition("/")[0], sees_all=False)
+    """The owner of a token such as `acme/ann`; that of `/op` is an operator."""
+    org = token.partition("/")[0]
+    return TokenOwner(token, token, org=org, sees_all=not org)
 
 
 async def logged_in(server: NatsServer, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -493,12 +498,12 @@ def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) 
         other, to_other = await logged_in(server, "other/bob")
         busy, to_busy = await logged_in(server, "acme/ann")
         to_busy.write(b"SUB begin 98\r\n" + commands + b"SUB end 99\r\n")
-        while not server.router.literal(b"begin"):  # noqa: ASYNC110 - the loop is the server's
+        while not subscriptions_to(server, b"begin"):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         await answered(other, to_other)
-        assert not server.router.literal(b"end")
+        assert not subscriptions_to(server, b"end")
         await answered(busy, to_busy)
-        while not server.router.literal(b"end"):
+        while not subscriptions_to(server, b"end"):
             await answered(busy, to_busy)
         for writer in (to_other, to_busy):
             writer.close()
@@ -532,3 +537,37 @@ def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more(
             each.close()
 
     served(work)
+
+
+def test_subscriptions_of_one_organization_cost_no_message_of_another() -> None:
+    async def work(server: NatsServer) -> None:
+        streams = [await logged_in(server, token) for token in ("acme/ann", "other/bob", "other/eve", "/op")]
+        links = {link.user: link for link in server.connections}
+        for (reader, writer), wanted in zip(streams, (b"a.b", b"a.*", b">", b"*.b"), strict=True):
+            writer.write(b"SUB %b 1\r\nSUB %b g 2\r\n" % (wanted, wanted))
+            await answered(reader, writer)
+
+        def users(found: tuple[natsconn.ServerSubscription, ...]) -> set[str]:
+            return {each.link.user for each in found}
+
+        ann, op, others = "acme/ann", "/op", {"other/bob", "other/eve"}
+        for user, reached in ((ann, {ann, op}), ("other/bob", others | {op}), (op, set(links))):
+            each, groups = server.router.match(links[user], b"a.b")
+            assert users(each) == reached
+            assert [users(members) for members in groups] == [reached]
+        index = next(each.index for each in links["acme/ann"].subscriptions.values())
+        assert index is not None
+        kept = index.match(b"a.b")
+        assert len(index) == kept.size == 2
+        reader, writer = streams[1]
+        writer.write(b"SUB a.> 3\r\nUNSUB 3\r\n")
+        await answered(reader, writer)
+        assert index.match(b"a.b") is kept  # it was not looked up again
+        for _, writer in streams:
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        assert not server.router._of_orgs
+        assert not server.router._of_all
+
+    served(work, identify=owner)

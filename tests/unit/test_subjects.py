@@ -129,3 +129,20 @@ def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch
         subscriptions.remove(b"a.19", own)
         subscriptions.match(b"a.19")
     assert len(subscriptions._cache) == 2
+
+
+def test_several_indexes_cache_no_more_together_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
+    monkeypatch.setattr(subjects, "MATCHED_KEPT_MAX", 15)
+    use = subjects.CacheUse()
+    indexes: list[SubjectIndex[Interest]] = [SubjectIndex(use) for _ in range(3)]
+    for count, index in enumerate(indexes):
+        for _ in range(count):
+            index.add(b">", Interest(b">"))
+    for number in range(100):
+        for index in indexes:
+            index.match(b"a.%d" % number)
+            kept = [match for each in indexes for match in each._cache.values()]
+            assert (len(kept), sum(match.size for match in kept)) == (use.matches, use.subscriptions)
+            assert use.matches <= 10
+            assert use.subscriptions <= 15

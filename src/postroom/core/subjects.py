@@ -7,7 +7,9 @@ Rule 3: a match is cached until a subscription that could change it is added or 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 SUBJECT_BYTES_MAX = 4096  # the limit of a control line
 TOKENS_MAX = 512  # of a subscription: the depth of the tree
@@ -43,6 +45,18 @@ class Match(NamedTuple, Generic[T]):
     def size(self) -> int:
         """The number of subscriptions."""
         return len(self.each) + sum(map(len, self.groups))
+
+
+def merged(matches: Iterable[Match[T]]) -> Match[T]:
+    """One match of several indexes. Queue groups of the same name become one."""
+    found = [match for match in matches if match.each or match.groups]
+    if len(found) <= 1:
+        return found[0] if found else Match((), ())
+    groups: dict[bytes, tuple[T, ...]] = {}
+    for match in found:
+        for members in match.groups:
+            groups[members[0].group] = groups.get(members[0].group, ()) + members
+    return Match(tuple(chain.from_iterable(match.each for match in found)), tuple(groups.values()))
 
 
 def is_pattern(subject: bytes) -> bool:
@@ -111,18 +125,38 @@ class _Node(Generic[T]):
             del self.next[token]
 
 
+class CacheUse:
+    """What the caches of several indexes hold together. When that is too much, all of them are emptied."""
+
+    def __init__(self) -> None:
+        self.matches = 0
+        self.subscriptions = 0
+        self.indexes: WeakSet[SubjectIndex[Any]] = WeakSet()
+
+    def make_room(self, size: int) -> None:
+        """Make room for one more match with `size` subscriptions."""
+        if self.matches >= MATCHES_KEPT_MAX or self.subscriptions + size > MATCHED_KEPT_MAX:
+            for index in self.indexes:
+                index.clear_cache()
+
+
 class SubjectIndex(Generic[T]):
     """Subscriptions by subject: a dictionary for literals, a tree for wildcards, and a cache of matches."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_use: CacheUse | None = None) -> None:
         self._literal: dict[bytes, list[T]] = {}
         self._root: _Node[T] = _Node()
         self._wildcards = 0
         self._cache: dict[bytes, Match[T]] = {}
         self._cached_size = 0  # subscriptions in these matches
+        self._use = cache_use or CacheUse()
+        self._use.indexes.add(self)
 
     def __len__(self) -> int:
         return self._wildcards + sum(map(len, self._literal.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._wildcards or self._literal)
 
     def add(self, pattern: bytes, subscription: T) -> None:
         if not has_wildcard(pattern):
@@ -131,7 +165,7 @@ class SubjectIndex(Generic[T]):
             return
         self._place(self._path(pattern)[-1], pattern).append(subscription)
         self._wildcards += 1
-        self._clear_cache()
+        self.clear_cache()
 
     def remove(self, pattern: bytes, subscription: T) -> None:
         """Remove a subscription that was added."""
@@ -147,7 +181,7 @@ class SubjectIndex(Generic[T]):
         for parent, token in zip(path[-2::-1], reversed(self._walked(pattern)), strict=True):
             parent.forget(token)
         self._wildcards -= 1
-        self._clear_cache()
+        self.clear_cache()
 
     def match(self, subject: bytes) -> Match[T]:
         """The subscriptions that match a published subject, in no particular order."""
@@ -159,20 +193,24 @@ class SubjectIndex(Generic[T]):
 
     def _cache_match(self, subject: bytes, match: Match[T]) -> None:
         size = match.size
-        if len(self._cache) >= MATCHES_KEPT_MAX or self._cached_size + size > MATCHED_KEPT_MAX:
-            self._clear_cache()
+        self._use.make_room(size)
         if size <= MATCHED_KEPT_MAX:
             self._cache[subject] = match
-            self._cached_size += size
+            self._count_cached(1, size)
 
     def _uncache(self, subject: bytes) -> None:
         match = self._cache.pop(subject, None)
         if match is not None:
-            self._cached_size -= match.size
+            self._count_cached(-1, -match.size)
 
-    def _clear_cache(self) -> None:
+    def clear_cache(self) -> None:
+        self._count_cached(-len(self._cache), -self._cached_size)
         self._cache.clear()
-        self._cached_size = 0
+
+    def _count_cached(self, matches: int, subscriptions: int) -> None:
+        self._cached_size += subscriptions
+        self._use.matches += matches
+        self._use.subscriptions += subscriptions
 
     def literal(self, subject: bytes) -> tuple[T, ...]:
         """The subscriptions to exactly this subject."""

@@ -10,13 +10,13 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from postroom.core import natswire as wire
 from postroom.core.gate import Caller
-from postroom.core.subjects import Match, is_pattern
+from postroom.core.subjects import Match, SubjectIndex, is_pattern
 from postroom.runtime.natsclients import ClientUsage
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
 from postroom.runtime.natsoutput import ConnectionOutput
@@ -29,7 +29,6 @@ _log = library_log("postroom.mail")
 T = TypeVar("T")
 
 LINGER_S = 1.0
-INBOX = b"_INBOX."
 COMMANDS_A_READ_MAX = 512  # that are parsed at a time
 RATED_BODIES_MAX = 200  # messages of a token with a rate that are counted at a time
 
@@ -71,7 +70,7 @@ _Pending = wire.Command | _Deliveries
 class ServerSubscription:
     """One subscription of a connection."""
 
-    __slots__ = ("cost", "delivered", "group", "last", "link", "owned", "sid", "subject")
+    __slots__ = ("cost", "delivered", "group", "index", "last", "link", "owned", "sid", "subject")
 
     def __init__(self, link: "ServerConnection", request: wire.Subscribe) -> None:
         self.link = link
@@ -80,6 +79,8 @@ class ServerSubscription:
         self.sid = request.sid
         self.owned = False
         """Whether the handler has it, and not the router."""
+        self.index: SubjectIndex[ServerSubscription] | None = None
+        """Where the router has it."""
         self.cost = 0  # as counted against the client
         self.delivered = 0
         self.last = 0
@@ -93,17 +94,10 @@ class ServerSubscription:
         return bodies
 
 
-def _all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
+def all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
     yield from matched.each
     for members in matched.groups:
         yield from members
-
-
-def _is_inbox_of_all(subscription: ServerSubscription) -> bool:
-    """Whether a client that sees all organizations has subscribed to one inbox, and not to all inboxes."""
-    subject = subscription.subject
-    first = subject[len(INBOX) : len(INBOX) + 1]
-    return subscription.link.sees_all and subject.startswith(INBOX) and first not in (b"*", b">")
 
 
 class Hub(Protocol):
@@ -519,31 +513,10 @@ class ServerConnection(asyncio.Protocol):
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
         subject = _encoded(reply)
-        matched = self._hub.router.match(subject)
-        own = [each for each in _all_of(matched) if each.link is self]
-        for subscription in own or filter(self.reach_of(subject, matched), self._hub.router.literal(subject)):
+        router = self._hub.router
+        own = [each for each in all_of(router.match(self, subject)) if each.link is self]
+        for subscription in own or router.literal(self, subject):
             subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
-
-    def reach_of(
-        self, subject: bytes, matched: Match[ServerSubscription]
-    ) -> Callable[[ServerSubscription], bool]:
-        """Which of the matching subscriptions a plain message of this connection goes to.
-
-        A client that sees all reaches every organization, but not in the inbox of another such client: an
-        organization that was asked by that client knows the name of its inbox.
-        """
-        if self.sees_all and subject.startswith(INBOX) and any(map(_is_inbox_of_all, _all_of(matched))):
-            return lambda subscription: subscription.link.sees_all
-        return self.reaches
-
-    def reaches(self, subscription: ServerSubscription) -> bool:
-        """Whether plain messages of this connection go to a subscription.
-
-        Organizations do not hear each other, inboxes included: a request of one reaches no other, and its
-        answer comes from where the request went.
-        """
-        other = subscription.link
-        return self.org == other.org or self.sees_all or other.sees_all
 
     def _push(
         self,

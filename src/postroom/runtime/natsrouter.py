@@ -1,12 +1,14 @@
 """Routing of plain NATS messages to subscriptions and queue groups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from random import random
 
 from postroom.core import natswire as wire
-from postroom.core.subjects import SubjectIndex
-from postroom.runtime.natsconn import ServerConnection, ServerSubscription
+from postroom.core.subjects import CacheUse, Match, SubjectIndex, merged
+from postroom.runtime.natsconn import ServerConnection, ServerSubscription, all_of
 
+INBOX = b"_INBOX."
 STEP_COST_MAX = 4 << 20  # of the deliveries between two checks of the clock: the bytes of the messages, and
 SUBSCRIPTION_COST = 4_096  # for each subscription
 MESSAGE_COST = 64  # and for each message to it
@@ -16,30 +18,62 @@ class Router:
     """The plain subscriptions of one server."""
 
     def __init__(self) -> None:
-        self._index: SubjectIndex[ServerSubscription] = SubjectIndex()
-        self.is_divided = False
-        """Whether a connection that does not see all organizations has logged in, so that receivers depend on
-        the sender."""
-        self.match = self._index.match
-        self.literal = self._index.literal
+        self._cache_use = CacheUse()
+        self._of_all: SubjectIndex[ServerSubscription] = SubjectIndex(self._cache_use)
+        """Subscriptions of clients that see all organizations."""
+        self._of_orgs: dict[str, SubjectIndex[ServerSubscription]] = {}
+        """The others by organization, so that those of one cost no message of another."""
 
     def add(self, subscription: ServerSubscription) -> None:
-        self._index.add(subscription.subject, subscription)
+        link = subscription.link
+        index = self._of_all
+        if not link.sees_all:
+            index = self._of_orgs.get(link.org) or SubjectIndex(self._cache_use)
+            self._of_orgs[link.org] = index
+        subscription.index = index
+        index.add(subscription.subject, subscription)
 
     def remove(self, subscription: ServerSubscription) -> None:
-        self._index.remove(subscription.subject, subscription)
+        index, org = subscription.index, subscription.link.org
+        assert index is not None  # noqa: S101 - for the types: it was added
+        index.remove(subscription.subject, subscription)
+        if not index and self._of_orgs.get(org) is index:
+            del self._of_orgs[org]
+
+    def match(self, link: ServerConnection, subject: bytes) -> Match[ServerSubscription]:
+        """The subscriptions that a plain message of a connection reaches."""
+        if not self._of_orgs:
+            return self._of_all.match(subject)
+        return merged(index.match(subject) for index in self._reached_by(link, subject))
+
+    def literal(self, link: ServerConnection, subject: bytes) -> tuple[ServerSubscription, ...]:
+        """Of these the subscriptions to exactly this subject."""
+        return tuple(chain.from_iterable(index.literal(subject) for index in self._reached_by(link, subject)))
+
+    def _reached_by(
+        self, link: ServerConnection, subject: bytes
+    ) -> Sequence[SubjectIndex[ServerSubscription]]:
+        """The indexes that are searched for a message of a connection.
+
+        Organizations do not hear each other, inboxes included: a request of one reaches no other, and its
+        answer comes from where the request went. A client that sees all reaches every organization, but not
+        in the inbox of another such client: an organization that was asked by that client knows the name of
+        its inbox.
+        """
+        if not self._of_orgs:
+            return (self._of_all,)
+        if not link.sees_all:
+            own = self._of_orgs.get(link.org)
+            return (self._of_all,) if own is None else (self._of_all, own)
+        if subject.startswith(INBOX) and any(map(_is_one_inbox, all_of(self._of_all.match(subject)))):
+            return (self._of_all,)
+        return (self._of_all, *self._of_orgs.values())
 
     def publish(
         self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]
     ) -> Iterator[None] | None:
         """Deliver messages. Returns the steps of the deliveries if there are many, else None."""
-        matched = self.match(head.subject)
-        each, groups = matched
-        if self.is_divided:
-            is_reached = link.reach_of(head.subject, matched)
-            each = tuple(filter(is_reached, each))
-            reached = (tuple(filter(is_reached, members)) for members in groups)
-            groups = tuple(members for members in reached if members)
+        each, groups = self.match(link, head.subject)
         receivers = len(each) + len(groups)
         if receivers > 1:
             count = len(bodies)
@@ -144,6 +178,12 @@ class Router:
             bodies = left
             able = self._next_members(link, members, len(bodies))
         return 1
+
+
+def _is_one_inbox(subscription: ServerSubscription) -> bool:
+    """Whether it is to one inbox, and not to all inboxes."""
+    first = subscription.subject[len(INBOX) : len(INBOX) + 1]
+    return subscription.subject.startswith(INBOX) and first not in (b"*", b">")
 
 
 def _any_of(count: int) -> int:

@@ -352,7 +352,6 @@ class NatsServer:
             self.usage.end_login(link.network)
         link.user, link.caller, link.rate, link.org, link.sees_all, link.identity = owner
         link.admitted, link.login = True, None if options is None else owner
-        self.router.is_divided |= not owner.sees_all
         link.token = token
         return ""
 
