@@ -1,6 +1,7 @@
 """The NATS server under connections that do not log in, send incomplete messages, or do not read."""
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from postroom.runtime.natsoptions import (
     client_of,
     network_of,
 )
-from postroom.runtime.natsserver import NatsServer, new_loop
+from postroom.runtime.natsserver import ENDED_A_TURN_MAX, NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, Server, Wanted, Wire, running
 from tests.crash.memory import peak_mb
 from tests.waiting import HANG_GUARD_S
@@ -569,5 +570,37 @@ def test_subscriptions_of_one_organization_cost_no_message_of_another() -> None:
             await asyncio.sleep(0)
         assert not server.router._of_orgs
         assert not server.router._of_all
+
+    served(work, identify=owner)
+
+
+@pytest.mark.parametrize("wanted", [b">", b"a.%d", b"*.%d"])
+def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes) -> None:
+    many = 6 * ENDED_A_TURN_MAX
+
+    async def work(server: NatsServer) -> None:
+        other, to_other = await logged_in(server, "acme/bob")
+        to_other.write(b"SUB > 1\r\nSUB a.0 2\r\n")
+        await answered(other, to_other)
+        reader, writer = await logged_in(server, "acme/ann")
+        writer.write(
+            b"".join(b"SUB %b %d\r\n" % (wanted.replace(b"%d", b"%d" % sid), sid) for sid in range(many))
+        )
+        await answered(reader, writer)
+        [index] = server.router._of_orgs.values()
+        writer.close()
+        left = [len(index)]
+        while left[-1] > 2:
+            await asyncio.sleep(0)
+            left.append(len(index))
+        assert max(before - after for before, after in itertools.pairwise(left)) <= 2 * ENDED_A_TURN_MAX
+        to_other.write(b"PUB a.0 1\r\nx\r\n")
+        for _ in range(2):
+            assert await other.readuntil(b"\r\nx\r\n")
+        to_other.close()
+        while server.connections:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        assert not server.usage._subscriptions
+        assert not server.router._of_orgs
 
     served(work, identify=owner)

@@ -167,20 +167,20 @@ class SubjectIndex(Generic[T]):
         self._wildcards += 1
         self.clear_cache()
 
-    def remove(self, pattern: bytes, subscription: T) -> None:
-        """Remove a subscription that was added."""
+    def remove(self, pattern: bytes, *gone: T) -> None:
+        """Remove subscriptions that were added."""
         if not has_wildcard(pattern):
             found = self._literal[pattern]
-            found.remove(subscription)
+            _take_out(found, gone)
             if not found:
                 del self._literal[pattern]
             self._uncache(pattern)
             return
         path = self._path(pattern)
-        self._place(path[-1], pattern).remove(subscription)
+        _take_out(self._place(path[-1], pattern), gone)
         for parent, token in zip(path[-2::-1], reversed(self._walked(pattern)), strict=True):
             parent.forget(token)
-        self._wildcards -= 1
+        self._wildcards -= len(gone)
         self.clear_cache()
 
     def match(self, subject: bytes) -> Match[T]:
@@ -253,6 +253,14 @@ class SubjectIndex(Generic[T]):
     def _place(node: _Node[T], pattern: bytes) -> list[T]:
         ends_open = pattern == ANY_MORE or pattern.endswith(b".>")
         return node.more if ends_open else node.here
+
+
+def _take_out(found: list[T], gone: tuple[T, ...]) -> None:
+    if len(gone) == 1:
+        found.remove(gone[0])
+    else:  # in one pass
+        ids = set(map(id, gone))
+        found[:] = [each for each in found if id(each) not in ids]
 
 
 def _match(found: Iterable[T]) -> Match[T]:

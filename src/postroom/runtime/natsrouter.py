@@ -1,6 +1,6 @@
 """Routing of plain NATS messages to subscriptions and queue groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from random import random
 
@@ -33,12 +33,17 @@ class Router:
         subscription.index = index
         index.add(subscription.subject, subscription)
 
-    def remove(self, subscription: ServerSubscription) -> None:
-        index, org = subscription.index, subscription.link.org
-        assert index is not None  # noqa: S101 - for the types: it was added
-        index.remove(subscription.subject, subscription)
-        if not index and self._of_orgs.get(org) is index:
-            del self._of_orgs[org]
+    def remove(self, subscriptions: Iterable[ServerSubscription]) -> None:
+        """Remove subscriptions of one connection."""
+        by_subject: dict[bytes, list[ServerSubscription]] = {}
+        for each in subscriptions:
+            by_subject.setdefault(each.subject, []).append(each)
+        for subject, gone in by_subject.items():
+            index, org = gone[0].index, gone[0].link.org
+            assert index is not None  # noqa: S101 - for the types: it was added
+            index.remove(subject, *gone)
+            if not index and self._of_orgs.get(org) is index:
+                del self._of_orgs[org]
 
     def match(self, link: ServerConnection, subject: bytes) -> Match[ServerSubscription]:
         """The subscriptions that a plain message of a connection reaches."""

@@ -63,6 +63,7 @@ from postroom.system.tls import handshake_fault
 PROTOCOL_VERSION = "2.10.0"  # the nats-server with the same core protocol: clients compare versions
 BACKLOG = 1024
 PINGS_OUT_MAX = 2
+ENDED_A_TURN_MAX = 500  # plain subscriptions of an ended connection that are removed in one turn of the loop
 TLS_TIMEOUT_S = 5.0
 TICK_S = 0.25
 SLICE_S = 0.005  # of a turn of the loop, for the commands of all connections
@@ -267,15 +268,30 @@ class NatsServer:
         return why
 
     def release(self, link: ServerConnection) -> None:
-        for subscription in link.subscriptions.values():
-            if not subscription.owned:
-                self.router.remove(subscription)
+        ended = [each for each in link.subscriptions.values() if not each.owned]
         link.subscriptions.clear()
-        self._count_subscriptions(link, -link.subscription_count, -link.subscription_bytes)
+        left = (
+            len(ended) - link.subscription_count,
+            sum(each.cost for each in ended) - link.subscription_bytes,
+        )
+        self._count_subscriptions(link, *left)
+        if len(ended) <= ENDED_A_TURN_MAX:
+            self._forget(link, ended)
+        else:
+            self._start_task(self._forget_in_turns(link, ended))
         if self.needs_auth and not link.admitted and link in self.connections:
             self.usage.end_login(link.network)
         if self._handler is not None:
             attempt(self._handler.closed, link)
+
+    def _forget(self, link: ServerConnection, ended: list[ServerSubscription]) -> None:
+        self.router.remove(ended)
+        self._count_subscriptions(link, -len(ended), -sum(each.cost for each in ended))
+
+    async def _forget_in_turns(self, link: ServerConnection, ended: list[ServerSubscription]) -> None:
+        for start in range(0, len(ended), ENDED_A_TURN_MAX):
+            self._forget(link, ended[start : start + ENDED_A_TURN_MAX])
+            await asyncio.sleep(0)
 
     def closed(self, link: ServerConnection) -> None:
         if link in self.connections:
@@ -398,7 +414,7 @@ class NatsServer:
     def unsubscribe(self, subscription: ServerSubscription) -> None:
         self._count_subscriptions(subscription.link, -1, -subscription.cost)
         if not subscription.owned:
-            self.router.remove(subscription)
+            self.router.remove((subscription,))
         elif self._handler is not None:
             self._handler.unsubscribed(subscription.link, subscription.sid.decode("utf-8", "replace"))
 
