@@ -175,8 +175,8 @@ def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
         Rule(
             "redacted",
             NAMED,
-            rf"[\[(,][ \t\r\n]{{0,16}}[BUbu]?{item}[A-Za-z0-9_.-]{{0,64}}?(?:{named}){item},[ \t\r\n]{{0,16}}"
-            rf"(?=[BUbu]?{item}(?:[^\"'\\]{{0,256}}[0-9]|[^\"'\\]{{20}})){QUOTED}",
+            rf"[\[(,=][ \t\r\n]{{0,16}}[BUbu]?{item}[A-Za-z0-9_.-]{{0,64}}?(?:{named}){item},"
+            rf"[ \t\r\n]{{0,16}}(?=[BUbu]?{item}(?:[^\"'\\]{{0,256}}[0-9]|[^\"'\\]{{20}})){QUOTED}",
             LIST_STARTS,
             trimmed,
         )

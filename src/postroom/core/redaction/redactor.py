@@ -50,10 +50,10 @@ class Redactor:
         custom = [_custom(name, pattern) for name, pattern in patterns.items()]
         built_in = (*RULES[:_HEAD], *assignments(names, tails), *RULES[_HEAD:])
         rules = (*custom, *(Compiled(rule) for rule in built_in if rule.name not in kept))
-        self._texts = Texts(rules, signs, patterns, key)
+        self._scan: Callable[[str], TriggerHits] = Triggers(signs, CUSTOM if custom else 0).scan
+        self._texts = Texts(rules, signs, patterns, key, self._scan)
         self._values = Values(self._texts, names, tails, full=self._full, numbers=bool(custom))
         self._splicing = Splicing(self._texts, self._values)
-        self._scan: Callable[[str], TriggerHits] = Triggers(signs, CUSTOM if custom else 0).scan
         self._long_numbers = (Compiled(LONG_NUMBERS),)
 
     def payload(self, text: str) -> str:

@@ -14,8 +14,8 @@ CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n f
 WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS, VENDORS = (1 << n for n in range(9, 16))  # keys
 # A field name next to its value: in a text, and in parsed JSON, where the walk over the values finds it.
 NAMED, PAIRS = (1 << n for n in range(16, 18))
-PROGRAMS: Final = 1 << 18  # an argument of a known program
-EVERYTHING: Final = (1 << 19) - 1
+PROGRAMS, ENCODED = (1 << n for n in range(18, 20))  # arguments of known programs, and `%3D` for `=`
+EVERYTHING: Final = (1 << 20) - 1
 
 
 class Rule(NamedTuple):
@@ -103,7 +103,7 @@ _DIGEST: Final = (  # the one scheme of `Authorization` that has quotation marks
     r"((?i:digest) (?:[A-Za-z]{1,32}=(?:\\{0,7}\"[^\"\\\x00-\x1f]{0,512}\\{0,7}\"|[^\x00-\x20,\"]{1,512})"
     r"[, ]{0,4}){1,32})"
 )
-LIST_STARTS: Final = tuple(opens + item for opens in "[(" for item in ('"', "'", "\\", 'b"', "b'"))
+LIST_STARTS: Final = ('="', *(opens + item for opens in "[(" for item in ('"', "'", "\\", 'b"', "b'")))
 EQUALS: Final = r":?={1,3}>?"
 
 _SAFE: Final = r"(?:[^\x00-\x20\"'<>&\\]|\\\\)"  # whose replacement leaves JSON what it is
@@ -281,7 +281,8 @@ RULES: Final = (
     Rule(
         "key",
         ADDRESSES,
-        r":(?<=[A-Za-z0-9.*>-]:)(?:[0-9]{4,5}|\*):(?:\*|[A-Za-z_][A-Za-z0-9_-]{0,63})"
+        r":(?<=[A-Za-z0-9.*>-]:)(?:[0-9]{4,5}|\*):(?!(?:[0-9A-Fa-f]{0,4}:){2,6}[0-9A-Fa-f]{0,4}(?:[^A-Za-z0-9:-]|$))"
+        r"(?:\*|[A-Za-z_][A-Za-z0-9_-]{0,63})"
         rf":(?:\*|[A-Za-z_][A-Za-z0-9_.@-]{{0,63}}):({BARE}{{4,}})",
         (":",),
     ),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple, TypeAlias
 
-from postroom.core.redaction.rules import CUSTOM, EVERYTHING, NAMED, PAIRS, PROGRAMS, VENDORS, WORDED
+from postroom.core.redaction.rules import CUSTOM, ENCODED, EVERYTHING, NAMED, PAIRS, PROGRAMS, VENDORS, WORDED
 from postroom.core.redaction.texts import Texts, encodable
 from postroom.core.redaction.triggers import TriggerHits
 from postroom.core.redaction.values import Values, encode
@@ -21,7 +21,7 @@ _CONSTANT: Final = re.compile(r":[ \t\n\r]*(?:null|true|false)")
 _decode = json.JSONDecoder().raw_decode
 
 
-_ACROSS: Final = NAMED | PROGRAMS | VENDORS | WORDED  # their matches may contain quotation marks
+_ACROSS: Final = ENCODED | NAMED | PROGRAMS | VENDORS | WORDED  # their matches may contain quotation marks
 
 
 class _NeedsParserError(Exception):
@@ -81,7 +81,8 @@ class Splicing:
             return None
         if not segment.inside or _ENDS_NAME.match(quotes, segment.end):
             raise _NeedsParserError  # a bare number, or a name
-        return segment.start, segment.end, redacted if literal is found else _literal(redacted)
+        plain = literal is found and '"' not in redacted and "\\" not in redacted
+        return segment.start, segment.end, redacted if plain else _literal(redacted)
 
     def _masking(self, raw: str, quotes: str, segment: _Segment) -> _Edit | None:
         """The edit that masks the string after a colon; None when the name before it is not secret."""

@@ -2,13 +2,17 @@
 
 Rule 1: a text is redacted until nothing changes. A marker such as `<email>` is never searched.
 Rule 2: a text that still changes after `PASSES_MAX` passes is replaced as a whole.
+Rule 3: words with percent signs (`token%3Dabc`) are searched as the text that they stand for. A word with a
+        match is replaced by that text, without the match. The same holds for Base64 at the full level, but
+        there the whole word is replaced.
 """
 
+import base64
 import hashlib
 import hmac
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from typing import Any, Final
 
 from postroom.core.redaction.rules import BUILT_IN, FIELDS, QUOTATIONS, QUOTES, Compiled
 from postroom.core.redaction.signs import Signs
@@ -17,6 +21,14 @@ from postroom.core.redaction.views import folded
 PASSES_MAX: Final = 20  # a text that still changes after this is replaced by its shape
 TOKEN_HEX_DIGITS: Final = 12
 
+DECODINGS_MAX: Final = 3  # a text that was encoded more often is not opened further
+
+ENCODED_CHAR: Final = re.compile("%([2-7][0-9A-Fa-f])")  # no control characters: a log line stays one line
+_ENCODED_WORD: Final = re.compile(r"[^\x00-\x20\"'<>%]*+%[^\x00-\x20\"'<>]*+")
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
+_URL_SAFE: Final = str.maketrans("-_", "+/")
+_PRINTABLE: Final = bytes([9, 10, 13, *range(32, 127)])
+_OTHERS_PART: Final = 10  # at most one byte of so many is not printable where Base64 holds a text
 _SHAPES: Final = tuple(f"<text:{1 << bits}>" for bits in range(64))
 
 
@@ -38,11 +50,18 @@ class Texts:
     """Applies rules to texts. With a `key`, markers carry a token."""
 
     def __init__(
-        self, rules: Sequence[Compiled], signs: Signs, custom: Collection[str], key: bytes | None
+        self,
+        rules: Sequence[Compiled],
+        signs: Signs,
+        custom: Collection[str],
+        key: bytes | None,
+        scan: Callable[[str], Any],
     ) -> None:
+        """`scan` finds the groups of rules that may match in a text."""
         self.rules = tuple(rules)
         self._signs = signs
         self._key = key
+        self._scan = scan
         self._rules_of: dict[int, tuple[Compiled, ...]] = {}
         known = "|".join(sorted({*BUILT_IN, *custom}))
         token = f"[0-9a-f]{{{TOKEN_HEX_DIGITS}}}"
@@ -62,6 +81,28 @@ class Texts:
 
     def settled(self, text: str, rules: tuple[Compiled, ...]) -> str:
         """The text, redacted until nothing changes; the same object when nothing changed at all."""
+        for _ in range(PASSES_MAX):
+            text = self.replaced(text, rules)
+            opened = _ENCODED_WORD.sub(self._opened, text) if "%" in text else text
+            if opened == text:
+                return text
+            text, rules = opened, (*self.rules, *(rule for rule in rules if rule not in self.rules))
+        return shape_of(text)
+
+    def _opened(self, word: "re.Match[str]") -> str:
+        """What a word with percent signs stands for, redacted; the word itself when nothing is found."""
+        plain = word[0]
+        for _ in range(DECODINGS_MAX):
+            plain = ENCODED_CHAR.sub(_char, plain)
+        redacted = self._redacted(plain)
+        return word[0] if redacted is plain else redacted
+
+    def _redacted(self, text: str) -> str:
+        rules = self.active_rules(self._scan(text).active)
+        return self.replaced(text, rules) if rules else text
+
+    def replaced(self, text: str, rules: tuple[Compiled, ...]) -> str:
+        """As `settled`, without opening what is encoded."""
         parts = self._marker.split(text) if "<" in text else [text]
         assigns: bool | None = None
         until = len(rules)  # rules after the last one that changed something need no second pass
@@ -85,13 +126,23 @@ class Texts:
     def without_quotations(self, text: str, rules: tuple[Compiled, ...]) -> str:
         """The settled text with quotations replaced, except those that hold only a marker."""
         for _ in range(PASSES_MAX):
-            settled = self.settled(text, rules)
+            settled = self.settled(_BASE64.sub(self._unwrapped, text), rules)
             for quotation in QUOTATIONS:
                 settled = quotation.sub(self._quoted, settled)
             if settled == text:
                 return text
             text = settled
         return shape_of(text)
+
+    def _unwrapped(self, word: "re.Match[str]") -> str:
+        """A marker for Base64 with a secret in it; any other word as it is."""
+        inner = [word[0]]
+        for _ in range(DECODINGS_MAX):
+            inner = [text for found in inner if (text := _from_base64(found))]
+            if any(self._redacted(text) is not text for text in inner):
+                return self.marked("key", word[0])
+            inner = [found for text in inner for found in _BASE64.findall(text)]
+        return word[0]
 
     def _quoted(self, quotation: "re.Match[str]") -> str:
         found = quotation[0]
@@ -136,3 +187,16 @@ class Texts:
             return f"<{name}>"
         value = (fold(found) if fold else found).encode("utf-8", "surrogatepass")
         return f"<{name}:{hmac.digest(self._key, value, hashlib.sha256).hex()[:TOKEN_HEX_DIGITS]}>"
+
+
+def _char(encoded: "re.Match[str]") -> str:
+    return chr(int(encoded[1], 16))
+
+
+def _from_base64(word: str) -> str:
+    """The text that a word is the Base64 of; empty when it is none."""
+    letters = word.rstrip("=").translate(_URL_SAFE)
+    letters = letters[: len(letters) - (len(letters) % 4 == 1)]  # cut off within a group
+    data = base64.b64decode(letters + "=" * (-len(letters) % 4))
+    others = len(data.translate(None, _PRINTABLE))
+    return "" if others * _OTHERS_PART > len(data) else data.decode("utf-8", "replace")

@@ -17,6 +17,7 @@ from postroom.core.redaction.rules import (
     CARDS,
     CLOUDS,
     EMAILS,
+    ENCODED,
     EVERYTHING,
     FIELDS,
     IBANS,
@@ -34,6 +35,7 @@ from postroom.core.redaction.rules import (
     WORDED,
 )
 from postroom.core.redaction.signs import Signs
+from postroom.core.redaction.texts import ENCODED_CHAR
 from postroom.core.redaction.views import LOW, SHAPE
 
 # A gap that is not an ASCII character. The views do not show it, so it activates every rule.
@@ -147,7 +149,7 @@ class Triggers:
             if "=" in raw and (match := _ASSIGNED.search(low)):
                 active |= NAMED
                 places += _starts(_ASSIGNED, low, match)
-        if _LIST.search(low):
+        if _LIST.search(low) or ("=" in raw and '="' in raw):
             listed = self._signs.listed(low)
             if listed:
                 places += listed
@@ -263,6 +265,9 @@ def _links(raw: str, places: list[int]) -> int:
         if sought in raw:
             active |= groups
             places += _every(sought, raw)
+    if "%" in raw and (match := ENCODED_CHAR.search(raw)):
+        active |= ENCODED
+        places += _starts(ENCODED_CHAR, raw, match)
     return active | VENDORS if "@" in raw and "jdbc:" in raw else active
 
 

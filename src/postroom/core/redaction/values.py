@@ -178,10 +178,10 @@ class Values:
         if any(item[:1] == "-" for item in strings):
             before = encode(strings)
             rules = self._texts.active_rules(PROGRAMS)
-            after = self._texts.settled(before, rules)
+            after = self._texts.replaced(before, rules)
             if after is not before:
                 for at, (old, new) in enumerate(zip(strings, _load(after), strict=True)):
-                    if old != new and self._texts.settled(old, rules) is old:
+                    if old != new and self._texts.replaced(old, rules) is old:
                         start = next(n for n, char in enumerate(new) if old[n : n + 1] != char)
                         yield at, old[:start] + self._texts.marked("key", old[start:])
 
