@@ -266,6 +266,44 @@ def test_repeated_key_gives_the_first_message_and_its_result(world: EngineUnderT
     assert runs == [1]
 
 
+def test_two_organizations_give_messages_the_same_id(world: EngineUnderTest) -> None:
+    given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
+
+    @world.engine.handler("tool_call")
+    async def run(message: Any, _ctx: Any) -> str:
+        return f"{message.org_id} {message.message_id}"
+
+    first = world.submit(message_id=given, payload={"of": "acme"})
+    second = world.submit(message_id=given, payload={"of": "zen"}, org_id="zen")
+    assert (first.message_id, second.message_id) == (given, f"@zen:{given}")
+    for again in (given, f"@zen:{given}"):
+        repeated = world.submit(message_id=again, payload={"of": "zen"}, org_id="zen")
+        assert (repeated.message_id, repeated.duplicate) == (second.message_id, True)
+        with pytest.raises(KeyReused):
+            world.submit(message_id=again, payload={"of": "nobody"}, org_id="zen")
+    child = world.submit(parent_message_id=given, org_id="zen")
+    assert world.wait(world.engine.get(child.message_id)).message["parent_message_id"] == second.message_id
+    for handle, org in ((first, "acme"), (second, "zen")):
+        info = world.wait(world.engine.get(handle.message_id))
+        assert (info.message["payload"], info.message["org_id"]) == ({"of": org}, org)
+    world.run_all()
+    assert world.wait(first.result()) == f"acme {given}"
+    assert world.wait(second.result()) == f"zen @zen:{given}"
+    with pytest.raises(InvalidMessage, match="message_id must be a UUID"):
+        world.submit(message_id=f"@acme:{given}", org_id="zen")
+    with pytest.raises(InvalidMessage, match="a form that only the store itself uses"):
+        world.submit(message_id=child.message_id)
+
+
+def test_an_id_within_an_organization_is_that_of_its_stored_message(world: EngineUnderTest) -> None:
+    given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
+    first = world.submit(message_id=given)
+    again = world.submit(message_id=f"@acme:{given}")
+    assert (first.message_id, again.message_id, again.duplicate) == (given, given, True)
+    other = world.submit(message_id=f"@zen:{given}", org_id="zen")
+    assert (other.message_id, other.duplicate) == (f"@zen:{given}", False)
+
+
 def test_key_with_another_payload_is_refused(world: EngineUnderTest) -> None:
     world.submit(idempotency_key="k", payload={"a": 1})
     with pytest.raises(KeyReused):

@@ -163,6 +163,20 @@ async def test_messages_of_every_priority_and_two_organizations_are_delivered_on
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
+async def test_two_organizations_give_messages_the_same_id(any_url: str) -> None:
+    given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
+    with Engine.open(any_url) as engine:
+        echo(engine)
+        handles = []
+        for org_id in ("acme", "beta"):
+            handles += await submit(engine, 1, message_id=given, org_id=org_id)
+        assert [handle.message_id for handle in handles] == [given, f"@beta:{given}"]
+        async with working(engine):
+            assert await results(handles) == [0, 0]
+
+
+@pytest.mark.usefixtures("broker_alone")
+@in_loop
 async def test_messages_wait_in_the_broker_until_a_worker_starts(url: str) -> None:
     with Engine.open(url) as submitter:
         handles = await submit(submitter, 30)

@@ -341,6 +341,35 @@ def test_an_admin_gives_names_within_its_organization_alone(world: World) -> Non
         assert world.call(answer["token"], "/queue/next", {"agent": "owned"})[0] == 204
 
 
+def test_two_organizations_give_messages_the_same_id(world: World) -> None:
+    """Each sees and cancels its own one under the id that it gave, and cannot tell whether others use it."""
+    assert world.up.token is not None
+    given, other = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11", "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b12"
+    path = f"/engine/messages/{given}"
+    for org, token in ((ACME, world.acme), (OTHER, world.other)):
+        message = {"type": "tool_call", "payload": {"of": org}, "message_id": given, "delay_s": 600}
+        assert world.call(token, path)[0] == 404
+        assert world.call(token, "/engine/messages", message)[1]["message_id"] == given
+        assert world.call(token, "/engine/messages", message)[1] == {"message_id": given, "duplicate": True}
+        child = {**message, "message_id": other, "parent_message_id": given}
+        assert world.call(token, "/engine/messages", {"messages": [child]})[1] == {"message_ids": [other]}
+        shown = world.call(token, path)[1]
+        assert (shown["message_id"], shown["message"]["message_id"]) == (given, given)
+        assert (shown["message"]["payload"], "@" in json.dumps(shown["history"])) == ({"of": org}, False)
+        shown = world.call(token, f"/engine/messages/{other}")[1]
+        assert shown["message"]["parent_message_id"] == given
+        found = world.call(token, "/engine/messages?text=of")[1]["messages"]
+        assert {given, other} <= {line["message_id"] for line in found}
+        assert world.call(token, path + "/explain")[0] == 200
+        seen = given if org == ACME else f"@other:{given}"  # the first one has the plain id
+        stored = world.call(world.up.token, f"/engine/messages/{seen}")[1]
+        assert (stored["message_id"], stored["message"]["payload"]) == (seen, {"of": org})
+    assert world.call(world.other, path + "/cancel", {})[1] == {"message_id": given}
+    assert world.call(world.other, path)[1]["state"] == "CANCELLED"
+    assert world.call(world.acme, path)[1]["state"] == "SCHEDULED"
+    assert world.call(world.acme, f"/engine/messages/@other:{given}")[0] == 404
+
+
 def test_operators_without_a_name_do_not_share_one(world: World) -> None:
     tokens = [world.tokens.create("operator", org).token for org in (ACME, OTHER)]
     for token in tokens:

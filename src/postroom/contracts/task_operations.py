@@ -35,7 +35,7 @@ from postroom.stores.transaction import Claim, Decide, Delivery, Transaction
 LEASE_S = 300.0  # from the last heartbeat
 DECISIONS = "harness.decisions"
 """The queue of decisions: results that the harness has to execute."""
-MESSAGE_ID_CHARS = 36  # every message of an organization has a UUID as its id; few tasks have
+MESSAGE_ID_CHARS = 36  # of a UUID, with which the id of every message ends; few tasks have so long a one
 
 
 class LeasedTask(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ class TaskOperations:
         if not results:
             return []
         for task_id in results:
-            if len(task_id) == MESSAGE_ID_CHARS:
+            if len(task_id) >= MESSAGE_ID_CHARS:
                 self.record(task_id)
         self.transaction.complete(results)
         if not claim_next:

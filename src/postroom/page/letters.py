@@ -186,9 +186,7 @@ def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> t
             filters["org_id"] = org_id
         found = dlq.search(operations, dlq.checked_filters(filters), LOOKED_MAX, None)
         return found.letters, bool(found.last)
-    for message_id in body.message_ids:
-        visible(operations, message_id, identity)
-    named = dict.fromkeys(body.message_ids)
+    named = dict.fromkeys(visible(operations, one, identity).message_id for one in body.message_ids)
     return [dlq.letter_by_id(operations, message_id, None) for message_id in named], False
 
 

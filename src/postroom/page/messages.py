@@ -229,12 +229,12 @@ def accepted_at(record: Record) -> datetime:
 
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    message_id, identity = checked_message_id(request.path_param("id")), request.identity
+    asked, identity = checked_message_id(request.path_param("id")), request.identity
     core = server.engine.core
 
     def work(operations: Operations) -> dict[str, Any]:
-        visible(operations, message_id, identity)
-        stored = operations.loaded(message_id)
+        stored = operations.loaded(visible(operations, asked, identity).message_id)
+        message_id = stored.record.message_id
         info = info_of(operations, message_id, raw_value)
         goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
         return {
@@ -384,8 +384,9 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
     def replay(operations: Operations, message_id: str) -> None:
-        operated_org(request.identity, "letter.replay", visible(operations, message_id, request.identity))
-        operations.replay(message_id, None)
+        record = visible(operations, message_id, request.identity)
+        operated_org(request.identity, "letter.replay", org_of(record.queue))
+        operations.replay(record.message_id, None)
 
     return await _change(server, request, "replayed", replay)
 

@@ -23,6 +23,7 @@ from postroom.contracts.engine.parts import Position, joined_answer, read_on
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.task_operations import TaskOperations
 from postroom.core.gate import Owner, of_organization, permit, visible_org
+from postroom.core.names import scoped, unscoped
 from postroom.errors import (
     AgentReplaced,
     GuardTripped,
@@ -155,10 +156,12 @@ async def request_answer(server: TaskServer, request: HttpRequest) -> None:
                 await server.result_polls.wait(message_id, body.timeout_s, left)
     answer = await server.read_for(request, lambda: _read(server, partial(_answer, message_id)))
     if answer is None:
-        await send_reply(request.send, HttpReply(202, _encode(MessageAnswer(message_id))))
+        shown = unscoped(identity.org, message_id)
+        await send_reply(request.send, HttpReply(202, _encode(MessageAnswer(shown))))
         return
     if agent is not None:
         answer = msgspec.structs.replace(answer, epoch=agent.coordinator.epoch)
+    answer = msgspec.structs.replace(answer, message_id=unscoped(identity.org, message_id))
     await send_reply(request.send, HttpReply(200, _encode(answer)))
     if agent is not None:
         with suppress(PostroomError):
@@ -215,7 +218,9 @@ async def _acknowledge(agent: Agent, message_ids: list[str]) -> list[str]:
 async def acknowledge(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: AckBody = request.body
     agent = await _agent(server, *_own(request), body.session)
-    return HttpReply(202, _encode(MessagesAnswer(await _acknowledge(agent, body.message_ids))))
+    org, named = agent.org_id, body.message_ids
+    closed = await _acknowledge(agent, [*named, *(scoped(org, message_id) for message_id in named)])
+    return HttpReply(202, _encode(MessagesAnswer([unscoped(org, message_id) for message_id in closed])))
 
 
 # ---- looking ---------------------------------------------------------------------------------------
@@ -271,10 +276,11 @@ def _stream_page(
     open_requests = agents.open_requests(agent.org_id, agent.agent_id)
     data, before = bytearray(), dict(reached.positions)
     if not reached.is_begun:
-        data += sse("", "open", _encode({"request_ids": open_requests}))
+        shown = [unscoped(agent.org_id, message_id) for message_id in open_requests]
+        data += sse("", "open", _encode({"request_ids": shown}))
     for message_id in before.keys() - set(open_requests):
         if not before[message_id].is_end:
-            data += sse("", "closed", _encode({"request_id": message_id}))
+            data += sse("", "closed", _encode({"request_id": unscoped(agent.org_id, message_id)}))
     after = dict.fromkeys(open_requests, Position()) | {
         message_id: before[message_id] for message_id in open_requests if message_id in before
     }
@@ -283,8 +289,9 @@ def _stream_page(
             continue
         asked = Asked(agent.org_id, agent.agent_id, agent.session, message_id, position)
         for at, part in agents.answers([asked])[0].parts:
-            stamped = _encode(msgspec.structs.replace(part, epoch=epoch))
-            data += sse(f"{message_id}/{at.text}", part.type, stamped)
+            request_id = unscoped(agent.org_id, message_id)
+            stamped = _encode(msgspec.structs.replace(part, epoch=epoch, request_id=request_id))
+            data += sse(f"{request_id}/{at.text}", part.type, stamped)
             after[message_id] = at
     return bytes(data), Reached(is_begun=True, positions=tuple(after.items()))
 
@@ -314,7 +321,7 @@ async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
         fields["message_id"] = body.message_id
     sent = await agent.send(to=body.to, payload=body.payload, **fields)
     server.server_log.write("sent", agent=agent.agent_id, task_id=sent.message_id)
-    return HttpReply(202, _encode(MessageAnswer(sent.message_id)))
+    return HttpReply(202, _encode(MessageAnswer(unscoped(agent.org_id, sent.message_id))))
 
 
 async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -323,7 +330,14 @@ async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
     agent = await _agent(server, *_own(request), _session(request))
     found = await agent.inbox().page(after="" if query.after is msgspec.UNSET else query.after)
     lines = [
-        InboxLine(one.number, one.message_id, one.sender, one.payload, one.is_bounce, one.reason)
+        InboxLine(
+            one.number,
+            unscoped(agent.org_id, one.message_id),
+            one.sender,
+            one.payload,
+            one.is_bounce,
+            one.reason,
+        )
         for one in found
     ]
     return HttpReply(200, _encode(InboxAnswer(lines)))
@@ -343,9 +357,9 @@ async def receipts(server: TaskServer, request: HttpRequest) -> HttpReply:
     message_id = checked_id(request.path_param("id"))
 
     def read(operations: Operations) -> dict[str, int]:
-        visible(operations, message_id, request.identity)
+        record = visible(operations, message_id, request.identity)
         agents = AgentOperations(operations.transaction, server.engine.policy)
-        return {str(name): at for name, at in agents.receipts(message_id).items()}
+        return {str(name): at for name, at in agents.receipts(record.message_id).items()}
 
     return HttpReply(200, _encode(await server.read_for(request, lambda: _read(server, read))))
 

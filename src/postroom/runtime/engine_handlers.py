@@ -25,9 +25,10 @@ from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
 from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.jsoninput import raw_value
+from postroom.core.names import scoped, unscoped
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
-from postroom.message import ENGINE_PREFIX, Stored, org_of
+from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
 from postroom.runtime.agent_presence import heard
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
@@ -50,6 +51,7 @@ from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
+from postroom.runtime.task_names import stored_id
 from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import Listing
@@ -59,6 +61,7 @@ T = TypeVar("T")
 SEARCHED_MAX = 500
 SEARCHED_BYTES_MAX = 8 * 1024 * 1024  # of messages that one search reads, and one more message
 AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
+GIVEN_IDS = ("message_id", "parent_message_id")
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
 
 
@@ -84,7 +87,7 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     request.body = None  # what it holds may take up far more than its JSON
     messages = [attributed(request.identity, message) for message in given]
     del given
-    orgs = [message["org_id"] for message in messages]
+    orgs, org = [message["org_id"] for message in messages], request.identity.org
     server.tasks.check_backlog()
     telemetry = server.engine.core.telemetry
     if telemetry is None:
@@ -94,8 +97,9 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     for org_id, one in zip(orgs, submitted, strict=True):
         server.server_log.write("submitted", task_id=one.message_id, org=org_id)
     if is_batch:
-        return HttpReply(202, _encode(MessagesAnswer([one.message_id for one in submitted])))
-    return HttpReply(202, _encode(MessageAnswer(submitted[0].message_id, submitted[0].duplicate)))
+        return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one.message_id) for one in submitted])))
+    [one] = submitted
+    return HttpReply(202, _encode(MessageAnswer(unscoped(org, one.message_id), one.duplicate)))
 
 
 def given_fields(body: NewMessageBody | NewMessagesBody, raw: bytes) -> list[dict[str, Any]]:
@@ -208,7 +212,9 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     state = query.state or None
     pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, query.after, SEARCHED_MAX)
     found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
-    return HttpReply(200, _encode(found))
+    org = request.identity.org
+    lines = [replace(line, message_id=unscoped(org, line.message_id)) for line in found.messages]
+    return HttpReply(200, _encode(replace(found, messages=lines)))
 
 
 def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:
@@ -255,7 +261,16 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.message_id, query.wait_s, left)
         info = await _read_visible(server, request, _raw_info)
-    return HttpReply(200, _encode(info))
+    return HttpReply(200, _encode(_shown(request.identity.org, info)))
+
+
+def _shown(org: str, info: MessageInfo) -> MessageInfo:
+    """A message as a caller of an organization sees it: with the ids that were given to it and its parent."""
+    given = {name: unscoped(org, info.message[name]) for name in GIVEN_IDS if name in info.message}
+    history = [replace(event, message_id=unscoped(org, event.message_id)) for event in info.history]
+    return replace(
+        info, message_id=unscoped(org, info.message_id), message={**info.message, **given}, history=history
+    )
 
 
 def _raw_info(operations: Operations, message_id: str) -> MessageInfo:
@@ -273,8 +288,11 @@ async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            epoch = server.epoch
-            stamped = [(at, replace(part, epoch=epoch) if epoch else part) for at, part in parts]
+            request_id = unscoped(request.identity.org, message_id)
+            stamped = [
+                (at, replace(part, epoch=server.epoch or part.epoch, request_id=request_id))
+                for at, part in parts
+            ]
             return stream_page(stamped, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
@@ -304,7 +322,9 @@ async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
         return explanation_of(operations, core.policy, message_id, core.services)
 
     text = await _read_visible(server, request, read)
-    return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), text)))
+    org = request.identity.org
+    shown = text.replace(scoped(org, ""), "") if org else text
+    return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), shown)))
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -322,25 +342,27 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def cancel_allowed(identity: Identity, operations: Operations, message_id: str) -> None:
     """Cancel a message that the caller sees, unless the token could not have sent it."""
-    org_id = visible(operations, message_id, identity)
+    record = visible(operations, message_id, identity)
+    org_id = org_of(record.queue)
     check_allowed(identity, "message.cancel", of_organization(org_id))
     if identity.permissions.only_message:
-        stored = operations.loaded(message_id)
+        stored = operations.loaded(record.message_id)
         message = dlq.original_message(operations, stored) or {}
         check_reach(identity, org_id, stored.envelope.type, message.get("payload"))
-    operations.cancel(message_id)
+    operations.cancel(record.message_id)
 
 
-def visible(operations: Operations, message_id: str, identity: Identity) -> str:
-    """The organization of a message that the caller may see. Raises `UnknownTask` for that of another one.
+def visible(operations: Operations, message_id: str, identity: Identity) -> Record:
+    """The record of a message that the caller may see. Raises `UnknownTask` for that of another organization.
 
     Nothing but the record is read.
     """
-    record = operations.transaction.record(checked_message_id(message_id))
+    stored = stored_id(operations.transaction, identity.org, checked_message_id(message_id))
+    record = operations.transaction.record(stored)
     org_id = "" if record is None else org_of(record.queue)
-    if not org_id or not permit(identity, "message.read", of_organization(org_id)):
+    if record is None or not org_id or not permit(identity, "message.read", of_organization(org_id)):
         raise unknown_message(message_id)
-    return org_id
+    return record
 
 
 async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
@@ -352,8 +374,7 @@ def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Oper
     message_id = checked_message_id(request.path_param("id"))
 
     def work(operations: Operations) -> T:
-        visible(operations, message_id, request.identity)
-        return read(operations, message_id)
+        return read(operations, visible(operations, message_id, request.identity).message_id)
 
     return _read(server, work)
 
@@ -376,51 +397,56 @@ async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: Operations) -> list[dlq.DeadLetter]:
         if wanted.after is not None:
-            visible(operations, wanted.after, identity)
+            after = visible(operations, wanted.after, identity).message_id
+            return dlq.letters(operations, replace(wanted, after=after), raw_value)
         return dlq.letters(operations, wanted, raw_value)
 
     found = await server.read_for(request, lambda: _read(server, work))
-    return HttpReply(200, _encode({"letters": [dlq.as_json(letter) for letter in found]}))
+    return HttpReply(200, _encode({"letters": [shown_letter(identity, letter) for letter in found]}))
 
 
 async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
     letter = await _read_visible(server, request, partial(dlq.letter_by_id, read_value=raw_value))
-    return HttpReply(200, _encode(dlq.as_json(letter)))
+    return HttpReply(200, _encode(shown_letter(request.identity, letter)))
+
+
+def shown_letter(identity: Identity, letter: dlq.DeadLetter) -> dict[str, Any]:
+    """A dead letter as the caller sees it: with the ids that were given to it and its parent."""
+    fields = dlq.as_json(letter)
+    for holder in (fields, fields.get("original_message") or {}):
+        holder.update({name: unscoped(identity.org, holder[name]) for name in GIVEN_IDS if name in holder})
+    return fields
 
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: ReplayBody = request.body
-    filters = await _operated_letters(server, request, body, "letter.replay")
-    replayed = await server.engine.dlq.replay(
-        body.message_ids, dry_run=body.dry_run, priority=body.priority, **filters
-    )
+    chosen, filters = await _operated_letters(server, request, body, "letter.replay")
+    replayed = await server.engine.dlq.replay(chosen, dry_run=body.dry_run, priority=body.priority, **filters)
     return _changed(server, request, "replayed", replayed, is_dry=body.dry_run)
 
 
 async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: PurgeBody = request.body
-    filters = await _operated_letters(server, request, body, "letter.purge")
-    purged = await server.engine.dlq.purge(body.message_ids, dry_run=body.dry_run, **filters)
+    chosen, filters = await _operated_letters(server, request, body, "letter.purge")
+    purged = await server.engine.dlq.purge(chosen, dry_run=body.dry_run, **filters)
     return _changed(server, request, "purged", purged, is_dry=body.dry_run)
 
 
 async def _operated_letters(
     server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody, action: str
-) -> dict[str, Any]:
-    """The filters of a change. An operator of one organization changes only that one's dead letters."""
+) -> tuple[list[str] | None, dict[str, Any]]:
+    """The messages and the filters of a change. An operator of one organization changes only its letters."""
     identity, filters = request.identity, body.filters
     if visible_org(identity) is None:
-        return filters
-    if body.message_ids is None:
-        return {**filters, "org_id": operated_org(identity, action, body.org_id or "")}
-    chosen = [checked_message_id(message_id) for message_id in body.message_ids]
+        return body.message_ids, filters
+    named = body.message_ids
+    if named is None:
+        return None, {**filters, "org_id": operated_org(identity, action, body.org_id or "")}
 
-    def check(operations: Operations) -> None:
-        for message_id in chosen:
-            visible(operations, message_id, identity)
+    def work(operations: Operations) -> list[str]:
+        return [visible(operations, message_id, identity).message_id for message_id in named]
 
-    await server.read_for(request, lambda: _read(server, check))
-    return filters
+    return await server.read_for(request, lambda: _read(server, work)), filters
 
 
 def operated_org(identity: Identity, action: str, org_id: str) -> str:
@@ -435,7 +461,8 @@ def _changed(
 ) -> HttpReply:
     for message_id in () if is_dry else message_ids:
         server.server_log.write(event, task_id=message_id, agent=request.identity.name)
-    return HttpReply(202, _encode(MessagesAnswer(message_ids)))
+    org = request.identity.org
+    return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one) for one in message_ids])))
 
 
 # ---- the queue -------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from postroom.stores.transaction import Transaction
 
 
 def stored_id(transaction: Transaction, org: str, task_id: str) -> str:
-    """The id of a known task in the store, by the one that a caller of the organization knows."""
-    if not org or task_id.startswith(transaction.ids.prefix):
+    """The id of a known task or message in the store, by the one that a caller of the organization knows."""
+    if not org or transaction.is_reserved(task_id):
         return task_id
     within = scoped(org, task_id)
     return within if transaction.record(within) is not None else task_id

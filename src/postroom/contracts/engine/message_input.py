@@ -34,7 +34,7 @@ from postroom.contracts.task_input import (
 from postroom.core import conflicts, versions
 from postroom.core.conflicts import Operation
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import is_name
+from postroom.core.names import is_name, scoped, unscoped
 from postroom.core.times import epoch_ns_of, parse_utc
 from postroom.core.token_rules import TOKENS_MAX, TokenRules
 from postroom.core.versions import Migration
@@ -174,9 +174,9 @@ class Registry:
             raise UnknownType(type_name, self.types)
         org_id = _org(new.org_id)
         payload = self._payload(type_name, new.payload)
-        message_id = _message_id(new.message_id)
+        message_id = _message_id(new.message_id, org_id)
         parent = _text("parent_message_id", new.parent_message_id)
-        if parent and parent == message_id:
+        if parent and unscoped(org_id, parent) == unscoped(org_id, message_id):
             raise InvalidParent(f"message {message_id} names itself as its parent")
         delay_ns = _delay_ns(new.delay_s)
         expires_us = _expires_us(new.expires_at, wall_us, delay_ns)
@@ -276,11 +276,14 @@ def _priority(priority: object) -> int:
     return priority
 
 
-def _message_id(message_id: object) -> str:
+def _message_id(message_id: object, org_id: str) -> str:
+    """A UUID, as it was given: alone, or within the organization."""
     if message_id is None:
         return ""
     try:
-        return str(uuid.UUID(message_id))  # type: ignore[arg-type]
+        given = unscoped(org_id, message_id)  # type: ignore[arg-type]
+        number = str(uuid.UUID(given))
+        return number if given == message_id else scoped(org_id, number)
     except (ValueError, TypeError, AttributeError):
         raise InvalidMessage(f"message_id must be a UUID, not {shown(message_id)}") from None
 

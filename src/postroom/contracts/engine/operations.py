@@ -44,6 +44,7 @@ from postroom.contracts.engine.tokens import TokenBooks, note_dependant
 from postroom.contracts.goals import progress
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
+from postroom.core.names import scoped, unscoped
 from postroom.core.provider_headers import Observed
 from postroom.errors import (
     EffectUnknown,
@@ -100,6 +101,7 @@ class Operations:
                 keys[key] = index
                 new.append((index, message))
         if new:
+            new = [(index, self._with_stored_ids(message)) for index, message in new]
             self._check_ids([message for _, message in new])
             for org_id, count in Counter(message.org_id for _, message in new).items():
                 storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
@@ -136,21 +138,49 @@ class Operations:
         if message.digest != first.digest:
             raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
 
-    def _check_ids(self, messages: Sequence[Prepared]) -> None:
-        """Refuse ids that another message has.
+    def _with_stored_ids(self, message: Prepared) -> Prepared:
+        """A message with the ids that the store has, or will have, its own and that of its parent under."""
+        envelope = message.envelope
+        message_id, parent = envelope.message_id, envelope.parent_message_id
+        if message_id:
+            message_id = self._given_id(message_id, message)
+        if parent and not self.transaction.is_reserved(parent):
+            within = scoped(message.org_id, parent)
+            if not self._is_of(parent, envelope.queue) and self._is_of(within, envelope.queue):
+                parent = within
+        if (message_id, parent) == (envelope.message_id, envelope.parent_message_id):
+            return message
+        return replace(message, envelope=replace(envelope, message_id=message_id, parent_message_id=parent))
 
-        An id that the store gave to another organization is refused like one that it has not given yet.
+    def _given_id(self, given: str, message: Prepared) -> str:
+        """The id in the store of a message whose sender gave it one.
+
+        It is the one within the organization when it was given so, or when somebody else has the plain one.
+        An id that the store gave to somebody else is refused like one that it has not given yet.
         """
+        plain = unscoped(message.org_id, given)
+        record = self.transaction.record(plain)
+        if record is not None and record.queue == message.envelope.queue:
+            return plain
+        if self.transaction.is_reserved(plain):
+            raise reserved_id(plain)
+        within = scoped(message.org_id, plain)
+        is_plain = given == plain and record is None and self.transaction.record(within) is None
+        return plain if is_plain else within
+
+    def _is_of(self, message_id: str, queue: str) -> bool:
+        record = self.transaction.record(message_id) if message_id.isascii() else None
+        return record is not None and record.queue == queue
+
+    def _check_ids(self, messages: Sequence[Prepared]) -> None:
+        """Refuse ids that another message of the organization has."""
         digests: dict[str, str] = {}
         for message in messages:
             message_id = message.envelope.message_id
             if not message_id:
                 continue
             record = self.transaction.record(message_id)
-            if record is not None and record.queue != message.envelope.queue:
-                if self.transaction.is_reserved(message_id):
-                    raise reserved_id(message_id)
-            elif record is not None and message_id not in digests:
+            if record is not None and message_id not in digests:
                 digests[message_id] = self._digest(message_id)
             if digests.setdefault(message_id, message.digest) != message.digest:
                 raise KeyReused(message_id, message_id, f"message {message_id} has another content")
