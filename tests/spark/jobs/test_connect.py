@@ -94,7 +94,7 @@ def test_views_with_plain_names_stand_in_the_session_of_a_client(tables_of: Tabl
             2,
             "'spark://127.0.0.1' is no Spark Connect server: it has the form sc://HOST:PORT",
         ),
-        ("sc://host:port", 2, "'sc://host:port' is no Spark Connect server: it has the form sc://HOST:PORT"),
+        ("sc://host:port", 2, "'sc://host' is no Spark Connect server: it has the form sc://HOST:PORT"),
     ],
 )
 def test_a_server_that_is_not_there_is_said_in_one_sentence(
