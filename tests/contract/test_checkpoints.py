@@ -1,7 +1,6 @@
 """Checkpoints: a thread moves the pages of the WAL into the database beside the commits."""
 
 import os
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +48,14 @@ def wal_pages(path: Path) -> int:
     return (path.with_name("queue.db-wal").stat().st_size - HEADER_BYTES) // FRAME_BYTES
 
 
+def without_wal(path: Path) -> apsw.Connection:
+    """A connection that sees the file alone.
+
+    It is one of apsw, as those of the store: another SQLite in the process would end their locks.
+    """
+    return apsw.Connection(f"file:{path}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+
+
 def wait_for_thread() -> None:
     for thread in threading.enumerate():
         if thread.name == "postroom-checkpoint":
@@ -74,7 +81,7 @@ def test_a_thread_checkpoints_without_a_commit(
     insert(store, MANY)
     wait_for_thread()
     assert in_a_commit == []
-    alone = sqlite3.connect(f"file:{path}?immutable=1", uri=True)  # without the WAL
+    alone = without_wal(path)
     assert alone.execute("SELECT count(*) FROM records").fetchone()[0] > 0
     alone.close()
 
@@ -89,7 +96,7 @@ def test_a_thread_checkpoints_beside_commits(store: SqliteStore, path: Path) -> 
     insert(store)
     with store._group.leading:
         store._checkpoints._move()
-        alone = sqlite3.connect(f"file:{path}?immutable=1", uri=True)
+        alone = without_wal(path)
         assert alone.execute("SELECT count(*) FROM records").fetchone() == (1,)
         alone.close()
 
@@ -114,7 +121,7 @@ def test_a_commit_checkpoints_when_the_thread_falls_behind(
 
 def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path) -> None:
     insert(store)
-    reader = sqlite3.connect(path)
+    reader = apsw.Connection(str(path))
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM records").fetchone() == (1,)
     insert(store, MANY)

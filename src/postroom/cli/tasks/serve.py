@@ -1,6 +1,5 @@
 """For the server: `postroom tasks serve`."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -148,6 +147,7 @@ def serve(
     from postroom.page.mount import mount as mount_page
     from postroom.runtime.hosts import checked_hosts
     from postroom.runtime.manifest import keeping
+    from postroom.system.log import library_log
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
@@ -160,7 +160,7 @@ def serve(
     @contextmanager
     def beside() -> Iterator[None]:
         nonlocal note_files
-        say = logging.getLogger("postroom.manifest").warning
+        say = library_log("postroom.manifest").warning
         with keeping(data, store, say) as keeper, shipping(shell, data, store, audit):
             if keeper is not None:  # else `up` keeps the manifest
                 note_files = keeper.start
