@@ -66,7 +66,7 @@ def contract(*names: str) -> list[str]:
 
 # Three parts of the contract tests that take about as long as one another.
 OF_STORES = contract("postgres", "rabbitmq", "store", "tasks")
-OF_ENGINES = contract("engine", "goal", "coordinator", "rollback")
+OF_ENGINES = contract("engine", "goal", "coordinator")
 QUICK_GROUPS = {
     "unit": ["tests/unit", *NO_SCHEMATHESIS],
     "stores": [*OF_STORES, *NO_SCHEMATHESIS],
