@@ -361,6 +361,13 @@ def test_two_organizations_give_messages_the_same_id(world: World) -> None:
         found = world.call(token, "/engine/messages?text=of")[1]["messages"]
         assert {given, other} <= {line["message_id"] for line in found}
         assert world.call(token, path + "/explain")[0] == 200
+        for page in (
+            "/page/messages",
+            f"/page/messages?text={given}",
+            f"/page{path.removeprefix('/engine')}",
+        ):
+            shown = json.dumps(world.call(token, page)[1])
+            assert (given in shown, "@" in shown) == (True, False), page
         seen = given if org == ACME else f"@other:{given}"  # the first one has the plain id
         stored = world.call(world.up.token, f"/engine/messages/{seen}")[1]
         assert (stored["message_id"], stored["message"]["payload"]) == (seen, {"of": org})

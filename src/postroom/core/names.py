@@ -74,6 +74,11 @@ def unscoped(org: str, name: str) -> str:
     return name.removeprefix(scoped(org, "")) if org else name
 
 
+def unscoped_text(org: str, text: str) -> str:
+    """A sentence with the names of the store as the organization itself sees them."""
+    return text.replace(scoped(org, ""), "") if org else text
+
+
 def split_scoped(name: str) -> tuple[str, str]:
     """The organization of a name of the store, which is empty for none, and the name within it."""
     org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)

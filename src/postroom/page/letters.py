@@ -12,6 +12,7 @@ from postroom.contracts.engine.dlq import DeadLetter, Found
 from postroom.contracts.engine.inspection import EngineStatus, status_of
 from postroom.contracts.engine.operations import Operations
 from postroom.core.gate import visible_org
+from postroom.core.names import unscoped
 from postroom.page.messages import read
 from postroom.page.redaction import shown_by, shown_name, shown_text
 from postroom.page.schemas import LettersQuery, ReplayBody
@@ -76,8 +77,9 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(operations: Operations) -> tuple[Found, list[DeadLetter]]:
         if wanted.after is not None:
-            visible(operations, wanted.after, request.identity)
-        sample = dlq.letters(operations, sampled, None) if wanted.after is None else []
+            after = visible(operations, wanted.after, request.identity).message_id
+            return dlq.search(operations, msgspec.structs.replace(wanted, after=after), LOOKED_MAX, None), []
+        sample = dlq.letters(operations, sampled, None)
         return dlq.search(operations, wanted, LOOKED_MAX, None), sample
 
     found, sample = await read(server, request, work)
@@ -85,7 +87,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     def shown() -> dict[str, Any]:
         return {
             "letters": [_line(request, letter) for letter in found.letters],
-            "after": found.last,
+            "after": unscoped(request.identity.org, found.last),
             "patterns": [_shown_pattern(request, one) for one in patterns(sample)],
             "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
         }
@@ -140,8 +142,9 @@ def _last_error(letter: DeadLetter) -> dict[str, Any]:
 
 def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
     org_id, kind, error_type = _pattern_of(letter)
+    message_id = unscoped(request.identity.org, letter.message_id)
     return LetterLine(
-        letter.message_id, org_id, shown_name(request, kind), letter.state, shown_name(request, error_type),
+        message_id, org_id, shown_name(request, kind), letter.state, shown_name(request, error_type),
         shown_text(request, str(_last_error(letter)["error"])), letter.dlq_timestamp, letter.can_replay,
     )  # fmt: skip
 
@@ -171,7 +174,8 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     def shown() -> Preview:
         kinds = {shown_text(request, kind): count for kind, count in seen.kinds.items()}
         notes = [shown_text(request, note) for note in seen.notes]
-        return msgspec.structs.replace(seen, kinds=kinds, notes=notes)
+        message_ids = [unscoped(request.identity.org, message_id) for message_id in seen.message_ids]
+        return msgspec.structs.replace(seen, message_ids=message_ids, kinds=kinds, notes=notes)
 
     return await shown_by(server, request, shown)
 

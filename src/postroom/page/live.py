@@ -16,6 +16,7 @@ import msgspec
 
 from postroom.contracts.engine.operations import Operations
 from postroom.core.gate import visible_org
+from postroom.core.names import unscoped
 from postroom.errors import PostroomError, Unavailable
 from postroom.message import Event, EventKind, org_of
 from postroom.page.activity import Activity
@@ -86,11 +87,22 @@ class Batch:
         """The batch as a server-sent event for an organization, or for all; empty when nothing is for it."""
         found = self._encoded.get(org_id)
         if found is None:
-            seen = [one for one in self._happenings if is_seen(one, org_id)]
+            seen = [_shown(one, org_id or "") for one in self._happenings if is_seen(one, org_id)]
             data = _encode({"events": seen, "skipped": self.skipped})
             found = sse(str(self.last), "events", data) if seen or self.skipped else b""
             self._encoded[org_id] = found
         return found
+
+
+def _shown(happening: Happening, org_id: str) -> Happening:
+    """An event with the ids that callers of an organization gave."""
+    if not org_id:
+        return happening
+    return msgspec.structs.replace(
+        happening,
+        message_id=unscoped(org_id, happening.message_id),
+        parent_message_id=unscoped(org_id, happening.parent_message_id),
+    )
 
 
 def is_seen(happening: Happening, org_id: str | None) -> bool:

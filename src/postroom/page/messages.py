@@ -21,6 +21,7 @@ from postroom.contracts.task_operations import TaskOperations
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.core.jsoninput import raw_value
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import unscoped, unscoped_text
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import UnknownTask
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
@@ -32,9 +33,11 @@ from postroom.runtime.engine_handlers import (
     cancel_allowed,
     operated_org,
     searchable,
+    shown_info,
     visible,
 )
 from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.task_names import stored_id
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import Listing, by_state
 from postroom.stores.transaction import Transaction
@@ -118,6 +121,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 def _shown_line(request: HttpRequest, line: Line) -> Line:
     return msgspec.structs.replace(
         line,
+        message_id=unscoped(request.identity.org, line.message_id),
         type=shown_name(request, line.type),
         agent_id=shown_name(request, line.agent_id),
         error_type=shown_name(request, line.error_type),
@@ -191,7 +195,8 @@ def _counted(transaction: Transaction, queue: str | None, state: State | None) -
 def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None:
     """The message whose id was searched for."""
     try:
-        record = operations.transaction.record(checked_message_id(text.strip()))
+        transaction = operations.transaction
+        record = transaction.record(stored_id(transaction, org_id or "", checked_message_id(text.strip())))
         if record is None or org_id not in (None, org_of(record.queue)):
             return None
         return _line(operations.loaded(record.message_id))
@@ -249,9 +254,9 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def shown() -> dict[str, Any]:
         return {
-            **_shown(request, found["info"], identity),
+            **_shown(request, shown_info(identity, found["info"]), identity),
             "has_goal": found["has_goal"],
-            "explanation": shown_text(request, found["explanation"]),
+            "explanation": shown_text(request, unscoped_text(identity.org, found["explanation"])),
             "lease_left_s": found["lease_left_s"],
             "tree": [_shown_node(request, node) for node in found["tree"]],
         }
@@ -303,10 +308,12 @@ def _shown_error(request: HttpRequest, error: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_node(request: HttpRequest, node: Node) -> Node:
+    org = request.identity.org
     return msgspec.structs.replace(
         node,
+        message_id=unscoped(org, node.message_id),
         type=shown_name(request, node.type),
-        parent_message_id=shown_name(request, node.parent_message_id),
+        parent_message_id=shown_name(request, unscoped(org, node.parent_message_id)),
     )
 
 

@@ -379,7 +379,9 @@ async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
         )
 
     found = await server.read_for(request, lambda: _read(server, read))
-    return HttpReply(200, _encode(BouncesAnswer(found)))
+    org = request.identity.org
+    shown = [msgspec.structs.replace(one, message_id=unscoped(org, one.message_id)) for one in found]
+    return HttpReply(200, _encode(BouncesAnswer(shown)))
 
 
 async def bounces_done(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -23,7 +23,7 @@ from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import entry_of
 from postroom.core.jsoninput import check_json
-from postroom.core.names import scoped
+from postroom.core.names import unscoped_text
 from postroom.errors import (
     AgentReplaced,
     AuditBehind,
@@ -367,7 +367,7 @@ async def read_body(server: TaskServer, request: HttpRequest, bytes_max: int) ->
 def _error_to_reply(error: BaseException, org: str = "") -> HttpReply:
     """The reply to a caller of an organization, which sees its names without the organization."""
     status, error_type, message = _refusal_facts(error)
-    text = message.replace(scoped(org, ""), "") if org else message
+    text = unscoped_text(org, message)
     return _error_reply(status, error_type, text, getattr(error, "retry_after_s", RETRY_AFTER_S))
 
 

@@ -25,7 +25,7 @@ from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_operations import TaskOperations
 from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.jsoninput import raw_value
-from postroom.core.names import scoped, unscoped
+from postroom.core.names import unscoped, unscoped_text
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
@@ -261,11 +261,12 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.message_id, query.wait_s, left)
         info = await _read_visible(server, request, _raw_info)
-    return HttpReply(200, _encode(_shown(request.identity.org, info)))
+    return HttpReply(200, _encode(shown_info(request.identity, info)))
 
 
-def _shown(org: str, info: MessageInfo) -> MessageInfo:
-    """A message as a caller of an organization sees it: with the ids that were given to it and its parent."""
+def shown_info(identity: Identity, info: MessageInfo) -> MessageInfo:
+    """A message as the caller sees it: with the ids that were given to it and its parent."""
+    org = identity.org
     given = {name: unscoped(org, info.message[name]) for name in GIVEN_IDS if name in info.message}
     history = [replace(event, message_id=unscoped(org, event.message_id)) for event in info.history]
     return replace(
@@ -322,8 +323,7 @@ async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
         return explanation_of(operations, core.policy, message_id, core.services)
 
     text = await _read_visible(server, request, read)
-    org = request.identity.org
-    shown = text.replace(scoped(org, ""), "") if org else text
+    shown = unscoped_text(request.identity.org, text)
     return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), shown)))
 
 
