@@ -35,7 +35,7 @@ from postroom.stores.base import (
     counted_as,
     unknown,
 )
-from postroom.stores.checksums import NO_TEXTS, checksum, checksums, start_of
+from postroom.stores.checksums import NO_TEXTS, checksums, start_of
 from postroom.stores.event_runs import (
     EVENTS_PER_NEW,
     IMPLIED_MAX,
@@ -342,7 +342,7 @@ class SqliteLedger(Transaction):
         )  # fmt: skip
         given = start_of(e.type, e.parent_message_id, "", "") if e.type or e.parent_message_id else NO_TEXTS
         if len(run) == 1:
-            crc = checksum(e.payload, given)
+            crc = zlib.crc32(e.payload, given)
             self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, e.payload, crc))
         else:
             payloads = tuple([envelope.payload for envelope in run])
@@ -381,7 +381,7 @@ class SqliteLedger(Transaction):
         if value is None:
             self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            crc = checksum(value, start_of(kind, key))
+            crc = zlib.crc32(value, start_of(kind, key))
             self._raw_cursor.execute(
                 sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value, crc)
             )
@@ -507,7 +507,7 @@ class SqliteLedger(Transaction):
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
             batch, counted = self.packed(last), _encode(counts)
-            crc = checksum(counted, zlib.crc32(batch if isinstance(batch, bytes) else batch.encode()))
+            crc = zlib.crc32(counted, zlib.crc32(batch if isinstance(batch, bytes) else batch.encode()))
             self._raw_cursor.execute(sql.NEW_EVENTS, (last, self.wall_us, counted.decode(), batch, crc))
 
     def packed(self, last: int) -> str | bytes:  # noqa: ARG002 - an encrypted batch is bound to its number
@@ -544,9 +544,9 @@ def _with_checksum(query: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values of a query that writes a record, with the checksum of what it stores."""
     if query is sql.INSERT:
         sender, (type_, parent, key), payload = values[22], values[24:27], values[-1]
-        return (*values, checksum(payload, start_of(type_, parent, key, sender or "")))
+        return (*values, zlib.crc32(payload, start_of(type_, parent, key, sender or "")))
     if query is sql.UPDATE_RESULT:
-        return (*values[:-1], checksum(values[-2]), values[-1])
+        return (*values[:-1], zlib.crc32(values[-2]), values[-1])
     if query is sql.UPDATE_TRAIL:
         lines = values[-2].encode().split(b"\n")[:-1]
         return (*values[:-1], checksums(lines, 0), values[-1])

@@ -3,6 +3,7 @@
 Rule 1: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, repeat
 from operator import itemgetter
@@ -11,7 +12,6 @@ from typing import Any
 from postroom.core import lifecycle
 from postroom.message import Envelope, Record, org_of
 from postroom.stores.base import LANE_COUNTS, Counted, Head, waiting, within_bytes
-from postroom.stores.checksums import checksum
 from postroom.stores.event_runs import (
     EVENTS_PER_NEW,
     CompletedRun,
@@ -212,11 +212,11 @@ class SqliteTransaction(SqliteLedger):
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
         first = self._number
         if len(set(results)) == 1:  # most often they are all null
-            values = (first, results[0], self.wall_us, checksum(results[0]))
+            values = (first, results[0], self.wall_us, zlib.crc32(results[0]))
             self._update(numbers, sql.COMPLETE_ONE, sql.COMPLETE_ROW, sql.COMPLETE_MANY, values)
         else:
             places = range(first, first + len(numbers))
-            rows = zip(places, results, repeat(self.wall_us), map(checksum, results), numbers)
+            rows = zip(places, results, repeat(self.wall_us), map(zlib.crc32, results), numbers)
             self._raw_cursor.executemany(sql.COMPLETE_ONE, rows)
 
     def _note_completed(
