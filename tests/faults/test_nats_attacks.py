@@ -604,3 +604,54 @@ def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes
         assert not server.router._of_orgs
 
     served(work, identify=owner)
+
+
+def test_input_that_waits_is_limited_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr(natsclients, "INCOMPLETE_BYTES_MAX", 100_000)
+    flood = b"PUB a.%d 1\r\nx\r\n" * 3_000
+
+    async def work(server: NatsServer) -> None:
+        floods = [await logged_in(server, f"acme/ann{number}") for number in range(4)]
+        for _, writer in floods:
+            writer.write(flood)
+        ends = [asyncio.create_task(reader.read()) for reader, _ in floods]
+        said, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        assert all(b"waiting input" in end.result() for end in said)
+        assert len(said) < len(floods)
+        assert sum(server.usage._incomplete.values()) <= 100_000
+        for _, writer in floods:
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        assert server.usage._incomplete == {}
+        await asyncio.wait(ends)
+
+    served(work, identify=owner)
+
+
+def test_a_revoked_token_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr("postroom.runtime.natsserver.TICK_S", 0.001)
+    monkeypatch.setattr("postroom.runtime.natsserver.TOKEN_CHECK_S", 0.0)
+    revoked: set[str] = set()
+
+    async def work(server: NatsServer) -> None:
+        all_read, to_reader = await logged_in(server, "acme/reader")
+        to_reader.write(b"".join(b"SUB *.a %d\r\n" % sid for sid in range(WILDCARDS)))
+        await answered(all_read, to_reader)
+        reading = asyncio.create_task(discard(all_read))
+        reader, writer = await logged_in(server, "acme/ann")
+        writer.write(b"".join(b"PUB x%d.a 1\r\nx\r\n" % number for number in range(10 * PUBLISHED)))
+        while not deliveries_of(server, "acme"):  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        revoked.add("acme/ann")
+        assert await reader.read() == VIOLATION
+        done = deliveries_of(server, "acme")
+        await answered(*await logged_in(server, "acme/bob"))
+        assert deliveries_of(server, "acme") == done < 10 * PUBLISHED * WILDCARDS
+        for each in (writer, to_reader):
+            each.close()
+        await reading
+
+    served(work, identify=lambda token: None if token in revoked else owner(token))

@@ -106,7 +106,7 @@ def test_a_reader_that_stops_early_continues_with_the_next_command(commands_max:
     reader.keep(CLIENT[:kept])
     commands = reader.feed(CLIENT[kept:], commands_max)
     assert len(commands) == commands_max
-    assert reader.held_bytes == 0  # nothing is incomplete
+    assert 0 < reader.held_bytes < len(CLIENT)
     while reader.has_more:
         more = reader.feed(b"", commands_max)
         assert len(more) <= commands_max

@@ -180,8 +180,8 @@ class _Reader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the incomplete frame."""
-        return 0 if self.has_more else len(self._held)
+        """Bytes that are buffered: of the incomplete frame, and others while `has_more`."""
+        return len(self._held)
 
     def keep(self, data: bytes) -> None:
         """Buffer bytes for the next `feed`."""

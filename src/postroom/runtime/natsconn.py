@@ -42,7 +42,7 @@ HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
 INTERNAL_ERROR = "Internal Server Error"
 TOO_MANY_CONNECTIONS = "maximum connections exceeded"
-TOO_MUCH_INCOMPLETE = "too many bytes of incomplete messages from this address"
+TOO_MUCH_INCOMPLETE = "too many bytes of incomplete messages and waiting input from this address"
 TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exceeded"
@@ -178,6 +178,7 @@ class ServerConnection(asyncio.Protocol):
 
     __slots__ = (
         "_backlog",
+        "_backlog_bytes",
         "_held_bytes",
         "_holds",
         "_hub",
@@ -242,7 +243,7 @@ class ServerConnection(asyncio.Protocol):
         self._holds = 0
         """How many callers of `pause_reading` have not called `resume_reading`."""
         self.slice_ends = 0.0
-        self._login_bytes = self._held_bytes = 0
+        self._login_bytes = self._held_bytes = self._backlog_bytes = 0
         self._released = False
         self._insecure = False
         """Whether TLS is required and has not begun. A client that sends now sends in the clear."""
@@ -303,14 +304,16 @@ class ServerConnection(asyncio.Protocol):
                 return
         if self._waits:
             self._reader.keep(data)
+            self._count_held()
             return
         self.slice_ends = self._hub.slice_ends()
         if self.slice_ends:
             self._read(data)
-            if not (self._backlog or self._reader.has_more) or self.output.closed:
-                return
         else:
             self._reader.keep(data)
+        self._count_held()
+        if not (self._backlog or self._reader.has_more) or self.output.closed:
+            return
         self._waits = True
         self.pause_reading()
         self._hub.wait(self)
@@ -323,6 +326,7 @@ class ServerConnection(asyncio.Protocol):
             self._handle(commands)
         else:
             self._read()
+        self._count_held()
         if self.output.closed:
             return
         if self._backlog or self._reader.has_more:
@@ -333,14 +337,18 @@ class ServerConnection(asyncio.Protocol):
 
     def _read(self, data: bytes = b"") -> None:
         """Handle commands of the input, until the slice ends."""
+        size = self._reader.held_bytes + len(data)
         commands = self._reader.feed(data, COMMANDS_A_READ_MAX)
-        held_bytes = self._reader.held_bytes
-        if held_bytes != self._held_bytes:
-            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
-            if not self._hub.usage.add_incomplete(self.network, more):
-                self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
-                return
+        self._backlog_bytes = size - self._reader.held_bytes
         self._handle(commands)
+
+    def _count_held(self) -> None:
+        """Count the input that is buffered against the address. Above the limit, the connection ends."""
+        held_bytes = self._reader.held_bytes + (self._backlog_bytes if self._backlog else 0)
+        if held_bytes != self._held_bytes and not self._released:
+            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
+            if not self._hub.usage.add_incomplete(self.network, more) and more > 0:
+                self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
 
     def _log_in(self, data: bytes) -> bytes:
         """Read the line with the login. Returns the data after it when the login succeeded."""
