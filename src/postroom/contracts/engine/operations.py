@@ -101,8 +101,8 @@ class Operations:
                 keys[key] = index
                 new.append((index, message))
         if new:
-            new = [(index, self._with_stored_ids(message)) for index, message in new]
-            self._check_ids([message for _, message in new])
+            stored_ids = self._with_stored_ids([message for _, message in new])
+            new = [(index, message) for (index, _), message in zip(new, stored_ids, strict=True)]
             for org_id, count in Counter(message.org_id for _, message in new).items():
                 storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
             progress.check(self.transaction, [message for _, message in new])
@@ -138,52 +138,61 @@ class Operations:
         if message.digest != first.digest:
             raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
 
-    def _with_stored_ids(self, message: Prepared) -> Prepared:
-        """A message with the ids that the store has, or will have, its own and that of its parent under."""
-        envelope = message.envelope
-        message_id, parent = envelope.message_id, envelope.parent_message_id
-        if message_id:
-            message_id = self._given_id(message_id, message)
-        if parent and not self.transaction.is_reserved(parent):
-            within = scoped(message.org_id, parent)
-            if not self._is_of(parent, envelope.queue) and self._is_of(within, envelope.queue):
-                parent = within
-        if (message_id, parent) == (envelope.message_id, envelope.parent_message_id):
-            return message
-        return replace(message, envelope=replace(envelope, message_id=message_id, parent_message_id=parent))
+    def _with_stored_ids(self, messages: Sequence[Prepared]) -> list[Prepared]:
+        """Messages with the ids that the store has, or will have, their own and those of their parents under.
 
-    def _given_id(self, given: str, message: Prepared) -> str:
-        """The id in the store of a message whose sender gave it one.
+        Ids that another message of the organization has are refused.
+        """
+        digests: dict[str, str] = {}
+        parents: dict[tuple[str, str], str] = {}
+        found = []
+        for message in messages:
+            message_id, is_known = self._given_id(message)
+            if is_known and message_id not in digests:
+                digests[message_id] = self._digest(message_id)
+            if message_id and digests.setdefault(message_id, message.digest) != message.digest:
+                raise KeyReused(message_id, message_id, f"message {message_id} has another content")
+            named = message.org_id, message.envelope.parent_message_id
+            if named not in parents:
+                parents[named] = self._parent_id(message)
+            ids = message_id, parents[named]
+            if ids != (message.envelope.message_id, message.envelope.parent_message_id):
+                envelope = replace(message.envelope, message_id=ids[0], parent_message_id=ids[1])
+                message = replace(message, envelope=envelope)  # noqa: PLW2901
+            found.append(message)
+        return found
+
+    def _given_id(self, message: Prepared) -> tuple[str, bool]:
+        """The id in the store of a message whose sender gave it one, and whether the organization has it.
 
         It is the one within the organization when it was given so, or when somebody else has the plain one.
         An id that the store gave to somebody else is refused like one that it has not given yet.
         """
+        given = message.envelope.message_id
+        if not given:
+            return "", False
         plain = unscoped(message.org_id, given)
         record = self.transaction.record(plain)
         if record is not None and record.queue == message.envelope.queue:
-            return plain
+            return plain, True
         if self.transaction.is_reserved(plain):
             raise reserved_id(plain)
         within = scoped(message.org_id, plain)
-        is_plain = given == plain and record is None and self.transaction.record(within) is None
-        return plain if is_plain else within
+        is_known = self.transaction.record(within) is not None
+        is_plain = given == plain and record is None and not is_known
+        return plain if is_plain else within, is_known
+
+    def _parent_id(self, message: Prepared) -> str:
+        """The id in the store of the parent that a message names."""
+        parent, queue = message.envelope.parent_message_id, message.envelope.queue
+        if not parent or self.transaction.is_reserved(parent):
+            return parent
+        within = scoped(message.org_id, parent)
+        return within if not self._is_of(parent, queue) and self._is_of(within, queue) else parent
 
     def _is_of(self, message_id: str, queue: str) -> bool:
         record = self.transaction.record(message_id) if message_id.isascii() else None
         return record is not None and record.queue == queue
-
-    def _check_ids(self, messages: Sequence[Prepared]) -> None:
-        """Refuse ids that another message of the organization has."""
-        digests: dict[str, str] = {}
-        for message in messages:
-            message_id = message.envelope.message_id
-            if not message_id:
-                continue
-            record = self.transaction.record(message_id)
-            if record is not None and message_id not in digests:
-                digests[message_id] = self._digest(message_id)
-            if digests.setdefault(message_id, message.digest) != message.digest:
-                raise KeyReused(message_id, message_id, f"message {message_id} has another content")
 
     def _digest(self, message_id: str) -> str:
         """The digest of a stored message, as `Prepared` has it."""
