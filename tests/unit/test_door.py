@@ -15,11 +15,15 @@ from postroom.core.door import leaving, leaving_facts, leaving_value
 from postroom.core.redaction import Redactor
 from postroom.runtime.server_log import ServerLog, ServerLogHandler
 from postroom.system.log import library_log
+from tests import redactioncarriers
 from tests.redactioncorpus import survives
 from tests.redactionsecrets import SECRETS
 
 KEY = "ghp_" + "aB7" * 12
 PASSWORD = "Pq7rT-wX2v"  # noqa: S105 - nobody's
+CARRIED = [
+    one for one in redactioncarriers.SECRETS if not survives(one.value, Redactor("medium").text(one.text))
+]
 FOUND = [one for one in SECRETS if not survives(one.value, Redactor("medium").text(one.text))]
 
 
@@ -132,6 +136,20 @@ def test_server_log_is_redacted_before_it_is_cut() -> None:
     first, second = map(json.loads, text.splitlines())
     assert (first["agent"], first["more"], first["odd"]) == ("<key>", {"token": "<redacted>"}, ["<key>"])
     assert second["message"] == "bad <key>"
+
+
+@pytest.mark.parametrize("secret", CARRIED, ids=lambda one: one.text[:40])
+def test_no_exit_lets_a_secret_out_that_the_rules_find(secret: redactioncarriers.Secret) -> None:
+    stream = io.StringIO()
+    server_log = ServerLog(stream)
+    server_log.write("refused", reason=secret.text, more={"said": [secret.text]})
+    server_log.close()
+    left = (
+        stream.getvalue(),
+        natswire.error(secret.text).decode(),
+        str(leaving_facts({"said": secret.text, "path": (secret.text,)})),
+    )
+    assert not any(survives(secret.value, text) for text in left)
 
 
 def test_error_of_the_nats_protocol_is_redacted() -> None:

@@ -22,6 +22,7 @@ from postroom.cli.server_options import (
 from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option
 from postroom.cli.tasks.options import durability_option, needed_folder_option
 from postroom.cli.tasks.places import DATABASE
+from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.contracts.engine import Engine
@@ -147,7 +148,6 @@ def serve(
     from postroom.page.mount import mount as mount_page
     from postroom.runtime.hosts import checked_hosts
     from postroom.runtime.manifest import keeping
-    from postroom.system.log import library_log
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"

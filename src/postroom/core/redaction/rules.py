@@ -14,7 +14,7 @@ CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n f
 WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS, VENDORS = (1 << n for n in range(9, 16))  # keys
 # A field name next to its value: in a text, and in parsed JSON, where the walk over the values finds it.
 NAMED, PAIRS = (1 << n for n in range(16, 18))
-PROGRAMS, ENCODED = (1 << n for n in range(18, 20))  # arguments of known programs, and `%3D` for `=`
+PROGRAMS, ENCODED = (1 << n for n in range(18, 20))  # commands and files of known programs, and `%3D` for `=`
 EVERYTHING: Final = (1 << 20) - 1
 
 
@@ -280,7 +280,7 @@ RULES: Final = (
     ),
     Rule(
         "key",
-        ADDRESSES,
+        PROGRAMS,
         r":(?<=[A-Za-z0-9.*>-]:)(?:[0-9]{4,5}|\*):(?!(?:[0-9A-Fa-f]{0,4}:){2,6}[0-9A-Fa-f]{0,4}(?:[^A-Za-z0-9:-]|$))"
         r"(?:\*|[A-Za-z_][A-Za-z0-9_-]{0,63})"
         rf":(?:\*|[A-Za-z_][A-Za-z0-9_.@-]{{0,63}}):({BARE}{{4,}})",
@@ -292,8 +292,8 @@ RULES: Final = (
         rf"{_BEGINS}(?<![0-9]\.)(?:[2-6][0-9]{{12,18}}"
         rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}(?:{_GAP}[0-9]{{1,3}})?"
         rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{6}}{_GAP}[0-9]{{4,6}}|[2-6][0-9]{{5}}{_GAP}[0-9]{{7,13}}"
-        rf"|[2-6][0-9](?:{_SEPARATOR}[0-9]{{2}}){{5,8}}(?:{_SEPARATOR}[0-9])?"
-        rf"|[2-6](?:{_SEPARATOR}[0-9]){{12,18}})(?![A-Za-z0-9])",
+        rf"|(?<![0-9]{_SEPARATOR})(?:[2-6][0-9](?:{_SEPARATOR}[0-9]{{2}}){{5,8}}(?:{_SEPARATOR}[0-9])?"
+        rf"|[2-6](?:{_SEPARATOR}[0-9]){{12,18}}))(?![A-Za-z0-9])",
         ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
         card,
         _glued,

@@ -7,7 +7,7 @@ Rule 2: triggers report offsets: every match is in the same string as a reported
 
 import re
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import AnyStr, Final, NamedTuple
 
 from postroom.core.redaction.checks import IBAN_CHARS
 from postroom.core.redaction.rules import (
@@ -83,18 +83,18 @@ _ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # i
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
 # Searched in `shape`.
-_COUNTRY: Final = re.compile("AA00")
-_RUN: Final = "0" * 10
-_CARD_RUN: Final = "0" * 13
+_COUNTRY: Final = re.compile(b"AA00")
+_RUN: Final = b"0" * 10
+_CARD_RUN: Final = b"0" * 13
 _CARD_STARTS: Final = "23456"
-_LETTERS: Final = frozenset("Aabcdefghijklmnopqrstuvwxyz")
-_WORD: Final = _LETTERS | {"0"}
+_LETTERS: Final = frozenset(b"Aabcdefghijklmnopqrstuvwxyz")
+_WORD: Final = _LETTERS | {ord("0")}
 # Everything that consists of groups of digits; `_GROUPS` maps the group that matched to groups of rules. The
 # last one is a gap of two characters.
 _grouped: Final = re.compile(
-    r"0-(?:0(?:000(?:-0000(?<=0000-0000-0000)()|-0(?<=0000-0000-0)()|(?<=-000-0000)()|(?<=000-00-0000)()"
-    r"|00(?:-0000(?<=0000-000000-0000)|0(?<=000000-0000000))())"
-    r"|0{0,2}-0(?:(?<=0-00-0)0(?:-00){3}-0()|(?<=0-0-0)(?:-0){10}()|0{0,2}-0()))|-000(?<=000--000)())"
+    rb"0-(?:0(?:000(?:-0000(?<=0000-0000-0000)()|-0(?<=0000-0000-0)()|(?<=-000-0000)()|(?<=000-00-0000)()"
+    rb"|00(?:-0000(?<=0000-000000-0000)|0(?<=000000-0000000))())"
+    rb"|0{0,2}-0(?:(?<=0-00-0)0(?:-00){3}-0()|(?<=0-0-0)(?:-0){10}()|0{0,2}-0()))|-000(?<=000--000)())"
 ).search
 _DIGITS: Final = CARDS | ADDRESSES
 _GROUPS: Final = (0, CARDS | IBANS, IBANS, PHONES, SSNS, CARDS, _DIGITS, _DIGITS, ADDRESSES, EVERYTHING)
@@ -137,13 +137,11 @@ class Triggers:
             return TriggerHits(EVERYTHING, raw)
         low = data.translate(LOW).decode("latin-1")
         signs, places, values = self._signs.find(raw, low)
-        active = ADDRESSES if places else 0
+        active = ADDRESSES | PROGRAMS if places else 0
         if values:
             places += values
             active |= NAMED | PAIRS if self._signs.names_value(low) else NAMED
-        active |= _keys(raw, low, places) | _numbers(
-            raw, low, data.translate(SHAPE).decode("latin-1"), places
-        )
+        active |= _keys(raw, low, places) | _numbers(raw, low, data.translate(SHAPE), places)
         if "@" in raw or "=" in raw or "%" in raw:
             active |= _links(raw, places)
             if "=" in raw and (match := _ASSIGNED.search(low)):
@@ -214,7 +212,7 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 
     return active
 
 
-def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
+def _numbers(raw: str, low: str, shape: bytes, places: list[int]) -> int:
     """Triggers for everything that consists of digits."""
     active = 0
     match = _grouped(shape)
@@ -231,7 +229,7 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
     # not belong to the same word.
     escapes = at >= 0 and ("\\" in raw or "%" in raw or "@" in raw or "\x1b" in raw)
     while at >= 0:
-        before = shape[at - 1 : at]
+        before = shape[at - 1] if at else 0
         if before in _LETTERS and (escapes or _begins_iban(raw, at)):
             active |= IBANS
             places.append(at)
@@ -241,12 +239,12 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
             active |= CARDS
             places.append(at)
         at = shape.find(_RUN, at + len(_RUN))
-    if match := _COUNTRY.search(shape):
+    if country := _COUNTRY.search(shape):
         active |= IBANS
-        places += _starts(_COUNTRY, shape, match)
-    if "+" in raw and (match := _PLUS.search(raw)):
+        places += _starts(_COUNTRY, shape, country)
+    if "+" in raw and (plus := _PLUS.search(raw)):
         active |= PHONES
-        places += _starts(_PLUS, raw, match)
+        places += _starts(_PLUS, raw, plus)
     return active
 
 
@@ -279,6 +277,6 @@ def _every(sought: str, text: str) -> list[int]:
     return found
 
 
-def _starts(pattern: "re.Pattern[str]", text: str, match: "re.Match[str]") -> list[int]:
+def _starts(pattern: "re.Pattern[AnyStr]", text: AnyStr, match: "re.Match[AnyStr]") -> list[int]:
     """The offsets of the first match and all later ones."""
     return [match.start(), *(more.start() for more in pattern.finditer(text, match.end()))]
