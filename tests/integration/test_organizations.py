@@ -16,6 +16,7 @@ from nats.errors import NoRespondersError
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Permissions, Tokens
+from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
 from tests.waiting import HANG_GUARD_S
 
@@ -323,6 +324,8 @@ def test_an_operator_means_the_only_agent_of_a_name_unless_the_plain_queue_was_u
     solo, used = world.agent(ACME, "solo"), world.agent(ACME, "used")
     assert world.call(world.up.token, "/queue/enqueue", {"agent": "solo", "payload": 2})[0] == 201
     assert world.call(solo, "/queue/next", {})[1]["payload"] == 2
+    local = ("tasks", "enqueue", "--data", world.data, "--agent", "solo", "--payload", "3")
+    assert (postroom(*local).code, world.call(solo, "/queue/next", {})[1]["payload"]) == (0, 3)
     world.call(world.up.token, "/queue/enqueue", {"agent": "used", "payload": "for none"})
     assert world.call(used, "/queue/next", {})[0] == 204
 

@@ -35,11 +35,15 @@ class Folder:
 
     def _queues(self, agents: set[str]) -> dict[str, str]:
         """The queues of agents. Warns of those without a token; a folder that has no registry needs none."""
+        from postroom.runtime import tokens
         from postroom.runtime.agents import FILE_NAME, Agents, Identity
         from postroom.runtime.task_names import target_of
 
         queues = {agent: agent for agent in agents}
-        if isinstance(self._data, StoreAddress) or not (self._data / FILE_NAME).exists():
+        data = self._data
+        if isinstance(data, StoreAddress):
+            return queues
+        if not any((data / name).exists() for name in (FILE_NAME, tokens.FILE_NAME)):
             return queues
         known, operator = Agents(self._data), Identity("", "operator")
         read = self._tasks.store.read
