@@ -402,3 +402,21 @@ def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPa
         assert len(handler.kept) == count < BURST
 
     serve(work)
+
+
+def test_output_that_a_flush_makes_does_not_stop_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+
+    async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
+        busy = await connect()
+
+        def answer() -> None:
+            for link in server.connections:
+                link.send(b"PING\r\n")
+
+        handler.behind = answer
+        busy.send(b"".join(b"PUB $own.%d 1\r\nx\r\n" % number for number in range(BURST)) + b"PING\r\n")
+        await busy.until(b"PONG\r\n")
+        assert len(handler.kept) == BURST
+
+    serve(work)

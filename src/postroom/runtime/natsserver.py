@@ -479,7 +479,7 @@ class NatsServer:
     def _run_waiting(self) -> None:
         """Handle input that waits, until the slice ends: of one organization after the other."""
         self._open_turn()
-        ends = self._slice_ends
+        ends = perf_counter() + SLICE_S
         while (link := self._waiting.take(_any)) is not None:
             if not link.is_closing:
                 link.run(ends)
@@ -490,7 +490,7 @@ class NatsServer:
     def _open_turn(self) -> None:
         if not self._is_turn_open:
             self._is_turn_open = True
-            self._slice_ends = perf_counter() + SLICE_S
+            self._slice_ends = 0.0 if self._waiting else perf_counter() + SLICE_S
             self.loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
@@ -501,7 +501,7 @@ class NatsServer:
         for link in links:
             if not attempt(link.output.write_out):
                 link.cut()
-        if not self._slice_ends:
+        if self._waiting:
             self._run_waiting()
 
     def _flush(self, handler: SubjectHandler) -> None:
