@@ -226,7 +226,9 @@ def _refused_name(caller: Caller, entry: Entry, owner: Owner | None, name: str) 
     if entry.only == "only_buses":
         allowed = caller.permissions.only_buses
         is_allowed = not (allowed and name) or name in allowed
-        return "" if is_allowed else f"this token is {caller.name}'s and does not use the bus {name!r}"
+        return (
+            "" if is_allowed else f"this is the token of {caller.name}, which does not use the bus {name!r}"
+        )
     allowed = caller.permissions.only_message
     if not allowed or owner is None:
         return ""
@@ -234,7 +236,7 @@ def _refused_name(caller: Caller, entry: Entry, owner: Owner | None, name: str) 
     if is_near and name in (caller.name, *allowed):
         return ""
     rule = f"sends messages to no agent {name!r}" if name else "starts and ends no agents"
-    return f"this token is {caller.name}'s and {rule}"
+    return f"this is the token of {caller.name}, which {rule}"
 
 
 def _is_for(caller: Caller, entry: Entry, owner: Owner) -> bool:
@@ -303,10 +305,10 @@ def _refused_object(caller: Caller, entry: Entry, owner: Owner) -> str:
             if entry.changes
             else f"may not read the tasks of {owner.agent}"
         )
-        return f"this token is {caller.name}'s and {rule}"
+        return f"this is the token of {caller.name}, which {rule}"
     if not caller.org:
         return _without_organization(caller)
-    return f"this token is {caller.name}'s and does that for its organization only"
+    return f"this is the token of {caller.name}, which does that for its organization only"
 
 
 def _without_organization(caller: Caller) -> str:

@@ -125,7 +125,9 @@ async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: RegisterBody = request.body
     identity = request.identity
     if body.agent_id not in (None, identity.name):
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and registers no other agent")
+        raise Refusal(
+            403, "Forbidden", f"this is the token of {identity.name}, which registers no other agent"
+        )
     coordinator = await server.coordinator()
     agent = await coordinator.register(identity.name, identity.org, is_local=False)
     server.note_beat(agent)

@@ -196,7 +196,7 @@ def check_reach(identity: Identity, org_id: str, kind: str, payload: Any) -> Non
 
 
 def _not_yours(identity: Identity, rule: str) -> Refusal:
-    return Refusal(403, "Forbidden", f"this token is {identity.name}'s and {rule}")
+    return Refusal(403, "Forbidden", f"this is the token of {identity.name}, which {rule}")
 
 
 # ---- searching -------------------------------------------------------------------------------------

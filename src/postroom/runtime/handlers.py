@@ -452,7 +452,9 @@ def _named_agent(request: HttpRequest) -> str | None:
     agent = identity.name if body.agent is None else str(body.agent)
     check_allowed(identity, "task.claim", Owner(identity.org, agent))
     if body.agent_url not in (None, identity.name, identity.url):
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and does not act for {agent!r}")
+        raise Refusal(
+            403, "Forbidden", f"this is the token of {identity.name}, which does not act for {agent!r}"
+        )
     return agent
 
 
