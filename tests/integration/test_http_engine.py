@@ -288,7 +288,7 @@ def test_events_of_messages_are_for_operators(server: Server) -> None:
         own = server.enqueue("caller", 1)
         first = stream.next()
         assert first is not None
-        assert first.data["message_id"] == own
+        assert server.get("boss", f"/tasks/{first.data['message_id']}").json["task_id"] == own
 
 
 # ---- messages and tasks ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from nats.errors import NoRespondersError
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Permissions, Tokens
+from postroom.stores.own_ids import COVERED
 from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
 from tests.waiting import HANG_GUARD_S
@@ -267,6 +268,49 @@ def test_two_organizations_have_tasks_of_the_same_id(world: World) -> None:
         assert foreign[0] == 404
         seen = world.call(world.up.token, f"/tasks/@{org}:build")[1]
         assert (seen["task_id"], seen["payload"]) == (f"@{org}:build", f"of {org}")
+
+
+def test_no_number_of_the_store_is_in_what_an_organization_sees(world: World) -> None:
+    """Ids of tasks, places in lists and numbers of events tell nothing about the others, and still work."""
+    assert world.up.token is not None
+    token = world.tokens.create("agent", ACME, "nina", permissions=Permissions(may_send_to=("nina",))).token
+    sent = [
+        world.call(token, "/queue/enqueue", {"agent": "nina", "payload": number})[1]["task_id"]
+        for number in range(3)
+    ]
+    lines = world.call(token, "/tasks?limit=2")[1]["tasks"]
+    assert [line["task_id"] for line in lines] == sent[:2]
+    [last] = world.call(token, f"/tasks?after={lines[-1]['seq']}")[1]["tasks"]
+    assert last["task_id"] == sent[2]
+    seen = world.call(world.up.token, f"/tasks/{sent[0]}")[1]
+    assert seen["task_id"] != sent[0]  # an operator of all organizations sees the id in the store
+    prefix, number = seen["task_id"].rsplit("-", 1)
+    assert [
+        line["task_id"] for line in world.call(world.up.token, f"/tasks?after={int(number) - 1}")[1]["tasks"]
+    ]
+    for task_id in (sent[0], seen["task_id"]):
+        found = world.call(token, f"/tasks/{task_id}")[1]
+        assert (found["task_id"], found["payload"]) == (sent[0], 0)
+        events = found["history"]
+        assert {event["message_id"] for event in events} == {sent[0]}
+        assert all(event["seq"] >= COVERED for event in events)
+    claimed = world.call(token, "/queue/next", {"limit": 3})[1]["tasks"]
+    assert [task["task_id"] for task in claimed] == sent
+    done = {"task_id": sent[0], "lease": claimed[0]["lease"], "decision": 1}
+    assert world.call(token, "/queue/complete", done)[0] == 202
+    status, answer = world.call(token, "/queue/complete", {**done, "lease": 5})
+    assert (status, f"{prefix}-{number} " in answer["message"] or f"{number}'" in answer["message"]) == (
+        409,
+        False,
+    )
+    assert all(int(task_id.rsplit("-", 1)[1]) >= COVERED for task_id in sent)
+    for number in range(3):
+        world.call(token, "/engine/messages", {"type": "tool_call", "payload": {"tool": str(number)}})
+    first = world.call(token, "/engine/messages?limit=2")[1]
+    rest = world.call(token, f"/engine/messages?after={first['next_after']}")[1]["messages"]
+    found_messages = [*first["messages"], *rest]
+    assert len({message["message_id"] for message in found_messages}) == len(found_messages) >= 3
+    assert all(message["seq"] >= COVERED for message in found_messages)
 
 
 def test_a_task_of_an_operator_keeps_its_id_for_its_agent(world: World) -> None:

@@ -24,9 +24,10 @@ from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.runtime.handlers import read_queue, readable_task
 from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_names import reads, shown_task
+from postroom.runtime.task_names import reads, shown_id, shown_task
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import by_state, ready
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction
 
 MICROS_PER_S: Final = 1_000_000
@@ -131,7 +132,8 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
 
     def shown() -> Lines:
-        return Lines([_shown_line(request, stored, age_s) for stored, age_s in found], before, reached)
+        lines = [_shown_line(request, server.ids, stored, age_s) for stored, age_s in found]
+        return Lines(lines, before, reached)
 
     return await shown_by(server, request, shown)
 
@@ -161,13 +163,13 @@ def newest_tasks(
     return found, 0, None
 
 
-def _shown_line(request: HttpRequest, stored: Stored, age_s: float) -> Line:
+def _shown_line(request: HttpRequest, ids: OwnIds, stored: Stored, age_s: float) -> Line:
     record = stored.record
     failures = _failures(stored.history)
     error_type, error = (failures[-1].error_type, failures[-1].error) if failures else ("", "")
     return Line(
         seq=record.seq,
-        task_id=unscoped(request.identity.org, record.message_id),
+        task_id=shown_id(ids, request.identity.org, record.message_id),
         state=record.state,
         type=shown_name(request, stored.envelope.type),
         age_s=round(max(0.0, age_s), 1),
@@ -192,7 +194,7 @@ def _beginning(text: str) -> str:
 
 
 async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task = shown_task(request.identity, await readable_task(server, request))
+    task = shown_task(server.ids, request.identity, await readable_task(server, request))
     return await shown_by(server, request, lambda: _shown(request, task))
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 from postroom.contracts.tasks import Tasks
-from postroom.core.names import unscoped
 from postroom.runtime.agents import Agents
 from postroom.runtime.nudger import Nudger
+from postroom.runtime.task_names import shown_id
 
 EVENTS_A_READ = 1_000
 
@@ -17,6 +17,7 @@ class AgentNudges:
     def __init__(self, tasks: Tasks, agents: Agents, nudger: Nudger, wake: Callable[[], None]) -> None:
         self._tasks = tasks
         self._agents = agents
+        self._ids = tasks.store.read(lambda transaction: transaction.ids)
         self._nudger = nudger
         self._wake = wake
         self._position: int | None = None
@@ -42,7 +43,7 @@ class AgentNudges:
                 newest.setdefault(agent, waiting.task_id)
         for agent, task_id in newest.items():
             known = named[agent]
-            self._nudger.nudge(agent, known.url or "", unscoped(known.org, task_id))
+            self._nudger.nudge(agent, known.url or "", shown_id(self._ids, known.org, task_id))
 
     def _new_tasks(self, named: Collection[str]) -> dict[str, str]:
         """The newest task of each of these agents that was enqueued since the last run."""

@@ -64,6 +64,7 @@ from postroom.errors import (
 )
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
+    ANONYMOUS,
     IDENTITY,
     JSON_TYPE,
     NO_CONTENT,
@@ -81,6 +82,7 @@ from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import BODY_DEPTH_MAX, SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
 from postroom.runtime.server_log import error_location
 from postroom.runtime.task_server import TaskServer
+from postroom.stores.own_ids import OwnIds
 
 RETRY_AFTER_S = 1
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -175,7 +177,7 @@ class Endpoint:
         except asyncio.CancelledError:
             reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
-            refusal = _error_to_reply(error, request.identity.org)
+            refusal = _error_to_reply(error, request.identity, server.ids, _asked(request))
             self._note_refusal(server, request, refusal.status, error)
             reply = None if isinstance(error, StreamRefused) else refusal
         finally:
@@ -364,11 +366,20 @@ async def read_body(server: TaskServer, request: HttpRequest, bytes_max: int) ->
         pieces.append(piece)
 
 
-def _error_to_reply(error: BaseException, org: str = "") -> HttpReply:
-    """The reply to a caller of an organization, which sees its names without the organization."""
+def _asked(request: HttpRequest) -> bytes:
+    """The texts of a request in which a caller names an id."""
+    return str(request.scope["path"]).encode("utf-8", "replace") + request.raw
+
+
+def _error_to_reply(
+    error: BaseException, caller: Identity = ANONYMOUS, ids: OwnIds | None = None, asked: bytes = b""
+) -> HttpReply:
+    """The reply to a caller, which sees its names without the organization. `asked` is what it has sent."""
     status, error_type, message = _refusal_facts(error)
-    text = unscoped_text(org, message)
-    return _error_reply(status, error_type, text, getattr(error, "retry_after_s", RETRY_AFTER_S))
+    message = unscoped_text(caller.org, message)
+    if caller.org and ids is not None:
+        message = ids.cover_text(message, asked)
+    return _error_reply(status, error_type, message, getattr(error, "retry_after_s", RETRY_AFTER_S))
 
 
 def _refusal_facts(error: BaseException) -> tuple[int, str, str]:

@@ -51,7 +51,7 @@ from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
-from postroom.runtime.task_names import stored_id
+from postroom.runtime.task_names import shown_number, stored_id
 from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import Listing
@@ -210,11 +210,16 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     if not org_id:
         raise InvalidMessage("an operator has to name the organization of the messages: org_id")
     state = query.state or None
-    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, query.after, SEARCHED_MAX)
+    ids, caller = server.ids, request.identity
+    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, ids.uncover(query.after), SEARCHED_MAX)
     found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
-    org = request.identity.org
-    lines = [replace(line, message_id=unscoped(org, line.message_id)) for line in found.messages]
-    return HttpReply(200, _encode(replace(found, messages=lines)))
+    org = caller.org
+    lines = [
+        replace(line, seq=shown_number(ids, org, line.seq), message_id=unscoped(org, line.message_id))
+        for line in found.messages
+    ]
+    next_after = shown_number(ids, org, found.next_after) if found.next_after else 0
+    return HttpReply(200, _encode(FoundAnswer(lines, next_after)))
 
 
 def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:

@@ -58,18 +58,20 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     last = request.header(b"last-event-id")
     if last and not is_number(last):
         raise InvalidMessage("Last-Event-ID must be the number of an event")
-    owner = own_queue(server.agents, request.identity)
+    ids, caller = server.ids, request.identity
+    owner = own_queue(server.agents, caller)
 
     def page(position: int) -> tuple[bytes, int]:
         found = server.tasks.events(after=position, limit=STREAM_PAGE)
-        visible = [event for event in found if owner is None or event.queue == owner]
-        data = b"".join(
-            sse(str(event.seq), event.kind, _encode(shown_event(request.identity, server.ids.shown(event))))
-            for event in visible
-        )
+        visible = [
+            shown_event(ids, caller, ids.shown(event))
+            for event in found
+            if owner is None or event.queue == owner
+        ]
+        data = b"".join(sse(str(event.seq), event.kind, _encode(event)) for event in visible)
         return data, found[-1].seq if found else position
 
-    position = int(last) if last else request.query.after
+    position = ids.uncover(int(last) if last else request.query.after)
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 

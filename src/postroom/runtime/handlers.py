@@ -59,6 +59,7 @@ from postroom.runtime.task_names import (
     own_queue,
     queue_owner,
     reads,
+    shown_id,
     shown_line,
     shown_task,
     stored_id,
@@ -161,8 +162,9 @@ def _log_claims(server: TaskServer, claimed: list[LeasedTask]) -> None:
 
 
 def _claimed_task(server: TaskServer, request: HttpRequest, task: LeasedTask) -> ClaimedTask:
-    lease, org = server.ids.fence(task.attempt, task.lease), request.identity.org
-    task_id, parent = unscoped(org, task.task_id), unscoped(org, task.parent)
+    ids, org = server.ids, request.identity.org
+    lease = ids.fence(task.attempt, task.lease)
+    task_id, parent = shown_id(ids, org, task.task_id), shown_id(ids, org, task.parent)
     return ClaimedTask(task_id, task.payload, lease, task.attempt, task.lease_s, task.type, parent)
 
 
@@ -325,7 +327,7 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     if server.task_spans is not None:
         queue = tasks[0].agent if len(agents) == 1 else SEVERAL
         server.task_spans.note("send", queue, task_ids, started_ns)
-    task_ids = [unscoped(request.identity.org, task_id) for task_id in task_ids]
+    task_ids = [shown_id(server.ids, request.identity.org, task_id) for task_id in task_ids]
     answer = NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
     return HttpReply(201, _encode(answer))
 
@@ -354,14 +356,14 @@ def _unknown_warning(server: TaskServer, queues: set[str]) -> str:
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task_id = request.path_param("id")
+    task_id = server.ids.uncover_id(request.path_param("id"))
     return await _commit(
         server, request, "cancelled", task_id, lambda operations: operations.cancel(task_id), makes_room=True
     )
 
 
 async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task_id = request.path_param("id")
+    task_id = server.ids.uncover_id(request.path_param("id"))
     return await _commit(
         server, request, "retried", task_id, lambda operations: operations.retry(task_id), makes_room=False
     )
@@ -377,7 +379,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.task_id, query.wait_s, left)
         info = await readable_task(server, request)
-    return HttpReply(200, _encode(shown_task(request.identity, info)))
+    return HttpReply(200, _encode(shown_task(server.ids, request.identity, info)))
 
 
 async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
@@ -407,11 +409,12 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     agent = query.agent or (None if request.identity.is_operator else request.identity.name)
     if agent is not None:
         agent = await read_queue(server, request, agent)
-    state = query.state or None
+    state, after = query.state or None, server.ids.uncover(query.after)
     lines = await server.read_for(
-        request, lambda: server.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
+        request, lambda: server.tasks.find(agent=agent, state=state, after=after, limit=query.limit)
     )
-    return HttpReply(200, _encode(LinesAnswer([shown_line(request.identity, line) for line in lines])))
+    shown = [shown_line(server.ids, request.identity, line) for line in lines]
+    return HttpReply(200, _encode(LinesAnswer(shown)))
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -2,7 +2,9 @@
 
 Rule 1: an id or an agent that a caller of an organization names is one within the organization.
 Rule 2: a caller of an organization sees its names as it gave them. Operators see whose they are.
-Rule 3: an id that the store made, an earlier version has stored, or an operator gave, is the same for all.
+Rule 3: an id that an earlier version has stored, or an operator gave, is the same for all.
+Rule 4: an id that the store made contains a number of the whole store. A caller of an organization sees it
+        covered, and so it sees numbers of events and places in lists.
 """
 
 from collections.abc import Sequence
@@ -16,13 +18,15 @@ from postroom.core.names import scoped, split_scoped, unscoped
 from postroom.errors import InvalidMessage, shown
 from postroom.message import Event
 from postroom.runtime.agents import Agents, Identity
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction
 
 
 def stored_id(transaction: Transaction, org: str, task_id: str) -> str:
     """The id of a known task or message in the store, by the one that a caller of the organization knows."""
-    if not org or transaction.is_reserved(task_id):
-        return task_id
+    own = transaction.ids.uncover_id(task_id)
+    if not org or (transaction.ids.own_number(own) and transaction.record(own) is not None):
+        return own
     within = scoped(org, task_id)
     return within if transaction.record(within) is not None else task_id
 
@@ -107,38 +111,48 @@ def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: 
 # ---- answers ---------------------------------------------------------------------------------------
 
 
-def shown_task(caller: Identity, task: TaskInfo) -> TaskInfo:
+def shown_id(ids: OwnIds, org: str, task_id: str) -> str:
+    """The id of a task as callers of an organization see it."""
+    return ids.cover_id(unscoped(org, task_id)) if org else task_id
+
+
+def shown_number(ids: OwnIds, org: str, number: int) -> int:
+    """The number of a record or event as callers of an organization see it."""
+    return ids.cover(number) if org else number
+
+
+def shown_task(ids: OwnIds, caller: Identity, task: TaskInfo) -> TaskInfo:
     """A task as the caller sees it."""
     org = caller.org
     if not org:
         return task
     return replace(
         task,
-        task_id=unscoped(org, task.task_id),
+        task_id=shown_id(ids, caller.org, task.task_id),
         agent=unscoped(org, task.agent),
-        parent=unscoped(org, task.parent),
+        parent=shown_id(ids, caller.org, task.parent),
         sender=unscoped(org, task.sender),
         idempotency_key=task.idempotency_key.replace(f"@{scoped(org, '')}", "@", 1),
-        history=[shown_event(caller, event) for event in task.history],
+        history=[shown_event(ids, caller, event) for event in task.history],
     )
 
 
-def shown_line(caller: Identity, line: TaskLine) -> TaskLine:
+def shown_line(ids: OwnIds, caller: Identity, line: TaskLine) -> TaskLine:
     """A line of a list as the caller sees it."""
-    org = caller.org
-    return (
-        replace(line, task_id=unscoped(org, line.task_id), agent=unscoped(org, line.agent)) if org else line
+    return replace(
+        line,
+        seq=shown_number(ids, caller.org, line.seq),
+        task_id=shown_id(ids, caller.org, line.task_id),
+        agent=unscoped(caller.org, line.agent),
     )
 
 
-def shown_event(caller: Identity, event: Event) -> Event:
+def shown_event(ids: OwnIds, caller: Identity, event: Event) -> Event:
     """An event of a task as the caller sees it."""
-    org = caller.org
-    if not org:
-        return event
     return replace(
         event,
-        queue=unscoped(org, event.queue),
-        message_id=unscoped(org, event.message_id),
-        parent_message_id=unscoped(org, event.parent_message_id),
+        seq=shown_number(ids, caller.org, event.seq),
+        queue=unscoped(caller.org, event.queue),
+        message_id=shown_id(ids, caller.org, event.message_id),
+        parent_message_id=shown_id(ids, caller.org, event.parent_message_id),
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 
 from msgspec.structs import replace
 
@@ -12,6 +13,11 @@ IDS_FACT = "ids"
 NUMBER_DIGITS_MAX = 18
 UUID_CHARS = 36
 FENCE_BITS = 20
+HALF_BITS = 26
+HALF = (1 << HALF_BITS) - 1
+COVERED = 1 << 2 * HALF_BITS
+"""Above every number of a store. Twice as much is still a whole number in JavaScript."""
+ROUNDS = range(4)
 UPGRADE_US = 24 * 3600 * 1_000_000  # in which all processes of a store are upgraded
 EARLIER_RULE = IdRule(bytes(SECRET_BYTES).hex(), 1 << 62)
 """The rule of a store that only an earlier version has written."""
@@ -39,6 +45,42 @@ class OwnIds:
         Its last bits tell the leases of two messages apart that had the same id.
         """
         return attempt << FENCE_BITS | self.messages.mark(lease) & (1 << FENCE_BITS) - 1
+
+    def cover(self, number: int) -> int:
+        """The number of a record or event as clients see it, which does not tell how many there are."""
+        high, low = number >> HALF_BITS, number & HALF
+        for turn in ROUNDS:
+            high, low = low, high ^ self._half(turn, low)
+        return COVERED | high << HALF_BITS | low
+
+    def uncover(self, shown: int) -> int:
+        """The number that a client has seen covered. Any other one stays the same."""
+        if not COVERED <= shown < 2 * COVERED:
+            return shown
+        high, low = shown - COVERED >> HALF_BITS, shown & HALF
+        for turn in reversed(ROUNDS):
+            high, low = low ^ self._half(turn, high), high
+        return high << HALF_BITS | low
+
+    def _half(self, turn: int, half: int) -> int:
+        return self.messages.mark(-1 - (turn << HALF_BITS | half)) & HALF
+
+    def cover_id(self, task_id: str) -> str:
+        """The id of a task as clients see it: the number in one that the store made is covered."""
+        number = 0 if len(task_id) >= UUID_CHARS else self.own_number(task_id)
+        return f"{self.prefix}{self.cover(number)}" if 0 < number < COVERED else task_id
+
+    def uncover_id(self, shown: str) -> str:
+        """The id of a task in the store, by the one that a client has seen."""
+        number = self.own_number(shown)
+        return f"{self.prefix}{self.uncover(number)}" if number >= COVERED else shown
+
+    def cover_text(self, text: str, asked: bytes = b"") -> str:
+        """A sentence with the ids of tasks as clients see them. One that was asked for stays the same."""
+        if self.prefix not in text:
+            return text
+        own = rf"{re.escape(self.prefix)}\d+"
+        return re.sub(own, lambda it: it[0] if it[0].encode() in asked else self.cover_id(it[0]), text)
 
     def shown(self, event: Event) -> Event:
         """An event with its lease as clients see it."""
