@@ -19,6 +19,14 @@ from postroom.core.health import BACKLOG_AGE_S, UNATTENDED_S, HealthFacts, Verdi
             {"waiting": 2, "oldest_s": 601.0, "workers": 2}, "warning",
             "the oldest of 2 messages has waited 10 min",
         ),
+        (
+            {"waiting": 9, "oldest_s": 601.0, "workers": 2, "has_figures": False}, "warning",
+            "the oldest message has waited 10 min",
+        ),
+        (
+            {"waiting": 9, "stage": 3, "has_figures": False}, "problem",
+            "no worker runs, and messages wait (stage 3)",
+        ),
         ({"waiting": 2, "is_paused": True}, "warning", "all deliveries are paused, and 2 messages wait"),
         ({"breakers": ["search"]}, "warning", "1 breaker is open for all organizations: search"),
         ({"breakers": ["", ""]}, "warning", "2 breakers are open for all organizations"),

@@ -37,6 +37,8 @@ class HealthFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the server that do not work, and why."""
     slowed: Mapping[str, str] = {}
     """Parts without which the server goes on, and why they do not work."""
+    has_figures: bool = True
+    """Whether the reasons say how many messages wait, which is not for everybody."""
 
 
 NO_PARTS: Final = HealthFacts()
@@ -74,7 +76,8 @@ def _backlog(facts: HealthFacts) -> Iterator[Reason]:
     """At most one reason: the one that the others follow from."""
     if not facts.waiting:
         return
-    wait = f"{messages(facts.waiting)} wait{'s' if facts.waiting == 1 else ''}"
+    waiting = messages(facts.waiting) if facts.has_figures else "messages"
+    wait = f"{waiting} wait{'s' if waiting == '1 message' else ''}"
     is_throttled = facts.stage >= LIGHT
     at_stage = f" (stage {facts.stage})" if is_throttled else ""
     if facts.is_paused:
@@ -87,7 +90,8 @@ def _backlog(facts: HealthFacts) -> Iterator[Reason]:
     elif is_throttled:
         yield Reason("backlog", "warning", f"{wait}{at_stage}", _throttled)
     elif facts.oldest_s > BACKLOG_AGE_S:
-        oldest = f"the oldest of {messages(facts.waiting)} has waited {span(facts.oldest_s)}"
+        which = f"oldest of {waiting}" if facts.has_figures else "oldest message"
+        oldest = f"the {which} has waited {span(facts.oldest_s)}"
         yield Reason("backlog", "warning", oldest, "there are too few workers")
 
 

@@ -153,11 +153,18 @@ class TaskServer:
             self.streams_woken = self._loop.create_future()
 
     async def health(self) -> tuple[dict[str, str], HealthFacts]:
-        """The state of every part, and what the verdict depends on, without names of services."""
+        """The state of every part, and what the verdict depends on, for callers without a token.
+
+        They see neither names of services nor how many messages all organizations have.
+        """
         states, parts = await self._parts()
         flow = await self._flow_facts()
         return states, replace(
-            flow, breakers=[""] * len(flow.breakers), broken=parts.broken, slowed=parts.slowed
+            flow,
+            breakers=[""] * len(flow.breakers),
+            broken=parts.broken,
+            slowed=parts.slowed,
+            has_figures=False,
         )
 
     async def part_facts(self) -> HealthFacts:
