@@ -311,6 +311,9 @@ def test_no_number_of_the_store_is_in_what_an_organization_sees(world: World) ->
     found_messages = [*first["messages"], *rest]
     assert len({message["message_id"] for message in found_messages}) == len(found_messages) >= 3
     assert all(message["seq"] >= COVERED for message in found_messages)
+    events = world.call(token, f"/engine/messages/{found_messages[0]['message_id']}")[1]["history"]
+    assert events
+    assert all(event["seq"] >= COVERED for event in events)
 
 
 def test_a_task_of_an_operator_keeps_its_id_for_its_agent(world: World) -> None:

@@ -254,7 +254,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def shown() -> dict[str, Any]:
         return {
-            **_shown(request, shown_info(identity, found["info"]), identity),
+            **_shown(request, shown_info(server.ids, identity, found["info"]), identity),
             "has_goal": found["has_goal"],
             "explanation": shown_text(request, unscoped_text(identity.org, found["explanation"])),
             "lease_left_s": found["lease_left_s"],

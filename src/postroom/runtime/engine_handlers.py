@@ -51,10 +51,11 @@ from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
-from postroom.runtime.task_names import shown_number, stored_id
+from postroom.runtime.task_names import shown_event, shown_number, stored_id
 from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import Listing
+from postroom.stores.own_ids import OwnIds
 
 T = TypeVar("T")
 
@@ -266,14 +267,14 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.message_id, query.wait_s, left)
         info = await _read_visible(server, request, _raw_info)
-    return HttpReply(200, _encode(shown_info(request.identity, info)))
+    return HttpReply(200, _encode(shown_info(server.ids, request.identity, info)))
 
 
-def shown_info(identity: Identity, info: MessageInfo) -> MessageInfo:
-    """A message as the caller sees it: with the ids that were given to it and its parent."""
+def shown_info(ids: OwnIds, identity: Identity, info: MessageInfo) -> MessageInfo:
+    """A message as the caller sees it: with the ids that were given, and without numbers of the store."""
     org = identity.org
     given = {name: unscoped(org, info.message[name]) for name in GIVEN_IDS if name in info.message}
-    history = [replace(event, message_id=unscoped(org, event.message_id)) for event in info.history]
+    history = [shown_event(ids, identity, ids.shown(event)) for event in info.history]
     return replace(
         info, message_id=unscoped(org, info.message_id), message={**info.message, **given}, history=history
     )
