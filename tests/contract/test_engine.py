@@ -295,6 +295,25 @@ def test_two_organizations_give_messages_the_same_id(world: EngineUnderTest) -> 
         world.submit(message_id=child.message_id)
 
 
+def test_one_batch_gives_messages_of_two_organizations_the_same_ids(world: EngineUnderTest) -> None:
+    parent, given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11", "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b12"
+    batch = [
+        {"type": "tool_call", "org_id": org, "payload": {"of": org}, "message_id": message_id}
+        | ({"parent_message_id": parent} if message_id == given else {})
+        for org in ("acme", "zen")
+        for message_id in (parent, given)
+    ]
+    handles = world.wait(world.engine.submit_many(batch))
+    assert [each.message_id for each in handles] == [parent, given, f"@zen:{parent}", f"@zen:{given}"]
+    again = world.wait(world.engine.submit_many(reversed(batch)))
+    assert [(each.message_id, each.duplicate) for each in reversed(again)] == [
+        (each.message_id, True) for each in handles
+    ]
+    children = [world.wait(world.engine.get(handles[place].message_id)) for place in (1, 3)]
+    parents = [child.message["parent_message_id"] for child in children]
+    assert parents == [parent, f"@zen:{parent}"]
+
+
 def test_an_id_within_an_organization_is_that_of_its_stored_message(world: EngineUnderTest) -> None:
     given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
     first = world.submit(message_id=given)

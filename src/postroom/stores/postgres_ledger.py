@@ -236,6 +236,13 @@ class PostgresLedger(Transaction):
         return [self._record(row) for row in rows]
 
     def _by_ids(self, message_ids: Sequence[str]) -> list[Record]:
+        found = self.records(message_ids)
+        for message_id in message_ids:
+            if message_id not in found:
+                raise unknown(message_id)
+        return [found[message_id] for message_id in message_ids]
+
+    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
         numbers = [self._known.own_number(message_id) for message_id in message_ids]
         own = [number for number in numbers if number]
         rows = self._ask_records("by_seqs", (own,)) if own else []
@@ -246,10 +253,7 @@ class PostgresLedger(Transaction):
         if own and (missing := [to_sql(each) for each in message_ids if each not in found]):
             named = map(self._record, self._ask_records("by_names", (missing,)))
             found |= {record.message_id: record for record in named}
-        for message_id in message_ids:
-            if message_id not in found:
-                raise unknown(message_id)
-        return [found[message_id] for message_id in message_ids]
+        return found
 
     def _record(self, row: Sequence[Any]) -> Record:
         seq, name, queue = row[0], row[1], from_sql(row[2])

@@ -133,6 +133,9 @@ class RabbitTransaction(Transaction):
     def find(self, pick: Pick) -> list[Record]:
         return self._inner.find(pick)
 
+    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        return self._inner.records(message_ids)
+
     def load(self, message_id: str) -> Stored | None:
         return self._inner.load(message_id)
 

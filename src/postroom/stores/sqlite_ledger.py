@@ -204,25 +204,31 @@ class SqliteLedger(Transaction):
         return [self._record(row) for row in rows]
 
     def _by_ids(self, message_ids: Sequence[str]) -> list[Record]:
+        found = self.records(message_ids)
+        for message_id in message_ids:
+            if message_id not in found:
+                raise unknown(message_id)
+        return [found[message_id] for message_id in message_ids]
+
+    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
         """Own ids are looked up by number in one query, others by name."""
-        numbers = [self._known.own_number(message_id) for message_id in message_ids]
-        own = [number for number in numbers if number]
+        numbers = {message_id: self._known.own_number(message_id) for message_id in message_ids}
+        own = [number for number in numbers.values() if number]
         if len(own) == 1:
             rows = ask(self._cursor, sql.BY_SEQ, (own[0],))
         else:
             rows = ask(self._cursor, sql.BY_SEQS, (carray_of(own),)) if own else []
-        found = {row[0]: row for row in rows}
-        records = []
-        for message_id, number in zip(message_ids, numbers, strict=True):
-            row = found.get(number)
-            record = None if row is None else self._record(row)
+        by_number = {row[0]: self._record(row) for row in rows}
+        found = {}
+        for message_id, number in numbers.items():
+            record = by_number.get(number)
             if record is None or record.message_id != message_id:
                 named = ask(self._cursor, sql.BY_NAME, (message_id,))
-                record = self._record(named[0]) if named else None
-            if record is None:
-                raise unknown(message_id)
-            records.append(record)
-        return records
+                if not named:
+                    continue
+                record = self._record(named[0])
+            found[message_id] = record
+        return found
 
     def _record(self, row: tuple[Any, ...]) -> Record:
         seq, state, turn, queue = row[0], row[3], row[14], self._name(row[2])

@@ -470,9 +470,15 @@ class Transaction(Ledger, Lanes):
 
     def record(self, message_id: str) -> Record | None:
         """One record; None when it is unknown."""
-        with suppress(UnknownTask):
-            return self.find(ByIds((message_id,)))[0]
-        return None
+        return self.records((message_id,)).get(message_id)
+
+    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        """Records by their ids, without unknown ids."""
+        found = {}
+        for message_id in message_ids:
+            with suppress(UnknownTask):
+                [found[message_id]] = self.find(ByIds((message_id,)))
+        return found
 
     def alert(self, error_type: str, error: str) -> None:
         """Emit an event for a person to look at."""

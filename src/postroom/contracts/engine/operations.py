@@ -31,6 +31,7 @@ from postroom.contracts.engine.cells import (
     WorkerInfo,
     joined,
 )
+from postroom.contracts.engine.given_ids import with_stored_ids
 from postroom.contracts.engine.message_input import Prepared, stored
 from postroom.contracts.engine.messages import (
     body_of,
@@ -44,7 +45,6 @@ from postroom.contracts.engine.tokens import TokenBooks, note_dependant
 from postroom.contracts.goals import progress
 from postroom.core import lifecycle
 from postroom.core.advice import ReversalClass
-from postroom.core.names import scoped, unscoped
 from postroom.core.provider_headers import Observed
 from postroom.errors import (
     EffectUnknown,
@@ -58,7 +58,7 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Accepted, Decide, Transaction, reserved_id
+from postroom.stores.transaction import Accepted, Decide, Transaction
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
@@ -101,13 +101,13 @@ class Operations:
                 keys[key] = index
                 new.append((index, message))
         if new:
-            stored_ids = self._with_stored_ids([message for _, message in new])
-            new = [(index, message) for (index, _), message in zip(new, stored_ids, strict=True)]
-            for org_id, count in Counter(message.org_id for _, message in new).items():
+            named, known_ids = with_stored_ids(self.transaction, [message for _, message in new])
+            self._check_contents(named, known_ids)
+            for org_id, count in Counter(message.org_id for message in named).items():
                 storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
-            progress.check(self.transaction, [message for _, message in new])
-            Admission(self.transaction, self._policy).check([message for _, message in new])
-            for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
+            progress.check(self.transaction, named)
+            Admission(self.transaction, self._policy).check(named)
+            for (index, _), accepted in zip(new, self._insert(named), strict=True):
                 answers[index] = Submitted(accepted.message_id, accepted.duplicate)
         return [self._answer(index, message, answers, keys) for index, message in enumerate(messages)]
 
@@ -138,61 +138,15 @@ class Operations:
         if message.digest != first.digest:
             raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
 
-    def _with_stored_ids(self, messages: Sequence[Prepared]) -> list[Prepared]:
-        """Messages with the ids that the store has, or will have, their own and those of their parents under.
-
-        Ids that another message of the organization has are refused.
-        """
+    def _check_contents(self, messages: Sequence[Prepared], known: set[str]) -> None:
+        """Refuse messages with the id of another message of the organization."""
         digests: dict[str, str] = {}
-        parents: dict[tuple[str, str], str] = {}
-        found = []
         for message in messages:
-            message_id, is_known = self._given_id(message)
-            if is_known and message_id not in digests:
+            message_id = message.envelope.message_id
+            if message_id in known and message_id not in digests:
                 digests[message_id] = self._digest(message_id)
             if message_id and digests.setdefault(message_id, message.digest) != message.digest:
                 raise KeyReused(message_id, message_id, f"message {message_id} has another content")
-            named = message.org_id, message.envelope.parent_message_id
-            if named not in parents:
-                parents[named] = self._parent_id(message)
-            ids = message_id, parents[named]
-            if ids != (message.envelope.message_id, message.envelope.parent_message_id):
-                envelope = replace(message.envelope, message_id=ids[0], parent_message_id=ids[1])
-                message = replace(message, envelope=envelope)  # noqa: PLW2901
-            found.append(message)
-        return found
-
-    def _given_id(self, message: Prepared) -> tuple[str, bool]:
-        """The id in the store of a message whose sender gave it one, and whether the organization has it.
-
-        It is the one within the organization when it was given so, or when somebody else has the plain one.
-        An id that the store gave to somebody else is refused like one that it has not given yet.
-        """
-        given = message.envelope.message_id
-        if not given:
-            return "", False
-        plain = unscoped(message.org_id, given)
-        record = self.transaction.record(plain)
-        if record is not None and record.queue == message.envelope.queue:
-            return plain, True
-        if self.transaction.is_reserved(plain):
-            raise reserved_id(plain)
-        within = scoped(message.org_id, plain)
-        is_known = self.transaction.record(within) is not None
-        is_plain = given == plain and record is None and not is_known
-        return plain if is_plain else within, is_known
-
-    def _parent_id(self, message: Prepared) -> str:
-        """The id in the store of the parent that a message names."""
-        parent, queue = message.envelope.parent_message_id, message.envelope.queue
-        if not parent or self.transaction.is_reserved(parent):
-            return parent
-        within = scoped(message.org_id, parent)
-        return within if not self._is_of(parent, queue) and self._is_of(within, queue) else parent
-
-    def _is_of(self, message_id: str, queue: str) -> bool:
-        record = self.transaction.record(message_id) if message_id.isascii() else None
-        return record is not None and record.queue == queue
 
     def _digest(self, message_id: str) -> str:
         """The digest of a stored message, as `Prepared` has it."""
