@@ -146,3 +146,16 @@ def test_several_indexes_cache_no_more_together_than_one(monkeypatch: pytest.Mon
             assert (len(kept), sum(match.size for match in kept)) == (use.matches, use.subscriptions)
             assert use.matches <= 10
             assert use.subscriptions <= 15
+
+
+def test_an_index_without_subscriptions_keeps_no_matches() -> None:
+    """The router drops such an index: what it has counted as cached would never be given back."""
+    use = subjects.CacheUse()
+    index: SubjectIndex[Interest] = SubjectIndex(use)
+    for pattern in (b"a", b"*.a"):
+        interest = Interest(pattern)
+        index.add(pattern, interest)
+        for n in range(10):
+            index.match(b"x%d" % n)
+        index.remove(pattern, interest)
+        assert (use.matches, use.subscriptions) == (0, 0)

@@ -174,7 +174,10 @@ class SubjectIndex(Generic[T]):
             _take_out(found, gone)
             if not found:
                 del self._literal[pattern]
-            self._uncache(pattern)
+            if self:
+                self._uncache(pattern)
+            else:  # its owner may drop it, and what it holds of `CacheUse` with it
+                self.clear_cache()
             return
         path = self._path(pattern)
         _take_out(self._place(path[-1], pattern), gone)
