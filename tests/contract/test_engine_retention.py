@@ -29,7 +29,7 @@ from postroom.contracts.engine.retention import (
     forget_over,
     take_turn,
 )
-from postroom.contracts.engine.storage import COUNTED_BYTES
+from postroom.contracts.task_storage import COUNTED_BYTES
 from postroom.errors import Overloaded
 from postroom.stores.base import Outbox
 from postroom.stores.sqlite_ledger import FOLD_EVENTS

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
+from postroom import Tasks
+from postroom.contracts.task_storage import STORED, STORED_TASKS_MAX, StoredTasks
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Permissions, Tokens
@@ -484,3 +487,31 @@ def test_a_stream_of_a_name_has_nothing_of_another_organizations_bus(world: Worl
         assert world.call(world.other, "/bus/not-yet/messages", {**NEWS, "body": "of other"})[0] == 201
         lines = iter(stream.readline, b"")
         assert b"of other" in next(line for line in lines if line.startswith(b"data:"))
+
+
+# ---- what the tasks of an organization take up -----------------------------------------------------
+
+
+def test_an_organization_that_stores_its_share_of_tasks_leaves_others_as_they_were(world: World) -> None:
+    def note(tasks: int) -> None:
+        value = msgspec.json.encode(StoredTasks(tasks))
+        with Tasks.open(f"sqlite:///{world.data}/queue.db") as opened:
+            opened.store.write(lambda transaction: transaction.put_cell(STORED, "full", value))
+
+    allowed = Permissions(may_send_to=("sue",))
+    sue, other = (
+        world.tokens.create("agent", org, "sue", permissions=allowed).token for org in ("full", "roomy")
+    )
+    new = {"agent": "sue", "payload": 1}
+    assert world.call(sue, "/queue/enqueue", new)[0] == 201
+    note(STORED_TASKS_MAX)
+    status, refusal = world.call(sue, "/queue/enqueue", new)
+    assert (status, refusal["error"]) == (429, "Overloaded")
+    assert refusal["message"].startswith("organization full stores 5,000,000 of at most 5,000,000 tasks;")
+    assert world.call(other, "/queue/enqueue", new)[0] == 201
+    status, task = world.call(sue, "/queue/next", {"agent": "sue"})
+    assert status == 200
+    body = {"task_id": task["task_id"], "lease": task["lease"], "decision": {}}
+    assert world.call(sue, "/queue/complete", body)[0] == 202
+    note(STORED_TASKS_MAX - 1)
+    assert world.call(sue, "/queue/enqueue", new)[0] == 201

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from postroom.contracts import task_storage
 from postroom.contracts.task_input import (
     DELAY_S_MAX,
     check_durability,
@@ -92,7 +93,7 @@ class TaskOperations:
                 envelopes.append(replace(envelopes[-1], payload=encoded("the payload", new.payload)))
             else:
                 envelopes.append(self._envelope(new))
-        return [accepted.message_id for accepted in self.transaction.insert(envelopes)]
+        return [accepted.message_id for accepted in task_storage.insert(self.transaction, envelopes)]
 
     def _envelope(self, new: NewTask) -> Envelope:
         queue = checked_scoped_name("agent", new.agent)
@@ -144,7 +145,8 @@ class TaskOperations:
         for task_id in results:
             if len(task_id) >= MESSAGE_ID_CHARS:
                 self.record(task_id)
-        self.transaction.complete(results)
+        for task_id in self.transaction.complete(results):
+            task_storage.add(self.transaction, task_id, len(results[task_id][1]))
         if not claim_next:
             return []
         record = self.record(next(iter(results)))
@@ -207,6 +209,7 @@ class TaskOperations:
             durability=stored.record.durability,
         )
         decision_id = self.transaction.insert([envelope])[0].message_id
+        task_storage.add(self.transaction, task_id, len(stored.result))
         self._apply(task_id, lambda record, moment: lifecycle.hand_over(record, moment, decision_id))
         return decision_id
 

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 
+from postroom.contracts import task_storage
 from postroom.contracts.task_input import NUMBER_MAX
 from postroom.core import lifecycle
 from postroom.message import Record, State
@@ -72,7 +73,9 @@ class Purge:
         kept_us["DEAD_LETTER"] = kept_us["QUARANTINED"] = round(keep.dead_s * 1e6)
 
         def purge_tasks(transaction: Transaction) -> int:
-            return transaction.purge(self._tasks_after, kept_us, PURGE_BATCH_MAX)
+            after = transaction.purge(self._tasks_after, kept_us, PURGE_BATCH_MAX)
+            task_storage.forget(transaction, transaction.purged)
+            return after
 
         for _ in range(rounds):
             self._tasks_after = self._store.write(purge_tasks, makes_room=True)

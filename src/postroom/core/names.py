@@ -79,6 +79,11 @@ def unscoped_text(org: str, text: str) -> str:
     return text.replace(scoped(org, ""), "") if org else text
 
 
+def is_scoped(name: str) -> bool:
+    """Whether a name of the store is one within an organization."""
+    return name.startswith(_SCOPE)
+
+
 def split_scoped(name: str) -> tuple[str, str]:
     """The organization of a name of the store, which is empty for none, and the name within it."""
     org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)

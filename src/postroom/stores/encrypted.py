@@ -28,7 +28,7 @@ PLAIN_CELLS = frozenset(
         "engine.dependant", "engine.epoch", "engine.goal", "engine.inbox", "engine.key_end", "engine.line",
         "engine.line_of", "engine.parked", "engine.pause", "engine.pressure", "engine.purge",
         "engine.rate", "engine.receipt", "engine.request", "engine.token_holds",
-        "engine.token_use", "engine.tokens", "engine.worker",
+        "engine.token_use", "engine.tokens", "engine.worker", "tasks.size", "tasks.stored",
     }
 )  # fmt: skip
 """Kinds of cells that hold counters, times and ids only. Claims read and write them all the time."""

@@ -129,6 +129,8 @@ class Transaction(Ledger, Lanes):
     """Whether a record ended."""
     lapsed: Sequence[int] = ()
     """The leases that `put_back` ended."""
+    purged: Sequence[Record] = ()
+    """The records that the last `purge` forgot, in the order of their numbers."""
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
@@ -169,11 +171,12 @@ class Transaction(Ledger, Lanes):
         for queue, count in more.items():
             depth, most = waiting(self.depth(queue)), self.limits(queue).max_depth
             if depth + count > most:
-                new = sum(envelope.queue == queue and not self._is_known(envelope) for envelope in envelopes)
+                new = sum(envelope.queue == queue and not self.is_known(envelope) for envelope in envelopes)
                 if depth + new > most:
                     raise QueueFull(queue, depth, most, RETRY_AFTER_S)
 
-    def _is_known(self, envelope: Envelope) -> bool:
+    def is_known(self, envelope: Envelope) -> bool:
+        """Whether an insert would drop a message as a duplicate."""
         if envelope.key and self._known_by_key(envelope) is not None:
             return True
         return bool(envelope.message_id) and self.record(envelope.message_id) is not None
@@ -392,6 +395,7 @@ class Transaction(Ledger, Lanes):
             and record.ended_us
             and record.ended_us < self.wall_us - keep_us[record.state]
         ]
+        self.purged = gone
         if gone:
             self.forget(gone)
             self._emit(lifecycle.purged(self._moment(self.take_numbers(1)), len(gone)))

@@ -6,16 +6,11 @@ Rule 2: bytes are counted piece by piece, and only pieces above `COUNTED_BYTES`:
 Rule 3: only a submit is refused. What a running message produces is stored and counted.
 """
 
-from typing import Final
-
 from postroom.contracts.engine.cells import MESSAGE_BYTES, STORED_BYTES, Kind
 from postroom.contracts.engine.policy import Organization
-from postroom.errors import Overloaded
+from postroom.contracts.task_storage import COUNTED_BYTES, at_limit
 from postroom.message import ENGINE_PREFIX
 from postroom.stores.transaction import Transaction
-
-COUNTED_BYTES: Final = 4 * 1024
-RETRY_AFTER_S: Final = 60.0
 
 
 def check(transaction: Transaction, org_id: str, rules: Organization, count: int) -> None:
@@ -23,10 +18,10 @@ def check(transaction: Transaction, org_id: str, rules: Organization, count: int
     counts = transaction.depth(ENGINE_PREFIX + org_id)
     stored = sum(counts.values()) - counts.get("LAPSES", 0)
     if stored + count > rules.max_stored_messages:
-        raise _full(org_id, f"{stored:,}", f"{rules.max_stored_messages:,} messages")
+        raise at_limit(org_id, f"{stored:,}", f"{rules.max_stored_messages:,} messages")
     used = STORED_BYTES.get(transaction, org_id) or 0
     if used >= rules.max_stored_bytes:
-        raise _full(org_id, f"{used:,}", f"{rules.max_stored_bytes:,} bytes of messages")
+        raise at_limit(org_id, f"{used:,}", f"{rules.max_stored_bytes:,} bytes of messages")
 
 
 def add(transaction: Transaction, org_id: str, message_id: str, size: int) -> None:
@@ -47,10 +42,3 @@ def forget(transaction: Transaction, org_id: str, message_id: str) -> None:
 def _change(transaction: Transaction, kind: Kind[int], key: str, by: int) -> None:
     size = (kind.get(transaction, key) or 0) + by
     kind.put(transaction, size if size > 0 else None, key)
-
-
-def _full(org_id: str, stored: str, most: str) -> Overloaded:
-    return Overloaded(
-        f"organization {org_id} stores {stored} of at most {most}; ended ones leave after their retention",
-        RETRY_AFTER_S,
-    )
