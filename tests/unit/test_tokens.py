@@ -2,8 +2,10 @@
 
 import json
 import re
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
 from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import FILE_NAME, Permissions, Tokens
+from postroom.runtime.tokens import FILE_NAME, Permissions, Tokens, digest_of
 
 
 def expire(folder: Path, token_id: str) -> None:
@@ -78,6 +80,27 @@ def test_a_revoked_token_is_refused(tmp_path: Path) -> None:
     assert Agents(tmp_path).identify(made.token) is None
     with pytest.raises(UnknownToken, match="there is no token"):
         tokens.revoke(made.token_id)
+
+
+def test_a_slow_reader_does_not_keep_a_token_that_was_revoked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, writer = Tokens(tmp_path), Tokens(tmp_path)
+    made = writer.create("agent", "acme", "ann")
+    read = known._file.read_all
+
+    def revoked_meanwhile() -> Any:
+        found = read()
+        monkeypatch.undo()
+        writer.revoke(made.token_id)
+        other = threading.Thread(target=known.list)
+        other.start()
+        other.join()
+        return found
+
+    monkeypatch.setattr(known._file, "read_all", revoked_meanwhile)
+    known.orgs_of("ann")
+    assert known.find(digest_of(made.token)) is None
 
 
 def test_rotation_keeps_the_rights_and_ends_the_old_token(tmp_path: Path) -> None:

@@ -285,16 +285,16 @@ class Agents:
 
     def _recent(self) -> _Index:
         """The agents as they were a moment ago."""
-        is_recent = self._file.is_fresh and self._known.version == self._file.version
-        return self._known if is_recent else self._index()
+        known = self._known
+        return known if self._file.is_fresh and known.version == self._file.version else self._index()
 
     def _index(self) -> _Index:
-        agents = self._file.read()
-        if self._known.version != self._file.version:
-            by_digest = {agent.token_sha256: (agent.token_sha256, agent.identity) for agent in agents}
-            by_name = {agent.name: agent for agent in agents}
-            self._known = _Index(self._file.version, by_digest, by_name, {})
-        return self._known
+        found, known = self._file.read_all(), self._known
+        if known.version != found.version:
+            by_digest = {agent.token_sha256: (agent.token_sha256, agent.identity) for agent in found.entries}
+            by_name = {agent.name: agent for agent in found.entries}
+            self._known = known = _Index(found.version, by_digest, by_name, {})
+        return known
 
 
 def _targets(names: Iterable[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from postroom.system.atomic import make_folder, read_file, replace_file
 LOCK_TIMEOUT_S = 10.0
 CHECK_EVERY_S = 0.2  # between checks of the file, so that not every request needs one
 
+NO_FILE = 0, 0, 0
+"""The version of a file that does not exist."""
+
 E = TypeVar("E", bound=msgspec.Struct)
 
 
@@ -35,6 +38,15 @@ class Content(Generic[E]):
     entries: list[E]
     owners: dict[str, str]
     """By name: the organization that owns it, for as long as the file exists. Most files have none."""
+
+
+class Found(NamedTuple, Generic[E]):
+    """What the file held when it was read."""
+
+    version: tuple[int, int, int]
+    """Differs when the file was changed."""
+    entries: Sequence[E]
+    owners: Mapping[str, str]
 
 
 class RegistryFile(Generic[E]):
@@ -52,9 +64,12 @@ class RegistryFile(Generic[E]):
             msgspec.defstruct("Registry", fields, forbid_unknown_fields=True)
         )
         self._checked = -CHECK_EVERY_S
-        self._content: tuple[tuple[E, ...], dict[str, str]] = (), {}
-        self.version: tuple[int, int, int] = (0, 0, 0)
-        """Differs when the file was changed."""
+        self._found: Found[E] = Found(NO_FILE, (), {})
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """The version that was read last. Another thread may have read it."""
+        return self._found.version
 
     @property
     def is_fresh(self) -> bool:
@@ -63,27 +78,27 @@ class RegistryFile(Generic[E]):
 
     def read(self) -> Sequence[E]:
         """The entries. A file that was changed by another process is read again."""
-        return self.read_all()[0]
+        return self.read_all().entries
 
-    def read_all(self) -> tuple[Sequence[E], Mapping[str, str]]:
-        """The entries as `read`, and the owners of names."""
+    def read_all(self) -> Found[E]:
+        """The entries as `read`, the owners of names, and the version that has them."""
         self._checked = time.monotonic()
         try:
-            found = self._path.stat()
-            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            stat = self._path.stat()
         except FileNotFoundError:
-            self._content, self.version = ((), {}), (0, 0, 0)
-            return self._content
+            found: Found[E] = Found(NO_FILE, (), {})
+            self._found = found
+            return found
         except OSError as error:
             raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
-        if version != self.version:
-            self._content, self.version = self._load(), version
-        return self._content
+        version, found = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._found
+        if version != found.version:
+            self._found = found = Found(version, *self._load())
+        return found
 
     def current_version(self) -> tuple[int, int, int]:
         """The version of the file as it is now."""
-        self.read_all()
-        return self.version
+        return self.read_all().version
 
     @contextmanager
     def changing(self) -> Iterator[MutableSequence[E]]:
@@ -98,8 +113,8 @@ class RegistryFile(Generic[E]):
         fd = lock.open_lock_file(self._path.with_name(f"{self._path.name}.lock"))
         try:
             lock.acquire(fd, LOCK_TIMEOUT_S, self._path)
-            entries, owners = self.read_all()
-            content = Content([*entries], {**owners})
+            found = self.read_all()
+            content = Content([*found.entries], {**found.owners})
             yield content
             written: dict[str, Any] = {self._field: content.entries}
             if content.owners:

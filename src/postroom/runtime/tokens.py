@@ -256,20 +256,20 @@ class Tokens:
 
     def _recent(self) -> _Known:
         """The tokens as they were a moment ago."""
-        return (
-            self._known if self._file.is_fresh and self._known.version == self._file.version else self._read()
-        )
+        known = self._known
+        return known if self._file.is_fresh and known.version == self._file.version else self._read()
 
     def _read(self) -> _Known:
-        tokens, owners = self._file.read_all()
-        if self._known.version != self._file.version:
+        found, known = self._file.read_all(), self._known
+        if known.version != found.version:
             orgs: dict[str, set[str]] = {}
-            for token in tokens:
+            for token in found.entries:
                 for name in filter(None, (token.agent, *token.permissions.may_claim)):
                     orgs.setdefault(name, set()).add(token.org)
-            by_digest = {token.token_sha256: token for token in tokens}
-            self._known = _Known(self._file.version, by_digest, _owners(tokens, owners), orgs)
-        return self._known
+            by_digest = {token.token_sha256: token for token in found.entries}
+            owners = _owners(found.entries, found.owners)
+            self._known = known = _Known(found.version, by_digest, owners, orgs)
+        return known
 
 
 def checked_permissions(
