@@ -134,3 +134,19 @@ def test_values_of_an_earlier_version_are_not_checked(tmp_path: Path) -> None:
         connection.commit()
     [fault] = faults(path)
     assert fault.startswith("the trail of record")
+
+
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *(("records", each) for each in ("type", "parent_message_id", "key", "sender", "result_crc")),
+        *((table, each) for table in ("cells", "chunks") for each in ("kind", "key", "crc")),
+    ],
+)
+def test_a_value_of_another_type_is_named(filled: Path, tmp_path: Path, table: str, column: str) -> None:
+    """One changed bit of a row makes a blob of a text."""
+    path = Path(shutil.copy(filled, tmp_path))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE {table} SET {column} = CAST({column} AS BLOB) WHERE length({column}) > 0")  # noqa: S608
+        connection.commit()
+    assert any("the checksum does not match" in fault for fault in faults(path))

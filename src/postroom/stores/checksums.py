@@ -51,7 +51,7 @@ def _changed_places(connection: Reading, store_id: str) -> Iterator[str]:
     for seq, *texts, payload, payload_crc, result, result_crc, trail, trail_crc in connection.execute(
         _RECORDS
     ):
-        given = start_of(*(text or "" for text in texts))
+        given = _start_of(*(text or "" for text in texts))
         if not _fits(payload, payload_crc, given):
             yield record_place(store_id, "payload", seq)
         if not _fits(result, result_crc):
@@ -63,8 +63,13 @@ def _changed_places(connection: Reading, store_id: str) -> Iterator[str]:
             yield batch_place(store_id, seq)
     for query in (_CELLS, _CHUNKS):
         for kind, key, value, crc in connection.execute(query):
-            if not _fits(value, crc, start_of(kind, key)):
+            if not _fits(value, crc, _start_of(kind, key)):
                 yield cell_place(store_id, kind, key)
+
+
+def _start_of(*texts: Any) -> int:
+    """The checksum of texts as they were found. In a damaged row, one may be of another type."""
+    return start_of(*map(str, texts))
 
 
 def _fits(value: Any, crc: Any, start: int = 0) -> bool:
