@@ -4,7 +4,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,27 @@ class World:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
+
+    def stream(self, token: str, place: str, act: Callable[[], str]) -> list[dict[str, str]]:
+        """The events that a page gets which goes on from a place, up to a `reset` or one with a given text.
+
+        `act` is called after the first overview, and returns the text.
+        """
+        headers = {"authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"{self.up.http}/page/stream?after={place}", headers=headers)  # noqa: S310 - our own server
+        found: list[dict[str, str]] = []
+        end = ""
+        with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
+            while not (end and any(end in event["data"] for event in found)):
+                fields: dict[str, str] = {}
+                while line := answer.readline().decode().strip():
+                    name, _, fields[name] = line.partition(": ")
+                if "event" in fields:
+                    found.append(fields)
+                    if fields["event"] == "reset":
+                        break
+                    end = end or (act() if fields["event"] == "overview" else "")
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +338,82 @@ def test_no_number_of_the_store_is_in_what_an_organization_sees(world: World) ->
     events = world.call(token, f"/engine/messages/{found_messages[0]['message_id']}")[1]["history"]
     assert events
     assert all(event["seq"] >= COVERED for event in events)
+
+
+def numbers_in(value: Any) -> set[int]:
+    """All whole numbers of an answer."""
+    if isinstance(value, dict):
+        return numbers_in([*value.values()])
+    if isinstance(value, list):
+        return set().union(*map(numbers_in, value))
+    text = str(value)
+    return {int(text)} if text.isdigit() else set()
+
+
+def test_no_number_on_the_page_of_an_organization_grows_with_the_others(world: World) -> None:
+    """Neither in lists and the overview, nor in the stream. A guessed number finds nothing out."""
+    assert world.up.token is not None
+    org, many = "paged", 300
+    operator = world.tokens.create("operator", org).token
+    agent = world.tokens.create("agent", org, "pia", permissions=Permissions(may_send_to=("pia",))).token
+    sent: list[str] = []
+    tasks: list[str] = []
+
+    def submit(token: str, count: int) -> list[str]:
+        messages = [{"type": "tool_call", "payload": {}, "delay_s": 600}] * count
+        found: list[str] = world.call(token, "/engine/messages", {"messages": messages})[1]["message_ids"]
+        return found
+
+    def submit_one() -> str:
+        sent.extend(submit(agent, 1))
+        return sent[-1]
+
+    def numbers() -> set[int]:
+        """All numbers that the page gets after three more messages and tasks."""
+        sent.extend(submit(agent, 3))
+        task = {"agent": "pia", "payload": 1}
+        tasks.extend(world.call(agent, "/queue/enqueue", task)[1]["task_id"] for _ in range(3))
+        lists = ("/page/messages?limit=2", "/page/agents/pia/tasks?limit=2", "/page/overview")
+        found = [
+            world.call(agent, path)
+            for path in (*lists, f"/page/messages/{sent[-1]}", f"/page/tasks/{tasks[-1]}")
+        ]
+        found += [world.call(operator, path) for path in (lists[0], lists[2])]
+        assert {status for status, _ in found} == {200}
+        events = world.stream(agent, "", submit_one)
+        data = [json.loads(event["data"]) for event in events]
+        return numbers_in([[answer for _, answer in found], [event["id"] for event in events], data])
+
+    def plain(numbers: set[int]) -> set[int]:
+        """Numbers that may count something: neither covered nor a time."""
+        return {number for number in numbers if 10 < number < 10**12}
+
+    known = plain(numbers())
+    submit(world.other, many)
+    assert plain(numbers()) <= known
+    stored = world.call(world.up.token, f"/engine/messages/{sent[-1]}")[1]["history"][0]["seq"]
+    assert stored > many
+
+    for path, name, wanted in (
+        ("/page/messages", "message", sent),
+        ("/page/agents/pia/tasks", "task", tasks),
+    ):
+        page = world.call(agent, f"{path}?limit=4")[1]
+        rest = world.call(agent, f"{path}?before={page['before']}")[1]
+        found = [line[f"{name}_id"] for line in [*page[f"{name}s"], *rest[f"{name}s"]]]
+        assert found == wanted[::-1]
+        status, answer = world.call(agent, f"{path}?before={stored}")
+        assert (status, "'before' must be the cursor" in answer["message"]) == (400, True)
+
+    place = world.stream(agent, "", submit_one)[-1]["id"]
+    submit(world.other, 1)
+    missed = submit(agent, 1)
+    found = world.stream(agent, place, submit_one)
+    events = [
+        one for event in found if event["event"] == "events" for one in json.loads(event["data"])["events"]
+    ]
+    assert [one["message_id"] for one in events] == [*missed, sent[-1]]
+    assert [event["event"] for event in world.stream(agent, str(stored), submit_one)] == ["reset"]
 
 
 def test_a_task_of_an_operator_keeps_its_id_for_its_agent(world: World) -> None:

@@ -89,9 +89,10 @@ class Page:
 
     @staticmethod
     def _scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        path, _, query = path.partition("?")
         return {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": [(b"host", b"localhost"), *headers],
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": query.encode(), "headers": [(b"host", b"localhost"), *headers],
         }  # fmt: skip
 
     async def show(self, path: str) -> str:
@@ -160,10 +161,12 @@ def test_a_view_redacts_in_a_thread_and_a_limited_number_of_characters(page: Pag
                 lease = {"task_id": claimed["task_id"], "lease": claimed["lease"]}
                 await page.call("POST", "/queue/fail", {**lease, "error": LONG[:4_000]})
             await page.show("/page/agents/ada/tasks")
-            for _ in range(10):
-                await page.call("POST", "/queue/enqueue", {"agent": "ada", "payload": "x" * 1_000_000})
+            task = {"agent": "ada", "payload": "x" * 1_000_000}
+            sent = [(await page.call("POST", "/queue/enqueue", task))["task_id"] for _ in range(10)]
             listed = await page.call("GET", "/page/agents/ada/tasks")
             assert 5 < len(listed["tasks"]) < 10
-            assert listed["before"] == listed["tasks"][-1]["seq"]
+            older = await page.call("GET", f"/page/agents/ada/tasks?before={listed['before']}")
+            found = [one["task_id"] for one in [*listed["tasks"], *older["tasks"]]]
+            assert found[:10] == sent[::-1]
 
     asyncio.run(story())

@@ -16,6 +16,8 @@ def test_a_covered_number_leads_back_to_its_record(number: int) -> None:
     covered = ids.cover(number)
     assert COVERED <= covered < 2 * COVERED
     assert ids.uncover(covered) == ids.uncover(number) == number
+    assert (ids.place(covered), ids.place(number), ids.place(2 * covered)) == (number, None, None)
+    assert ids.place(0) == 0
     shown = ids.cover_id(f"t1234-{number}")
     assert shown == f"t1234-{covered}"
     assert ids.uncover_id(shown) == ids.uncover_id(f"t1234-{number}") == f"t1234-{number}"

@@ -38,11 +38,13 @@ def seen(batch: Batch, org_id: str | None) -> list[str]:
 
 def test_a_batch_holds_only_what_its_reader_may_see() -> None:
     events = [event(1, "org:a"), event(2, "org:b"), event(3, "ada"), event(4, "org:a", "heartbeat")]
-    batch = Batch(0, 4, happenings_of(events, str))
+    batch = Batch(0, 4, "place", happenings_of(events, str))
     assert seen(batch, None) == ["m1", "m2", "m3"]
     assert (seen(batch, "a"), seen(batch, "b"), seen(batch, "c"), seen(batch, "")) == (["m1"], ["m2"], [], [])
-    assert batch.encoded(None).startswith(b"id: 4\nevent: events\n")
-    assert b'"skipped":7' in Batch(0, 9, happenings_of([event(9, "org:b")], str), skipped=7).encoded("a")
+    assert batch.encoded(None).startswith(b"id: place\nevent: events\n")
+    assert b'"skipped":true' in Batch(
+        0, 9, "", happenings_of([event(9, "org:b")], str), skipped=True
+    ).encoded("a")
 
 
 def letter(

@@ -56,7 +56,6 @@ _encode = msgspec.json.Encoder().encode
 class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event as a page shows it."""
 
-    seq: int
     ts_us: int
     kind: str
     org_id: str
@@ -69,12 +68,16 @@ class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
 class Batch:
     """The events of one tick, encoded once for each organization that looks."""
 
-    def __init__(self, after: int, last: int, happenings: Sequence[Happening], skipped: int = 0) -> None:
+    def __init__(
+        self, after: int, last: int, place: str, happenings: Sequence[Happening], *, skipped: bool = False
+    ) -> None:
         self.after = after
         """The position before the batch."""
         self.last = last
-        self.skipped = skipped
-        """Events at the beginning that were not read, because there were too many."""
+        self._place = place
+        """The position behind it, as pages get it."""
+        self._skipped = skipped
+        """Whether events at the beginning were not read, because there were too many."""
         self._happenings = happenings
         self._encoded: dict[str | None, bytes] = {}
 
@@ -88,8 +91,8 @@ class Batch:
         found = self._encoded.get(org_id)
         if found is None:
             seen = [_shown(one, org_id or "") for one in self._happenings if is_seen(one, org_id)]
-            data = _encode({"events": seen, "skipped": self.skipped})
-            found = sse(str(self.last), "events", data) if seen or self.skipped else b""
+            data = _encode({"events": seen, "skipped": self._skipped})
+            found = sse(self._place, "events", data) if seen or self._skipped else b""
             self._encoded[org_id] = found
         return found
 
@@ -114,7 +117,7 @@ def happenings_of(events: Sequence[Event], hide: Hide) -> list[Happening]:
     """Events as pages show them. In a thread: redaction takes long."""
     return [
         Happening(
-            event.seq, event.ts_us, event.kind, org_of(event.queue), event.message_id, hide(event.type),
+            event.ts_us, event.kind, org_of(event.queue), event.message_id, hide(event.type),
             hide(event.error_type), hide(event.parent_message_id),
         )
         for event in events
@@ -240,7 +243,7 @@ class Live:
         after = self._position
         if is_first and look.events:
             after = look.events[-RECENT_EVENTS:][0].seq - 1
-        self._batches.append(Batch(after, last, look.happenings, skipped))
+        self._batches.append(Batch(after, last, self.place(last), look.happenings, skipped=skipped > 0))
         self._position = last
 
     async def _note_facts(self, facts: Facts, hide: Hide) -> None:
@@ -301,17 +304,18 @@ class Live:
         if position >= self._position:
             return []
         kept = [batch for batch in self._batches if batch.last > position]
-        if kept and kept[0].after <= position:
+        if kept and kept[0].after == position:
             return kept
         if self._position - position > CATCH_UP_MAX:
             return None
-        upto, hide = self._position, await self._hiding()
+        upto, place = self._position, self.place(self._position)
+        hide = await self._hiding()
 
         def look() -> Batch | None:
             events = self._server.engine.store.events(position, CATCH_UP_MAX)
             found = [event for event in events if event.seq <= upto]
             is_whole = bool(found) and found[0].seq == position + 1
-            return Batch(position, upto, happenings_of(found, hide)) if is_whole else None
+            return Batch(position, upto, place, happenings_of(found, hide)) if is_whole else None
 
         batch = await self._server.read_for(request, look)
         return None if batch is None else [batch]
@@ -322,8 +326,16 @@ class Live:
         is_gone = bool(batches) and batches[0].after > position
         data = b"".join(batch.encoded(org_id) for batch in batches) if not is_gone else b""
         if snapshot_number != self._snapshot_number:
-            data += sse(str(self._position), "overview", self._snapshot_for(org_id))
+            data += sse(self.place(self._position), "overview", self._snapshot_for(org_id))
         return data, self._position, self._snapshot_number, is_gone
+
+    def place(self, position: int) -> str:
+        """A position as pages get it: covered, because numbers of events count those of all organizations."""
+        return str(self._server.ids.cover(position))
+
+    def position_of(self, place: str) -> int | None:
+        """The position of a page that was given this place; None if it was not."""
+        return self._server.ids.place(int(place))
 
     @property
     def position(self) -> int:
@@ -356,7 +368,8 @@ class _Page:
         if not is_number(last_event_id):
             self._position = self._live.recent_position()
             return
-        missed = await self._live.missed(self._request, int(last_event_id))
+        position = self._live.position_of(last_event_id)
+        missed = None if position is None else await self._live.missed(self._request, position)
         if missed is None:
             await self._reset()
         elif missed:
@@ -374,7 +387,7 @@ class _Page:
             await self._send(data)
 
     async def _reset(self) -> None:
-        await self._send(b"id: %d\nevent: reset\ndata: {}\n\n" % self._position)
+        await self._send(sse(self._live.place(self._position), "reset", b"{}"))
 
     async def _send(self, data: bytes) -> None:
         if data:

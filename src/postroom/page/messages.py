@@ -23,7 +23,7 @@ from postroom.core.jsoninput import raw_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped, unscoped_text
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.errors import UnknownTask
+from postroom.errors import InvalidMessage, UnknownTask
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
@@ -40,6 +40,7 @@ from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.task_names import stored_id
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import Listing, by_state
+from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
@@ -67,7 +68,6 @@ _encode = msgspec.json.Encoder().encode
 class Line(msgspec.Struct, frozen=True):
     """A message in the list."""
 
-    seq: int
     message_id: str
     org_id: str
     state: str
@@ -108,11 +108,14 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
         return HttpReply(200, _encode(Lines([], 0)))
+    query = msgspec.structs.replace(query, before=place_of(server.ids, query.before))
     found = await read(server, request, partial(lines, query=query, org_id=org_id))
 
     def shown() -> Lines:
         return msgspec.structs.replace(
-            found, messages=[_shown_line(request, line) for line in found.messages]
+            found,
+            messages=[_shown_line(request, line) for line in found.messages],
+            before=shown_place(server.ids, found.before),
         )
 
     return await shown_by(server, request, shown)
@@ -186,6 +189,19 @@ def newest_first(
     yield before
 
 
+def place_of(ids: OwnIds, shown: int) -> int:
+    """The number of a record that a list goes on from, by the cursor of the page before."""
+    number = ids.place(shown)
+    if number is None:
+        raise InvalidMessage("'before' must be the cursor of an earlier answer: load the list again")
+    return number
+
+
+def shown_place(ids: OwnIds, number: int) -> int:
+    """A cursor as pages get it: covered, because numbers count the records of all organizations."""
+    return ids.cover(number) if number else 0
+
+
 def _counted(transaction: Transaction, queue: str | None, state: State | None) -> int:
     """How many messages of a state there are, by the counters: without any, no record is looked at."""
     counts = by_state(transaction.total() if queue is None else transaction.depth(queue))
@@ -213,7 +229,6 @@ def _line(stored: Stored) -> Line:
     record, body = stored.record, body_of(stored.envelope.payload)
     errors = [event.error_type for event in stored.history if event.error_type]
     return Line(
-        seq=record.seq,
         message_id=record.message_id,
         org_id=org_of(record.queue),
         state=record.state,

@@ -89,8 +89,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The overview at one moment."""
 
     at: datetime
-    newest_event: int
-    """The snapshot shows every event up to this number."""
     organizations: list[Organization]
     depth: int
     delayed: int
@@ -168,7 +166,6 @@ def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) ->
     ]
     return Snapshot(
         at=EPOCH + now_us * MICROSECOND,
-        newest_event=facts.newest_event,
         organizations=organizations,
         depth=status.depth,
         delayed=sum(one.delayed for one in organizations),

@@ -17,7 +17,7 @@ from postroom.contracts.task_views import TaskInfo
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
-from postroom.page.messages import accepted_at, newest_first, shown_event
+from postroom.page.messages import accepted_at, newest_first, place_of, shown_event, shown_place
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
 from postroom.runtime.agents import Identity
@@ -56,7 +56,6 @@ class QueueLine(msgspec.Struct, frozen=True):
 class Line(msgspec.Struct, frozen=True):
     """A task in the list of its agent."""
 
-    seq: int
     task_id: str
     state: str
     type: str
@@ -123,7 +122,7 @@ def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueLine:
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: TasksQuery = request.query
+    query: TasksQuery = replace(request.query, before=place_of(server.ids, request.query.before))
     queue = await read_queue(server, request, request.path_param("agent"))
 
     def work(transaction: Transaction) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
@@ -133,7 +132,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def shown() -> Lines:
         lines = [_shown_line(request, server.ids, stored, age_s) for stored, age_s in found]
-        return Lines(lines, before, reached)
+        return Lines(lines, shown_place(server.ids, before), reached)
 
     return await shown_by(server, request, shown)
 
@@ -168,7 +167,6 @@ def _shown_line(request: HttpRequest, ids: OwnIds, stored: Stored, age_s: float)
     failures = _failures(stored.history)
     error_type, error = (failures[-1].error_type, failures[-1].error) if failures else ("", "")
     return Line(
-        seq=record.seq,
         task_id=shown_id(ids, request.identity.org, record.message_id),
         state=record.state,
         type=shown_name(request, stored.envelope.type),

@@ -62,6 +62,11 @@ class OwnIds:
             high, low = low ^ self._half(turn, high), high
         return high << HALF_BITS | low
 
+    def place(self, shown: int) -> int | None:
+        """The number behind a covered one, or 0. None for a guess: what it finds would count the store."""
+        number = self.uncover(shown)
+        return number if number != shown or not shown else None
+
     def _half(self, turn: int, half: int) -> int:
         return self.messages.mark(-1 - (turn << HALF_BITS | half)) & HALF
 

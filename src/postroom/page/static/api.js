@@ -58,7 +58,7 @@ const RETRY_MS = 1000;
 export class Stream {
   constructor(listener) {
     this.listener = listener;
-    this.last = 0;
+    this.last = "";
     this.source = null;
     this.timer = 0;
     document.addEventListener("visibilitychange", () => this.visibility());
@@ -81,16 +81,13 @@ export class Stream {
   }
 
   note(event) {
-    const number = Number(event.lastEventId);
-    if (number > this.last) this.last = number;
+    this.last = event.lastEventId;
   }
 
   events(event) {
-    const before = this.last;
     const batch = JSON.parse(event.data);
     this.note(event);
-    const fresh = batch.events.filter((one) => one.seq > before);
-    if (fresh.length || batch.skipped) this.listener.events(fresh, batch.skipped);
+    this.listener.events(batch.events, batch.skipped);
   }
 
   lost(source) {

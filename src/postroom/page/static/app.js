@@ -155,7 +155,7 @@ function drawTheme() {
 function showSignIn(text = "") {
   shown += 1;
   stream.close();
-  stream.last = 0;
+  stream.last = "";
   snapshot = null;
   recent = [];
   current.close?.();

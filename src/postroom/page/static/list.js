@@ -88,10 +88,8 @@ export class List {
     await this.read(0, (found) => {
       const newest = this.found(found);
       const fresh = new Set(newest.map((one) => this.id(one)));
-      const rest = this.rows.filter((one) => !fresh.has(this.id(one)));
-      const isJoined = rest.length < this.rows.length || !this.rows.length;
-      const last = newest.at(-1)?.seq ?? 0;
-      const older = isJoined ? rest.filter((one) => one.seq < last) : [];
+      const joint = this.rows.findLastIndex((one) => fresh.has(this.id(one)));
+      const older = joint < 0 ? [] : this.rows.slice(joint + 1);
       this.rows = [...newest, ...older];
       if (!older.length) this.before = found.before;
     });
