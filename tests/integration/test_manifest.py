@@ -189,6 +189,24 @@ def test_loss_that_is_none_is_not_accepted(data: Path) -> None:
     assert "nothing of queue.db is missing" in refused.errors
 
 
+def test_folder_whose_store_is_elsewhere_is_whole(tmp_path: Path) -> None:
+    data, store = tmp_path / "run", f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    with running(data, "--store", store) as up:
+        fill(up)
+    verified = postroom("verify", "--data", data)
+    assert verified.code == 0, verified.out
+    for options in ((), ("--quick",)):
+        [found] = [
+            each
+            for each in postroom("doctor", "--data", data, *options).line["findings"]
+            if each["check"] == "stores"
+        ]
+        assert found["level"] == "ok", found
+    refused = finish(start("postroom", "up", "--data", data, "--http-port", 0, "--nats-port", 0))
+    assert refused.code == 1
+    assert "give its address with --store" in refused.error
+
+
 def test_a_bus_that_is_removed_while_up_is_killed_is_missed(tmp_path: Path) -> None:
     data = tmp_path / "run"
     with running(data) as up:

@@ -160,6 +160,13 @@ class Comparison:
             found += [*self._file_losses(manifest), *self._stream_losses(manifest)]
         return found
 
+    def unnamed_store(self) -> list[Loss]:
+        """A store on a server whose address a start was not given: it would make an empty one."""
+        server = None if self.manifest is None else self.manifest.server
+        if server is None or self._store is not None or (self._data / DATABASE).exists():
+            return []
+        return [Loss(SERVER, "the store", f"{server.identity} is on a server: give its address with --store")]
+
     def _known_store(self) -> "_KnownStore | None":
         path = self._data / DATABASE
         if not path.exists():
@@ -197,13 +204,8 @@ class Comparison:
 
     def _store_losses(self, manifest: Manifest, known: "_KnownStore | None") -> Iterator[Loss]:
         noted, server = manifest.store, manifest.server
-        if self._store is not None:
-            if server is not None:
-                yield from _server_losses(self._store, server)
-        elif server is not None and noted is None and known is None:
-            yield Loss(
-                SERVER, "the store", f"{server.identity} is on a server: give its address with --store"
-            )
+        if self._store is not None and server is not None:
+            yield from _server_losses(self._store, server)
         if noted is None or (server is not None and server.identity == noted.identity):
             return  # the store was moved to the server
         if known is None:
@@ -393,7 +395,7 @@ class ManifestKeeper:
     def begin(self, accept: Sequence[str]) -> None:
         """Refuse a folder with losses that are not accepted. Accepted ones are noted."""
         comparison = Comparison(self._data, whole=False, store=self._store)
-        losses = comparison.losses()
+        losses = [*comparison.losses(), *comparison.unnamed_store()]
         names = {loss.name for loss in losses}
         for name in accept:
             if name not in names:
