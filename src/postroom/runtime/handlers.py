@@ -55,6 +55,7 @@ from postroom.runtime.schemas import (
     TaskAnswer,
 )
 from postroom.runtime.task_names import (
+    known_target,
     new_tasks,
     own_queue,
     queue_owner,
@@ -341,12 +342,16 @@ async def _targets(server: TaskServer, request: HttpRequest, agents: set[str]) -
     """The queues that get the tasks for these agents."""
     identity = request.identity
 
-    def work(transaction: Transaction) -> dict[str, str]:
-        return {agent: target_of(transaction, server.agents, identity, agent) for agent in agents}
+    known = {agent: known_target(server.agents, identity, agent) for agent in agents}
+    found = {agent: queue for agent, queue in known.items() if queue is not None}
+    left = known.keys() - found.keys()
 
-    if identity.org or any(map(server.agents.orgs_of, agents)):
-        return await server.read_for(request, lambda: server.tasks.store.read(work))
-    return {agent: agent for agent in agents}
+    def work(transaction: Transaction) -> dict[str, str]:
+        return {agent: target_of(transaction, server.agents, identity, agent) for agent in left}
+
+    if left:
+        found |= await server.read_for(request, lambda: server.tasks.store.read(work))
+    return found
 
 
 def _unknown_warning(server: TaskServer, queues: set[str]) -> str:

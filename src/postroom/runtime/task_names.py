@@ -96,16 +96,21 @@ def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: 
     A caller of no organization means that of the plain name, or else that of the only organization with such
     an agent. A queue that was used goes on: no organization gets what was meant for somebody else.
     """
-    orgs = agents.orgs_of(name)
-    if caller.org and not (name in caller.registered_targets and caller.org not in orgs):
-        return agents.queue_of(caller.org, name)
-    if not orgs or caller.org or transaction.depth(name):
-        return name
+    known, orgs = known_target(agents, caller, name), agents.orgs_of(name)
+    if known is not None or not orgs or transaction.depth(name):
+        return known or name
     if len(orgs) > 1:
         raise InvalidMessage(
             f"several organizations have an agent {name!r}: name one of them, as in @{min(orgs)}:{name}"
         )
     return scoped(min(orgs), name)
+
+
+def known_target(agents: Agents, caller: Identity, name: str) -> str | None:
+    """The same queue as far as the names alone decide; None when it depends on what the store holds."""
+    if caller.org and (name not in caller.registered_targets or caller.org in agents.orgs_of(name)):
+        return agents.queue_of(caller.org, name)
+    return name if caller.org or not agents.orgs_of(name) else None
 
 
 # ---- answers ---------------------------------------------------------------------------------------
