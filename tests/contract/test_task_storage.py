@@ -153,12 +153,14 @@ def test_tasks_of_a_store_without_counts_are_counted_once(tasks: Tasks, clock: M
 def test_counts_are_right_after_processes_were_killed(url: str) -> None:
     def work(step: int) -> None:
         with Tasks.open(url) as tasks:
-            children.die_at_calls(step, [(tasks.store, "write")], after=bool(step % 2))
+            kind = tasks.store.write(type)
+            calls = [(tasks.store, "write"), (kind, "insert"), (kind, "put_cell")]
+            children.die_at_calls(step, calls)
             for _ in range(4):
                 tasks.enqueue_many({"agent": ACME, "payload": payload} for payload in (LARGE, "small"))
                 finish(tasks, LARGE)
 
-    for step in range(1, 9):
+    for step in range(14):
         assert children.killed(lambda step=step: work(step))  # type: ignore[misc]
     with Tasks.open(url) as tasks:
         counted = stored(tasks)

@@ -37,20 +37,26 @@ class StoredTasks(msgspec.Struct, frozen=True, array_like=True):
 
 def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Accepted]:
     """Store new tasks, all or none. Raises `Overloaded` when an organization has no room for its tasks."""
-    orgs = [split_scoped(each.queue)[0] if is_scoped(each.queue) else "" for each in envelopes]
-    if not any(orgs):
+    own: dict[str, list[Envelope]] = {}
+    for envelope in envelopes:
+        if is_scoped(envelope.queue):
+            own.setdefault(split_scoped(envelope.queue)[0], []).append(envelope)
+    if not own:
         return transaction.insert(envelopes)
-    before = {org: stored_tasks(transaction, org) for org in {*orgs} - {""}}
-    for org, stored in before.items():
-        own = [each for each, owner in zip(envelopes, orgs, strict=True) if owner == org]
-        _check(transaction, org, stored, own)
+    stored = {org: _with_room(transaction, org, new) for org, new in own.items()}
     accepted = transaction.insert(envelopes)
-    for org, stored in before.items():
-        new = sum(owner == org and not one.duplicate for owner, one in zip(orgs, accepted, strict=True))
-        _put(transaction, org, stored.tasks + new, stored.size)
-    for envelope, org, one in zip(envelopes, orgs, accepted, strict=True):
-        if org and not one.duplicate and len(envelope.payload) > COUNTED_BYTES:
-            add(transaction, one.message_id, len(envelope.payload))
+    added = dict.fromkeys(own, 0)
+    large: list[tuple[str, int]] = []
+    for envelope, one in zip(envelopes, accepted, strict=True):
+        if not one.duplicate and is_scoped(envelope.queue):
+            added[split_scoped(envelope.queue)[0]] += 1
+            if len(envelope.payload) > COUNTED_BYTES:
+                large.append((one.message_id, len(envelope.payload)))
+    for org, before in stored.items():
+        if added[org]:
+            _put(transaction, org, before.tasks + added[org], before.size)
+    for message_id, size in large:
+        add(transaction, message_id, size)
     return accepted
 
 
@@ -101,20 +107,22 @@ def at_limit(org_id: str, stored: str, most: str) -> Overloaded:
     )
 
 
-def _check(transaction: Transaction, org: str, stored: StoredTasks, envelopes: Sequence[Envelope]) -> None:
-    """Refuse new tasks of an organization that has no room. Duplicates are dropped, so they need none."""
-    size = stored.size + sum(len(each.payload) for each in envelopes if len(each.payload) > COUNTED_BYTES)
+def _with_room(transaction: Transaction, org: str, envelopes: Sequence[Envelope]) -> StoredTasks:
+    """What the tasks of an organization take up, which has room for new ones. Duplicates need none."""
+    stored = stored_tasks(transaction, org)
+    size = stored.size
+    for envelope in envelopes:
+        if len(envelope.payload) > COUNTED_BYTES:
+            size += len(envelope.payload)
     is_full = stored.tasks + len(envelopes) > STORED_TASKS_MAX
-    if not is_full and size <= STORED_BYTES_MAX:
-        return
-    new = [each for each in envelopes if not transaction.is_known(each)]
-    if new != envelopes:
-        if new:
-            _check(transaction, org, stored, new)
-    elif is_full:
-        raise at_limit(org, f"{stored.tasks:,}", f"{STORED_TASKS_MAX:,} tasks")
-    else:
+    if is_full or size > STORED_BYTES_MAX:
+        new = [each for each in envelopes if not transaction.is_known(each)]
+        if len(new) < len(envelopes):
+            return _with_room(transaction, org, new) if new else stored
+        if is_full:
+            raise at_limit(org, f"{stored.tasks:,}", f"{STORED_TASKS_MAX:,} tasks")
         raise at_limit(org, f"{stored.size:,}", f"{STORED_BYTES_MAX:,} bytes of tasks")
+    return stored
 
 
 def _put(transaction: Transaction, org: str, tasks: int, size: int) -> None:

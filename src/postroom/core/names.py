@@ -84,6 +84,7 @@ def is_scoped(name: str) -> bool:
     return name.startswith(_SCOPE)
 
 
+@lru_cache(maxsize=1024)  # for each task that is stored
 def split_scoped(name: str) -> tuple[str, str]:
     """The organization of a name of the store, which is empty for none, and the name within it."""
     org, end, inner = name.removeprefix(_SCOPE).partition(_SCOPE_END)

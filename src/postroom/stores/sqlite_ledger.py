@@ -382,7 +382,8 @@ class SqliteLedger(Transaction):
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
-        self._cells_read.pop((kind, key), None)
+        if (kind, key) in self._cells_read:
+            self._cells_read[kind, key] = value
         self._no_cells.discard(kind)
         if value is None:
             self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
