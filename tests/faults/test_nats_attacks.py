@@ -205,7 +205,7 @@ def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.M
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
         kept = [await opened(server.port, part) for _ in range(2)]
-        while sum(server.usage._incomplete.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
+        while sum(server.usage._incomplete._used.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         reader, writer = await opened(server.port, part)
         assert (await reader.readline()).startswith(b"-ERR 'too many bytes of incomplete messages")
@@ -216,7 +216,7 @@ def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.M
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server.usage._incomplete == {}
+        assert not server.usage._incomplete
 
     served(work)
 
@@ -606,25 +606,28 @@ def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes
     served(work, identify=owner)
 
 
-def test_input_that_waits_is_limited_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_waits_is_limited_for_each_organization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
-    monkeypatch.setattr(natsclients, "INCOMPLETE_BYTES_MAX", 100_000)
+    monkeypatch.setattr(natsclients, "ORGANIZATION_INCOMPLETE_BYTES_MAX", 100_000)
     flood = b"PUB a.%d 1\r\nx\r\n" * 3_000
 
     async def work(server: NatsServer) -> None:
         floods = [await logged_in(server, f"acme/ann{number}") for number in range(4)]
-        for _, writer in floods:
+        other, to_other = await logged_in(server, "globex/bob")
+        for writer in (to_other, *(writer for _, writer in floods)):
             writer.write(flood)
         ends = [asyncio.create_task(reader.read()) for reader, _ in floods]
         said, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         assert all(b"waiting input" in end.result() for end in said)
         assert len(said) < len(floods)
-        assert sum(server.usage._incomplete.values()) <= 100_000
-        for _, writer in floods:
+        assert server.usage._incomplete.fits("acme/ann", 0)
+        to_other.write(b"PING\r\n")
+        assert await other.readuntil(b"PONG\r\n")
+        for writer in (to_other, *(writer for _, writer in floods)):
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server.usage._incomplete == {}
+        assert not server.usage._incomplete
         await asyncio.wait(ends)
 
     served(work, identify=owner)

@@ -12,6 +12,7 @@ from postroom.runtime.natsoptions import (
     CLIENT_SUBSCRIPTION_BYTES_MAX,
     INCOMPLETE_BYTES_MAX,
     LOGINS_MAX,
+    ORGANIZATION_INCOMPLETE_BYTES_MAX,
     ORGANIZATION_PENDING_BYTES_MAX,
     ORGANIZATION_SUBSCRIPTION_BYTES_MAX,
     ORGANIZATION_SUBSCRIPTION_CLIENTS,
@@ -37,8 +38,8 @@ class ClientUsage:
         )
         self._logins: dict[str, int] = {}
         """Connections of each address that have not logged in."""
-        self._incomplete: dict[str, int] = {}
-        """Bytes of incomplete messages of each address."""
+        self._incomplete = ClientShares(INCOMPLETE_BYTES_MAX, ORGANIZATION_INCOMPLETE_BYTES_MAX)
+        """Bytes of incomplete messages, and of input that waits for its turn."""
 
     def may_connect(self, client: str) -> bool:
         return self._connections.fits(client, 1)
@@ -49,13 +50,16 @@ class ClientUsage:
     def remove_connection(self, client: str) -> None:
         self._connections.add(client, -1)
 
-    def move(self, old: str, new: str, *, pending: int, subscriptions: int, subscription_cost: int) -> bool:
+    def move(
+        self, old: str, new: str, *, incomplete: int, pending: int, subscriptions: int, subscription_cost: int
+    ) -> bool:
         """Count a connection against its user instead of its address. False when the user has too many."""
         if not self.may_connect(new):
             return False
         self.remove_connection(old)
         self.add_connection(new)
         for counts, used in (
+            (self._incomplete, incomplete),
             (self._pending, pending),
             (self._subscriptions, subscription_cost),
             (self._subscription_counts, subscriptions),
@@ -76,9 +80,9 @@ class ClientUsage:
         """A connection has logged in, or has ended without a login."""
         counted(self._logins, network, -1)
 
-    def add_incomplete(self, network: str, more: int) -> bool:
-        """Count bytes of incomplete messages. False when the address has too many."""
-        return counted(self._incomplete, network, more) <= INCOMPLETE_BYTES_MAX
+    def add_incomplete(self, client: str, more: int) -> bool:
+        """Count bytes of incomplete messages and waiting input. False when the client has too many."""
+        return self._incomplete.add(client, more)
 
     def add_pending(self, client: str, more: int) -> bool:
         """Count bytes that wait for a backed-up connection. False when the client has too many."""

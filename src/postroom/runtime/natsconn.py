@@ -42,7 +42,7 @@ HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
 INTERNAL_ERROR = "Internal Server Error"
 TOO_MANY_CONNECTIONS = "maximum connections exceeded"
-TOO_MUCH_INCOMPLETE = "too many bytes of incomplete messages and waiting input from this address"
+TOO_MUCH_INCOMPLETE = "too many bytes of incomplete messages and waiting input of this client"
 TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exceeded"
@@ -179,7 +179,6 @@ class ServerConnection(asyncio.Protocol):
     __slots__ = (
         "_backlog",
         "_backlog_bytes",
-        "_held_bytes",
         "_holds",
         "_hub",
         "_insecure",
@@ -195,6 +194,7 @@ class ServerConnection(asyncio.Protocol):
         "echo",
         "headers",
         "heard",
+        "held_bytes",
         "identity",
         "login",
         "name",
@@ -243,7 +243,7 @@ class ServerConnection(asyncio.Protocol):
         self._holds = 0
         """How many callers of `pause_reading` have not called `resume_reading`."""
         self.slice_ends = 0.0
-        self._login_bytes = self._held_bytes = self._backlog_bytes = 0
+        self._login_bytes = self.held_bytes = self._backlog_bytes = 0
         self._released = False
         self._insecure = False
         """Whether TLS is required and has not begun. A client that sends now sends in the clear."""
@@ -343,11 +343,11 @@ class ServerConnection(asyncio.Protocol):
         self._handle(commands)
 
     def _count_held(self) -> None:
-        """Count the input that is buffered against the address. Above the limit, the connection ends."""
+        """Count the input that is buffered against the client. Above the limit, the connection ends."""
         held_bytes = self._reader.held_bytes + (self._backlog_bytes if self._backlog else 0)
-        if held_bytes != self._held_bytes and not self._released:
-            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
-            if not self._hub.usage.add_incomplete(self.network, more) and more > 0:
+        if held_bytes != self.held_bytes and not self._released:
+            more, self.held_bytes = held_bytes - self.held_bytes, held_bytes
+            if not self._hub.usage.add_incomplete(self.client, more) and more > 0:
                 self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
 
     def _log_in(self, data: bytes) -> bytes:
@@ -615,7 +615,7 @@ class ServerConnection(asyncio.Protocol):
         if not self._released:
             self._released = True
             self.output.discard()
-            self._hub.usage.add_incomplete(self.network, -self._held_bytes)
-            self._held_bytes = 0
+            self._hub.usage.add_incomplete(self.client, -self.held_bytes)
+            self.held_bytes = 0
             self._reader = wire.ClientReader()  # frees the incomplete message
             self._hub.release(self)

@@ -376,6 +376,7 @@ class NatsServer:
         if not self.usage.move(
             link.client,
             client,
+            incomplete=link.held_bytes,
             pending=link.output.counted_bytes,
             subscriptions=link.subscription_count,
             subscription_cost=link.subscription_bytes,
