@@ -133,10 +133,15 @@ def test_stopped_parts_and_their_workers_end_with_a_killed_up(tmp_path: Path) ->
         workers = parts["workers"]["pid"]
         until(lambda: len(children(workers)) == 2)
         pids = [*(part["pid"] for part in parts.values()), *children(workers)]
+        until(lambda: all(len(threads(pid)) > 1 for pid in pids))  # one of them watches the parent
         for part in parts.values():
             os.kill(part["pid"], signal.SIGSTOP)
         up.process.kill()
         until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def threads(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/task")
 
 
 def children(pid: int) -> list[int]:
