@@ -119,7 +119,7 @@ def stored_task(store: Store, task_id: str, read_value: ReadValue = decoded_valu
 
 
 def loaded_task(transaction: Transaction, task_id: str) -> Stored:
-    """Everything about a task. Raises `UnknownTask`, also for a message of an organization."""
+    """A task with its payload, result and history. Raises `UnknownTask`, also for a message of `Engine`."""
     return _task(transaction.load(task_id), task_id)
 
 

@@ -27,7 +27,7 @@ INSTRUCTIONS = (
 
 Context = ServerRequestContext[Any, Any]
 STRUCTURED_CHARS_MAX = 64 * 1024
-"""Of an answer that is also given as an object, which the library copies value by value in the event loop."""
+"""The longest answer that is also given as an object: the library copies it in the event loop."""
 
 
 def create_server(backend_of: Callable[[Context], Backend], presence: Presence) -> "Server[Any]":

@@ -334,7 +334,7 @@ class Live:
         return str(self._server.ids.cover(position))
 
     def position_of(self, place: str) -> int | None:
-        """The position of a page that was given this place; None if it was not."""
+        """The event number behind a position that a page sends; None when no page was given it."""
         return self._server.ids.place(int(place))
 
     @property

@@ -374,7 +374,7 @@ def _asked(request: HttpRequest) -> bytes:
 def _error_to_reply(
     error: BaseException, caller: Identity = ANONYMOUS, ids: OwnIds | None = None, asked: bytes = b""
 ) -> HttpReply:
-    """The reply to a caller, which sees its names without the organization. `asked` is what it has sent."""
+    """The reply to a failed call, with names as its organization uses them. `asked` is what it sent."""
     status, error_type, message = _refusal_facts(error)
     message = unscoped_text(caller.org, message)
     if caller.org and ids is not None:

@@ -46,7 +46,7 @@ def release(transaction: Transaction, body: Body, message_id: str) -> None:
 
 
 def apart(transaction: Transaction, body: Body | None) -> Apart:
-    """What is stored apart from a message."""
+    """The payload and context that are too large for the record of their message."""
     if body is None or not (body.payload_ref or body.context_ref):
         return INLINE
     return Apart(

@@ -184,7 +184,7 @@ class Claims:
         )
 
     def _promoting(self, lane: int, limit: int) -> list[str]:
-        """Queues that may have promoted messages in a lane, in the order of their turns."""
+        """Queues that may have messages promoted by their age in a lane, next turn first."""
         found = self._active(lane, self._rotation.last.get(PROMOTED, ""), limit)
         oldest = self._promoted[lane].queue
         if oldest not in found and org_of(oldest) not in self._paused_orgs:

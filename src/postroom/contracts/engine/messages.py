@@ -59,7 +59,7 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     expires_us: int = 0
     context: dict[str, Any] = {}
     context_ref: str = ""
-    """The digest of a context that is stored apart."""
+    """The digest of a context that is too large for the record; empty for one that is in it."""
     metadata: dict[str, Any] = {}
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}

@@ -49,7 +49,7 @@ class _Wait(NamedTuple):
 
 
 def _left_to_remember(account: Account) -> int:
-    """How many more letters the groups of a client may hold."""
+    """How many more messages a server may remember as fetched by the groups of a client."""
     left = CLIENT_REMEMBERED_MAX - account.remembered
     org = account.organization
     return left if org is None else min(left, ORGANIZATION_REMEMBERED_MAX - org.remembered)
