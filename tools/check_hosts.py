@@ -25,15 +25,19 @@ HOSTS = {
     "golang.org": "proxy",
 }
 """The names of the registries, by the end of their hosts."""
-_NAMES = "|".join(
-    rf"(?:{'|'.join(map(re.escape, names.split()))})\.{re.escape(end)}" for end, names in HOSTS.items()
-)
+_NAMES = [f"{name}.{end}".encode() for end, names in HOSTS.items() for name in names.split()]
 # A longer name is another host, and a file such as `docker.com.py` is none.
-_HOST = re.compile(rf"(?<![A-Za-z0-9-])(?:{_NAMES})(?![A-Za-z0-9-]|\.[A-Za-z0-9])".encode(), re.IGNORECASE)
+_HOST = re.compile(
+    rb"(?<![A-Za-z0-9-])(?:%b)(?![A-Za-z0-9-]|\.[A-Za-z0-9])" % b"|".join(map(re.escape, _NAMES)),
+    re.IGNORECASE,
+)
 
 
 def found_in(data: bytes) -> list[tuple[int, str]]:
     """The lines that name such a host, with the host."""
+    lower = data.lower()
+    if not any(name in lower for name in _NAMES):  # the pattern takes far longer than this search
+        return []
     return [(data.count(b"\n", 0, match.start()) + 1, match[0].decode()) for match in _HOST.finditer(data)]
 
 

@@ -23,12 +23,10 @@ INTEGRATION = ["tests/integration"]
 FORKING = [
     "tests/crash",
     "tests/faults/test_audit_segments.py",
+    "tests/faults/test_audit_steps.py",
     "tests/integration/test_bus_processes.py",
     "tests/integration/test_queue_processes.py",
     "tests/integration/test_tasks_processes.py",
-    "tests/unit/test_chain.py",
-    "tests/unit/test_remote.py",
-    "tests/unit/test_segment_writer.py",
 ]
 SPARK = ["tests/spark"]
 # As many jobs as make both processes with a Spark end at about the same time.

@@ -18,7 +18,6 @@ from postroom.sinks.retention import retain, why_kept
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import IntegrityFinding, verify
 from postroom.testing import FIRST_WALL_US, ManualClock
-from tests import children
 from tests.children import no_child_left
 from tests.quick import quick_path
 from tests.segmentstories import SOURCE, events, files_of, sealed_folder, seqs
@@ -442,30 +441,3 @@ def test_a_damaged_chain_is_not_shortened(tmp_path: Path) -> None:
     assert retain(tmp_path, FIRST_WALL_US + 1_000) == []
     assert len(files_of(tmp_path)) == 4
     assert "line 1 of the chain is damaged" in why_kept(tmp_path)
-
-
-@pytest.mark.usefixtures("no_child_left")
-def test_a_crash_at_any_step_of_retention(quick_path: Path) -> None:
-    def retained_until(folder: Path, step: int) -> bool:
-        def job() -> None:
-            children.die_at(step, ("write", "fsync", "replace", "unlink", "rmdir", "open"))
-            retain(folder, FIRST_WALL_US + 41)
-
-        return children.killed(job)
-
-    for step in range(children.STEPS_MAX):
-        folder = quick_path / f"{step}"
-        sealed_folder(folder, 3)
-        died = retained_until(folder, step)
-        assert verify(folder) == [], step
-        assert set(seqs(list(Segments(folder).events()))) >= set(range(41, 61))
-        with SegmentSink(folder) as sink:
-            assert sink.position(SOURCE) == 60
-        assert verify(folder) == [], step
-        retain(folder, FIRST_WALL_US + 41)
-        assert verify(folder) == [], step
-        assert len(files_of(folder)) == 1
-        if not died:
-            assert step > 10  # the operation has at least that many steps
-            return
-    pytest.fail("it never came to the end")

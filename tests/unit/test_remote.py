@@ -20,7 +20,6 @@ from postroom.sinks.retention import retain
 from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from postroom.testing import FIRST_WALL_US
-from tests import children
 from tests.children import no_child_left
 from tests.segmentstories import SOURCE, events, files_of, seal_events, sealed_folder, seqs
 
@@ -120,27 +119,6 @@ def test_next_publish_completes_after_any_error(
     copy = copied(url, tmp_path / "got")
     assert verify(copy) == []
     assert seqs(list(Segments(copy).events())) == list(range(1, 51))
-
-
-@pytest.mark.usefixtures("no_child_left")
-def test_a_crash_at_any_step_loses_and_duplicates_nothing(tmp_path: Path) -> None:
-    sealed_folder(tmp_path / "audit", 2)
-    for step in range(children.STEPS_MAX):
-        url = f"file://{tmp_path}/copy{step}"
-
-        def dying(step: int = step, url: str = url) -> None:
-            children.die_at(step, ("open", "write", "rename", "makedirs", "mkdir", "close"))
-            Publisher(tmp_path / "audit", url).publish()
-
-        died = children.killed(dying)
-        Publisher(tmp_path / "audit", url).publish()
-        copy = tmp_path / f"copy{step}"
-        assert verify(copy) == [], step
-        assert list(Segments(copy).events()) == events(1, 40), step
-        if not died:
-            assert step > 5
-            return
-    pytest.fail("it never came to the end")
 
 
 def test_a_copy_outlives_retention(tmp_path: Path, url: str) -> None:

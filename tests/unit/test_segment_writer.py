@@ -308,45 +308,6 @@ def test_a_damaged_line_of_the_open_segment_stays_in_place(tmp_path: Path) -> No
     assert verify(tmp_path) == []
 
 
-STEPS = ("write", "fsync", "rename", "replace", "mkdir", "open", "ftruncate", "close", "unlink")
-
-
-def ship(folder: Path) -> None:
-    """Write and seal two batches, or the missing part of them, as a shipper does."""
-    with SegmentSink(folder) as sink:
-        while (last := sink.position(SOURCE)) < 20:
-            sink.write(events(last + 1, min(10, 20 - last)))
-            sink.seal()
-
-
-def shipped_until(folder: Path, step: int) -> bool:
-    """Die before the given step; returns whether that step was reached."""
-
-    def job() -> None:
-        children.die_at(step, STEPS)
-        ship(folder)
-
-    return children.killed(job)
-
-
-@pytest.mark.usefixtures("no_child_left")
-def test_a_crash_at_any_step_loses_and_duplicates_nothing(quick_path: Path) -> None:
-    for step in range(children.STEPS_MAX):
-        folder = quick_path / f"{step}"
-        died = shipped_until(folder, step)
-        shipped_until(folder, step // 2)  # recovery can be killed as well
-        if folder.exists():
-            assert verify(folder) == [], step  # even before recovery
-        ship(folder)
-        assert list(Segments(folder).events()) == events(1, 20), step
-        assert verify(folder) == [], step
-        assert len(files_of(folder)) == len(read_chain(folder).entries), step  # each under its own name
-        if not died:
-            assert step > 40  # the operation has at least that many steps
-            return
-    pytest.fail("it never came to the end")
-
-
 # ---- what an error leaves --------------------------------------------------------------------------
 
 
