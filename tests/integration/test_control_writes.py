@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import urllib.error
 import urllib.request
@@ -16,7 +17,12 @@ from postroom import Engine, Tasks
 from postroom.errors import InvalidMessage, WriteFailed
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Tokens
-from postroom.stores.disk_reserve import CONTROL_RESERVE, CONTROL_RESERVE_BYTES, keep_control_reserve
+from postroom.stores.disk_reserve import (
+    BLOCK_BYTES,
+    CONTROL_RESERVE,
+    CONTROL_RESERVE_BYTES,
+    keep_control_reserve,
+)
 from tests.integration.commandline import isolate, postroom
 from tests.integration.ups import Running, running
 from tests.smalldisk import fill, small_disk
@@ -43,6 +49,11 @@ def post(up: Running, path: str, body: object = None) -> tuple[int, Any]:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
+
+
+def order(up: Running, path: str, body: object = None) -> None:
+    status, answer = post(up, path, body)
+    assert status == HTTPStatus.ACCEPTED, answer
 
 
 def enqueue(up: Running, size: int = 10) -> int:
@@ -96,17 +107,17 @@ def test_orders_of_operators_work_while_the_disk_is_full(small_disk: Path) -> No
         use_up_the_room_of_completions(data, small_disk)
         assert enqueue(up, 500_000) == HTTPStatus.SERVICE_UNAVAILABLE
         for token in made[:-1]:
-            assert post(up, f"/tokens/{token.token_id}/revoke")[0] == HTTPStatus.ACCEPTED
+            order(up, f"/tokens/{token.token_id}/revoke")
             until(lambda token=token: up.get("/whoami", token.token)[0] == HTTPStatus.UNAUTHORIZED)  # type: ignore[misc]
             fill(small_disk)
         assert postroom("token", "revoke", made[-1].token_id, "--data", data).code == 0
         fill(small_disk)
-        assert post(up, "/engine/pause", {"kill": True})[0] == HTTPStatus.ACCEPTED
+        order(up, "/engine/pause", {"kill": True})
         fill(small_disk)
-        assert post(up, "/engine/resume", {})[0] == HTTPStatus.ACCEPTED
+        order(up, "/engine/resume", {})
         fill(small_disk)
-        assert post(up, "/engine/pause", {"org_id": "acme"})[0] == HTTPStatus.ACCEPTED
-        assert post(up, "/engine/dlq/purge", {"message_ids": [letter]})[0] == HTTPStatus.ACCEPTED
+        order(up, "/engine/pause", {"org_id": "acme"})
+        order(up, "/engine/dlq/purge", {"message_ids": [letter]})
         fill(small_disk)
         assert enqueue(up, 500_000) == HTTPStatus.SERVICE_UNAVAILABLE
         (small_disk / "filler").unlink()
@@ -129,8 +140,8 @@ def test_up_starts_on_a_full_disk(small_disk: Path, end: signal.Signals) -> None
         up.token = admin
         assert {part["state"] for part in up.parts(data).values()} == {"running"}
         assert enqueue(up, 500_000) == HTTPStatus.SERVICE_UNAVAILABLE
-        assert post(up, f"/tokens/{token.token_id}/revoke")[0] == HTTPStatus.ACCEPTED
-        assert post(up, "/engine/pause", {})[0] == HTTPStatus.ACCEPTED
+        order(up, f"/tokens/{token.token_id}/revoke")
+        order(up, "/engine/pause", {})
         (small_disk / "filler").unlink()
         until(lambda: enqueue(up) == HTTPStatus.CREATED)
 
@@ -150,6 +161,16 @@ def test_reserve_gives_up_only_what_an_order_needs(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     keep_control_reserve(small_disk)
     assert (small_disk / CONTROL_RESERVE).stat().st_size == CONTROL_RESERVE_BYTES
+
+
+def test_reserve_is_refilled_as_far_as_there_is_space(small_disk: Path) -> None:
+    keep_control_reserve(small_disk)
+    reserve = small_disk / CONTROL_RESERVE
+    fill(small_disk)
+    os.truncate(reserve, CONTROL_RESERVE_BYTES - 3 * BLOCK_BYTES)
+    (small_disk / "order").write_bytes(bytes(BLOCK_BYTES))
+    keep_control_reserve(small_disk)
+    assert reserve.stat().st_size == CONTROL_RESERVE_BYTES - BLOCK_BYTES
 
 
 def test_without_any_space_an_order_is_refused(small_disk: Path) -> None:

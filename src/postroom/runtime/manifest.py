@@ -49,7 +49,7 @@ from postroom.sinks.chain import read_chain
 from postroom.sinks.heads import StreamHead, fault_of, head_path, stream_of
 from postroom.sinks.layout import OPEN, chain_locked, holds_stream, numbered, open_path
 from postroom.sinks.reader import Segments, StreamPosition
-from postroom.stores.disk_reserve import keep_control_reserve, with_control_reserve
+from postroom.stores.disk_reserve import keep_control_reserve
 from postroom.stores.open import AMQP, MEMORY, SQLITE, open_store
 from postroom.stores.sqlite_snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
 from postroom.stores.transaction import MANIFEST
@@ -578,7 +578,7 @@ class ManifestKeeper:
         self._manifest = manifest
         if manifest != self._written:
             path, data = self._data / MANIFEST_FILE, encode_manifest(manifest)
-            with_control_reserve(self._data, lambda: replace_file(path, data, "group"))
+            replace_file(path, data, "group")
             self._written = manifest
 
 

@@ -19,6 +19,7 @@ T = TypeVar("T")
 CONTROL_RESERVE = "control.ballast"
 CONTROL_RESERVE_BYTES = 4 * 1024 * 1024
 CONTROL_SLICE_BYTES = 256 * 1024  # given up at once: another program may take what is free
+BLOCK_BYTES = 4096
 
 
 class DiskReserve:
@@ -52,6 +53,23 @@ class DiskReserve:
         finally:
             os.close(fd)
 
+    def fill_what_fits(self) -> None:
+        """Allocate as much of the file as there is space for."""
+        fd = open_safely(self._path, os.O_RDWR | os.O_CREAT)
+        size, step = os.fstat(fd).st_size, self._size
+        try:
+            while size < self._size and step >= BLOCK_BYTES:
+                more = min(step, self._size - size)
+                try:
+                    os.posix_fallocate(fd, size, more)
+                except OSError:
+                    os.ftruncate(fd, size)
+                    step //= 2
+                else:
+                    size += more
+        finally:
+            os.close(fd)
+
     def free(self) -> bool:
         """Remove the file; False when there was none."""
         self.whole = False
@@ -77,9 +95,9 @@ class DiskReserve:
 
 
 def keep_control_reserve(folder: Path) -> None:
-    """Allocate what is missing of the reserve of a folder. Without space, what there is stays."""
-    with suppress(WriteFailed, UnsafePath):
-        _control_reserve(folder).fill()
+    """Allocate what is missing of the reserve of a folder, as far as there is space for it."""
+    with suppress(OSError, UnsafePath):
+        _control_reserve(folder).fill_what_fits()
 
 
 def with_control_reserve(folder: Path, work: Callable[[], T]) -> T:

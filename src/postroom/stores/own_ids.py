@@ -85,7 +85,8 @@ class OwnIds:
         if self.prefix not in text:
             return text
         own = rf"{re.escape(self.prefix)}\d+"
-        return re.sub(own, lambda it: it[0] if it[0].encode() in asked else self.cover_id(it[0]), text)
+        known = set(re.findall(own.encode(), asked))
+        return re.sub(own, lambda it: it[0] if it[0].encode() in known else self.cover_id(it[0]), text)
 
     def shown(self, event: Event) -> Event:
         """An event with its lease as clients see it."""
