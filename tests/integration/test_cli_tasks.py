@@ -20,9 +20,12 @@ from postroom import Tasks
 from postroom.cli.program import ProgramFailed, run_program
 from postroom.cli.tasks.operate import STATES, STATUSES
 from postroom.cli.tasks.send import BATCH_TASKS
+from postroom.client import TaskClient
 from postroom.contracts.tasks import STATUS
+from postroom.core.names import scoped
 from postroom.core.times import parse_utc
 from postroom.message import State
+from postroom.runtime.tokens import Tokens
 from tests.integration.commandline import (
     Result,
     finish,
@@ -589,6 +592,29 @@ def test_a_harness_executes_decisions_with_a_program_and_ends_at_a_signal(tmp_pa
     log = (tmp_path / "harness.log").read_text().splitlines()
     assert {"ts", "event", "task_id", "agent"} <= set.intersection(*(set(json.loads(line)) for line in log))
     assert harness.tokens["a"] not in "".join(log)
+
+
+def test_decisions_of_one_organization_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    """Each decision of the first organization runs until the test ends it."""
+    ending = tmp_path / "ending"
+    script = f'read -r it; case "$it" in *slow*) until [ -e {ending} ]; do sleep 0.05; done; esac'
+    with (
+        serving(tmp_path, "--execute", shlex.join(["sh", "-c", script])) as harness,
+        harness.tasks() as tasks,
+    ):
+        done: dict[str, list[str]] = {}
+        for org, result, count in (("acme", "slow", 20), ("other", "quick", 1)):
+            agent = scoped(org, "ada")
+            new = ({"agent": agent, "payload": result} for _ in range(count))
+            done[org] = tasks.enqueue_many(new)
+            token = Tokens(harness.data).create("agent", org, "ada").token
+            with TaskClient(harness.url, agent="ada", token=token) as client:
+                client.work(lambda task: task.payload, until_empty=True)
+        until(lambda: tasks.get(*done["other"]).status == "done")
+        states = {tasks.get(task_id).state for task_id in done["acme"]}
+        assert "DONE" not in states
+        ending.touch()
+        until(lambda: all(tasks.get(task_id).status == "done" for task_id in done["acme"]))
 
 
 def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS, LeasedTask
+from postroom.core.names import scoped
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
@@ -24,7 +25,10 @@ from postroom.runtime.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
 from tests.faultydisk import in_background
+from tests.postgresserver import database, postgres, store_url
 from tests.waiting import HANG_GUARD_S, until
+
+__all__ = ["database", "postgres"]  # fixtures
 
 AGENT_POLLS_EVERY_S = 10.0
 
@@ -786,3 +790,91 @@ def test_two_harnesses_execute_nothing_twice(tmp_path: Path) -> None:
             for harness in pair:
                 harness.stop()
     assert sorted(executed, key=str) == sorted(range(50), key=str)
+
+
+# ---- organizations ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Env]:
+    """As `env`, on every kind of store."""
+    clock = ManualClock()
+    with Tasks.open(store_url(request, tmp_path), clock=clock) as tasks:
+        yield Env(tmp_path, clock, tasks, Agents(tmp_path))
+
+
+def test_organizations_take_turns_in_executions(every: Env) -> None:
+    executed: list[object] = []
+    harness = every.harness(lambda decision: executed.append(decision.payload))
+    for number in range(10):
+        every.completed(number, scoped("acme", "triage"))
+    every.completed("by an operator")
+    every.completed("other", scoped("other", "triage"))
+    harness.step()
+    assert set(executed[:3]) == {0, "by an operator", "other"}
+    assert executed[3:] == [*range(1, 10)]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_one_organization_does_not_use_all_executions(live: Env, in_order: bool, is_failing: bool) -> None:
+    ending = threading.Event()
+
+    def execute(decision: LeasedTask) -> None:
+        if decision.payload == "slow":
+            if is_failing:
+                raise ValueError("never")
+            assert ending.wait(HANG_GUARD_S)
+
+    slow = [live.completed("slow", scoped("acme", f"agent{number % 60}")) for number in range(150)]
+    quick = live.completed("quick", scoped("other", "triage"))
+    with threaded(live, execute, concurrency=4, in_order=in_order) as harness:
+        until(lambda: live.status(quick) == "done")
+        if not is_failing:
+            quick = live.completed("quick", scoped("other", "triage"))
+            harness.wake()
+            until(lambda: live.status(quick) == "done")
+            ending.set()
+            until(lambda: all(live.status(task_id) == "done" for task_id in slow))
+
+
+def test_a_retry_of_an_organizations_decision_comes_after_its_pause(every: Env) -> None:
+    attempts: list[int] = []
+
+    def execute(decision: LeasedTask) -> None:
+        attempts.append(decision.attempt)
+        if decision.attempt == 1:
+            raise ValueError("not yet")
+
+    task_id = every.completed("retried", scoped("acme", "triage"))
+    drain_for(every, every.harness(execute), 60)
+    assert attempts == [1, 2]
+    assert every.status(task_id) == "done"
+
+
+def test_a_harness_finds_the_decisions_of_organizations_that_another_one_has_opened(every: Env) -> None:
+    task_id = every.completed("left", scoped("acme", "triage"))
+
+    def end(_: LeasedTask) -> None:
+        raise SystemExit
+
+    first = every.harness(end)
+    first.step()
+    executed: list[object] = []
+    second = every.harness(lambda decision: executed.append(decision.payload))
+    drain_for(every, second, 60)
+    assert executed == ["left"]
+    assert every.status(task_id) == "done"
+
+
+def test_decisions_beyond_the_depth_of_a_queue_are_executed(every: Env) -> None:
+    """A result is stored already. Its decision was refused, and so no decision of anybody was executed."""
+    for queue in (DECISIONS, scoped("acme", DECISIONS)):
+        every.tasks.limit_queue(queue, max_depth=1)
+    done = [
+        every.completed(number, agent) for number in range(3) for agent in ("plain", scoped("acme", "ada"))
+    ]
+    harness = every.harness(lambda _: None)
+    harness.step()
+    assert harness.status().loops["drain"].errors == 0
+    assert {every.status(task_id) for task_id in done} == {"done"}

@@ -16,6 +16,8 @@ from nats.errors import NoRespondersError
 
 from postroom import Tasks
 from postroom.contracts.task_storage import STORED, STORED_TASKS_MAX, StoredTasks
+from postroom.contracts.tasks import DECISIONS
+from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
 from postroom.runtime.agents import Agents
 from postroom.runtime.tokens import Permissions, Tokens
@@ -542,7 +544,29 @@ def test_no_agent_has_the_id_of_a_token_as_its_name(world: World) -> None:
 
 def test_no_token_is_that_of_the_queue_of_the_harness(world: World) -> None:
     with pytest.raises(InvalidMessage, match="the queue of the harness"):
-        world.agent(ACME, "harness.decisions")
+        world.agent(ACME, DECISIONS)
+
+
+def test_an_organization_neither_makes_nor_settles_decisions(world: World) -> None:
+    """It could end its tasks without the harness. So could one that owned the name in an earlier version."""
+    allowed = Permissions(may_send_to=(DECISIONS,), may_claim=(DECISIONS,))
+    token = world.tokens.create("agent", ACME, "eve", permissions=allowed).token
+    with Tasks.open(f"sqlite:///{world.data}/queue.db") as tasks:
+        tasks.enqueue(agent=scoped(ACME, "eve"), payload=1)
+        [task] = tasks.claim(agent=scoped(ACME, "eve"))
+        tasks.complete(task.task_id, task.lease, "result")
+        tasks.open_decision(task.task_id)
+    for path, body in (("enqueue", {"payload": 1}), ("next", {})):
+        status, answer = world.call(token, f"/queue/{path}", {"agent": DECISIONS, **body})
+        assert (status, "only the harness" in answer["message"]) == (400, True)
+    assert world.up.token is not None
+    own = {"agent": scoped(ACME, DECISIONS)}
+    status, decision = world.call(world.up.token, "/queue/next", own)
+    assert (status, decision["payload"]) == (200, "result")
+    end = {"task_id": decision["task_id"], "lease": decision["lease"], "decision": None, **own}
+    assert world.call(world.up.token, "/queue/complete", end)[0] == 202
+    with Tasks.open(f"sqlite:///{world.data}/queue.db") as tasks:
+        assert tasks.get(task.task_id).status == "done"
 
 
 # ---- buses -----------------------------------------------------------------------------------------

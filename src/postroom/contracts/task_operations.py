@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from postroom.contracts import task_storage
 from postroom.contracts.task_input import (
     DELAY_S_MAX,
+    NUMBER_MAX,
     check_durability,
     checked_id,
     checked_key,
@@ -25,7 +26,7 @@ from postroom.contracts.task_input import (
 from postroom.core import lifecycle
 from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.names import checked_scoped_name
+from postroom.core.names import checked_scoped_name, scoped, split_scoped
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
@@ -35,7 +36,7 @@ from postroom.stores.transaction import Claim, Decide, Delivery, Transaction
 
 LEASE_S = 300.0  # from the last heartbeat
 DECISIONS = "harness.decisions"
-"""The queue of decisions: results that the harness has to execute."""
+"""The queue of decisions: results that the harness has to execute. Those of an organization have its own."""
 MESSAGE_ID_CHARS = 36  # of a UUID, with which the id of every message ends; few tasks have so long a one
 
 
@@ -74,6 +75,11 @@ class Rules(msgspec.Struct, frozen=True):
     durability: Durability
 
 
+def holds_decisions(queue: str) -> bool:
+    """Whether a queue is that of the decisions of an organization, or of none."""
+    return split_scoped(queue)[1] == DECISIONS
+
+
 class TaskOperations:
     """Operations on the tasks of one transaction."""
 
@@ -97,7 +103,7 @@ class TaskOperations:
 
     def _envelope(self, new: NewTask) -> Envelope:
         queue = checked_scoped_name("agent", new.agent)
-        if queue == DECISIONS:
+        if holds_decisions(queue):
             raise InvalidMessage(f"only the harness adds tasks to {DECISIONS}")
         if new.delay_s != 0:
             checked_seconds("delay_s", new.delay_s, DELAY_S_MAX)
@@ -200,7 +206,7 @@ class TaskOperations:
         if stored.record.state != "COMPLETED" or stored.result is None:
             return None
         envelope = Envelope(
-            queue=DECISIONS,
+            queue=self._decisions_of(stored.record.queue),
             payload=stored.result,
             key=task_id,
             type="decision",
@@ -208,10 +214,17 @@ class TaskOperations:
             max_retries=self._rules.retry.max_retries,
             durability=stored.record.durability,
         )
-        decision_id = self.transaction.insert([envelope])[0].message_id
-        task_storage.add(self.transaction, task_id, len(stored.result))
+        decision_id = task_storage.insert_decision(self.transaction, envelope)
         self._apply(task_id, lambda record, moment: lifecycle.hand_over(record, moment, decision_id))
         return decision_id
+
+    def _decisions_of(self, queue: str) -> str:
+        """The queue of the decisions for the tasks of a queue. It takes all: their results are stored."""
+        decisions = scoped(split_scoped(queue)[0], DECISIONS)
+        limits = self.transaction.limits(decisions)
+        if limits.max_depth < NUMBER_MAX:
+            self.transaction.set_limits(decisions, replace(limits, max_depth=NUMBER_MAX))
+        return decisions
 
     def settle(self, decision_id: str, lease: int) -> None:
         """Mark a decision as executed: it completes, and its task is done."""

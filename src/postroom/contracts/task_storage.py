@@ -1,8 +1,9 @@
 """What the tasks of an organization take up in the store, and its limits.
 
 Rule 1: a queue `@ORG:NAME` is one of the organization, whoever adds to it.
-Rule 2: tasks are counted one by one, until they are purged. Bytes are counted piece by piece, and only pieces
-        above `COUNTED_BYTES`: payloads, results and decisions. The number of tasks limits the rest.
+Rule 2: tasks and decisions are counted one by one, until they are purged. Bytes are counted piece by piece,
+        and only pieces above `COUNTED_BYTES`: payloads, results and decisions. The number of tasks limits the
+        rest.
 Rule 3: only a new task is refused. What a stored task produces is stored and counted.
 Rule 4: the bytes of a task are stored under the number of its record. A purge looks at records in the order
         of their numbers, so it reads the bytes of a whole batch at once.
@@ -58,6 +59,17 @@ def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Acce
     for message_id, size in large:
         add(transaction, message_id, size)
     return accepted
+
+
+def insert_decision(transaction: Transaction, envelope: Envelope) -> str:
+    """Store and count the decision of a task. Returns its id."""
+    org = split_scoped(envelope.queue)[0]
+    before = stored_tasks(transaction, org) if org else None
+    [decision] = transaction.insert([envelope])
+    if before is not None and not decision.duplicate:
+        _put(transaction, org, before.tasks + 1, before.size)
+        add(transaction, decision.message_id, len(envelope.payload))
+    return decision.message_id
 
 
 def add(transaction: Transaction, task_id: str, size: int) -> None:

@@ -31,6 +31,7 @@ from postroom.contracts.task_operations import (
     Rules,
     TaskCall,
     TaskOperations,
+    holds_decisions,
 )
 from postroom.contracts.task_retention import Purge, Retention
 from postroom.contracts.task_views import (
@@ -174,7 +175,7 @@ class Tasks(Closing):
     def _committed(self, transaction: Transaction) -> None:
         for queue in transaction.ready:
             if not queue.startswith(ENGINE_PREFIX):
-                self.notifier.notify(queue)
+                self.notifier.notify(DECISIONS if holds_decisions(queue) else queue)
         if transaction.ended:
             self.notifier.notify_rarely_awaited(TASK_ENDED)
         if transaction.notable and self.on_notable is not None:

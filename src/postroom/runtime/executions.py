@@ -1,22 +1,42 @@
 """Executes the decisions of a harness: several at the same time, optionally in order for each agent.
 
+Organizations take turns, and one of them gets at most half of the threads and of the places to wait.
+
 In order means that a decision waits until the previous decision of the same agent is settled or dead. A
 waiting decision stays leased, and its lease is renewed like that of a running one.
 """
 
-import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from postroom.contracts.tasks import LeasedTask
+from postroom.core.names import split_scoped
+from postroom.runtime.shares import ORGANIZATION_PARTS, lower
+from postroom.runtime.turns import Turns
 
 WAITING_MAX = 100  # decisions that wait for an earlier decision of their agent
 CONCURRENCY_MAX = 256
 
 Run = Callable[[LeasedTask], bool]
 """Executes a decision. Returns whether it has ended, so that no retry follows."""
+
+
+class _Job(NamedTuple):
+    org: str
+    agent: str
+    decision: LeasedTask
+
+    @property
+    def holder(self) -> tuple[str, str]:
+        return self.org, self.agent
+
+
+def org_of(decision: LeasedTask) -> str:
+    """The organization in whose share a decision is executed; empty for none."""
+    return split_scoped(decision.agent)[0]
 
 
 class Executions:
@@ -37,11 +57,15 @@ class Executions:
         self._concurrency = concurrency
         self._in_order = in_order
         self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        """Notified when a thread may have something to do."""
         self._first: dict[str, str] = {}
         """By agent: the decision that its other decisions wait for."""
         self._waiting: dict[str, deque[LeasedTask]] = {}
         self._executing: dict[int, LeasedTask] = {}  # by lease
-        self._jobs: queue.SimpleQueue[tuple[str, LeasedTask] | None] = queue.SimpleQueue()
+        self._jobs: Turns[_Job] = Turns()
+        self._running: Counter[str] = Counter()
+        """By organization: how many threads execute its decisions."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -57,10 +81,13 @@ class Executions:
             queued = [decision for waiting in self._waiting.values() for decision in waiting]
             return [*self._executing.values(), *queued]
 
-    def room(self) -> int:
-        """How many more decisions may be claimed."""
+    def room(self, org: str = "") -> int:
+        """How many more decisions may be claimed, of an organization if one is given."""
         most = self._concurrency + (WAITING_MAX if self._in_order else 0)
-        left = most - len(self.held)
+        held = self.held
+        left = most - len(held)
+        if org:
+            left = min(left, _part_of(most) - sum(org_of(decision) == org for decision in held))
         return max(0, left if self._threads else min(1, left))
 
     def start(self) -> None:
@@ -72,12 +99,14 @@ class Executions:
 
     def stop(self, timeout_s: float) -> list[LeasedTask]:
         """Wait for running decisions, then end the threads. Returns the decisions that have not begun."""
+        threads = self._threads
         with self._mutex:
             left = [decision for waiting in self._waiting.values() for decision in waiting]
             self._waiting.clear()
-        threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
+            while (job := self._jobs.take(lambda _: True)) is not None:
+                left.append(self._executing.pop(job.decision.lease))
+            self._threads = []
+            self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -108,25 +137,48 @@ class Executions:
                 self._submit(stuck[first], following)
 
     def _submit(self, agent: str, decision: LeasedTask) -> None:
-        if self._threads:
-            self._jobs.put((agent, decision))
-        else:
-            self._execute(agent, decision)
+        job = _Job(org_of(decision), agent, decision)
+        with self._mutex:
+            if self._threads:
+                self._jobs.add(job, job)
+                self._changed.notify_all()
+                return
+        self._execute(job)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._execute(*job)
-            self._has_room()
-
-    def _execute(self, agent: str, decision: LeasedTask | None) -> None:
-        while decision is not None:
-            ended = False
+        while (job := self._next_job()) is not None:
             try:
-                ended = self._run(decision)
+                self._execute(job)
             finally:
                 with self._mutex:
-                    self._executing.pop(decision.lease, None)
-            decision = self._next(agent) if ended or not self._in_order else None
+                    lower(self._running, job.org, 1)
+                    self._changed.notify_all()
+            self._has_room()
+
+    def _next_job(self) -> _Job | None:
+        """The decision whose turn is next; None after `stop`."""
+        with self._mutex:
+            while self._threads:
+                job = self._jobs.take(self._may_run)
+                if job is not None:
+                    self._running[job.org] += 1
+                    return job
+                self._changed.wait()
+            return None
+
+    def _may_run(self, job: _Job) -> bool:
+        return not job.org or self._running[job.org] < _part_of(self._concurrency)
+
+    def _execute(self, job: _Job) -> None:
+        ended = False
+        try:
+            ended = self._run(job.decision)
+        finally:
+            with self._mutex:
+                self._executing.pop(job.decision.lease, None)
+        following = self._next(job.agent) if ended or not self._in_order else None
+        if following is not None:
+            self._submit(job.agent, following)
 
     def _next(self, agent: str) -> LeasedTask | None:
         """Make the next waiting decision of an agent its first one, and return it."""
@@ -140,3 +192,8 @@ class Executions:
             self._first[agent] = following.task_id
             self._executing[following.lease] = following
             return following
+
+
+def _part_of(most: int) -> int:
+    """How much of what all organizations share one of them may use."""
+    return max(1, most // ORGANIZATION_PARTS)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from postroom.contracts import task_operations
 from postroom.contracts.task_input import checked_id, checked_results
-from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations
+from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations, holds_decisions
 from postroom.contracts.task_views import AgentStatus, TaskInfo, agents_status, loaded_task, task_info, totals
 from postroom.contracts.tasks import Tasks
 from postroom.core import lifecycle
@@ -176,7 +176,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
     def work(operations: TaskOperations) -> tuple[str, bool, list[LeasedTask]]:
         """The id in the store, whether the task was completed before, and the tasks claimed next."""
         with _under_lease(operations, body, owners, org) as (record, lease):
-            if record.queue == DECISIONS:
+            if holds_decisions(record.queue):
                 operations.settle(record.message_id, lease)
                 return record.message_id, False, []
             results = checked_results([(record.message_id, lease, body.decision)])
@@ -458,6 +458,8 @@ def _named_agent(request: HttpRequest) -> str | None:
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
     agent = identity.name if body.agent is None else str(body.agent)
+    if agent == DECISIONS:
+        raise InvalidMessage(f"only the harness and operators of all organizations claim from {DECISIONS}")
     check_allowed(identity, "task.claim", Owner(identity.org, agent))
     if body.agent_url not in (None, identity.name, identity.url):
         raise Refusal(

@@ -2,8 +2,9 @@
 
 Rule 1: a task is done after its decision was executed, never before.
 Rule 2: a decision that cannot be executed is retried like any task, and ends as a dead letter.
-Rule 3: a decision is executed by one thread at a time. Its lease is renewed while it waits for that thread.
-Rule 4: a nudge only makes a loop run earlier. When all nudges are lost, the intervals find everything.
+Rule 3: organizations take turns. One of them uses at most half of the threads.
+Rule 4: a decision is executed by one thread at a time. Its lease is renewed while it waits for that thread.
+Rule 5: a nudge only makes a loop run earlier. When all nudges are lost, the intervals find everything.
 """
 
 import threading
@@ -16,6 +17,7 @@ import msgspec
 from postroom.contracts.task_operations import DECISIONS, LeasedTask
 from postroom.contracts.tasks import Tasks
 from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import split_scoped
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Event
 from postroom.runtime.agent_nudges import AgentNudges
@@ -168,19 +170,37 @@ class Harness:
         if self._execute is None:
             return
         self._executions.advance(self._tasks.ended)
-        while not self._drain.stopping:
+        if self._next_deadline_ns() == 0:
+            self._tasks.sweep()
+        has_begun = True
+        while has_begun and not self._drain.stopping:
             self._results.open_decisions()
-            room = self._executions.room()
-            if not room:
-                return  # the end of an execution wakes this loop
-            claimed = self._tasks.claim(agent=DECISIONS, limit=room, lease_s=self._lease_s, worker=WORKER)
-            if not claimed:
-                break
-            for decision in claimed:
-                self._executions.begin(decision)
-        next_work_ns = self._tasks.store.next_work_ns(DECISIONS)
-        if next_work_ns is not None:
-            self._drain.run_within(next_work_ns / NANOS_PER_S)
+            has_begun = False
+            for queue in [*self._results.ready]:
+                if self._drain.stopping or not self._executions.room():
+                    return  # the end of an execution wakes this loop
+                has_begun |= self._begin_some(queue)
+        next_deadline_ns = self._next_deadline_ns()
+        if next_deadline_ns is not None:
+            self._drain.run_within(next_deadline_ns / NANOS_PER_S)
+
+    def _next_deadline_ns(self) -> int | None:
+        return self._tasks.store.read(lambda transaction: transaction.next_deadline_ns())
+
+    def _begin_some(self, queue: str) -> bool:
+        """Begin to execute decisions of one queue, in its turn. Returns whether there were any."""
+        ready = self._results.ready
+        equal_part = max(1, self._executions.room() // len(ready))
+        limit = min(equal_part, self._executions.room(split_scoped(queue)[0]))
+        if not limit:
+            return False
+        ready[queue] = ready.pop(queue)  # its next turn is after those of the others
+        claimed = self._tasks.claim(agent=queue, limit=limit, lease_s=self._lease_s, worker=WORKER)
+        if not claimed:
+            del ready[queue]
+        for decision in claimed:
+            self._executions.begin(decision)
+        return bool(claimed)
 
     def _run_decision(self, decision: LeasedTask) -> bool:
         """Execute a decision and record the outcome. Returns whether the decision has ended."""

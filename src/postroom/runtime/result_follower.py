@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from postroom.contracts.task_operations import DECISIONS, TaskCall
+from postroom.contracts.task_operations import TaskCall, holds_decisions
 from postroom.contracts.tasks import Tasks
 from postroom.errors import PostroomError, Rejected
 from postroom.message import ENGINE_PREFIX, Event
@@ -36,6 +36,8 @@ class ResultFollower:
         self._path = folder / POSITION_FILE
         self._position: Position | None = None
         self._log = log
+        self.ready: dict[str, None] = {}
+        """Queues in which decisions were ready since the first read. Who finds none removes the queue."""
 
     def open_decisions(self) -> None:
         """Read the new events, and open a decision for every result among them."""
@@ -45,9 +47,12 @@ class ResultFollower:
                 event.message_id
                 for event in events
                 if event.kind == "execution_completed"
-                and event.queue != DECISIONS
+                and not holds_decisions(event.queue)
                 and not event.queue.startswith(ENGINE_PREFIX)
             ]
+            for event in events:
+                if event.state == "QUEUED" and holds_decisions(event.queue):
+                    self.ready.setdefault(event.queue)
             for start in range(0, len(completed), DECISIONS_A_COMMIT):
                 self._open(completed[start : start + DECISIONS_A_COMMIT])
             position = self._save(events[-1])  # see rule 1
@@ -64,7 +69,12 @@ class ResultFollower:
                 self._log("decision_opened", task_id=task_id, decision=outcome)
 
     def _load(self) -> Position:
-        """The saved position, if the store still has its event; else the beginning."""
+        """The saved position, if the store still has its event; else the beginning.
+
+        Every queue of decisions counts as ready: what was enqueued before is not read again.
+        """
+        queues = self._tasks.store.read(lambda transaction: transaction.queues())
+        self.ready.update(dict.fromkeys(filter(holds_decisions, queues)))
         try:
             position = msgspec.json.decode(read_file(self._path), type=Position)
         except (OSError, msgspec.MsgspecError, ValueError):

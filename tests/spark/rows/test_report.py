@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.events import AuditEvent, event_id, to_line
+from postroom.core.names import scoped
 from postroom.pipeline.expectations import EXPECTATIONS, Expectation
 from postroom.pipeline.gold import tables as gold
 from postroom.pipeline.jobs import Pipeline
@@ -437,7 +438,8 @@ def short_tables(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) 
         AuditEvent(
             event_id=event_id("store", n), seq=n, ts_us=START_US + 1000 + at * SECOND, kind=kind,  # type: ignore[arg-type]
             contract="tasks", source="store", schema=1, message_id=message, state=state,  # type: ignore[arg-type]
-            queue=DECISIONS if message == "d1" else "work", type="decision" if message == "d1" else "job",
+            queue=scoped("acme", DECISIONS) if message == "d1" else "work",
+            type="decision" if message == "d1" else "job",
             priority=1, lease=n if kind == "dequeued" else 0, sender="ada" if message == "m2" else "",
             error_type="TimeoutError" if kind == "execution_failed" else "",
         )

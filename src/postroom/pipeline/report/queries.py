@@ -21,6 +21,7 @@ import msgspec
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.events import Contract
 from postroom.core.message_checker import ENDLESS
+from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database, Queries, text_in_sql
 from postroom.pipeline.delta_log import DataFile, rows_of
@@ -326,11 +327,12 @@ class ReportReader:
     def _queues(self, whose: str) -> list[QueueFacts]:
         """The busiest queues. `_depth` creates the table `moves`."""
         rows = self._db.rows(
-            f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
+            f"""WITH changes AS (SELECT {_QUEUE} AS queue, moment_us, sum(change) AS change FROM moves
                                  WHERE {whose} GROUP BY ALL),
                      depths AS (SELECT *, sum(change) OVER (PARTITION BY queue ORDER BY moment_us) AS depth
                                 FROM changes),
-                     arrived AS (SELECT queue, count(*) AS messages FROM silver_messages GROUP BY ALL)
+                     arrived AS (SELECT {_QUEUE} AS queue, count(*) AS messages FROM silver_messages
+                                 GROUP BY ALL)
                 SELECT queue, coalesce(any_value(messages), 0) AS messages, max(depth) AS peak,
                        sum(change) AS waiting
                 FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
@@ -398,7 +400,7 @@ class ReportReader:
             f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR sender IN ({_listed(get_args(Contract))})
                                            THEN '{UNNAMED}' ELSE sender END AS sender,
                                       {_named("recipient")} AS recipient, messages, dead_letters
-                               FROM gold_traffic WHERE recipient IS DISTINCT FROM '{DECISIONS}'),
+                               FROM gold_traffic WHERE NOT {_is_of_harness("recipient")}),
                      senders AS (SELECT sender FROM named GROUP BY sender
                                  ORDER BY sum(messages) DESC, sender LIMIT {MATRIX_MAX}),
                      recipients AS (SELECT recipient FROM named GROUP BY recipient
@@ -476,8 +478,13 @@ def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
     return (min(lows), max(highs)) if lows and highs else None
 
 
-_OF_HARNESS: Final = f"queue = '{DECISIONS}'"
-_OF_AGENTS: Final = f"queue IS DISTINCT FROM '{DECISIONS}'"
+def _is_of_harness(queue: str) -> str:
+    return f"coalesce({queue} = '{DECISIONS}' OR {queue} LIKE '{scoped('%', DECISIONS)}', false)"
+
+
+_OF_HARNESS: Final = _is_of_harness("queue")
+_OF_AGENTS: Final = f"NOT {_OF_HARNESS}"
+_QUEUE: Final = f"CASE WHEN {_OF_HARNESS} THEN '{DECISIONS}' ELSE queue END"
 _BORN_US: Final = "coalesce(created_us, first_us)"
 _SPENDERS: Final = {"model": "model", "organization": "org_id", "agent": "agent_id", "goal": "goal_id"}
 
