@@ -29,6 +29,7 @@ from postroom.stores import postgres_connection
 from postroom.stores.base import Limits, Listing
 from postroom.stores.event_quarantine import QUARANTINE, quarantine_events
 from postroom.stores.event_runs import UNREADABLE
+from postroom.stores.own_ids import IDS_FACT
 from postroom.stores.postgres import CLOCK_KEPT_S, PostgresStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
@@ -291,6 +292,20 @@ def test_nodes_of_an_unreleased_version_are_refused_and_kept(
             new.identity()
         old.write(lambda transaction: transaction.put_cell("graph.main", "other", b"{}"))
     assert sql(database, "SELECT count(*), (SELECT max(version) FROM S.migrations) FROM S.cells") == [(2, 1)]
+
+
+def test_clients_of_an_upgraded_store_know_numbers_up_to_the_newest_one(database: str) -> None:
+    with closing(PostgresStore(database)) as store:
+        assert store.read(lambda transaction: transaction.ids.rule).plain_max == 0
+        store.write(lambda transaction: transaction.insert([Envelope(queue="a", payload=b"1")] * 3))
+        newest = store.newest_event()
+        with store.connected() as connection:
+            connection.execute(f"DELETE FROM {store.address.schema}.facts WHERE name = '{IDS_FACT}'")  # noqa: S608
+    with closing(PostgresStore(database)) as store:
+        assert store.read(lambda transaction: transaction.ids.rule).plain_max >= newest
+        store.write(lambda transaction: transaction.insert([Envelope(queue="a", payload=b"1")]))
+    with closing(PostgresStore(database)) as store:
+        assert store.read(lambda transaction: transaction.ids.rule).plain_max < store.newest_event()
 
 
 def test_pages_of_cells_show_each_key_once_also_keys_with_nul(database: str) -> None:

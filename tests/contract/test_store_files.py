@@ -158,12 +158,13 @@ def test_ids_of_an_earlier_version_stay_and_new_ones_hide_their_number_after_a_d
         file.execute("UPDATE facts SET value = ? WHERE name = ?", (EARLIER_RULE.text, IDS_FACT))
     store.close()
     store = sqlite.SqliteStore(path, clock=clock)
-    names = [insert(store)]
+    names, newest = [insert(store)], store.newest_event()
     store.close()
     with sqlite3.connect(path) as file:
         file.execute("DELETE FROM facts WHERE name = ?", (IDS_FACT,))
     store = sqlite.SqliteStore(path, clock=clock)
     names.append(insert(store))
+    assert store.read(lambda transaction: transaction.ids.rule).plain_max == newest
     clock.advance(UPGRADE_US / 1_000_000)
     names.append(insert(store))
     assert [is_hidden(store, name) for name in names] == [False, False, True]

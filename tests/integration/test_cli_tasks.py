@@ -86,6 +86,19 @@ def test_the_states_are_those_of_the_contract() -> None:
 # ---- both ways -----------------------------------------------------------------------------------------
 
 
+def test_an_operator_names_a_task_by_the_id_that_a_client_sees(tmp_path: Path) -> None:
+    with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
+        task_id = tasks.enqueue(agent="a", payload=1)
+        seen: str = tasks.store.read(lambda transaction: transaction.ids.cover_id(task_id))
+        assert seen != task_id
+        where = ("--data", tmp_path / "data")
+        assert tasks_command("show", seen, *where)["task_id"] == task_id
+        tasks_command("cancel", seen, *where)
+        assert tasks.get(task_id).state == "CANCELLED"
+        tasks_command("retry", seen, *where)
+        assert tasks.get(task_id).state == "QUEUED"
+
+
 def test_the_whole_life_of_a_task(where: tuple[str, ...], agent: str) -> None:
     new = ("--agent", agent, "--payload", '{"issue": 7}', "--type", "triage", "--parent", "p1")
     task_id = tasks_command("enqueue", *where, *new)["task_id"]

@@ -106,6 +106,21 @@ def test_an_agent_cannot_act_for_another_one(server: Serving) -> None:
         urllib.request.urlopen(request, timeout=HANG_GUARD_S)  # noqa: S310
 
 
+def test_a_guessed_number_of_the_store_finds_no_task(server: Serving) -> None:
+    async def main() -> None:
+        async with over_http(server, "builder") as builder, over_http(server, "admin") as admin:
+            own = (await call(builder, "enqueue", agent="builder", payload="to be found"))["task_id"]
+            line = (await call(admin, "search", where="tasks", state="QUEUED", limit=100))["tasks"][-1]
+            assert (line["agent"], line["task_id"] != own) == ("@acme:builder", True)
+            assert "there is no task" in await refused(builder, "result", id=line["task_id"])
+            assert "an earlier answer" in await refused(builder, "search", where="tasks", cursor=line["seq"])
+            task = (await awaited(builder, "claim", "task"))["task"]
+            done = {"task_id": own, "lease": task["lease"], "result": 1}
+            assert (await call(builder, "complete", **done))["completed"]
+
+    asyncio.run(main())
+
+
 def test_an_inbox_is_read_by_budget_and_proves_what_was_read(server: Serving) -> None:
     async def main() -> None:
         async with over_http(server, "alice") as alice, of_server(server, "bob") as bob:

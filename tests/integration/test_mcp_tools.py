@@ -90,7 +90,11 @@ def planted_tasks(server: Serving) -> list[str]:
     claim = {"agent": "alice", "worker": PLANT, "lease_s": 600}
     with HttpClient(server.url, server.tokens["admin"]) as admin:
         for number in range(4):  # one of them is for the tool `claim`
-            admin.request("POST", "/queue/enqueue", {**task, "idempotency_key": f"{PLANT}-{number}"})
+            admin.request(
+                "POST",
+                "/queue/enqueue",
+                {**task, "task_id": f"planted-{number}", "idempotency_key": f"{PLANT}-{number}"},
+            )
         leases = [admin.request("POST", "/queue/next", claim) for _ in range(3)]
         ended, retried = ({"task_id": one["task_id"], "lease": one["lease"]} for one in leases[:2])
         admin.request("POST", "/queue/complete", {**ended, "decision": PLANT})

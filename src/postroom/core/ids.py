@@ -112,17 +112,19 @@ class IdRule(msgspec.Struct, frozen=True):
     """Hides the numbers of records in ids."""
     sealed_from_us: int
     """Ids that were made before this time show the number, as those of earlier versions do."""
+    plain_max: int = 0
+    """Clients may know plain numbers up to this one, the newest when the store began to cover them."""
 
     @classmethod
     def of(cls, text: str) -> "IdRule":
         """The rule in its stored form."""
-        secret, sealed_from_us = text.split(":")
-        return cls(secret, int(sealed_from_us))
+        secret, *numbers = text.split(":")
+        return cls(secret, *map(int, numbers))
 
     @property
     def text(self) -> str:
         """The stored form."""
-        return f"{self.secret}:{self.sealed_from_us}"
+        return f"{self.secret}:{self.sealed_from_us}:{self.plain_max}"
 
 
 class MessageIds:

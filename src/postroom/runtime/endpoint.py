@@ -81,6 +81,7 @@ from postroom.runtime.openapi import Route
 from postroom.runtime.refusal_events import RefusedCall
 from postroom.runtime.schemas import BODY_DEPTH_MAX, SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
 from postroom.runtime.server_log import error_location
+from postroom.runtime.task_names import shown_id
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.own_ids import OwnIds
 
@@ -177,7 +178,7 @@ class Endpoint:
         except asyncio.CancelledError:
             reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
-            refusal = _error_to_reply(error, request.identity, server.ids, _asked(request))
+            refusal = _error_to_reply(error, request.identity, server.ids)
             self._note_refusal(server, request, refusal.status, error)
             reply = None if isinstance(error, StreamRefused) else refusal
         finally:
@@ -366,19 +367,18 @@ async def read_body(server: TaskServer, request: HttpRequest, bytes_max: int) ->
         pieces.append(piece)
 
 
-def _asked(request: HttpRequest) -> bytes:
-    """The texts of a request in which a caller names an id."""
-    return str(request.scope["path"]).encode("utf-8", "replace") + request.raw
-
-
 def _error_to_reply(
-    error: BaseException, caller: Identity = ANONYMOUS, ids: OwnIds | None = None, asked: bytes = b""
+    error: BaseException, caller: Identity = ANONYMOUS, ids: OwnIds | None = None
 ) -> HttpReply:
-    """The reply to a failed call, with names as its organization uses them. `asked` is what it sent."""
+    """The reply to a failed call, with names as its organization uses them.
+
+    Only an id that the error took from a record is covered: the covered form of one that a caller sent would
+    tell whether it guessed right.
+    """
     status, error_type, message = _refusal_facts(error)
+    if ids is not None and isinstance(error, StaleLease | WrongState):
+        message = message.replace(error.task_id, shown_id(ids, caller.org, error.task_id))
     message = unscoped_text(caller.org, message)
-    if caller.org and ids is not None:
-        message = ids.cover_text(message, asked)
     return _error_reply(status, error_type, message, getattr(error, "retry_after_s", RETRY_AFTER_S))
 
 

@@ -51,7 +51,7 @@ from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
-from postroom.runtime.task_names import shown_event, shown_number, stored_id
+from postroom.runtime.task_names import shown_event, shown_number, stored_id, stored_place
 from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.runtime.writer import TASK_BYTES
 from postroom.stores.base import Listing
@@ -212,7 +212,8 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
         raise InvalidMessage("an operator has to name the organization of the messages: org_id")
     state = query.state or None
     ids, caller = server.ids, request.identity
-    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, ids.uncover(query.after), SEARCHED_MAX)
+    after = stored_place(ids, caller.org, query.after)
+    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, after, SEARCHED_MAX)
     found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
     org = caller.org
     lines = [

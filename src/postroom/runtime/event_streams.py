@@ -35,7 +35,7 @@ from postroom.runtime.schemas import (
     RemovedNotice,
     ResetNotice,
 )
-from postroom.runtime.task_names import own_queue, shown_event
+from postroom.runtime.task_names import own_queue, shown_event, stored_place
 from postroom.runtime.task_server import TaskServer
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
         data = b"".join(sse(str(event.seq), event.kind, _encode(event)) for event in visible)
         return data, found[-1].seq if found else position
 
-    position = ids.uncover(int(last) if last else request.query.after)
+    position = stored_place(ids, caller.org, int(last) if last else request.query.after)
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 

@@ -55,6 +55,7 @@ from postroom.runtime.schemas import (
     TaskAnswer,
 )
 from postroom.runtime.task_names import (
+    is_lease,
     known_target,
     new_tasks,
     own_queue,
@@ -64,6 +65,7 @@ from postroom.runtime.task_names import (
     shown_line,
     shown_task,
     stored_id,
+    stored_place,
     target_of,
 )
 from postroom.runtime.task_server import TaskServer
@@ -201,7 +203,11 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 def _check_same_decision(tasks: Tasks, task_id: str, body: CompleteBody) -> None:
     """Accept a repeated `complete` with the same decision, and refuse one with another decision."""
-    if _encode_sorted(tasks.get(task_id).result) != _encode_sorted(body.decision):
+    try:
+        info = tasks.get(task_id)
+    except UnknownTask:  # it was purged meanwhile
+        raise UnknownTask(body.task_id) from None
+    if _encode_sorted(info.result) != _encode_sorted(body.decision):
         raise Refusal(409, "WrongState", f"task {body.task_id!r} was completed before with another decision")
 
 
@@ -248,16 +254,12 @@ async def _holder_call(
 def _under_lease(
     operations: TaskOperations, body: HolderBody, owners: Sequence[str] | None, org: str
 ) -> Iterator[tuple[Record, int]]:
-    """The record of a task that the caller holds, and its lease as the store knows it.
-
-    A lease that an earlier version has shown is the number of the store itself.
-    """
+    """The record of a task that the caller holds, and its lease as the store knows it."""
     record = _own_record(operations, body.task_id, owners, org)
-    lease = abs(record.lease)  # it is negative after a release
-    if body.lease not in (lease, operations.transaction.ids.fence(record.attempt, lease)):
+    if not is_lease(operations.transaction.ids, org, record, body.lease):
         raise lifecycle.stale(record, body.lease)
     try:
-        yield record, lease
+        yield record, abs(record.lease)
     except StaleLease:
         raise lifecycle.stale(record, body.lease) from None
 
@@ -414,7 +416,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     agent = query.agent or (None if request.identity.is_operator else request.identity.name)
     if agent is not None:
         agent = await read_queue(server, request, agent)
-    state, after = query.state or None, server.ids.uncover(query.after)
+    state, after = query.state or None, stored_place(server.ids, request.identity.org, query.after)
     lines = await server.read_for(
         request, lambda: server.tasks.find(agent=agent, state=state, after=after, limit=query.limit)
     )

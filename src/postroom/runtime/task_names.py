@@ -4,7 +4,8 @@ Rule 1: an id or an agent that a caller of an organization names is one within t
 Rule 2: a caller of an organization sees its names as it gave them. Operators see whose they are.
 Rule 3: an id that an earlier version has stored, or an operator gave, is the same for all.
 Rule 4: an id that the store made contains a number of the whole store. A caller of an organization sees it
-        covered, and so it sees numbers of events and places in lists.
+        covered, and so it sees numbers of events and places in lists. A number that it was not given is
+        unknown, as an id is: what it finds would count the store.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from postroom.contracts.task_views import TaskInfo, TaskLine
 from postroom.core.gate import UNKNOWN, Owner, permit
 from postroom.core.names import scoped, split_scoped, unscoped
 from postroom.errors import InvalidMessage, shown
-from postroom.message import Event
+from postroom.message import Event, Record, org_of
 from postroom.runtime.agents import Agents, Identity
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction
@@ -24,11 +25,33 @@ from postroom.stores.transaction import Transaction
 
 def stored_id(transaction: Transaction, org: str, task_id: str) -> str:
     """The id of a known task or message in the store, by the one that a caller of the organization knows."""
-    own = transaction.ids.uncover_id(task_id)
-    if not org or (transaction.ids.own_number(own) and transaction.record(own) is not None):
+    ids = transaction.ids
+    own, within = ids.uncover_id(task_id), scoped(org, task_id)
+    if not org:
         return own
-    within = scoped(org, task_id)
+    if ids.is_guess(task_id):
+        return within
+    if ids.own_number(own) and transaction.record(own) is not None:
+        return own
     return within if transaction.record(within) is not None else task_id
+
+
+def stored_place(ids: OwnIds, org: str, shown: int) -> int:
+    """The number in the store that a list or a stream goes on from, by the one that a caller knows."""
+    number = ids.place(shown, ids.rule.plain_max) if org else ids.uncover(shown)
+    if number is None:
+        raise InvalidMessage("the place to go on from must be a number of an earlier answer")
+    return number
+
+
+def is_lease(ids: OwnIds, org: str, record: Record, shown: int) -> bool:
+    """Whether a number is the lease of a record, which is negative after a release, as the caller knows it.
+
+    A lease that an earlier version has shown is the number of the store itself.
+    """
+    lease = abs(record.lease)
+    is_plain = shown == lease and (not org or lease <= ids.rule.plain_max)
+    return is_plain or shown == ids.fence(record.attempt, lease)
 
 
 def new_tasks(
@@ -56,7 +79,7 @@ def _new_id(transaction: Transaction, agents: Agents, org: str, new: NewTask) ->
         if is_known:
             raise InvalidMessage(f"the id {shown(task_id)} is taken by a task of organization {owner!r}")
         return task_id
-    known = None if is_known else transaction.record(task_id)
+    known = None if is_known or transaction.ids.is_guess(task_id) else transaction.record(task_id)
     if known is None:
         return within
     is_repeated = (known.queue, known.sender) == (new.agent, new.sender)
@@ -117,8 +140,9 @@ def known_target(agents: Agents, caller: Identity, name: str) -> str | None:
 
 
 def shown_id(ids: OwnIds, org: str, task_id: str) -> str:
-    """The id of a task as callers of an organization see it."""
-    return ids.cover_id(unscoped(org, task_id)) if org else task_id
+    """The id of a task as callers of an organization see it. One that they gave stays the same."""
+    given = unscoped(org, task_id)
+    return ids.cover_id(task_id) if org and given == task_id else given
 
 
 def shown_number(ids: OwnIds, org: str, number: int) -> int:
@@ -153,11 +177,12 @@ def shown_line(ids: OwnIds, caller: Identity, line: TaskLine) -> TaskLine:
 
 
 def shown_event(ids: OwnIds, caller: Identity, event: Event) -> Event:
-    """An event of a task as the caller sees it."""
+    """An event of a task or message as the caller sees it. The parent of a message is any text."""
+    org, parent = caller.org, event.parent_message_id
     return replace(
         event,
-        seq=shown_number(ids, caller.org, event.seq),
-        queue=unscoped(caller.org, event.queue),
-        message_id=shown_id(ids, caller.org, event.message_id),
-        parent_message_id=shown_id(ids, caller.org, event.parent_message_id),
+        seq=shown_number(ids, org, event.seq),
+        queue=unscoped(org, event.queue),
+        message_id=shown_id(ids, org, event.message_id),
+        parent_message_id=unscoped(org, parent) if org_of(event.queue) else shown_id(ids, org, parent),
     )

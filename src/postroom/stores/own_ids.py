@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 
 from msgspec.structs import replace
 
@@ -62,31 +61,33 @@ class OwnIds:
             high, low = low ^ self._half(turn, high), high
         return high << HALF_BITS | low
 
-    def place(self, shown: int) -> int | None:
-        """The number behind a covered one, or 0. None for a guess: what it finds would count the store."""
+    def place(self, shown: int, plain_max: int = 0) -> int | None:
+        """The number behind a covered one, or a plain one up to `plain_max`.
+
+        None for a guess: what it finds would count the store.
+        """
         number = self.uncover(shown)
-        return number if number != shown or not shown else None
+        return number if number != shown or shown <= plain_max else None
 
     def _half(self, turn: int, half: int) -> int:
         return self.messages.mark(-1 - (turn << HALF_BITS | half)) & HALF
 
     def cover_id(self, task_id: str) -> str:
         """The id of a task as clients see it: the number in one that the store made is covered."""
-        number = 0 if len(task_id) >= UUID_CHARS else self.own_number(task_id)
+        number = self._task_number(task_id)
         return f"{self.prefix}{self.cover(number)}" if 0 < number < COVERED else task_id
 
     def uncover_id(self, shown: str) -> str:
         """The id of a task in the store, by the one that a client has seen."""
-        number = self.own_number(shown)
+        number = self._task_number(shown)
         return f"{self.prefix}{self.uncover(number)}" if number >= COVERED else shown
 
-    def cover_text(self, text: str, asked: bytes = b"") -> str:
-        """A sentence with the ids of tasks as clients see them. One that was asked for stays the same."""
-        if self.prefix not in text:
-            return text
-        own = rf"{re.escape(self.prefix)}\d+"
-        known = set(re.findall(own.encode(), asked))
-        return re.sub(own, lambda it: it[0] if it[0].encode() in known else self.cover_id(it[0]), text)
+    def is_guess(self, shown: str) -> bool:
+        """Whether an id has the form of the store's own ones, and no client was given it."""
+        return self.place(self._task_number(shown), self.rule.plain_max) is None
+
+    def _task_number(self, task_id: str) -> int:
+        return 0 if len(task_id) >= UUID_CHARS else self.own_number(task_id)
 
     def shown(self, event: Event) -> Event:
         """An event with its lease as clients see it."""
@@ -114,8 +115,9 @@ class OwnIds:
 def first_rule(store_id: str | None, newest: int, wall_us: int) -> IdRule:
     """The rule of a store that has none yet. A store of a given identity makes the same ids each time.
 
-    If the store has been used, processes of an earlier version may go on for a while.
+    If the store has been used, processes of an earlier version may go on for a while, and clients know
+    numbers up to the newest one.
     """
     chosen = None if store_id is None else hashlib.sha256(store_id.encode()).digest()[:SECRET_BYTES]
     secret = chosen or os.urandom(SECRET_BYTES)
-    return IdRule(secret.hex(), wall_us + UPGRADE_US if newest else 0)
+    return IdRule(secret.hex(), wall_us + UPGRADE_US if newest else 0, newest)

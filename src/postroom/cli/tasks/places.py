@@ -57,8 +57,12 @@ class Folder:
                 )
         return queues
 
+    def _stored(self, task_id: str) -> str:
+        """The id in the store, also by the one that a caller of an organization sees over HTTP."""
+        return self._tasks.store.read(lambda transaction: transaction.ids.uncover_id(task_id))
+
     def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
-        return _builtins(self._tasks.wait(task_id, timeout_s))
+        return _builtins(self._tasks.wait(self._stored(task_id), timeout_s))
 
     def claim(self, agent: str | None, worker: str | None, **terms: Any) -> list[dict[str, Any]]:
         if agent is None:
@@ -67,17 +71,17 @@ class Folder:
 
     def report(self, verb: str, task_id: str, lease: int, fields: dict[str, Any]) -> None:
         """A call of the lease holder: complete, heartbeat, fail or release."""
-        getattr(self._tasks, verb)(task_id, lease, **fields)
+        getattr(self._tasks, verb)(self._stored(task_id), lease, **fields)
 
     def operate(self, verb: str, task_id: str) -> None:
         """A call of an operator: retry or cancel."""
-        getattr(self._tasks, verb)(task_id)
+        getattr(self._tasks, verb)(self._stored(task_id))
 
     def status(self) -> dict[str, Any]:
         return _builtins(self._tasks.status())
 
     def show(self, task_id: str) -> dict[str, Any]:
-        return _builtins(self._tasks.get(task_id))
+        return _builtins(self._tasks.get(self._stored(task_id)))
 
     def find(self, **filters: Any) -> list[dict[str, Any]]:
         return [_builtins(line) for line in self._tasks.find(**filters)]
