@@ -114,6 +114,15 @@ def test_a_reader_that_stops_early_continues_with_the_next_command(commands_max:
     assert flat(commands) == read(CLIENT)
 
 
+def test_what_is_kept_after_a_completed_frame_is_read_however_short_it_is() -> None:
+    reader = wire.ClientReader()
+    frame = b"PUB a 100\r\n" + b"x" * 100 + b"\r\n"
+    assert reader.feed(frame[:50]) == []
+    assert len(reader.feed(frame[50:])) == 1
+    reader.keep(b"PING\r\n")
+    assert reader.feed() == [wire.Ping()]
+
+
 FRAME = st.tuples(
     st.sampled_from([b"a", b"b"]), st.sampled_from([b"", b"x", b"PUB a 1\r\n", b"\r\nPUB b 0\r\n"])
 )

@@ -173,7 +173,7 @@ class _Reader:
         self._held = bytearray()
         """The start of an incomplete frame."""
         self._wanted = 0
-        """Bytes needed before it is worth parsing again."""
+        """Bytes needed before it is worth parsing again; 0 when no frame is incomplete."""
         self._broken = False
         self.has_more = False
         """Whether the buffered bytes may hold complete commands."""
@@ -203,6 +203,7 @@ class _Reader:
                 return []
             data = bytes(self._held)
             self._held.clear()
+            self._wanted = 0
         commands: list[Command] = []
         try:
             done = self._read(data, commands, commands_max)
