@@ -625,7 +625,12 @@ def test_an_organization_neither_makes_nor_settles_decisions(world: World) -> No
         tasks.enqueue(agent=scoped(ACME, "eve"), payload=1)
         [task] = tasks.claim(agent=scoped(ACME, "eve"))
         tasks.complete(task.task_id, task.lease, "result")
-        tasks.open_decision(task.task_id)
+        decision_id = tasks.open_decision(task.task_id)
+    [line] = world.call(token, "/tasks?agent=eve")[1]["tasks"]
+    history = world.call(token, f"/tasks/{line['task_id']}")[1]["history"]
+    [shown] = [event["detail"]["decision"] for event in history if event["kind"] == "execution_started"]
+    assert int(shown.rsplit("-", 1)[1]) >= COVERED
+    assert world.call(world.up.token or "", f"/tasks/{shown}")[1]["task_id"] == decision_id
     for path, body in (("enqueue", {"payload": 1}), ("next", {})):
         status, answer = world.call(token, f"/queue/{path}", {"agent": DECISIONS, **body})
         assert (status, "only the harness" in answer["message"]) == (400, True)

@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom.core.ids import IdRule
+from postroom.message import Envelope
+from postroom.stores.memory import MemoryStore
 from postroom.stores.own_ids import COVERED, OwnIds, first_rule
+from postroom.stores.transaction import NUMBERS_AHEAD, Transaction
 
 ids = OwnIds("t1234", IdRule("0123456789abcdef" * 2, 0))
 other = OwnIds("t1234", IdRule("fedcba9876543210" * 2, 0))
@@ -23,6 +26,25 @@ def test_a_covered_number_leads_back_to_its_record(number: int) -> None:
     assert ids.uncover_id(shown) == ids.uncover_id(f"t1234-{number}") == f"t1234-{number}"
     assert ids.cover_id(shown) == shown
     assert (ids.is_guess(f"t1234-{number}"), ids.is_guess(shown)) == (True, False)
+
+
+def test_refused_ids_of_callers_do_not_tell_how_far_the_store_has_counted() -> None:
+    """A caller could find the largest number that is refused by trying ids, which need not exist."""
+    store, at_us = MemoryStore(store_id="t1234"), 1_700_000_000_000_000
+
+    def refused() -> list[bool]:
+        def work(transaction: Transaction) -> list[bool]:
+            new = transaction.ids.messages.new
+            around = (NUMBERS_AHEAD, 2 * NUMBERS_AHEAD)
+            tried = [number for limit in around for number in range(limit - 200, limit + 200)]
+            return [transaction.is_reserved(new(number, at_us)) for number in tried]
+
+        return store.read(work)
+
+    before = refused()
+    assert {True, False} == {*before}
+    store.write(lambda transaction: transaction.insert([Envelope(queue="a", payload=b"1")] * 50))
+    assert refused() == before
 
 
 def test_neighbours_show_no_distance_and_each_store_has_its_own_cover() -> None:

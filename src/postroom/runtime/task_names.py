@@ -178,11 +178,14 @@ def shown_line(ids: OwnIds, caller: Identity, line: TaskLine) -> TaskLine:
 
 def shown_event(ids: OwnIds, caller: Identity, event: Event) -> Event:
     """An event of a task or message as the caller sees it. The parent of a message is any text."""
-    org, parent = caller.org, event.parent_message_id
+    org, parent, detail = caller.org, event.parent_message_id, event.detail
+    if "decision" in detail and not org_of(event.queue):
+        detail = {**detail, "decision": shown_id(ids, org, detail["decision"])}
     return replace(
         event,
         seq=shown_number(ids, org, event.seq),
         queue=unscoped(org, event.queue),
         message_id=shown_id(ids, org, event.message_id),
         parent_message_id=unscoped(org, parent) if org_of(event.queue) else shown_id(ids, org, parent),
+        detail=detail,
     )

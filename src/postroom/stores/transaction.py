@@ -226,10 +226,11 @@ class Transaction(Ledger, Lanes):
     def is_reserved(self, message_id: str) -> bool:
         """Whether the store has given an id, or may give it.
 
-        One of a million UUIDs of others looks as if it held a number, which is far too large then.
+        One of a million UUIDs of others looks as if it held a number, which is far too large then. The limit
+        is a power of two: one that follows the newest number would tell it to callers that try ids.
         """
-        number = self.ids.messages.number(message_id)
-        is_uuid_taken = number > 0 and number < self.take_numbers(0) + NUMBERS_AHEAD
+        number_bits = self.ids.messages.number(message_id).bit_length()
+        is_uuid_taken = 0 < number_bits <= (self.take_numbers(0) + NUMBERS_AHEAD).bit_length()
         return message_id.startswith(self.ids.prefix) or is_uuid_taken
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
