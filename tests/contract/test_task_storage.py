@@ -10,6 +10,7 @@ import pytest
 from postroom import Overloaded, Tasks
 from postroom.contracts.task_storage import (
     COUNTED_BYTES,
+    QUEUES_MAX,
     STORED,
     STORED_BYTES_MAX,
     STORED_TASKS_MAX,
@@ -65,7 +66,7 @@ def finish(tasks: Tasks, result: Any = None) -> None:
 
 def test_an_organization_at_its_number_of_tasks_leaves_others_as_they_were(tasks: Tasks) -> None:
     first = tasks.enqueue(agent=ACME, payload=1, task_id="@acme:first")
-    note(tasks, StoredTasks(STORED_TASKS_MAX - 1))
+    note(tasks, StoredTasks(STORED_TASKS_MAX - 1, queues=1))
     with pytest.raises(Overloaded, match="organization acme stores 4,999,999 of at most 5,000,000 tasks; "):
         tasks.enqueue_many({"agent": ACME, "payload": number} for number in range(2))
     second = tasks.enqueue(agent=ACME, payload=2)
@@ -77,13 +78,13 @@ def test_an_organization_at_its_number_of_tasks_leaves_others_as_they_were(tasks
         tasks.enqueue(agent=agent, payload=4)
     with pytest.raises(Overloaded):
         tasks.enqueue_many([{"agent": OTHER, "payload": 5}, {"agent": ACME, "payload": 5}])
-    assert stored(tasks, "other") == StoredTasks(1)
+    assert stored(tasks, "other") == StoredTasks(1, queues=1)
     [task, another] = tasks.claim(agent=ACME, limit=2)
     assert [task.task_id, another.task_id] == [first, second]
     tasks.fail(task.task_id, task.lease, "no", 0)
     tasks.complete(another.task_id, another.lease, LARGE)
     tasks.cancel(first)
-    assert stored(tasks) == StoredTasks(STORED_TASKS_MAX, LARGE_BYTES)
+    assert stored(tasks) == StoredTasks(STORED_TASKS_MAX, LARGE_BYTES, 1)
 
 
 def test_an_organization_at_its_bytes_still_completes_tasks(tasks: Tasks) -> None:
@@ -95,7 +96,7 @@ def test_an_organization_at_its_bytes_still_completes_tasks(tasks: Tasks) -> Non
     with pytest.raises(Overloaded, match="bytes of tasks"):
         tasks.enqueue(agent=ACME, payload="small")
     tasks.enqueue(agent=OTHER, payload=LARGE)
-    assert stored(tasks, "other") == StoredTasks(1, LARGE_BYTES)
+    assert stored(tasks, "other") == StoredTasks(1, LARGE_BYTES, 1)
 
 
 def test_a_purge_gives_back_what_its_tasks_took_up(tasks: Tasks, clock: ManualClock) -> None:
@@ -103,13 +104,13 @@ def test_a_purge_gives_back_what_its_tasks_took_up(tasks: Tasks, clock: ManualCl
     tasks.enqueue(agent=OTHER, payload=LARGE)
     tasks.enqueue(agent=ACME, payload=LARGE, idempotency_key="key")
     tasks.enqueue(agent=ACME, payload=LARGE, idempotency_key="key")
-    assert stored(tasks) == StoredTasks(4, 3 * LARGE_BYTES)
+    assert stored(tasks) == StoredTasks(4, 3 * LARGE_BYTES, 1)
     finish(tasks, LARGE)
     [ended] = tasks.find(agent=ACME, limit=1)
-    note(tasks, StoredTasks(STORED_TASKS_MAX - 1, 7 * LARGE_BYTES))
+    note(tasks, StoredTasks(STORED_TASKS_MAX - 1, 7 * LARGE_BYTES, 1))
     for _ in range(2):
         tasks.open_decision(ended.task_id)
-    assert stored(tasks) == StoredTasks(STORED_TASKS_MAX, 8 * LARGE_BYTES)
+    assert stored(tasks) == StoredTasks(STORED_TASKS_MAX, 8 * LARGE_BYTES, 2)
     with pytest.raises(Overloaded):
         tasks.enqueue(agent=ACME, payload=LARGE)
     [decision] = tasks.claim(agent=scoped("acme", DECISIONS))
@@ -118,8 +119,37 @@ def test_a_purge_gives_back_what_its_tasks_took_up(tasks: Tasks, clock: ManualCl
     clock.advance(AFTER_RETENTION_S)
     tasks.purge()
     assert stored(tasks) == StoredTasks(STORED_TASKS_MAX - 5)
-    assert stored(tasks, "other") == StoredTasks(1, LARGE_BYTES)
+    assert stored(tasks, "other") == StoredTasks(1, LARGE_BYTES, 1)
     tasks.enqueue(agent=ACME, payload=LARGE)
+
+
+def test_an_organization_at_its_number_of_queues_uses_those_that_hold_tasks(
+    tasks: Tasks, clock: ManualClock
+) -> None:
+    first, second = scoped("acme", "first"), scoped("acme", "second")
+    tasks.enqueue(agent=first, payload=1)
+    tasks.enqueue(agent=first, payload=1, idempotency_key="key")
+    note(tasks, StoredTasks(2, queues=QUEUES_MAX - 1))
+    with pytest.raises(Overloaded, match="organization acme stores tasks of 4,999 of at most 5,000 agents; "):
+        tasks.enqueue_many({"agent": scoped("acme", f"new{number}"), "payload": 1} for number in range(2))
+    tasks.enqueue_many({"agent": agent, "payload": 1} for agent in (second, second, first))
+    assert stored(tasks) == StoredTasks(5, queues=QUEUES_MAX)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="stores tasks of 5,000 of at most 5,000 agents"):
+            tasks.enqueue(agent=scoped("acme", "third"), payload=1)
+    tasks.enqueue(agent=first, payload=1, idempotency_key="key")
+    tasks.enqueue_many({"agent": agent, "payload": 1} for agent in (first, second, OTHER, "third"))
+    [task] = tasks.claim(agent=second, limit=1)
+    tasks.complete(task.task_id, task.lease)
+    tasks.open_decision(task.task_id)
+    assert stored(tasks) == StoredTasks(8, queues=QUEUES_MAX + 1)
+    tasks.enqueue(agent=first, payload=1)
+    for task in tasks.claim(agent=first, limit=10):
+        tasks.complete(task.task_id, task.lease)
+    clock.advance(AFTER_RETENTION_S)
+    tasks.purge()
+    assert stored(tasks).queues == QUEUES_MAX
+    assert tasks.store.read(lambda transaction: transaction.depth(first)) == {}
 
 
 def test_a_repeated_complete_counts_its_result_once(tasks: Tasks) -> None:
@@ -127,7 +157,7 @@ def test_a_repeated_complete_counts_its_result_once(tasks: Tasks) -> None:
     [task] = tasks.claim(agent=ACME)
     for _ in range(2):
         tasks.complete(task.task_id, task.lease, LARGE)
-    assert stored(tasks) == StoredTasks(1, LARGE_BYTES)
+    assert stored(tasks) == StoredTasks(1, LARGE_BYTES, 1)
 
 
 def test_a_refused_enqueue_counts_nothing(tasks: Tasks) -> None:
@@ -146,12 +176,12 @@ def test_tasks_of_a_store_without_counts_are_counted_once(tasks: Tasks, clock: M
     tasks.enqueue(agent="triage", payload=1)
     finish(tasks)
     note(tasks, None)
-    assert stored(tasks) == StoredTasks(6)
+    assert stored(tasks) == StoredTasks(6, queues=2)
     clock.advance(AFTER_RETENTION_S)
     tasks.purge()
-    assert stored(tasks) == StoredTasks(3)
+    assert stored(tasks) == StoredTasks(3, queues=1)
     tasks.enqueue(agent=ACME, payload=LARGE)
-    assert stored(tasks) == StoredTasks(4, LARGE_BYTES)
+    assert stored(tasks) == StoredTasks(4, LARGE_BYTES, 2)
 
 
 @pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
@@ -171,5 +201,5 @@ def test_counts_are_right_after_processes_were_killed(url: str) -> None:
         counted = stored(tasks)
         found = [tasks.get(line.task_id) for line in tasks.find(agent=ACME)]
         sizes = [len(msgspec.json.encode(value)) for task in found for value in (task.payload, task.result)]
-        assert counted == StoredTasks(len(found), sum(size for size in sizes if size > COUNTED_BYTES))
+        assert counted == StoredTasks(len(found), sum(size for size in sizes if size > COUNTED_BYTES), 1)
         assert counted.tasks > 0

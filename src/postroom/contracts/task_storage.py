@@ -7,11 +7,12 @@ Rule 2: tasks and decisions are counted one by one, until they are purged. Bytes
 Rule 3: only a new task is refused. What a stored task produces is stored and counted.
 Rule 4: the bytes of a task are stored under the number of its record. A purge looks at records in the order
         of their numbers, so it reads the bytes of a whole batch at once.
-Rule 5: an organization without a count, as in a store of an earlier version, is counted once, by the counters
+Rule 5: a queue counts while it holds tasks. One that a decision makes is not refused.
+Rule 6: an organization without a count, as in a store of an earlier version, is counted once, by the counters
         of its queues.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -19,11 +20,12 @@ import msgspec
 from postroom.core.names import is_scoped, scoped, split_scoped
 from postroom.errors import Overloaded
 from postroom.message import Envelope, Record
-from postroom.stores.base import PURGE_BATCH_MAX
+from postroom.stores.base import PURGE_BATCH_MAX, Counted
 from postroom.stores.transaction import Accepted, Transaction
 
 STORED_TASKS_MAX: Final = 5_000_000
 STORED_BYTES_MAX: Final = 8 * 1024**3
+QUEUES_MAX: Final = 5_000
 COUNTED_BYTES: Final = 4 * 1024
 RETRY_AFTER_S: Final = 60.0
 STORED, SIZE = "tasks.stored", "tasks.size"  # kinds of cells: by organization, by the number of a record
@@ -34,6 +36,7 @@ class StoredTasks(msgspec.Struct, frozen=True, array_like=True):
 
     tasks: int
     size: int = 0
+    queues: int = 0
 
 
 def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Accepted]:
@@ -44,20 +47,20 @@ def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Acce
             own.setdefault(split_scoped(envelope.queue)[0], []).append(envelope)
     if not own:
         return transaction.insert(envelopes)
-    stored = {org: _with_room(transaction, org, new) for org, new in own.items()}
+    unused = _unused(transaction, {envelope.queue for new in own.values() for envelope in new})
+    stored = {org: _with_room(transaction, org, new, unused) for org, new in own.items()}
     accepted = transaction.insert(envelopes)
-    added = dict.fromkeys(own, 0)
-    large: list[tuple[str, int]] = []
+    added: dict[str, list[str]] = {org: [] for org in own}
     for envelope, one in zip(envelopes, accepted, strict=True):
         if not one.duplicate and is_scoped(envelope.queue):
-            added[split_scoped(envelope.queue)[0]] += 1
-            if len(envelope.payload) > COUNTED_BYTES:
-                large.append((one.message_id, len(envelope.payload)))
-    for org, before in stored.items():
-        if added[org]:
-            _put(transaction, org, before.tasks + added[org], before.size)
-    for message_id, size in large:
-        add(transaction, message_id, size)
+            added[split_scoped(envelope.queue)[0]].append(envelope.queue)
+    for org, queues in added.items():
+        if queues:
+            before, begun = stored[org], unused.intersection(queues)
+            _put(transaction, org, before.tasks + len(queues), before.size, before.queues + len(begun))
+    for envelope, one in zip(envelopes, accepted, strict=True):
+        if not one.duplicate:
+            add(transaction, one.message_id, len(envelope.payload))
     return accepted
 
 
@@ -65,9 +68,10 @@ def insert_decision(transaction: Transaction, envelope: Envelope) -> str:
     """Store and count the decision of a task. Returns its id."""
     org = split_scoped(envelope.queue)[0]
     before = stored_tasks(transaction, org) if org else None
+    unused = _unused(transaction, [envelope.queue]) if org else ()
     [decision] = transaction.insert([envelope])
     if before is not None and not decision.duplicate:
-        _put(transaction, org, before.tasks + 1, before.size)
+        _put(transaction, org, before.tasks + 1, before.size, before.queues + len(unused))
         add(transaction, decision.message_id, len(envelope.payload))
     return decision.message_id
 
@@ -81,7 +85,7 @@ def add(transaction: Transaction, task_id: str, size: int) -> None:
         key, stored = _key(record.seq), stored_tasks(transaction, org)
         before = int(transaction.cell(SIZE, key) or b"0")
         transaction.put_cell(SIZE, key, str(before + size).encode())
-        _put(transaction, org, stored.tasks, stored.size + size)
+        _put(transaction, org, stored.tasks, stored.size + size, stored.queues)
 
 
 def forget(transaction: Transaction, records: Sequence[Record]) -> None:
@@ -96,7 +100,9 @@ def forget(transaction: Transaction, records: Sequence[Record]) -> None:
         if value is not None:  # else the counters do not have them any more
             stored = msgspec.json.decode(value, type=StoredTasks)
             size = sum(int(sizes.get(key, b"0")) for key in keys)
-            _put(transaction, org, stored.tasks - len(keys), stored.size - size)
+            left = {record.queue for record in own if split_scoped(record.queue)[0] == org}
+            queues = max(0, stored.queues - len(_unused(transaction, left)))
+            _put(transaction, org, stored.tasks - len(keys), stored.size - size, queues)
         for key in keys:
             if key in sizes:
                 transaction.put_cell(SIZE, key, None)
@@ -107,8 +113,8 @@ def stored_tasks(transaction: Transaction, org: str) -> StoredTasks:
     value = transaction.cell(STORED, org)
     if value is not None:
         return msgspec.json.decode(value, type=StoredTasks)
-    own = [transaction.depth(queue) for queue in transaction.queues() if queue.startswith(scoped(org, ""))]
-    return StoredTasks(sum(sum(counts.values()) - counts.get("LAPSES", 0) for counts in own))
+    held = [_held(transaction.depth(queue)) for queue in transaction.queues(scoped(org, ""))]
+    return StoredTasks(sum(held), queues=sum(count > 0 for count in held))
 
 
 def at_limit(org_id: str, stored: str, most: str) -> Overloaded:
@@ -119,26 +125,42 @@ def at_limit(org_id: str, stored: str, most: str) -> Overloaded:
     )
 
 
-def _with_room(transaction: Transaction, org: str, envelopes: Sequence[Envelope]) -> StoredTasks:
+def _with_room(
+    transaction: Transaction, org: str, envelopes: Sequence[Envelope], unused: Collection[str]
+) -> StoredTasks:
     """What the tasks of an organization take up, which has room for new ones. Duplicates need none."""
     stored = stored_tasks(transaction, org)
     size = stored.size
     for envelope in envelopes:
         if len(envelope.payload) > COUNTED_BYTES:
             size += len(envelope.payload)
+    queues = stored.queues
+    if unused:
+        queues += len({envelope.queue for envelope in envelopes}.intersection(unused))
     is_full = stored.tasks + len(envelopes) > STORED_TASKS_MAX
-    if is_full or size > STORED_BYTES_MAX:
+    if is_full or size > STORED_BYTES_MAX or queues > max(QUEUES_MAX, stored.queues):
         new = [each for each in envelopes if not transaction.is_known(each)]
         if len(new) < len(envelopes):
-            return _with_room(transaction, org, new) if new else stored
+            return _with_room(transaction, org, new, unused) if new else stored
         if is_full:
             raise at_limit(org, f"{stored.tasks:,}", f"{STORED_TASKS_MAX:,} tasks")
+        if queues > QUEUES_MAX:
+            raise at_limit(org, f"tasks of {stored.queues:,}", f"{QUEUES_MAX:,} agents")
         raise at_limit(org, f"{stored.size:,}", f"{STORED_BYTES_MAX:,} bytes of tasks")
     return stored
 
 
-def _put(transaction: Transaction, org: str, tasks: int, size: int) -> None:
-    transaction.put_cell(STORED, org, msgspec.json.encode(StoredTasks(tasks, size)))
+def _unused(transaction: Transaction, queues: Collection[str]) -> set[str]:
+    return {queue for queue in queues if not _held(transaction.depth(queue))}
+
+
+def _held(counts: Mapping[Counted, int]) -> int:
+    """How many tasks a queue holds."""
+    return sum(counts.values()) - counts.get("LAPSES", 0)
+
+
+def _put(transaction: Transaction, org: str, tasks: int, size: int, queues: int) -> None:
+    transaction.put_cell(STORED, org, msgspec.json.encode(StoredTasks(tasks, size, queues)))
 
 
 def _key(number: int) -> str:

@@ -1,7 +1,7 @@
 """Views of tasks and queues, as `Tasks` returns them. Nothing here writes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Literal
 
@@ -171,13 +171,11 @@ def task_line(record: Record) -> TaskLine:
     )
 
 
-def agents_status(
-    transaction: Transaction, is_wanted: Callable[[str], bool] = lambda _: True
-) -> dict[str, AgentStatus]:
-    """Return the state of the wanted queues by agent. Leases are counted up to `HOLDERS_MAX` in all."""
+def agents_status(transaction: Transaction, queues: Iterable[str] | None = None) -> dict[str, AgentStatus]:
+    """Return the state of queues, or all of them, by agent. Leases are counted up to `HOLDERS_MAX` in all."""
     found: dict[str, AgentStatus] = {}
     left = HOLDERS_MAX
-    for queue in filter(is_wanted, _agents(transaction)):
+    for queue in queues_of_agents(transaction) if queues is None else queues:
         counts, holders = transaction.depth(queue), Counter[str]()
         if counts.get("PROCESSING") and left:
             leased = transaction.find(Listing(queue, "PROCESSING", limit=left))
@@ -189,14 +187,14 @@ def agents_status(
 
 def find_tasks(transaction: Transaction, pick: Listing) -> list[Record]:
     """The picked tasks. Messages of organizations, which may be far more, are not read."""
-    agents = _agents(transaction)
+    agents = queues_of_agents(transaction)
     if pick.queue is not None or len(agents) == len(transaction.queues()):
         return transaction.find(pick)
     found = [record for agent in agents for record in transaction.find(replace(pick, queue=agent))]
     return sorted(found, key=lambda record: record.seq)[: pick.limit]
 
 
-def _agents(transaction: Transaction) -> list[str]:
+def queues_of_agents(transaction: Transaction) -> list[str]:
     """The queues of agents. The other ones hold the messages of organizations."""
     return [queue for queue in transaction.queues() if not queue.startswith(ENGINE_PREFIX)]
 

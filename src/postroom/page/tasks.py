@@ -16,15 +16,14 @@ from msgspec.structs import replace
 from postroom.contracts.task_views import TaskInfo
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped
-from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
+from postroom.message import Event, Record, State, Stored
 from postroom.page.messages import accepted_at, newest_first, place_of, shown_event, shown_place
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
-from postroom.runtime.agents import Identity
 from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.runtime.handlers import read_queue, readable_task
 from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_names import reads, shown_id, shown_task
+from postroom.runtime.task_names import readable_queues, shown_id, shown_task
 from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import by_state, ready
 from postroom.stores.own_ids import OwnIds
@@ -89,7 +88,8 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def work(transaction: Transaction) -> tuple[list[QueueLine], str]:
         stored = {
-            unscoped(identity.org, queue): queue for queue in _readable_queues(server, transaction, identity)
+            unscoped(identity.org, queue): queue
+            for queue in readable_queues(transaction, server.agents, identity)
         }
         names = sorted(stored)
         start = bisect_right(names, query.after)
@@ -99,15 +99,6 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     found, after = await server.read_for(request, lambda: server.tasks.store.read(work))
     return HttpReply(200, _encode({"queues": found, "after": after}))
-
-
-def _readable_queues(server: TaskServer, transaction: Transaction, identity: Identity) -> list[str]:
-    """The queues of agents whose tasks the caller reads."""
-    return [
-        queue
-        for queue in transaction.queues()
-        if not queue.startswith(ENGINE_PREFIX) and reads(server.agents, identity, queue)
-    ]
 
 
 def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueLine:

@@ -6,7 +6,7 @@ Rule 3: when the file cannot be read, every caller is refused.
 """
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,6 +262,12 @@ class Agents:
         version.
         """
         return name if not org or self.owner_of(name) == org else scoped(org, name)
+
+    def plain_queues(self, org: str) -> Sequence[str]:
+        """The plain names that are queues of agents of an organization."""
+        registered = (agent.name for agent in self._index().by_name.values() if agent.org == org)
+        named = {*registered, *self.tokens.owned_names(org)}
+        return sorted(name for name in named if self.owner_of(name) == org)
 
     def orgs_of(self, name: str) -> AbstractSet[str]:
         """The organizations one of whose agents a plain name can mean for those who belong to none.

@@ -60,7 +60,7 @@ from postroom.runtime.task_names import (
     new_tasks,
     own_queue,
     queue_owner,
-    reads,
+    readable_queues,
     shown_id,
     shown_line,
     shown_task,
@@ -431,7 +431,7 @@ async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
         return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
 
     def read(transaction: Transaction) -> dict[str, AgentStatus]:
-        found = agents_status(transaction, partial(reads, server.agents, identity))
+        found = agents_status(transaction, readable_queues(transaction, server.agents, identity))
         return {unscoped(identity.org, queue): status for queue, status in found.items()}
 
     own = await server.read_for(request, lambda: server.tasks.store.read(read))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from postroom.contracts.task_operations import NewTask
-from postroom.contracts.task_views import TaskInfo, TaskLine
+from postroom.contracts.task_views import TaskInfo, TaskLine, queues_of_agents
 from postroom.core.gate import UNKNOWN, Owner, permit
 from postroom.core.names import scoped, split_scoped, unscoped
 from postroom.errors import InvalidMessage, shown
@@ -111,6 +111,17 @@ def queue_owner(agents: Agents, caller: Identity, queue: str, sender: str = "") 
 def reads(agents: Agents, caller: Identity, queue: str) -> bool:
     """Whether the caller may read the tasks in a queue."""
     return permit(caller, "task.list", queue_owner(agents, caller, queue))
+
+
+def readable_queues(transaction: Transaction, agents: Agents, caller: Identity) -> list[str]:
+    """The queues of agents that the caller reads, and that were used. Those of others are not looked at."""
+    if caller.is_operator:
+        return queues_of_agents(transaction)
+    plain = agents.plain_queues(caller.org) if caller.org else [caller.name]
+    found = [queue for queue in plain if transaction.depth(queue)]
+    if caller.org:
+        found += transaction.queues(scoped(caller.org, ""))
+    return [queue for queue in found if reads(agents, caller, queue)]
 
 
 def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: str) -> str:

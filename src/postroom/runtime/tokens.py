@@ -237,6 +237,10 @@ class Tokens:
         """The organization that has owned the name of an agent since an earlier version; empty for none."""
         return self._recent().owners.get(agent, "")
 
+    def owned_names(self, org: str) -> Sequence[str]:
+        """The names that an organization has owned since an earlier version."""
+        return [agent for agent, owner in self._recent().owners.items() if owner == org]
+
     def keep_owner(self, agent: str, org: str) -> None:
         """Note that an organization owns the plain name of an agent."""
         with self._file.changing_all() as content:

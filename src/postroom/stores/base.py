@@ -194,8 +194,8 @@ class Lanes(ABC):
         """The counters of a queue, changes of this transaction included."""
 
     @abstractmethod
-    def queues(self) -> list[str]:
-        """Every queue that has a counter, sorted."""
+    def queues(self, prefix: str = "") -> list[str]:
+        """Every queue that has a counter and whose name begins with a prefix, sorted."""
 
 
 # ---- counting --------------------------------------------------------------------------------------

@@ -266,5 +266,6 @@ class MemoryTransaction(Transaction):
     def count_active(self) -> int:
         return len(self._data.ready)
 
-    def queues(self) -> list[str]:
-        return sorted(queue for queue, counts in self._data.counts.items() if any(counts.values()))
+    def queues(self, prefix: str = "") -> list[str]:
+        used = (queue for queue, counts in self._data.counts.items() if any(counts.values()))
+        return sorted(queue for queue in used if queue.startswith(prefix))

@@ -453,19 +453,29 @@ class PostgresLedger(Transaction):
         is_far = all(depth is not None and depth <= most * FAR_FROM_FULL for depth in recent)
         return is_far or super().is_quiet(queue, most)
 
-    def queues(self) -> list[str]:
+    def queues(self, prefix: str = "") -> list[str]:
         if not self._has_all_depths:
-            self._depths, self._has_all_depths = {name: {**n} for name, n in self.depths().items()}, True
-        return sorted(queue for queue, counts in self._depths.items() if any(counts.values()))
+            self._depths |= self._depths_from(prefix)
+            self._has_all_depths = not prefix
+        used = (queue for queue, counts in self._depths.items() if any(counts.values()))
+        return sorted(queue for queue in used if queue.startswith(prefix))
 
     def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return {
+            queue: {what: n for what, n in counts.items() if n}
+            for queue, counts in self._depths_from("").items()
+        }
+
+    def _depths_from(self, prefix: str) -> dict[str, dict[Counted, int]]:
+        """The counters of all queues whose names begin with a prefix."""
         found: dict[str, dict[Counted, int]] = {}
-        for queue, what, n in self._ask("depths"):
+        for queue, what, n in self._ask("depths", {"prefix": to_sql(prefix)}):
             found.setdefault(from_sql(queue), {})[what] = n
         for (queue, what), change in self.counts.items():
-            counts = found.setdefault(queue, {})
-            counts[what] = counts.get(what, 0) + change
-        return {queue: {what: n for what, n in counts.items() if n} for queue, counts in found.items()}
+            if queue.startswith(prefix):
+                counts = found.setdefault(queue, {})
+                counts[what] = counts.get(what, 0) + change
+        return found
 
     # ---- cells ----------------------------------------------------------------------------------------
 

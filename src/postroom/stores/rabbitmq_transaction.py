@@ -182,8 +182,8 @@ class RabbitTransaction(Transaction):
     def depth(self, queue: str) -> Mapping[Counted, int]:
         return self._inner.depth(queue)
 
-    def queues(self) -> list[str]:
-        return self._inner.queues()
+    def queues(self, prefix: str = "") -> list[str]:
+        return self._inner.queues(prefix)
 
     def total(self) -> dict[Counted, int]:
         counts = self._inner.total()

@@ -6,6 +6,7 @@ Rule 2: similar new records are collected and written by one statement, before a
         records.
 """
 
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,8 +168,9 @@ class SqliteLedger(Transaction):
     def count_active(self) -> int:
         return len(self._known_counts().ready)
 
-    def queues(self) -> list[str]:
-        return [name for (name,) in ask(self._cursor, "SELECT name FROM queues ORDER BY name")]
+    def queues(self, prefix: str = "") -> list[str]:
+        names = ask(self._cursor, sql.QUEUES, (prefix, prefix + chr(sys.maxunicode)))
+        return [name for (name,) in names]
 
     def depths(self) -> dict[str, Mapping[Counted, int]]:
         counts = self._known_counts().depths

@@ -431,6 +431,21 @@ class StoreContract(ABC):
             claim(store, lanes=(3,))
             assert store.depths()[MINE] == {"P0": 1, "P3": 1, "PROCESSING": 1}
 
+    def test_queues_are_listed_by_the_beginning_of_their_names(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            for queue in ("@b:x", "@a:y", "@a:x", "@a-b:x", "@a", "A"):
+                put_in(store, queue=queue)
+            every = ["@a", "@a-b:x", "@a:x", "@a:y", "@b:x", "A"]
+            for prefix, found in (("", every), ("@a:", ["@a:x", "@a:y"]), ("@a:x", ["@a:x"]), ("@c", [])):
+                assert store.read(lambda transaction, prefix=prefix: transaction.queues(prefix)) == found  # type: ignore[misc]
+
+            def listed(transaction: Transaction) -> list[list[str]]:
+                transaction.insert([Envelope(queue="@a:z", payload=b"1")])
+                return [transaction.queues("@b:"), transaction.queues("@a:"), transaction.queues()]
+
+            new = sorted([*every, "@a:z"])
+            assert store.write(listed) == [["@b:x"], ["@a:x", "@a:y", "@a:z"], new]
+
     def test_ids_of_messages_do_not_count_those_of_other_organizations(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:

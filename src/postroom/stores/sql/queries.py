@@ -172,6 +172,7 @@ IMPLIED_COUNTS = "SELECT queue, lane, count(*), max(seq) FROM records WHERE seq 
 FORGET_EVENTS = "DELETE FROM events WHERE seq <= ? AND seq < (SELECT max(seq) FROM events)"
 FACT = "SELECT value FROM facts WHERE name = ?"
 SET_FACT = "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+QUEUES = "SELECT name FROM queues WHERE name >= ? AND name < ? ORDER BY name"
 SET_DEPTHS = "UPDATE queues SET depths = ? WHERE queue = ?"
 
 # ---- cells -----------------------------------------------------------------------------------------

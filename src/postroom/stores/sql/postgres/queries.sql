@@ -250,8 +250,8 @@ SELECT (SELECT count(DISTINCT queue) FROM postroom.counts
 
 -- name: depths
 SELECT queue, counter, sum(n)::bigint FROM (
-    SELECT queue, counter, n FROM postroom.counts WHERE queue <> ''
-    UNION ALL SELECT queue, counter, change FROM postroom.count_changes
+    SELECT queue, counter, n FROM postroom.counts WHERE queue <> '' AND starts_with(queue, %(prefix)s)
+    UNION ALL SELECT queue, counter, change FROM postroom.count_changes WHERE starts_with(queue, %(prefix)s)
 ) AS every GROUP BY queue, counter HAVING sum(n) <> 0
 
 -- name: wrong_counters
