@@ -1035,6 +1035,17 @@ def test_batch_counts_for_all_organizations_together(opened: Opened) -> None:
     assert world.wait(world.engine.status()).depth == 22
 
 
+def test_batch_counts_all_of_its_organizations_as_active(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=5, light=10, heavy=20, emergency=40))
+    batch = [
+        {"type": "tool_call", "org_id": org_id, "payload": {}, "priority": 3}
+        for org_id in ["acme"] * 30 + ["initech"] * 15
+    ]
+    with pytest.raises(Overloaded, match="of all organizations"):
+        world.wait(world.engine.submit_many(batch))  # acme has more than half of what would wait
+    world.wait(world.engine.submit_many(batch[5:]))
+
+
 def test_throttled_batch_takes_as_many_admissions_as_it_has_messages(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=2, light=4, heavy=100, emergency=200))
     world.submit_many(10, priority=3)

@@ -1,7 +1,9 @@
 """What the state of the engine says about its workers."""
 
 from postroom.contracts.engine.cells import WorkerInfo
-from postroom.contracts.engine.inspection import promoted_share
+from postroom.contracts.engine.inspection import promoted_share, status_of
+from postroom.contracts.engine.operations import Operations
+from tests.engines import EngineUnderTest
 
 
 def test_promoted_claims_ask_for_more_workers_only_while_messages_wait() -> None:
@@ -9,3 +11,22 @@ def test_promoted_claims_ask_for_more_workers_only_while_messages_wait() -> None
     assert promoted_share(workers, depth=3) == 0.25
     assert promoted_share(workers, depth=0) == 0.0
     assert promoted_share({}, depth=3) == 0.0
+
+
+def test_status_for_an_organization_looks_at_no_other() -> None:
+    world = EngineUnderTest("memory://")
+    try:
+        world.submit(org_id="acme")
+        world.submit(org_id="initech")
+        policy = world.engine.policy
+
+        def names(org_id: str | None) -> list[str]:
+            return world.engine.store.read(
+                lambda found: [*status_of(Operations(found, policy), policy, org_id).organizations]
+            )
+
+        assert names("acme") == ["acme"]
+        assert names("nobody") == []
+        assert sorted(names(None)) == ["acme", "initech"]
+    finally:
+        world.close()

@@ -4,7 +4,8 @@ Each check raises before anything is stored.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
 from msgspec.structs import replace
 
@@ -25,7 +26,7 @@ from postroom.core.admission import Throttle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import GuardTripped, Overloaded
 from postroom.message import ENGINE_PREFIX, org_of
-from postroom.stores.base import Counted, Listing, ready
+from postroom.stores.base import Listing, ready
 from postroom.stores.transaction import Transaction
 
 SUSPECTS_LOOKED_MAX = 1_000
@@ -49,8 +50,9 @@ class Admission:
             counts.setdefault(message.org_id, Counter())[message.envelope.priority] += 1
         self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
         self._check_kill_switch(counts.keys())
+        active = cache(partial(self._active_organizations, counts))
         for org_id, priorities in counts.items():
-            self._check_pressure(org_id, priorities, len(messages))
+            self._check_pressure(org_id, priorities, len(messages), active)
             self._check_rate(org_id, [one for one in messages if one.org_id == org_id])
         if self._policy.guard.is_set:
             self._check_guards(messages)
@@ -66,11 +68,13 @@ class Admission:
 
     # ---- backpressure --------------------------------------------------------------------------
 
-    def _check_pressure(self, org_id: str, priorities: Counter[int], batch: int) -> None:
+    def _check_pressure(
+        self, org_id: str, priorities: Counter[int], batch: int, active: Callable[[], int]
+    ) -> None:
         """Check whether an organization may submit, at the depths that the last message of the batch meets.
 
         `priorities` is how many new messages of the organization there are of each priority, `batch` how many
-        new messages there are of all organizations.
+        new messages there are of all organizations. `active` counts the organizations that share the queue.
         """
         transaction, rule = self._transaction, self._policy.backpressure
         queue, quiet = ENGINE_PREFIX + org_id, int(admission.LEAVE_AT * rule.scale)
@@ -82,7 +86,7 @@ class Admission:
         stage, whose = pressure.stage, ""
         if total > quiet:
             of_all = self._pressure(ALL, total)
-            if of_all.stage > stage and depth > total / self._active_organizations(counts):
+            if of_all.stage > stage and depth > total / active():
                 stage, whose = of_all.stage, " of all organizations"
         completed = counts.get("COMPLETED", 0)
         throttle = admission.sampled(pressure.throttle, transaction.steady_ns, completed)
@@ -135,9 +139,11 @@ class Admission:
             named = ", ".join(suspects[:SUSPECTS_NAMED_MAX])
             self._transaction.alert("Poison suspected", f"processes of {len(suspects)} died before: {named}")
 
-    def _active_organizations(self, counts: Mapping[Counted, int]) -> int:
-        """How many organizations share the queue, this one included. `counts` are its counters."""
-        return max(1, self._transaction.count_active() + (not ready(counts)))
+    def _active_organizations(self, submitted: Iterable[str]) -> int:
+        """How many organizations share the queue, those of the batch included."""
+        transaction = self._transaction
+        new = sum(not ready(transaction.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
+        return max(1, transaction.count_active() + new)
 
     # ---- rates ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from postroom.core.health import NO_PARTS, HealthFacts, Verdict, judge
 from postroom.core.jsoninput import ReadValue, decoded_value
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.message import Event, org_of
+from postroom.message import ENGINE_PREFIX, Event, org_of
 from postroom.stores.base import LANE_COUNTS, LANES, Counted, by_state, ready
 from postroom.stores.transaction import Transaction
 
@@ -157,16 +157,22 @@ def info_of(operations: Operations, message_id: str, read_value: ReadValue = dec
 
 
 def status_of(operations: Operations, policy: Policy, org_id: str | None = None) -> EngineStatus:
-    """The status of the engine. With `org_id`, breakers are those that hold for this organization."""
+    """The status of the engine. With `org_id`, only this organization is looked at, and its breakers."""
     transaction = operations.transaction
     pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}
-    pressures = dict(PRESSURES.all(transaction))
+    if org_id is None:
+        counted, pressures = transaction.depths(), dict(PRESSURES.all(transaction))
+    else:
+        queue = ENGINE_PREFIX + org_id
+        own = transaction.depth(queue)
+        counted = {queue: own} if own else {}
+        pressures = {name: found for name in (ALL, org_id) if (found := PRESSURES.get(transaction, name))}
     organizations = {
         org_of(queue): _organization(
             counts, pressures.get(org_of(queue)), policy, is_paused=ALL in paused or org_of(queue) in paused
         )
-        for queue, counts in transaction.depths().items()
+        for queue, counts in counted.items()
         if org_of(queue)
     }
     depth = ready(transaction.total())
