@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from postroom import Overloaded, Tasks
+from postroom.contracts import task_storage
 from postroom.contracts.task_storage import (
     COUNTED_BYTES,
     QUEUES_MAX,
@@ -150,6 +151,37 @@ def test_an_organization_at_its_number_of_queues_uses_those_that_hold_tasks(
     tasks.purge()
     assert stored(tasks).queues == QUEUES_MAX
     assert tasks.store.read(lambda transaction: transaction.depth(first)) == {}
+
+
+def test_a_plain_queue_of_an_organization_counts_in_its_share(tasks: Tasks, clock: ManualClock) -> None:
+    def own(queue: str) -> None:
+        tasks.store.write(lambda transaction: task_storage.own(transaction, queue, "acme"))
+
+    tasks.enqueue_many({"agent": "old", "payload": payload} for payload in (LARGE, "small"))
+    tasks.limit_queue("old", max_depth=100)
+    tasks.enqueue(agent=ACME, payload=1)
+    for queue in ("old", "old", "unused"):
+        own(queue)
+    assert stored(tasks) == StoredTasks(3, queues=2)
+    tasks.limit_queue("old", max_depth=200)
+    tasks.enqueue(agent="old", payload=LARGE)
+    assert stored(tasks) == StoredTasks(4, LARGE_BYTES, 2)
+    note(tasks, StoredTasks(STORED_TASKS_MAX, LARGE_BYTES, 2))
+    for queue in ("old", ACME, "unused"):
+        with pytest.raises(Overloaded, match="organization acme stores 5,000,000"):
+            tasks.enqueue(agent=queue, payload=1)
+    tasks.enqueue(agent="of-nobody", payload=1)
+    [task] = tasks.claim(agent="old")
+    tasks.complete(task.task_id, task.lease, "result")
+    tasks.open_decision(task.task_id)
+    [decision] = tasks.claim(agent=scoped("acme", DECISIONS))
+    tasks.settle(decision)
+    for task in tasks.claim(agent="old", limit=2):
+        tasks.complete(task.task_id, task.lease, "result")
+    clock.advance(AFTER_RETENTION_S)
+    tasks.purge()
+    assert stored(tasks) == StoredTasks(STORED_TASKS_MAX - 3, queues=1)
+    assert tasks.store.read(lambda transaction: transaction.limits("old").max_depth) == 200
 
 
 def test_a_repeated_complete_counts_its_result_once(tasks: Tasks) -> None:

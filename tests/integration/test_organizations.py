@@ -16,7 +16,7 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
 from postroom import Tasks
-from postroom.contracts.task_storage import STORED, STORED_TASKS_MAX, StoredTasks
+from postroom.contracts.task_storage import STORED, STORED_TASKS_MAX, StoredTasks, stored_tasks
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
@@ -686,6 +686,15 @@ def test_a_stream_of_a_name_has_nothing_of_another_organizations_bus(world: Worl
 
 
 # ---- what the tasks of an organization take up -----------------------------------------------------
+
+
+def test_an_agent_of_a_plain_name_adds_to_the_share_of_its_organization(world: World) -> None:
+    token = Agents(world.data).add("pia", may_send_to=["pia"], org="plain")
+    with Tasks.open(f"sqlite:///{world.data}/queue.db") as tasks:
+        tasks.enqueue(agent="pia", payload="of before")
+        assert world.call(token, "/queue/enqueue", {"agent": "pia", "payload": 1})[0] == 201
+        used = tasks.store.read(lambda transaction: stored_tasks(transaction, "plain"))
+        assert used == StoredTasks(2, queues=1)
 
 
 def test_an_organization_that_stores_its_share_of_tasks_leaves_others_as_they_were(world: World) -> None:

@@ -190,7 +190,8 @@ class TaskOperations:
 
     def set_limits(self, agent: str, limits: Limits) -> None:
         """Change the limits of an agent's queue."""
-        self.transaction.set_limits(checked_scoped_name("agent", agent), limits)
+        queue = checked_scoped_name("agent", agent)
+        self.transaction.set_limits(queue, replace(limits, org=self.transaction.limits(queue).org))
 
     def sweep(self, limit: int) -> int:
         """Requeue overdue tasks of every queue. Returns how many."""
@@ -220,7 +221,7 @@ class TaskOperations:
 
     def _decisions_of(self, queue: str) -> str:
         """The queue of the decisions for the tasks of a queue. It takes all: their results are stored."""
-        decisions = scoped(split_scoped(queue)[0], DECISIONS)
+        decisions = scoped(task_storage.owner_of(self.transaction, queue), DECISIONS)
         limits = self.transaction.limits(decisions)
         if limits.max_depth < NUMBER_MAX:
             self.transaction.set_limits(decisions, replace(limits, max_depth=NUMBER_MAX))

@@ -1,6 +1,7 @@
 """What the tasks of an organization take up in the store, and its limits.
 
-Rule 1: a queue `@ORG:NAME` is one of the organization, whoever adds to it.
+Rule 1: a queue `@ORG:NAME` is one of the organization, whoever adds to it. So is a plain one that a server
+        has noted as its own.
 Rule 2: tasks and decisions are counted one by one, until they are purged. Bytes are counted piece by piece,
         and only pieces above `COUNTED_BYTES`: payloads, results and decisions. The number of tasks limits the
         rest.
@@ -16,12 +17,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
-from postroom.core.names import is_scoped, scoped, split_scoped
+from postroom.core.names import scoped, split_scoped
 from postroom.errors import Overloaded
 from postroom.message import Envelope, Record
-from postroom.stores.base import PURGE_BATCH_MAX, Counted
-from postroom.stores.transaction import Accepted, Transaction
+from postroom.stores.base import DEFAULT_LIMITS, PURGE_BATCH_MAX, Counted, Limits
+from postroom.stores.transaction import LIMITS, Accepted, Transaction
 
 STORED_TASKS_MAX: Final = 5_000_000
 STORED_BYTES_MAX: Final = 8 * 1024**3
@@ -39,21 +41,39 @@ class StoredTasks(msgspec.Struct, frozen=True, array_like=True):
     queues: int = 0
 
 
+def owner_of(transaction: Transaction, queue: str) -> str:
+    """The organization in whose share the tasks of a queue count; empty for none."""
+    return split_scoped(queue)[0] or transaction.limits(queue).org
+
+
+def own(transaction: Transaction, queue: str, org: str) -> None:
+    """Count a plain queue in the share of its organization from now on, and the tasks that it holds."""
+    if transaction.limits(queue).org:
+        return
+    transaction.exclusive(f"own {queue}")
+    known = transaction.cell(LIMITS, queue)
+    limits = DEFAULT_LIMITS if known is None else msgspec.json.decode(known, type=Limits)
+    if not limits.org:
+        before, held = stored_tasks(transaction, org), _held(transaction.depth(queue))
+        _put(transaction, org, before.tasks + held, before.size, before.queues + (held > 0))
+    transaction.set_limits(queue, replace(limits, org=org))
+
+
 def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Accepted]:
     """Store new tasks, all or none. Raises `Overloaded` when an organization has no room for its tasks."""
-    own: dict[str, list[Envelope]] = {}
+    shares: dict[str, list[Envelope]] = {}
     for envelope in envelopes:
-        if is_scoped(envelope.queue):
-            own.setdefault(split_scoped(envelope.queue)[0], []).append(envelope)
-    if not own:
+        if org := owner_of(transaction, envelope.queue):
+            shares.setdefault(org, []).append(envelope)
+    if not shares:
         return transaction.insert(envelopes)
-    unused = _unused(transaction, {envelope.queue for new in own.values() for envelope in new})
-    stored = {org: _with_room(transaction, org, new, unused) for org, new in own.items()}
+    unused = _unused(transaction, {envelope.queue for new in shares.values() for envelope in new})
+    stored = {org: _with_room(transaction, org, new, unused) for org, new in shares.items()}
     accepted = transaction.insert(envelopes)
-    added: dict[str, list[str]] = {org: [] for org in own}
+    added: dict[str, list[str]] = {org: [] for org in shares}
     for envelope, one in zip(envelopes, accepted, strict=True):
-        if not one.duplicate and is_scoped(envelope.queue):
-            added[split_scoped(envelope.queue)[0]].append(envelope.queue)
+        if not one.duplicate and (org := owner_of(transaction, envelope.queue)):
+            added[org].append(envelope.queue)
     for org, queues in added.items():
         if queues:
             before, begun = stored[org], unused.intersection(queues)
@@ -80,7 +100,7 @@ def add(transaction: Transaction, task_id: str, size: int) -> None:
     """Count a piece that was stored for a task."""
     if size <= COUNTED_BYTES or (record := transaction.record(task_id)) is None:
         return
-    org = split_scoped(record.queue)[0]
+    org = owner_of(transaction, record.queue)
     if org:
         key, stored = _key(record.seq), stored_tasks(transaction, org)
         before = int(transaction.cell(SIZE, key) or b"0")
@@ -90,19 +110,21 @@ def add(transaction: Transaction, task_id: str, size: int) -> None:
 
 def forget(transaction: Transaction, records: Sequence[Record]) -> None:
     """Give back what purged tasks took up. They are in the order of their numbers."""
-    own = [record for record in records if is_scoped(record.queue)]
-    if not own:
+    shares: dict[str, list[Record]] = {}
+    for record in records:
+        if org := owner_of(transaction, record.queue):
+            shares.setdefault(org, []).append(record)
+    if not shares:
         return
-    sizes = dict(transaction.cells(SIZE, _key(own[0].seq - 1), PURGE_BATCH_MAX))
-    for org in {split_scoped(record.queue)[0] for record in own}:
-        keys = [_key(record.seq) for record in own if split_scoped(record.queue)[0] == org]
+    sizes = dict(transaction.cells(SIZE, _key(records[0].seq - 1), PURGE_BATCH_MAX))
+    for org, gone in shares.items():
+        keys = [_key(record.seq) for record in gone]
         value = transaction.cell(STORED, org)
         if value is not None:  # else the counters do not have them any more
             stored = msgspec.json.decode(value, type=StoredTasks)
             size = sum(int(sizes.get(key, b"0")) for key in keys)
-            left = {record.queue for record in own if split_scoped(record.queue)[0] == org}
-            queues = max(0, stored.queues - len(_unused(transaction, left)))
-            _put(transaction, org, stored.tasks - len(keys), stored.size - size, queues)
+            unused = _unused(transaction, {record.queue for record in gone})
+            _put(transaction, org, stored.tasks - len(keys), stored.size - size, stored.queues - len(unused))
         for key in keys:
             if key in sizes:
                 transaction.put_cell(SIZE, key, None)
@@ -138,13 +160,14 @@ def _with_room(
     if unused:
         queues += len({envelope.queue for envelope in envelopes}.intersection(unused))
     is_full = stored.tasks + len(envelopes) > STORED_TASKS_MAX
-    if is_full or size > STORED_BYTES_MAX or queues > max(QUEUES_MAX, stored.queues):
+    is_wide = queues > max(QUEUES_MAX, stored.queues)
+    if is_full or is_wide or size > STORED_BYTES_MAX:
         new = [each for each in envelopes if not transaction.is_known(each)]
         if len(new) < len(envelopes):
             return _with_room(transaction, org, new, unused) if new else stored
         if is_full:
             raise at_limit(org, f"{stored.tasks:,}", f"{STORED_TASKS_MAX:,} tasks")
-        if queues > QUEUES_MAX:
+        if is_wide:
             raise at_limit(org, f"tasks of {stored.queues:,}", f"{QUEUES_MAX:,} agents")
         raise at_limit(org, f"{stored.size:,}", f"{STORED_BYTES_MAX:,} bytes of tasks")
     return stored
@@ -160,7 +183,9 @@ def _held(counts: Mapping[Counted, int]) -> int:
 
 
 def _put(transaction: Transaction, org: str, tasks: int, size: int, queues: int) -> None:
-    transaction.put_cell(STORED, org, msgspec.json.encode(StoredTasks(tasks, size, queues)))
+    # A process that had not read yet whose queue it is did not count what it added to it.
+    stored = StoredTasks(max(0, tasks), max(0, size), max(0, queues))
+    transaction.put_cell(STORED, org, msgspec.json.encode(stored))
 
 
 def _key(number: int) -> str:

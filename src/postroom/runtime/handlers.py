@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts import task_operations
+from postroom.contracts import task_operations, task_storage
 from postroom.contracts.task_input import checked_id, checked_results
 from postroom.contracts.task_operations import DECISIONS, LeasedTask, TaskOperations, holds_decisions
 from postroom.contracts.task_views import AgentStatus, TaskInfo, agents_status, loaded_task, task_info, totals
@@ -319,6 +319,9 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
     started_ns = time.time_ns()
 
     def work(operations: TaskOperations) -> list[str]:
+        for queue in queues.values():
+            if owner := server.agents.owner_of(queue):
+                task_storage.own(operations.transaction, queue, owner)
         named = new_tasks(operations.transaction, server.agents, identity, tasks)
         return operations.enqueue(named)
 

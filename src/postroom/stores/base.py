@@ -116,6 +116,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_payload_bytes: int = MAX_PAYLOAD_BYTES_DEFAULT
     durability: Durability | None = None
     """The class of a message that names none; None leaves it to the caller."""
+    org: str = ""
+    """The organization in whose share the tasks count, if the name of the queue does not say it."""
 
 
 DEFAULT_LIMITS = Limits()
