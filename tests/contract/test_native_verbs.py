@@ -41,6 +41,7 @@ class General(SqliteTransaction):
     total = Transaction.total
     depths = Transaction.depths
     count_active = Transaction.count_active
+    active_depths = Transaction.active_depths
     put_back = Transaction.put_back
     heads = Transaction.heads
     has_overdue = Transaction.has_overdue

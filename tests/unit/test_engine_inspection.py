@@ -13,6 +13,22 @@ def test_promoted_claims_ask_for_more_workers_only_while_messages_wait() -> None
     assert promoted_share({}, depth=3) == 0.0
 
 
+def test_status_without_idle_organizations_reads_those_that_wait() -> None:
+    world = EngineUnderTest("memory://")
+    try:
+        world.submit(org_id="idle")
+        world.complete(world.claim())
+        world.submit(org_id="acme")
+        policy = world.engine.policy
+        found = world.engine.store.read(
+            lambda transaction: status_of(Operations(transaction, policy), policy, with_idle=False)
+        )
+        assert [*found.organizations] == ["acme"]
+        assert found.health_facts() == world.wait(world.engine.status()).health_facts()
+    finally:
+        world.close()
+
+
 def test_status_for_an_organization_looks_at_no_other() -> None:
     world = EngineUnderTest("memory://")
     try:

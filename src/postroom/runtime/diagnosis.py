@@ -354,7 +354,7 @@ def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
 
 def _flow(transaction: Transaction) -> HealthFacts:
     policy = Policy()  # the rules of an app are not known here
-    return status_of(Operations(transaction, policy), policy).health_facts()
+    return status_of(Operations(transaction, policy), policy, with_idle=False).health_facts()
 
 
 def _queue(transaction: Transaction, name: str) -> QueueFacts:

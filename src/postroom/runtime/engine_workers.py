@@ -20,7 +20,8 @@ from typing import Final
 import msgspec
 
 from postroom.contracts.engine import Engine
-from postroom.contracts.engine.inspection import EngineStatus, promoted_share
+from postroom.contracts.engine.inspection import EngineStatus, promoted_share, status_of
+from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.worker import DRAIN_S, new_worker_id
 from postroom.core.admission import SCALE_DOWN_COOLDOWN_S, SCALE_UP_COOLDOWN_S, wanted_workers
 from postroom.errors import InvalidSetting, PostroomError
@@ -124,9 +125,15 @@ class WorkerProcesses:
 
     # ---- scaling -------------------------------------------------------------------------------
 
+    def _status(self) -> EngineStatus:
+        policy = self._engine.policy
+        return self._engine.store.read(
+            lambda found: status_of(Operations(found, policy), policy, with_idle=False)
+        )
+
     def _scale(self, now: float) -> None:
         try:
-            status: EngineStatus = self._engine.blocking.status()
+            status = self._status()
         except PostroomError as error:
             _log.warning("the state of the queue cannot be read: %s", error)
             return

@@ -208,7 +208,7 @@ class TaskServer:
     def _read_flow(self) -> HealthFacts:
         policy = self.engine.policy
         return self.engine.store.read(
-            lambda transaction: status_of(Operations(transaction, policy), policy).health_facts()
+            lambda found: status_of(Operations(found, policy), policy, with_idle=False).health_facts()
         )
 
     async def coordinator(self) -> Coordinator:

@@ -266,6 +266,9 @@ class MemoryTransaction(Transaction):
     def count_active(self) -> int:
         return len(self._data.ready)
 
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        return {queue: self.depth(queue) for queue in self._data.ready}
+
     def queues(self, prefix: str = "") -> list[str]:
         used = (queue for queue, counts in self._data.counts.items() if any(counts.values()))
         return sorted(queue for queue in used if queue.startswith(prefix))

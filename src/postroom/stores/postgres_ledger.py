@@ -25,6 +25,7 @@ from postroom.stores.base import (
     Pick,
     count_changes,
     counted_as,
+    ready,
     unknown,
     waiting,
 )
@@ -465,6 +466,14 @@ class PostgresLedger(Transaction):
             queue: {what: n for what, n in counts.items() if n}
             for queue, counts in self._depths_from("").items()
         }
+
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        if self.counts:  # they may make a queue active whose other counters would not be read
+            return super().active_depths()
+        found: dict[str, dict[Counted, int]] = {}
+        for queue, what, n in self._ask("active_depths"):
+            found.setdefault(from_sql(queue), {})[what] = n
+        return {queue: counts for queue, counts in found.items() if ready(counts) > 0}
 
     def _depths_from(self, prefix: str) -> dict[str, dict[Counted, int]]:
         """The counters of all queues whose names begin with a prefix."""

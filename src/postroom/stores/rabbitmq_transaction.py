@@ -201,6 +201,9 @@ class RabbitTransaction(Transaction):
     def count_active(self) -> int:
         return self._inner.count_active()
 
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.active_depths()
+
     def is_quiet(self, queue: str, most: int) -> bool:
         return self._inner.is_quiet(queue, most)
 

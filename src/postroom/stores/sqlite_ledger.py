@@ -168,6 +168,9 @@ class SqliteLedger(Transaction):
     def count_active(self) -> int:
         return len(self._known_counts().ready)
 
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        return {name: self.depth(name) for name in map(self._name, [*self._known_counts().ready])}
+
     def queues(self, prefix: str = "") -> list[str]:
         names = ask(self._cursor, sql.QUEUES, (prefix, prefix + chr(sys.maxunicode)))
         return [name for (name,) in names]

@@ -331,6 +331,12 @@ class Transaction(Ledger, Lanes):
         """How many organizations have QUEUED records."""
         return sum(ready(self.depth(queue)) > 0 for queue in self.queues() if org_of(queue))
 
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        """The counters of the queues of organizations that have QUEUED records."""
+        return {
+            queue: counts for queue, counts in self.depths().items() if org_of(queue) and ready(counts) > 0
+        }
+
     def total(self) -> dict[Counted, int]:
         """The counters of all organizations together."""
         counts: dict[Counted, int] = {}

@@ -461,7 +461,11 @@ class StoreContract(ABC):
 
     def test_organizations_with_ready_records_are_counted(self, tmp_path: Path) -> None:
         def active(store: Store) -> int:
-            return store.write(lambda transaction: transaction.count_active())
+            depths = store.write(lambda transaction: transaction.active_depths())
+            whole = store.write(lambda transaction: transaction.depths())
+            assert depths == {queue: whole[queue] for queue in depths}
+            assert len(depths) == store.write(lambda transaction: transaction.count_active())
+            return len(depths)
 
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:

@@ -156,13 +156,19 @@ def info_of(operations: Operations, message_id: str, read_value: ReadValue = dec
 # ---- status ----------------------------------------------------------------------------------------
 
 
-def status_of(operations: Operations, policy: Policy, org_id: str | None = None) -> EngineStatus:
-    """The status of the engine. With `org_id`, only this organization is looked at, and its breakers."""
+def status_of(
+    operations: Operations, policy: Policy, org_id: str | None = None, *, with_idle: bool = True
+) -> EngineStatus:
+    """The status of the engine. With `org_id`, only this organization is looked at, and its breakers.
+
+    Without `with_idle`, organizations of which nothing waits are left out, and cost nothing.
+    """
     transaction = operations.transaction
     pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}
     if org_id is None:
-        counted, pressures = transaction.depths(), dict(PRESSURES.all(transaction))
+        counted = transaction.depths() if with_idle else transaction.active_depths()
+        pressures = dict(PRESSURES.all(transaction))
     else:
         queue = ENGINE_PREFIX + org_id
         own = transaction.depth(queue)

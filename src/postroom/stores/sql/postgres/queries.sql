@@ -254,6 +254,18 @@ SELECT queue, counter, sum(n)::bigint FROM (
     UNION ALL SELECT queue, counter, change FROM postroom.count_changes WHERE starts_with(queue, %(prefix)s)
 ) AS every GROUP BY queue, counter HAVING sum(n) <> 0
 
+-- name: active_depths
+WITH active AS (
+    SELECT queue FROM postroom.counts
+    WHERE n > 0 AND counter IN ('P0', 'P1', 'P2', 'P3') AND left(queue, 4) = 'org:'
+    UNION SELECT queue FROM postroom.count_changes
+    WHERE left(queue, 4) = 'org:' AND counter IN ('P0', 'P1', 'P2', 'P3')
+)
+SELECT queue, counter, sum(n)::bigint FROM (
+    SELECT queue, counter, n FROM active JOIN postroom.counts USING (queue)
+    UNION ALL SELECT queue, counter, change FROM active JOIN postroom.count_changes USING (queue)
+) AS every GROUP BY queue, counter HAVING sum(n) <> 0
+
 -- name: wrong_counters
 WITH held AS (
     SELECT queue, CASE state WHEN 'QUEUED' THEN 'P' || lane ELSE state END AS counter, count(*) AS n
