@@ -55,7 +55,7 @@ def test_a_long_poll_ends_with_its_token_before_an_older_one_ends(server: Server
     """The older poll of another token would end first, if the revoked one waited for its time."""
     gone = Tokened(server, f"gone-{call}")
     who, message = f"gone-{call}", {"type": "tool_call", "payload": {}, "delay_s": 3600}
-    task_id = server.enqueue(who, delay_s=3600)
+    task_id = server.enqueue(who, delay_s=3600, task_id=f"waiting-{call}")
     message_id = server.post(who, "/engine/messages", **message).json["message_id"]
     calls: dict[str, tuple[str, str, object]] = {
         "next": ("POST", "/queue/next", {"wait_s": WAIT_S_MAX}),

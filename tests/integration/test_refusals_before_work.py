@@ -125,7 +125,7 @@ def test_what_another_organization_has_is_not_read_and_answered_like_nothing(
             status, answer = await place.call("ada", "POST", "/engine/messages", given)
             assert status == 202, answer
             message_id = json.loads(answer)["message_id"]
-            task_id = tasks.enqueue(agent="@acme:ada", payload=LARGE)
+            task_id = tasks.enqueue(agent="@acme:ada", payload=LARGE, task_id="large")
             for paths, own in ((MESSAGE_PATHS, message_id), (TASK_PATHS, task_id)):
                 absent = own[:-4] + ("0000" if own[-4:] != "0000" else "1111")
                 for method, path in paths:
@@ -232,7 +232,7 @@ def test_a_message_that_is_visible_is_still_read(
             message_id = json.loads((await place.call("ada", "POST", "/engine/messages", given))[1])[
                 "message_id"
             ]
-            task_id = tasks.enqueue(agent="@acme:ada", payload="hello")
+            task_id = tasks.enqueue(agent="@acme:ada", payload="hello", task_id="greeting")
             for path in (f"/engine/messages/{message_id}", f"/tasks/{task_id}"):
                 place.loads.clear()
                 status, answer = await place.call("ada", "GET", path)

@@ -4,6 +4,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ class World:
             return error.code, json.loads(error.read())
 
     def enqueue(self, agent: str) -> str:
-        return str(self.call(self.admin, "/queue/enqueue", {"agent": agent, "payload": 1})[1]["task_id"])
+        """Store a task under an id that is the same to everybody."""
+        task = {"agent": agent, "payload": 1, "task_id": f"t-{uuid.uuid4()}"}
+        return str(self.call(self.admin, "/queue/enqueue", task)[1]["task_id"])
 
 
 @pytest.fixture(scope="module")
