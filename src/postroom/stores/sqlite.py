@@ -400,14 +400,18 @@ class SqliteStore(Store):
             cursor, clock = reader.cursor(), self._clock
             now_ns = self._offset_ns + clock.boot_ns()
             with sql_transaction(reader, "DEFERRED"):
+                reading: SqliteReading
                 if self.encryption is not None:
-                    return work(
-                        EncryptedSqliteReading(self._known, cursor, now_ns, clock.wall_us(), self.encryption)
+                    reading = EncryptedSqliteReading(
+                        self._known, cursor, now_ns, clock.wall_us(), self.encryption
                     )
-                if (now := time.monotonic()) >= self._look_at_keys:
-                    self._check_keys(cursor)
-                    self._look_at_keys = now + FILE_LOOK_S
-                return work(SqliteReading(self._known, cursor, now_ns, clock.wall_us()))
+                else:
+                    if (now := time.monotonic()) >= self._look_at_keys:
+                        self._check_keys(cursor)
+                        self._look_at_keys = now + FILE_LOOK_S
+                    reading = SqliteReading(self._known, cursor, now_ns, clock.wall_us())
+                reading.read_before = self._readers.counts
+                return work(reading)
 
     def wall_us(self) -> int:
         return self._clock.wall_us()

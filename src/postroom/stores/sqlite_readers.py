@@ -13,6 +13,7 @@ from typing import Self
 import apsw
 
 from postroom.stores.sqlite_file import connect
+from postroom.stores.sqlite_known import Known
 from postroom.system.handles import leak
 
 READS_AT_ONCE_MAX = 4
@@ -23,6 +24,8 @@ class SqliteReaders:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.counts: dict[apsw.Connection, Known] = {}
+        """The counters as each connection read them last. One whose read of them failed has none."""
         self._open: list[apsw.Connection] = []
         self._idle: list[apsw.Connection] = []
         self.fresh()
@@ -32,6 +35,7 @@ class SqliteReaders:
         for connection in self._open:
             leak(connection)
         self._open, self._idle = [], []
+        self.counts.clear()
         self._free = threading.Semaphore(READS_AT_ONCE_MAX)
         self._stopping = threading.Lock()
 
@@ -56,6 +60,7 @@ class SqliteReaders:
             with suppress(apsw.Error):
                 connection.close(True)  # noqa: FBT003 - the API has no name for it
         self._open, self._idle = [], []
+        self.counts.clear()
 
     # ---- keeping reads out ---------------------------------------------------------------------
 

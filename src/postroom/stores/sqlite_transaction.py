@@ -4,10 +4,12 @@ Rule 1: a faster form covers the common case. Everything else goes to the verb o
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby, islice, repeat
 from operator import itemgetter
 from typing import Any
+
+import apsw
 
 from postroom.core import lifecycle
 from postroom.message import Envelope, Record, org_of
@@ -245,11 +247,17 @@ class SqliteReading(SqliteTransaction):
     """One state of the file, through a reading connection."""
 
     _read: Known | None = None
+    read_before: MutableMapping[apsw.Connection, Known] | None = None
+    """The counters as each connection read them last: the next read adds what was committed since."""
 
     def _known_counts(self) -> Known:
         if self._read is None:
-            self._read = Known()
-            self._read.catch_up(self._cursor, from_start=True)
+            connection, before = self._cursor.connection, self.read_before
+            read = (None if before is None else before.pop(connection, None)) or Known()
+            read.catch_up(self._cursor, from_start=not read.stored)
+            if before is not None:
+                before[connection] = read
+            self._read = read
         return self._read
 
 
