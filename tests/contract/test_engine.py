@@ -16,6 +16,7 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
+from postroom.contracts.engine import claims
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.handlers import ended
 from postroom.contracts.engine.operations import Operations
@@ -1033,6 +1034,18 @@ def test_batch_counts_for_all_organizations_together(opened: Opened) -> None:
         world.submit_many(30, priority=1, org_id="c")
     world.submit_many(10, priority=1, org_id="c")
     assert world.wait(world.engine.status()).depth == 22
+
+
+def test_organization_behind_many_paused_ones_has_its_turn(
+    world: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "ORGANIZATIONS_A_CLAIM_MAX", 3)
+    for number in range(5):
+        world.submit(org_id=f"paused-{number}", priority=0)
+        world.wait(world.engine.pause(org_id=f"paused-{number}"))
+    waiting = [world.submit(org_id="zoe", priority=0) for _ in range(3)]
+    found = [one.record.message_id for _ in range(8) for one in world.claim()]
+    assert found == [handle.message_id for handle in waiting]
 
 
 def test_batch_counts_all_of_its_organizations_as_active(opened: Opened) -> None:

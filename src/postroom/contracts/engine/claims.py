@@ -163,7 +163,7 @@ class Claims:
         transaction, rotation = self._transaction, self._rotation
         rivals = self._rivals(lane)
         due = rotation.promoted_in(limit) if rivals else 0
-        shares = self._shares(self._active(lane, rotation.last.get(lane, ""), limit), limit)
+        shares = self._shares(self._active(lane, lane, limit), limit)
         pulls = [(queue, lane, count) for queue, count in shares]
         pulls += [(queue, other, due) for other in rivals if due for queue in self._promoting(other, due)]
         if len(pulls) > 1:
@@ -185,18 +185,23 @@ class Claims:
 
     def _promoting(self, lane: int, limit: int) -> list[str]:
         """Queues that may have messages promoted by their age in a lane, next turn first."""
-        found = self._active(lane, self._rotation.last.get(PROMOTED, ""), limit)
+        found = self._active(lane, PROMOTED, limit)
         oldest = self._promoted[lane].queue
         if oldest not in found and org_of(oldest) not in self._paused_orgs:
             found.append(oldest)  # out of turn, so that no message waits for ever
         return found
 
-    def _active(self, lane: int, after: str, limit: int) -> list[str]:
-        """Up to `limit` queues with messages in a lane that are not paused, in turn from `after` on."""
+    def _active(self, lane: int, turns: int, limit: int) -> list[str]:
+        """Up to `limit` queues with messages in a lane that are not paused, next turn first.
+
+        `turns` is the rotation that they are in: that of a class, or that of promoted messages.
+        """
+        after = self._rotation.last.get(turns, "")
         if after and not self._paused_orgs and self._transaction.is_alone(after, lane):
             return [after]
         found: list[str] = []
         seen: set[str] = set()
+        at = after
         for start in (after, ""):
             at = start
             while len(found) < limit and len(seen) < ORGANIZATIONS_A_CLAIM_MAX:
@@ -206,8 +211,10 @@ class Claims:
                 seen.update(queues)
                 found += [queue for queue in queues if org_of(queue) not in self._paused_orgs]
                 at = queues[-1]
-            if not start:
+            if not start or len(seen) >= ORGANIZATIONS_A_CLAIM_MAX:
                 break
+        if not found and len(seen) >= ORGANIZATIONS_A_CLAIM_MAX:
+            self._rotation.last[turns] = at  # the next claim looks at those behind these paused ones
         return found[:limit]
 
     def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:
