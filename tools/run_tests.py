@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+MEMORY = "/dev/shm"  # noqa: S108 - only private folders are made in it
 GROUP_LIMIT_S = 40_000.0  # a hang guard for what the time limit of a test does not interrupt
 
 INTEGRATION = ["tests/integration"]
@@ -39,6 +40,7 @@ SPARK_ROWS = [
 ]
 # Only tests/integration uses this plugin, and its import takes seconds.
 NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
+SHORT_LIVED_FOLDERS = ["-o", "tmp_path_retention_policy=failed"]
 
 
 def without(*paths: str) -> list[str]:
@@ -126,7 +128,13 @@ def caching_bytecode(environ: Mapping[str, str]) -> dict[str, str]:
 def main(given: list[str]) -> int:
     is_quick = given == ["quick"]
     arguments, in_turn = (QUICK_GROUPS, QUICK_IN_TURN) if is_quick else (GROUPS, IN_TURN)
-    with tempfile.TemporaryDirectory() as folder:
+    memory = MEMORY if is_quick and os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        if is_quick:  # nothing waits for a disk
+            arguments = {
+                name: [*options, f"--basetemp={folder}/{name}.tmp", *SHORT_LIVED_FOLDERS]
+                for name, options in arguments.items()
+            }
         first = next(iter(arguments))
         groups = {
             name: Group(name, options, None if name == first else Path(folder) / name)
