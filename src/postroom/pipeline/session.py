@@ -115,6 +115,9 @@ SMALL_SETTINGS: Final[dict[str, str]] = {
     "spark.sql.files.minPartitionNum": "1",
     "spark.default.parallelism": "1",
     "spark.sql.adaptive.enabled": "false",  # there are no partitions to merge, and no sizes to wait for
+    # The optimizer would compute projections of local rows. Without generated code, a row takes it time that
+    # grows with the square of its columns.
+    "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.ConvertToLocalRelation",
 }
 """For a local session with little data. The rows are the same."""
 CONNECTOR: Final = "spark.postroom.delta.connector"

@@ -169,6 +169,12 @@ def plan_of(df: DataFrame) -> str:
     return str(df._jdf.queryExecution().executedPlan().toString())
 
 
+def test_tasks_compute_projections_of_local_rows(spark: SparkSession) -> None:
+    """The optimizer, which does not use generated code here, would take far longer for many columns."""
+    df = spark.sql("SELECT a + 1 FROM VALUES (1), (2) AS rows(a)")
+    assert "Project" in str(df._jdf.queryExecution().optimizedPlan().toString())
+
+
 @pytest.mark.parametrize("fold", [silver.messages, silver.attempts])
 def test_a_fold_has_one_shuffle_and_no_python(spark: SparkSession, tables_of: TablesOf, fold: object) -> None:
     _, tables = tables_of()
