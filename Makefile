@@ -40,7 +40,7 @@ test: $(STAMP) ## all tests, with the time of each part
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS) $(SANDBOX) $(BOUNCER)
 	@$(PYTHON) tools/run_tests.py
 
-quick: $(STAMP) ## unit and contract tests, in about 3 minutes on two idle cores
+quick: $(STAMP) ## unit and contract tests, in about 2 minutes on two idle cores
 	@$(PYTHON) tools/setup.py --system $(BROKERS) $(SANDBOX)
 	@$(PYTHON) tools/run_tests.py quick
 
