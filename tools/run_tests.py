@@ -64,8 +64,8 @@ def contract(*names: str) -> list[str]:
     return sorted(str(path) for name in names for path in Path("tests/contract").glob(f"test_{name}*.py"))
 
 
-# Three parts of the contract tests that take about as long as one another.
-OF_STORES = contract("postgres", "rabbitmq", "store", "tasks")
+# Three parts of the contract tests: the longer two end at about the same time.
+OF_STORES = contract("native", "postgres", "rabbitmq", "store", "tasks")
 OF_ENGINES = contract("engine", "goal", "coordinator")
 QUICK_GROUPS = {
     "unit": ["tests/unit", *NO_SCHEMATHESIS],
