@@ -107,10 +107,31 @@ def test_equal_members_take_turns_when_each_deletes_at_once(harness: Harness) ->
 def test_an_urgent_message_does_not_wait_for_a_window_of_less_urgent_ones(harness: Harness) -> None:
     sender, mail_id = filled(harness, 2 * WINDOW)
     worker = joined(harness, mail_id)
+    delete(harness, worker, mail_id, worker.got[0].msg_id)
     harness.send(sender, mail_id, b"stop", "critical")
     assert worker.payloads()[-1] == b"stop"
     send_many(harness, sender, mail_id, WINDOW, "critical")
-    assert len(worker.got) == 2 * WINDOW  # a window of normal and one of critical messages
+    assert len(worker.got) == 1 + 2 * WINDOW  # a window of normal and one of critical messages
+
+
+def test_a_member_that_has_deleted_nothing_holds_one_window_of_all_priorities(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 2 * WINDOW, "low")
+    worker = joined(harness, mail_id)
+    for word in ("normal", "high", "critical"):
+        send_many(harness, sender, mail_id, 2 * WINDOW, word)
+    assert len(worker.got) == WINDOW
+    delete(harness, worker, mail_id, worker.got[0].msg_id)
+    assert len(worker.got) == 2 * WINDOW  # critical messages no longer wait for less urgent ones
+
+
+def test_an_expired_message_is_no_delete(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 0)
+    harness.publish(sender, MSG + mail_id, b"short", b"NATS/1.0\r\nmq9-ttl: 5\r\n\r\n")
+    send_many(harness, sender, mail_id, 2 * WINDOW)
+    worker = joined(harness, mail_id)
+    harness.tick(6)
+    send_many(harness, sender, mail_id, 2 * WINDOW, "critical")
+    assert len(worker.got) == 1 + WINDOW
 
 
 def test_letters_of_a_lost_member_fill_the_windows_of_the_others(harness: Harness) -> None:

@@ -2,7 +2,8 @@
 
 Rule 1: inside a rank, letters are ordered by number, which is the order of acceptance.
 Rule 2: at most one connected member of a queue group holds a letter. When the member is lost, another member
-        gets it. A full window of equally or more urgent letters stops deliveries to a member.
+        gets it. A full window of equally or more urgent letters stops deliveries to a member; before the
+        first delete from its window, one full of any letters does.
 Rule 3: a queue group without members is forgotten: the next subscription to join gets everything.
 Rule 4: a pull group never gets an acknowledged letter again, and gets every other letter.
 """
@@ -558,12 +559,14 @@ class ConnectionBacklog:
 class GroupMember:
     """One connection in a queue group, and the undeleted letters delivered to it."""
 
-    __slots__ = ("_counts", "held", "subscriptions")
+    __slots__ = ("_counts", "has_deletes", "held", "subscriptions")
 
     def __init__(self) -> None:
         self.subscriptions: list[MailSubscription] = []
         self.held: dict[int, int] = {}
         """Ranks by number."""
+        self.has_deletes = False
+        """Whether a letter was deleted while this member held it."""
         self._counts = [0] * RANK_COUNT
 
     def hold(self, letter: Letter) -> None:
@@ -578,8 +581,11 @@ class GroupMember:
         self._counts = [0] * RANK_COUNT
 
     def has_room(self, rank: int, window: int) -> bool:
-        """Whether its window has room for a letter of a rank. Less urgent letters do not count."""
-        return not window or sum(self._counts[: rank + 1]) < window
+        """Whether its window has room for a letter of a rank.
+
+        Less urgent letters do not count for a member whose letters are deleted.
+        """
+        return not window or sum(self._counts[: rank + 1] if self.has_deletes else self._counts) < window
 
 
 class QueueGroup:
@@ -682,6 +688,12 @@ class QueueGroup:
                     best, chosen = member, subscription
                     break
         return chosen
+
+    def deleted(self, number: int) -> None:
+        """A client deletes a letter."""
+        member = self.held.get(number)
+        if member is not None:
+            member.has_deletes = True
 
     def forget(self, number: int) -> bool:
         """Forget a removed letter. Returns whether a member held it."""

@@ -103,6 +103,7 @@ class MailboxCalls:
             return
         storage: Storage = self._journal.storage(letter.rank) if letter.durable else "memory"
         self._journal.check(storage)
+        self._subscriptions.deleted(box, number)
         self._mailboxes.remove(box, number)
         message_id = f"{box.label}/{number}"
         self._mailboxes.emit_event(

@@ -320,6 +320,12 @@ class Subscriptions:
     def announce_created(self, box: Mailbox) -> None:
         self._public_list.announce_created(box)
 
+    def deleted(self, box: Mailbox, number: int) -> None:
+        """A client deletes a letter, which is about to be removed."""
+        subscribers = self._subscribers.get(box.key)
+        for group in subscribers.queue_groups.values() if subscribers is not None else ():
+            group.deleted(number)
+
     def removed(self, box: Mailbox, number: int) -> None:
         """A letter was removed: the member that held it has room for another."""
         subscribers = self._subscribers.get(box.key)
