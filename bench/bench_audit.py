@@ -17,10 +17,10 @@ from auditbench import redaction, segments
 from figures import Figure, Goal, Report, compare, machine, median_of, readable, run, seconds
 
 from postroom import Tasks
+from postroom.audit.reader import Segments
 from postroom.contracts.audit import Audit
-from postroom.core.events import from_line
-from postroom.core.tracing import related
-from postroom.sinks.reader import Segments
+from postroom.core.formats.events import from_line
+from postroom.core.history.tracing import related
 
 AGENT = "coder"
 PAYLOAD = {

@@ -24,7 +24,7 @@ from figures import REPEATS, Figure, Goal, machine, percentile, readable, run
 from parts import parser_of, show
 
 from postroom import Backpressure, Coordinator, Engine, Organization, Policy
-from postroom.contracts.engine.agent import Agent
+from postroom.engine.agents.agent import Agent
 
 SLOTS = 120
 ORG = "acme"

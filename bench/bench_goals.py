@@ -13,13 +13,14 @@ from typing import Any
 from figures import REPEATS, Figure, Goal, Report, compare, machine, median_of, run, seconds
 
 from postroom import Engine, Sandbox
-from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.goals import branches, goals, progress
-from postroom.contracts.goals.cells import STATES
-from postroom.contracts.sandbox import SandboxPool
-from postroom.core.fairness import Rotation
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.rules.claims import Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.goals import goals, progress
+from postroom.goals.goal_cells import STATES
+from postroom.goals.graph import branches
+from postroom.sandbox import SandboxPool
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.testing import ManualClock
@@ -245,7 +246,7 @@ def sandbox_figures(_: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 async def _sandboxes(kind: str, runs: int) -> tuple[float | None, float | None]:
-    from postroom.contracts.sandbox.sandbox import bubblewrap_trouble  # noqa: PLC0415 - for this part alone
+    from postroom.sandbox.sandbox import bubblewrap_trouble  # noqa: PLC0415 - for this part alone
 
     if kind == "bubblewrap" and bubblewrap_trouble():
         print(f"bubblewrap is left out: {bubblewrap_trouble()}")

@@ -29,15 +29,15 @@ from pipelinebench import peers
 from pipelinebench.histories import Piece, add, history, pieces
 from pipelinebench.spending import Spent, median, spent, spent_by
 
-from postroom.pipeline.archive import CACHE
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest.bronze_writer import write_segments
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.schedule import run_in_order
-from postroom.pipeline.session import spark_session
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.class_archive import CACHE
+from postroom.pipeline.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

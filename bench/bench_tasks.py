@@ -48,14 +48,14 @@ from figures import (
 )
 
 from postroom import Tasks
-from postroom.contracts.task_operations import NewTask
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.contracts.tasks.task_operations import NewTask
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.message import Durability, Envelope, State
-from postroom.runtime.agents import Identity
-from postroom.runtime.writer import StoreWriter
-from postroom.stores.sqlite import SqliteStore
+from postroom.server.access.registry import Identity
+from postroom.server.http.writer import StoreWriter
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.transaction import Claim
-from postroom.system.key_file import add_key
+from postroom.system.crypto.key_file import add_key
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from mcp import Client, StdioServerParameters
 from page_figures import page_figures
 from up_figures import start_figures, submit_figures
 
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 
 MCP_P50_MS = 10.0
 

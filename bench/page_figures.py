@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from up_figures import submit_rate
 
 from postroom import Engine
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.stores.base import Listing
 from postroom.stores.transaction import Transaction
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Breaker, Engine, Policy, Retry
-from postroom.runtime.engine_workers import WorkerProcesses
+from postroom.server.harness.engine_workers import WorkerProcesses
 
 FLOOD = 400
 NEIGHBOURS = 6

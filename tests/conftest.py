@@ -13,7 +13,7 @@ import apsw
 import pytest
 from hypothesis import HealthCheck, settings
 
-from postroom.stores import sqlite, sqlite_file
+from postroom.stores.sqlite import file, store
 from tests.postgresserver import EmptyStores, running_stores
 from tests.rabbitmqserver import RabbitServer, is_installed, rabbitmq
 
@@ -39,13 +39,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def _new_stores_are_copies() -> Iterator[None]:
     """A new SQLite store is a copy of a migrated one. The migrations take ten times as long as the copy."""
     migrated = apsw.Connection(":memory:")
-    sqlite_file.migrate(migrated, Path(":memory:"))
+    file.migrate(migrated, Path(":memory:"))
     image = migrated.serialize("main")
     migrated.close()
 
     def migrate(connection: apsw.Connection, path: Path) -> None:
         if connection.execute("SELECT 1 FROM sqlite_schema").fetchone() is not None:
-            sqlite_file.migrate(connection, path)
+            file.migrate(connection, path)
             return
         own = apsw.Connection(":memory:")  # of this thread, and of this process after a fork
         own.deserialize("main", image)
@@ -54,7 +54,7 @@ def _new_stores_are_copies() -> Iterator[None]:
         own.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite, "migrate", migrate)
+        patch.setattr(store, "migrate", migrate)
         yield
 
 

@@ -5,11 +5,11 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from postroom import Engine, Handle, Policy
-from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.engine.worker import Worker
-from postroom.core.fairness import Rotation
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.rules.claims import Claimed, Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.work.worker import Worker
 from postroom.stores.transaction import Transaction
 from postroom.testing import ManualClock
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from postroom import Breaker, Engine, Policy
-from postroom.core.retry import Retry
+from postroom.core.lifecycle.retry import Retry
 
 POLICY = Policy(
     tokens={"providers": {"local": {"models": {"small": {"tokens_per_minute": 1_000}}}}},

@@ -13,10 +13,10 @@ from typing import Any
 
 from postroom import Engine
 from postroom.client.mail import Mail
-from postroom.contracts.goals.adviser import Adviser
-from postroom.core.advice import Advice, Question
+from postroom.core.goals.advice import Advice, Question
 from postroom.errors import ValidationError
-from postroom.runtime.agents import Agents
+from postroom.goals.advisers.adviser import Adviser
+from postroom.server.access.registry import Agents
 from tests import warmpython
 from tests.pagereport import report
 from tests.waiting import HANG_GUARD_S

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
-from postroom.stores.rabbitmq import RabbitStore
-from postroom.stores.rabbitmq_lanes import Delivery
+from postroom.stores.rabbitmq.lanes import Delivery
+from postroom.stores.rabbitmq.store import RabbitStore
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from postroom.core.events import SCHEMA, AuditEvent, event_id
-from postroom.sinks.layout import MICROS_PER_S
-from postroom.sinks.segment_writer import SegmentSink
+from postroom.audit.layout import MICROS_PER_S
+from postroom.audit.segment_writer import SegmentSink
+from postroom.core.formats.events import SCHEMA, AuditEvent, event_id
 from postroom.testing import FIRST_WALL_US, ManualClock
 
 SOURCE = "tasks:t1"

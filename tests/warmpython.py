@@ -28,7 +28,7 @@ from tests.waiting import HANG_GUARD_S
 STATUS = struct.Struct("i")
 LENGTH = struct.Struct("I")
 STREAMS = 3
-SCRIPTS = {"postroom": "postroom.cli.main", "zos-mq": "postroom.cli.zosmq"}
+SCRIPTS = {"postroom": "postroom.cli.main", "zos-mq": "postroom.cli.queue.zosmq"}
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"stdin", "stdout", "stderr", "env", "cwd", "text", "bufsize"}
 OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG")

@@ -24,12 +24,12 @@ from tests.warmpython import LENGTH, STATUS, STREAMS
 
 IMPORTED = (
     "postroom.client",
-    "postroom.contracts.engine",
-    "postroom.runtime.http",
-    "postroom.runtime.mailserver",
-    "postroom.runtime.natsserver",
-    "postroom.runtime.shipping",
-    "postroom.stores.sqlite",
+    "postroom.engine",
+    "postroom.server.app",
+    "postroom.server.nats.mail_server",
+    "postroom.server.nats.server",
+    "postroom.server.folder.shipping",
+    "postroom.stores.sqlite.store",
     "uvicorn.lifespan.on",
 )
 TOO_LARGE = "pipeline"  # Spark

@@ -18,22 +18,22 @@ import click
 import msgspec
 
 from postroom.cli import main as postroom_cli
-from postroom.cli import zosmq
+from postroom.cli.queue import zosmq
 from postroom.cli.shell import CONFIG_NAME, CONFIG_VARIABLE, TRACE_VARIABLE
 from postroom.contracts.mail import service
-from postroom.contracts.tasks import STATUS
-from postroom.core.events import OPERATIONS, AuditEvent
+from postroom.contracts.tasks.tasks import STATUS
+from postroom.core.formats.events import OPERATIONS, AuditEvent
 from postroom.core.gate import GATE, WHO, Entry
-from postroom.core.lifecycle import TRANSITIONS
+from postroom.core.lifecycle.lifecycle import TRANSITIONS
 from postroom.core.redaction import Redactor
 from postroom.mcp.resources import gated
 from postroom.message import Event, EventKind, State
 from postroom.page.mount import PageMount
-from postroom.runtime import natsserver
-from postroom.runtime.endpoint import STATUS_OF
-from postroom.runtime.http import TasksApp
-from postroom.runtime.openapi import Route
-from postroom.runtime.routes import ROUTES, openapi
+from postroom.server.app import TasksApp
+from postroom.server.http.endpoint import STATUS_OF
+from postroom.server.http.openapi import Route
+from postroom.server.nats import server
+from postroom.server.routes.table import ROUTES, openapi
 from postroom.settings import (
     AuditSettings,
     BusSettings,
@@ -131,7 +131,7 @@ LIFECYCLE_HEAD = f"""\
 # The life of a record
 
 A store keeps a record with the state of every message. All transitions are in one table,
-`core.lifecycle.TRANSITIONS`, from which this page is generated. Any other transition is refused as
+`core.lifecycle.lifecycle.TRANSITIONS`, from which this page is generated. Any other transition is refused as
 `WrongState`, or as `StaleLease` where a lease is required.
 """
 
@@ -341,13 +341,16 @@ LAYER_MEANINGS = {
     "testing": "for users: clock, faults, StoreContract",
     "mcp": "tools for agents over MCP",
     "page": "the live page",
-    "runtime": "servers, harness, shipper process",
+    "server": "servers, harness, shipper process",
     "pipeline": "Spark tables from the audit stream",
-    "contracts": "Bus, Queue, Tasks, Engine, Mail, Audit, their feeds",
+    "engine": "the global queue",
+    "goals": "goals, decisions, the knowledge graph",
+    "sandbox": "where the code of an agent runs",
+    "contracts": "Bus, Queue, Tasks, Mail, Audit, their feeds",
     "logs": "append-only files",
     "nudges": "wake-ups",
     "stores": "records with leases",
-    "sinks": "the audit stream",
+    "audit": "the audit stream",
     "mailclient": "client of a mail server",
     "system": "locks, whole-file updates, fork, clocks",
     "natsclient": "a NATS connection",
@@ -366,8 +369,8 @@ SEAMS = (
     ("Log", "logs/appendfile.py", "AppendFile"),
     ("Nudge", "nudges/notifier.py", "Notifier"),
     ("", "nudges/watch.py", "Watch"),
-    ("Event sink", "sinks/base.py", "Sink"),
-    ("", "sinks/shipper.py", "Feed"),
+    ("Event sink", "audit/base.py", "Sink"),
+    ("", "audit/shipper.py", "Feed"),
 )
 FORK_HOOKS = {"before_fork", "after_fork", "after_fork_in_parent"}
 
@@ -684,7 +687,7 @@ def gated_calls() -> Iterator[tuple[str, str, str]]:
         yield "page", served.entry, f"{served.route.method} {served.route.path}"
     for name, entry in gated():
         yield "MCP", entry, name
-    for name, entry in {**natsserver.ENTRIES, **service.ENTRIES}.items():
+    for name, entry in {**server.ENTRIES, **service.ENTRIES}.items():
         yield "NATS", entry, name
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 from figures import Figure, Goal, compare, median_of, seconds
 
-from postroom.core.events import SCHEMA, AuditEvent, event_id
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
+from postroom.core.formats.events import SCHEMA, AuditEvent, event_id
 from postroom.message import EventKind
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 
 WRITTEN = 300_000
 BATCH = 1_000

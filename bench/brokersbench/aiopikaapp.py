@@ -11,7 +11,7 @@ import sys
 import aio_pika
 from enginebench import finish
 
-from postroom.stores.rabbitmq import PREFETCH_DEFAULT
+from postroom.stores.rabbitmq.store import PREFETCH_DEFAULT
 
 QUEUE = "aiopika"
 

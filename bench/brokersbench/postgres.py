@@ -22,8 +22,8 @@ from figures import Comparison, Figure, Goal, compare, load_figure, median_of, r
 
 from postroom import Engine
 from postroom.message import Envelope
-from postroom.runtime.engine_load import register_probe, run_load
-from postroom.stores.postgres import PostgresStore
+from postroom.server.up.engine_load import register_probe, run_load
+from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim
 from postroom.testing.postgres_server import PostgresServer, running_postgres
 

@@ -21,7 +21,7 @@ from figures import Figure, Goal, compare, load_figure, median_of, readable
 from peersbench import brokers
 
 from brokersbench.aiopikaapp import AioPika
-from postroom.runtime.engine_load import run_load
+from postroom.server.up.engine_load import run_load
 from postroom.testing.postgres_server import PostgresServer
 
 P0_MS_GOAL = 10.0

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from postroom import Engine, Policy
-from postroom.contracts.engine.breakers import service_called
-from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.message_input import Prepared, Registry, stored
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
-from postroom.contracts.engine.policy import REQUEST_TYPES
-from postroom.core.fairness import Rotation
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.message_input import Prepared, Registry, stored
+from postroom.engine.rules.breakers import service_called
+from postroom.engine.rules.claims import Claimed, Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
+from postroom.engine.rules.policy import REQUEST_TYPES
 from postroom.message import org_of
 from postroom.system.clock import Clock
 

@@ -15,7 +15,7 @@ from enginebench.probe import fsync_figure
 from enginebench.sizes import Sizes
 from enginebench.worker import PROBE
 from postroom import Engine
-from postroom.runtime.engine_load import ClassLatency, LoadReport, probe_message, run_load, targets_ms
+from postroom.server.up.engine_load import ClassLatency, LoadReport, probe_message, run_load, targets_ms
 from postroom.system.clock import SystemClock
 
 AGE_S = 60

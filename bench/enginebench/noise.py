@@ -11,7 +11,7 @@ from enginebench.engines import batches, fresh, open_engine, url_in, workers
 from enginebench.sizes import Sizes
 from enginebench.worker import PROBE
 from postroom import Engine
-from postroom.runtime.engine_load import probe_message
+from postroom.server.up.engine_load import probe_message
 
 PRIORITY = 2
 PAUSE_S = 0.02

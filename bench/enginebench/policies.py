@@ -12,7 +12,7 @@ from enginebench.direct import Direct
 from enginebench.engines import TYPE, fresh, url_in
 from enginebench.sizes import Sizes
 from postroom import Guard, Organization, Policy, Tasks
-from postroom.contracts.engine.outcomes import Usage
+from postroom.engine.rules.outcomes import Usage
 
 BATCH = 10
 AGENT = "coder"

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from enginebench.direct import Direct
 from enginebench.engines import ADMIT_ALL, TYPE, fresh, url_in
 from enginebench.sizes import Sizes
-from postroom.core import tokens
-from postroom.core.token_rules import token_rules
-from postroom.core.tokens import Account, Candidate, Grant, Need, Short
+from postroom.core.tokens import tokens
+from postroom.core.tokens.token_rules import token_rules
+from postroom.core.tokens.tokens import Account, Candidate, Grant, Need, Short
 
 BATCH = 10
 PLENTY = 10**9

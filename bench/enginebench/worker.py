@@ -11,7 +11,7 @@ from typing import Any
 from enginebench import finish
 from enginebench.engines import TYPE, open_engine
 from postroom import Engine
-from postroom.runtime.engine_load import register_probe
+from postroom.server.up.engine_load import register_probe
 
 BURN_S = 0.002
 

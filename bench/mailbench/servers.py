@@ -24,16 +24,16 @@ LOOK_S = 0.01
 MB = 1e6
 
 PLAIN = (
-    "from postroom.runtime.natsoptions import ServerOptions\n"
-    "from postroom.runtime.natsserver import serve\n"
+    "from postroom.server.nats.options import ServerOptions\n"
+    "from postroom.server.nats.server import serve\n"
     "serve(ServerOptions(port=0), ready=lambda port: print(port, flush=True))\n"
 )
 MAIL = (
     "import sys\n"
     "from pathlib import Path\n"
     "from postroom.contracts.mail.options import MailOptions\n"
-    "from postroom.runtime.mailserver import serve\n"
-    "from postroom.runtime.natsoptions import ServerOptions\n"
+    "from postroom.server.nats.mail_server import serve\n"
+    "from postroom.server.nats.options import ServerOptions\n"
     "serve(Path(sys.argv[1]), ServerOptions(port=0), MailOptions(normal=sys.argv[2]),"
     " ready=lambda port: print(port, flush=True))\n"
 )

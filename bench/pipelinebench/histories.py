@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from postroom.audit.layout import segment_name
 from postroom.pipeline.ingest.segments import EventStream
-from postroom.sinks.layout import segment_name
 
 EVENTS_A_MESSAGE = 4.41  # as it comes out
 SEED = "7"

@@ -22,19 +22,19 @@ from pathlib import Path
 
 from deltalake.transaction import AddAction
 
-from postroom.pipeline.delta_log import Txn
+from postroom.audit.chain import NO_HASH, Entry, chain_line
+from postroom.audit.layout import CHAIN, segment_name
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.log_summaries import SummarizedTables
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import EventStream, ingest_txns
 from postroom.pipeline.jobs import nothing_new
-from postroom.pipeline.log_summaries import SummarizedTables
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Staged, Tables
-from postroom.sinks.chain import NO_HASH, Entry, chain_line
-from postroom.sinks.layout import CHAIN, segment_name
 
 FILES_A_DAY = 1_000  # of all tables: 100,000 in 100 days
 SEGMENTS_A_DAY = FILES_A_DAY // 2  # as many as files of bronze

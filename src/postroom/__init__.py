@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from postroom.client.mail import Mail
     from postroom.contracts.audit import Audit
     from postroom.contracts.bus import Bus
-    from postroom.contracts.engine import (
+    from postroom.contracts.queue import Queue
+    from postroom.contracts.tasks.tasks import Tasks
+    from postroom.core.formats.queuewire import TOPICS
+    from postroom.core.goals.advice import Advice
+    from postroom.engine import (
         AgentRules,
         Backpressure,
         Breaker,
@@ -22,14 +26,6 @@ if TYPE_CHECKING:
         Policy,
         Retry,
     )
-    from postroom.contracts.goals.adviser import Adviser, RuleAdviser
-    from postroom.contracts.goals.graph import Graph
-    from postroom.contracts.goals.http_adviser import HttpAdviser
-    from postroom.contracts.queue import Queue
-    from postroom.contracts.sandbox import Sandbox
-    from postroom.contracts.tasks import Tasks
-    from postroom.core.advice import Advice
-    from postroom.core.queuewire import TOPICS
     from postroom.errors import (
         AgentReplaced,
         Bounced,
@@ -62,7 +58,11 @@ if TYPE_CHECKING:
         ValidationError,
         WrongState,
     )
+    from postroom.goals.advisers.adviser import Adviser, RuleAdviser
+    from postroom.goals.advisers.http_adviser import HttpAdviser
+    from postroom.goals.graph.graph import Graph
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
+    from postroom.sandbox import Sandbox
     from postroom.stores.open import open_store
 
     __version__: str
@@ -127,26 +127,26 @@ __all__ = [
 ]
 
 _HOME = {
-    "Sandbox": "postroom.contracts.sandbox",
-    "Graph": "postroom.contracts.goals.graph",
-    "Advice": "postroom.core.advice",
-    "HttpAdviser": "postroom.contracts.goals.http_adviser",
-    "RuleAdviser": "postroom.contracts.goals.adviser",
-    "Adviser": "postroom.contracts.goals.adviser",
-    "Coordinator": "postroom.contracts.engine",
-    "AgentRules": "postroom.contracts.engine",
+    "Sandbox": "postroom.sandbox",
+    "Graph": "postroom.goals.graph.graph",
+    "Advice": "postroom.core.goals.advice",
+    "HttpAdviser": "postroom.goals.advisers.http_adviser",
+    "RuleAdviser": "postroom.goals.advisers.adviser",
+    "Adviser": "postroom.goals.advisers.adviser",
+    "Coordinator": "postroom.engine",
+    "AgentRules": "postroom.engine",
     "AgentReplaced": "postroom.errors",
     "Bounced": "postroom.errors",
     "CoordinatorStopped": "postroom.errors",
     "StreamRestarted": "postroom.errors",
-    "Retry": "postroom.contracts.engine",
-    "Policy": "postroom.contracts.engine",
-    "Organization": "postroom.contracts.engine",
-    "Handle": "postroom.contracts.engine",
-    "Guard": "postroom.contracts.engine",
-    "Engine": "postroom.contracts.engine",
-    "Breaker": "postroom.contracts.engine",
-    "Backpressure": "postroom.contracts.engine",
+    "Retry": "postroom.engine",
+    "Policy": "postroom.engine",
+    "Organization": "postroom.engine",
+    "Handle": "postroom.engine",
+    "Guard": "postroom.engine",
+    "Engine": "postroom.engine",
+    "Breaker": "postroom.engine",
+    "Backpressure": "postroom.engine",
     "ValidationError": "postroom.errors",
     "UnsupportedVersion": "postroom.errors",
     "UnknownType": "postroom.errors",
@@ -159,7 +159,7 @@ _HOME = {
     "EffectUnknown": "postroom.errors",
     "Audit": "postroom.contracts.audit",
     "StaleLease": "postroom.errors",
-    "Tasks": "postroom.contracts.tasks",
+    "Tasks": "postroom.contracts.tasks.tasks",
     "UnknownTask": "postroom.errors",
     "open_store": "postroom.stores.open",
     "QueueFull": "postroom.errors",
@@ -177,7 +177,7 @@ _HOME = {
     "QueueError": "postroom.errors",
     "Rejected": "postroom.errors",
     "SinceIdNotFound": "postroom.errors",
-    "TOPICS": "postroom.core.queuewire",
+    "TOPICS": "postroom.core.formats.queuewire",
     "TokensExhausted": "postroom.errors",
     "ToolFailed": "postroom.errors",
     "TopicError": "postroom.errors",
@@ -185,7 +185,7 @@ _HOME = {
 }
 
 
-_REGISTERED = {"Engine": "postroom.runtime.worker_telemetry"}
+_REGISTERED = {"Engine": "postroom.server.telemetry.worker_telemetry"}
 """Modules that add themselves to what a name stands for."""
 
 

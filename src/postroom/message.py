@@ -175,7 +175,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     retries: int
     """Failures and lapsed leases since it was accepted or replayed."""
     crashes: int
-    """Whether it runs alone, and how often its own process died, as in `core.poison`."""
+    """Whether it runs alone, and how often its own process died, as in `core.lifecycle.poison`."""
     max_retries: int
     lease: int
     """The fencing token, larger than every earlier one. It stays after the lease holder's last call, so that

@@ -1,7 +1,7 @@
 """The queue under the names of zos-agent-mq, so that programs for that library run on postroom unchanged."""
 
 from postroom.contracts.queue import Queue
-from postroom.core.queuewire import TOPICS
+from postroom.core.formats.queuewire import TOPICS
 from postroom.errors import QueueDisabledError, QueueError, TopicError
 from postroom.message import DEFAULT_BODY_THRESHOLD
 

@@ -30,8 +30,8 @@ CONNECT = b'CONNECT {"verbose":false,"pedantic":false,"headers":true,"no_respond
 # Options are the keyword arguments of ServerOptions, as JSON.
 OURS = """
 import json, ssl, sys
-from postroom.runtime.natsoptions import ServerOptions
-from postroom.runtime.natsserver import serve
+from postroom.server.nats.options import ServerOptions
+from postroom.server.nats.server import serve
 
 options = json.loads(sys.argv[1])
 if "certificate" in options:

@@ -15,11 +15,11 @@ from postroom import (
     Policy,
     StaleLease,
 )
-from postroom.contracts.engine.agent_sweeps import Swept, sweep
-from postroom.contracts.engine.agents import LEASE_S, AgentOperations
-from postroom.contracts.engine.cells import AGENT_COUNTS, AgentEntry, Part
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
+from postroom.engine.agents.agent_operations import LEASE_S, AgentOperations
+from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
+from postroom.engine.rules.cells import AGENT_COUNTS, AgentEntry, Part
+from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
 from postroom.stores.transaction import Transaction

@@ -11,14 +11,14 @@ import pytest
 
 from postroom import Bus, Queue, Tasks
 from postroom.contracts.feeds import FileFeeds, set_outbox
-from postroom.contracts.tasks import DECISIONS, Retention
-from postroom.core.events import OPERATIONS
-from postroom.core.retry import RetryPolicy
+from postroom.contracts.tasks.tasks import DECISIONS, Retention
+from postroom.core.formats.events import OPERATIONS
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.message import EventKind
-from postroom.runtime.agents import Identity
-from postroom.runtime.buses import Buses
-from postroom.runtime.refusal_events import RefusedCall
-from postroom.runtime.schemas import NewBusMessage
+from postroom.server.access.refusal_events import RefusedCall
+from postroom.server.access.registry import Identity
+from postroom.server.folder.buses import Buses
+from postroom.server.routes.task_schemas import NewBusMessage
 from postroom.stores.base import Outbox
 from postroom.testing import ManualClock
 

@@ -13,6 +13,13 @@ import msgspec
 import pytest
 
 from postroom import Bus, Queue, Tasks
+from postroom.audit.chain import read_chain
+from postroom.audit.reader import Segments
+from postroom.audit.redaction_marks import mark_of
+from postroom.audit.remote import Publisher
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
+from postroom.audit.verify import verify
 from postroom.contracts.audit import Audit
 from postroom.contracts.feeds import (
     MOVED_QUIET_S,
@@ -23,19 +30,12 @@ from postroom.contracts.feeds import (
     redacted,
     set_outbox,
 )
-from postroom.core.events import AuditEvent
+from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Level, Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
-from postroom.runtime import shipping as shipping_module
-from postroom.runtime.shipping import Sources, opened
+from postroom.server.folder import shipping as shipping_module
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
-from postroom.sinks.chain import read_chain
-from postroom.sinks.reader import Segments
-from postroom.sinks.redaction_marks import mark_of
-from postroom.sinks.remote import Publisher
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
-from postroom.sinks.verify import verify
 from postroom.stores.base import Outbox
 from tests import children
 from tests.children import no_child_left

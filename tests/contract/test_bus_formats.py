@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from postroom import Bus
 from postroom.contracts.bus import discover
-from postroom.core import buswire
-from postroom.core.buswire import decode
+from postroom.core.formats import buswire
+from postroom.core.formats.buswire import decode
 from postroom.message import BusMessage
 from tests.bustexts import FIRST, SECOND, TS, bodies, structured
 

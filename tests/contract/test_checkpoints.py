@@ -10,8 +10,8 @@ import pytest
 
 from postroom.errors import WriteFailed
 from postroom.message import Envelope
-from postroom.stores import checkpoints
-from postroom.stores.sqlite import SqliteStore
+from postroom.stores.sqlite import checkpoints
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.transaction import Claim
 from tests import children
 from tests.children import no_child_left

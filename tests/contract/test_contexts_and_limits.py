@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from postroom import Engine, Policy, Sandbox
-from postroom.contracts.goals.context import BuiltContext, ContextProvider, fitted
-from postroom.contracts.sandbox.sandbox import MockSandbox, checked_limits
 from postroom.core.agents import AgentRules
 from postroom.errors import InvalidMessage, SandboxUnavailable, ValidationError
+from postroom.goals.context_provider import BuiltContext, ContextProvider, fitted
+from postroom.sandbox.sandbox import MockSandbox, checked_limits
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url
 from tests.waiting import HANG_GUARD_S, eventually

@@ -21,12 +21,12 @@ from postroom import (
     Retry,
     StreamRestarted,
 )
-from postroom.contracts.engine.agent import PARTS_WAITING_MAX
-from postroom.contracts.engine.agent_sweeps import bounce
-from postroom.contracts.engine.agents import LETTERS_BYTES_A_READ_MAX, AgentOperations
-from postroom.contracts.engine.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, Letter
-from postroom.contracts.engine.part_writer import PARTS_A_COMMIT_MAX
-from postroom.contracts.engine.parts import PART_CELLS_A_READ_MAX
+from postroom.engine.agents.agent import PARTS_WAITING_MAX
+from postroom.engine.agents.agent_operations import LETTERS_BYTES_A_READ_MAX, AgentOperations
+from postroom.engine.agents.agent_sweeps import bounce
+from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX
+from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, Letter
+from postroom.engine.work.part_writer import PARTS_A_COMMIT_MAX
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
 from postroom.stores.base import Listing
@@ -656,7 +656,7 @@ def test_a_submitted_agent_message_reaches_the_inbox(url: str) -> None:
 
 
 def test_a_paused_coordinator_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.contracts.engine.coordinator.BEAT_S", 0.05)
+    monkeypatch.setattr("postroom.engine.agents.coordinator.BEAT_S", 0.05)
 
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -685,7 +685,7 @@ def test_a_purge_removes_chunks(url: str) -> None:
 
 
 def test_the_bytes_of_a_stream_are_limited(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.contracts.engine.part_writer.STREAM_BYTES_MAX", 100)
+    monkeypatch.setattr("postroom.engine.work.part_writer.STREAM_BYTES_MAX", 100)
 
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:

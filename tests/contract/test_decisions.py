@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser, Guard, Policy, Retry, RuleAdviser
-from postroom.contracts.goals.cells import EFFECTS
 from postroom.errors import (
     InvalidMessage,
     UnknownDecision,
@@ -13,6 +12,7 @@ from postroom.errors import (
     ValidationError,
     WrongState,
 )
+from postroom.goals.goal_cells import EFFECTS
 from tests.engines import EngineUnderTest
 from tests.goalworlds import (
     Choosing,

@@ -23,14 +23,15 @@ from postroom.errors import InvalidSetting, KeyInUse, KeyMissing, UnreadableValu
 from postroom.logs.mail_log import count_keys, damaged_stretches, log_segments
 from postroom.logs.mail_records import Framing, Started
 from postroom.message import Envelope
-from postroom.stores import conversion, postgres_keys
+from postroom.stores import conversion
 from postroom.stores.base import CHUNKS, ByIds
 from postroom.stores.event_runs import UNREADABLE
-from postroom.stores.sqlite import SqliteStore
-from postroom.stores.sqlite_snapshot import SqliteSnapshot
+from postroom.stores.postgres import keys as postgres_keys
+from postroom.stores.sqlite.snapshot import SqliteSnapshot
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
-from postroom.system.encryption import KEY_FILE_VARIABLE, Encryption
-from postroom.system.key_file import add_key, remove_key
+from postroom.system.crypto.encryption import KEY_FILE_VARIABLE, Encryption
+from postroom.system.crypto.key_file import add_key, remove_key
 from postroom.testing import ManualClock, StoreContract, check_consistency
 from postroom.testing.postgres_server import PostgresServer
 from tests import children

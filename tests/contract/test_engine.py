@@ -16,14 +16,14 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
-from postroom.contracts.engine import claims
-from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.handlers import ended
-from postroom.contracts.engine.operations import Operations
-from postroom.core import poison
-from postroom.core.events import of_store
-from postroom.core.fairness import Rotation
-from postroom.core.history_checker import History
+from postroom.core.formats.events import of_store
+from postroom.core.history.history_checker import History
+from postroom.core.lifecycle import poison
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.rules import claims
+from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.operations import Operations
+from postroom.engine.work.handlers import ended
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Policy
-from postroom.core.retry import Retry
+from postroom.core.lifecycle.retry import Retry
 from tests.engines import EngineUnderTest
 
 COOLDOWN_S = 300.0

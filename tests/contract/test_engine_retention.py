@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Guard, Organization, Policy
-from postroom.contracts.engine.cells import (
-    GOALS,
-    KEY_ENDS,
-    KEYS,
-    MESSAGE_BYTES,
-    PARTS,
-    RATES,
-    STORED_BYTES,
-    Part,
-)
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.engine.retention import (
+from postroom.contracts.tasks.task_storage import COUNTED_BYTES
+from postroom.engine.rules.cells import GOALS, KEY_ENDS, KEYS, MESSAGE_BYTES, PARTS, RATES, STORED_BYTES, Part
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.rules.retention import (
     CELLS_A_COMMIT_MAX,
     EVENTS_A_COMMIT_MAX,
     FORGOTTEN_A_COMMIT_MAX,
@@ -29,10 +21,9 @@ from postroom.contracts.engine.retention import (
     forget_over,
     take_turn,
 )
-from postroom.contracts.task_storage import COUNTED_BYTES
 from postroom.errors import Overloaded
 from postroom.stores.base import Outbox
-from postroom.stores.sqlite_ledger import FOLD_EVENTS
+from postroom.stores.sqlite.ledger import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
 from tests.engines import EngineUnderTest
 from tests.waiting import HANG_GUARD_S

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
-from postroom.contracts.engine.cells import ACCOUNTS
-from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.outcomes import Outcome, Usage
-from postroom.contracts.engine.token_status import ModelTokens
-from postroom.core.events import of_store
+from postroom.core.formats.events import of_store
+from postroom.engine.rules.cells import ACCOUNTS
+from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.outcomes import Outcome, Usage
+from postroom.engine.token_status import ModelTokens
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event
 from postroom.testing import ManualClock, check_consistency
@@ -149,7 +149,7 @@ def test_lease_that_a_worker_of_tasks_ended_gives_the_tokens_back(make: Make) ->
 def test_sweep_reaches_old_reservations_behind_many_newer_ones(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("postroom.contracts.engine.tokens.CLAIMS_SWEPT_MAX", 2)
+    monkeypatch.setattr("postroom.engine.rules.token_budgets.CLAIMS_SWEPT_MAX", 2)
     engine = make()
     engine.submit(tokens=100)
     engine.claim()

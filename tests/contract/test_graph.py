@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser, Engine, Graph
-from postroom.contracts.goals import branches
-from postroom.contracts.goals.branches import BRANCHES, HISTORY, HISTORY_AT, MERGED, STAGED, UNDO
-from postroom.contracts.goals.falkordb import _FalkorCells
 from postroom.errors import GraphUnavailable, InvalidMessage, InvalidSetting, UnknownGoal, UnknownNode
+from postroom.goals.graph import branches
+from postroom.goals.graph.branches import BRANCHES, HISTORY, HISTORY_AT, MERGED, STAGED, UNDO
+from postroom.goals.graph.falkordb import _FalkorCells
 from tests.engines import soon
 from tests.falkordbservers import FalkorServer
 from tests.graphplaces import database, engine, falkordb, place, postgres, run

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser, Engine
-from postroom.contracts.goals import handlers
-from postroom.contracts.goals.branches import HISTORY, HISTORY_AT
 from postroom.errors import InvalidMessage, InvalidName, MessageFailed, UnknownGoal, UnknownNode
+from postroom.goals import builtin_handlers
+from postroom.goals.graph.branches import HISTORY, HISTORY_AT
 from postroom.testing import ManualClock
 from tests.engines import soon
 from tests.graphplaces import database, engine, falkordb, place, postgres, run
@@ -142,7 +142,7 @@ def test_memory_messages_of_another_organization_reach_nothing(
     place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every goal_id that a sender may name, by node id and by query."""
-    monkeypatch.setattr(handlers, "LOOKED_MAX", 2)  # nodes of others do not count
+    monkeypatch.setattr(builtin_handlers, "LOOKED_MAX", 2)  # nodes of others do not count
 
     async def story(engine: Any) -> None:
         worker = asyncio.create_task(engine.run())

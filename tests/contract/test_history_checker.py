@@ -10,16 +10,17 @@ import msgspec
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.tasks import DECISIONS
-from postroom.core import events, lifecycle
-from postroom.core.events import AuditEvent
-from postroom.core.history_checker import RULES, History, HistoryVerdict
-from postroom.core.retry import RetryPolicy
+from postroom.audit.reader import Segments
+from postroom.contracts.tasks.tasks import DECISIONS
+from postroom.core.formats import events
+from postroom.core.formats.events import AuditEvent
+from postroom.core.history.history_checker import RULES, History, HistoryVerdict
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.errors import PostroomError
 from postroom.message import Envelope
 from postroom.pipeline.generator.faults import Fault
 from postroom.pipeline.generator.generate import FAULTS, generate
-from postroom.sinks.reader import Segments
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Claim
 from postroom.testing import ManualClock

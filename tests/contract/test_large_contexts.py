@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.engine.message_input import CONTEXT_BYTES_MAX
+from postroom.engine.message_input import CONTEXT_BYTES_MAX
 from postroom.errors import InvalidMessage, ValidationError
 from tests.engines import EngineUnderTest
 from tests.goalworlds import Opened, database, opened, postgres, url, world

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, agents, mailboxes, recovery, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, mailboxes, recovery, subscriptions
+from postroom.contracts.mail.cards import card_registry
 from postroom.contracts.mail.mailboxes import hashed
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.mailbox import MAILBOX_COST_BYTES, cost_of
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
 from postroom.logs import mail_log
 from tests.faultydisk import FaultyDisk
@@ -1000,7 +1001,7 @@ def test_the_cards_of_all_agents_are_bounded(harness: Harness, monkeypatch: pyte
         body = json.dumps({"name": name, "text": "x" * 1_000}).encode()
         return harness.request(link, "$mq9.AI.AGENT.REGISTER", body)
 
-    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3 * (2_000 + agents.AGENT_COST_BYTES))
+    monkeypatch.setattr(card_registry, "CARDS_BYTES_MAX", 3 * (2_000 + card_registry.AGENT_COST_BYTES))
     assert [register(name).get("code") for name in ("a", "b", "c")] == [None, None, 429]
     harness.reopen()
     assert register("c")["code"] == 429

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX, public_list, subscriptions
-from postroom.core.mq9 import PUBLIC_LIST
-from postroom.runtime.natsserver import NatsServer
+from postroom.core.mail.mq9 import PUBLIC_LIST
+from postroom.server.nats.server import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
 from tests.mailservice import FakeLink, Harness
 

@@ -11,9 +11,9 @@ import pytest
 
 from postroom.contracts.mail import LINK_FULL_BYTES
 from postroom.contracts.mail.service import MailService
-from postroom.runtime import natsserver
-from postroom.runtime.natsoptions import ServerOptions
-from postroom.runtime.natsserver import NatsServer, new_loop
+from postroom.server.nats import server as natsserver
+from postroom.server.nats.options import ServerOptions
+from postroom.server.nats.server import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT
 from tests.smalldisk import fill, small_disk
 from tests.waiting import HANG_GUARD_S

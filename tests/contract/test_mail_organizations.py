@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, fetch, quotas
+from postroom.contracts.mail import fetch, quotas
+from postroom.contracts.mail.cards import card_registry
 from postroom.contracts.mail.refusals import REFUSAL_EVENTS_ALL_MAX, REFUSAL_EVENTS_MAX
-from postroom.core.mailbox import Mailbox
+from postroom.core.mail.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
 from postroom.logs.mail_records import AgentRecord, Opened, Put, Record
-from postroom.runtime.agents import Identity
-from postroom.runtime.tokens import Permissions
-from postroom.system.key_file import add_key
+from postroom.server.access.registry import Identity
+from postroom.server.access.tokens import Permissions
+from postroom.system.crypto.key_file import add_key
 from tests.mailservice import CREATE, MSG, FakeLink, Harness
 
 API = "$mq9.AI."
@@ -202,7 +203,7 @@ def test_one_organization_has_a_limit_of_messages(world: World, monkeypatch: pyt
 
 
 def test_one_organization_registers_half_of_the_agents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "AGENTS_MAX", 4)
+    monkeypatch.setattr(card_registry, "AGENTS_MAX", 4)
     for name, link in (("ann", world.acme), ("amy", world.friend)):
         assert not world.ask(link, "AGENT.REGISTER", name=name)["error"]
     assert not world.ask(world.acme, "AGENT.REGISTER", name="ann", text="new")["error"]

@@ -16,9 +16,9 @@ import apsw
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.tasks import DECISIONS, STATUS, TaskInfo
+from postroom.contracts.tasks.tasks import DECISIONS, STATUS, TaskInfo
 from postroom.errors import StoreDamaged, WriteFailed
-from postroom.stores import sqlite_file
+from postroom.stores.sqlite import file
 from postroom.testing import ManualClock
 
 GOLDEN = sorted(Path(__file__).parents[1].glob("data/store-v*.db"))
@@ -34,7 +34,7 @@ def old_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_there_is_a_file_of_every_earlier_version() -> None:
     versions = [int(path.stem.removeprefix("store-v")) for path in GOLDEN]
-    assert versions == list(sqlite_file.migrations())[:-1]
+    assert versions == list(file.migrations())[:-1]
 
 
 def open_tasks(path: Path) -> Tasks:
@@ -42,7 +42,7 @@ def open_tasks(path: Path) -> Tasks:
 
 
 def scripts_with(text: str) -> dict[int, str]:
-    known = sqlite_file.migrations()
+    known = file.migrations()
     return {**known, max(known) + 1: text}
 
 
@@ -70,7 +70,7 @@ def test_a_migration_keeps_every_record(old_store: Path, monkeypatch: pytest.Mon
         before = [tasks.get(line.task_id) for line in tasks.find()]
     later = scripts_with(NEXT)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, "migrations", lambda: later)
+        patch.setattr(file, "migrations", lambda: later)
         with open_tasks(old_store) as tasks:
             assert [tasks.get(line.task_id) for line in tasks.find()] == before
             assert tasks.enqueue(agent="triage", payload="new")
@@ -103,7 +103,7 @@ def test_without_room_for_the_copy_there_is_no_upgrade(
 
     before = old_store.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, "copy_database", fail)
+        patch.setattr(file, "copy_database", fail)
         with open_tasks(old_store) as tasks, pytest.raises(WriteFailed, match="before-"):
             tasks.enqueue(agent="triage", payload=1)
     assert old_store.read_bytes()[100:] == before[100:]  # the header says WAL from now on
@@ -114,7 +114,7 @@ def test_without_room_for_the_copy_there_is_no_upgrade(
 def test_a_migration_that_fails_changes_nothing(old_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scripts_with(NEXT + "DROP TABLE there_is_no_such_table;")
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, "migrations", lambda: broken)
+        patch.setattr(file, "migrations", lambda: broken)
         with open_tasks(old_store) as tasks, pytest.raises(WriteFailed, match="no such table"):
             tasks.enqueue(agent="triage", payload=1)
     with open_tasks(old_store) as tasks:

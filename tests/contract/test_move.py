@@ -14,7 +14,7 @@ from postroom.cli.main import cli
 from postroom.contracts.move import end_move, move_store
 from postroom.errors import InvalidMessage, StoreDamaged, StoreMoved, Unavailable
 from postroom.stores.base import Listing
-from postroom.stores.postgres_import import differences
+from postroom.stores.postgres.importer import differences
 from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.integration.commandline import isolate, postroom

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from postroom.core import lifecycle
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError
 from postroom.message import Durability, Envelope, Event, Record, State, Step
-from postroom.stores import sqlite
 from postroom.stores.base import LANES, ByIds, Limits, Listing
-from postroom.stores.sqlite import SqliteStore
-from postroom.stores.sqlite_transaction import SqliteTransaction
+from postroom.stores.sqlite import store as sqlite
+from postroom.stores.sqlite.store import SqliteStore
+from postroom.stores.sqlite.transaction import SqliteTransaction
 from postroom.stores.transaction import Claim, Decide, Transaction
 from postroom.testing import ManualClock, check_consistency
 

@@ -19,8 +19,8 @@ import nats.errors
 import pytest
 from nats.aio.client import Client
 
-from postroom.runtime.natsoptions import FILES_RESERVED, LAME_DUCK_S
-from postroom.runtime.natsserver import CLOSE_TIMEOUT_S
+from postroom.server.nats.options import FILES_RESERVED, LAME_DUCK_S
+from postroom.server.nats.server import CLOSE_TIMEOUT_S
 from tests.contract.natsservers import (
     CONNECT,
     Server,

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from postroom.contracts.mail import Link
-from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, ServerOptions
-from postroom.runtime.natsserver import NatsServer, new_loop
+from postroom.server.nats.options import LOGIN_BYTES_MAX, ServerOptions
+from postroom.server.nats.server import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, key_beside, made_certificate
 from tests.waiting import HANG_GUARD_S
 
@@ -366,7 +366,7 @@ def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)  # time for one message a turn
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)  # time for one message a turn
 
     async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(b'CONNECT {"headers":true}\r\n'), await connect()
@@ -387,7 +387,7 @@ def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
 
 
 def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
 
     async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(), await connect()
@@ -405,7 +405,7 @@ def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPa
 
 
 def test_output_that_a_flush_makes_does_not_stop_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
 
     async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy = await connect()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser
-from postroom.contracts.engine.cells import PAGE
-from postroom.contracts.goals.cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
+from postroom.engine.rules.cells import PAGE
 from postroom.errors import InvalidMessage
+from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
 from postroom.stores.memory import MemoryTransaction
 from tests.engines import EngineUnderTest
 from tests.goalworlds import Opened, opened_engines
@@ -68,7 +68,7 @@ def test_every_end_of_a_lease_releases_the_operation(world: EngineUnderTest, end
         case "fail":
             world.fail(held)
         case "release":
-            from postroom.contracts.engine.handlers import ended
+            from postroom.engine.work.handlers import ended
 
             world.finish(ended(held, "released"))
         case "cancel":

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from postroom import Policy
-from postroom.contracts.engine.policy import PAYLOAD_KEYS
+from postroom.engine.rules.policy import PAYLOAD_KEYS
 from postroom.errors import ValidationError
 from tests.engines import EngineUnderTest
 from tests.postgresserver import database, postgres, store_url

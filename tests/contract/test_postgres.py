@@ -13,24 +13,24 @@ import psycopg
 import pytest
 
 from postroom import Engine, Tasks, open_store
-from postroom.contracts import tasks as tasks_module
-from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.messages import decode_body
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.engine.policy import Policy
-from postroom.core.events import of_store
-from postroom.core.fairness import Rotation
-from postroom.core.history_checker import History
+from postroom.contracts.tasks import tasks as tasks_module
+from postroom.core.formats.events import of_store
+from postroom.core.history.history_checker import History
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.messages import decode_body
+from postroom.engine.rules.claims import Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.rules.policy import Policy
 from postroom.errors import StoreDamaged
 from postroom.message import Envelope
 from postroom.nudges.database_notifier import DatabaseNotifier
-from postroom.stores import postgres_connection
 from postroom.stores.base import Limits, Listing
 from postroom.stores.event_quarantine import QUARANTINE, quarantine_events
 from postroom.stores.event_runs import UNREADABLE
 from postroom.stores.own_ids import IDS_FACT
-from postroom.stores.postgres import CLOCK_KEPT_S, PostgresStore
+from postroom.stores.postgres import connection as postgres_connection
+from postroom.stores.postgres.store import CLOCK_KEPT_S, PostgresStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import MICROS_PER_S
@@ -240,7 +240,7 @@ def test_partitions_of_past_months_are_dropped_when_their_events_are_forgotten(d
 
 
 def test_counters_are_folded_and_stay_right(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.stores.postgres.FOLD_COMMITS", 3)
+    monkeypatch.setattr("postroom.stores.postgres.store.FOLD_COMMITS", 3)
     store = PostgresStore(database)
     for _ in range(7):
         insert(store, 2, queue="org:acme")

@@ -26,7 +26,7 @@ from postroom import (
     TopicError,
 )
 from postroom.contracts import queue as contract
-from postroom.core import queuewire as wire
+from postroom.core.formats import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting, UnsafePath
 from postroom.logs.queuefile import ReadProgress
 from postroom.nudges.watch import Watch

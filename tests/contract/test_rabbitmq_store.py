@@ -6,8 +6,7 @@ import pytest
 
 from postroom import Engine, open_store
 from postroom.errors import InvalidSetting
-from postroom.stores.rabbitmq import PREFETCH_DEFAULT, parse_address
-from postroom.stores.rabbitmq_lanes import (
+from postroom.stores.rabbitmq.lanes import (
     DELAY_EXPIRY_FACTOR,
     DELAY_MS_MAX,
     DELAY_STEP_MS,
@@ -19,6 +18,7 @@ from postroom.stores.rabbitmq_lanes import (
     delay_step_ms,
     shard_of,
 )
+from postroom.stores.rabbitmq.store import PREFETCH_DEFAULT, parse_address
 from postroom.stores.store import Store
 from postroom.testing import ManualClock, StoreContract
 from postroom.testing.postgres_server import PostgresServer

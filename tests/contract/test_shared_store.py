@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Tasks, UnknownTask, open_store
-from postroom.contracts.tasks import DECISIONS
+from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.message import ENGINE_PREFIX
-from postroom.runtime.agents import Agents
-from postroom.runtime.harness import Harness
-from postroom.runtime.result_follower import ResultFollower
+from postroom.server.access.registry import Agents
+from postroom.server.harness.harness import Harness
+from postroom.server.harness.result_follower import ResultFollower
 from tests.engines import EngineUnderTest
 
 

@@ -11,7 +11,7 @@ import pytest
 from postroom import Tasks
 from postroom.message import Envelope
 from postroom.stores.base import CHUNKS
-from postroom.stores.sqlite_snapshot import SqliteSnapshot
+from postroom.stores.sqlite.snapshot import SqliteSnapshot
 from postroom.stores.transaction import Transaction
 from postroom.testing import ManualClock
 

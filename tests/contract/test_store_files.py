@@ -11,10 +11,11 @@ import pytest
 from postroom import Tasks
 from postroom.errors import StoreDamaged, StoreUnwritable
 from postroom.message import Envelope
-from postroom.stores import sqlite, sqlite_known, sqlite_ledger
 from postroom.stores.base import ByIds
 from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT, UPGRADE_US
-from postroom.stores.sqlite_snapshot import SqliteSnapshot
+from postroom.stores.sqlite import known, ledger
+from postroom.stores.sqlite import store as sqlite
+from postroom.stores.sqlite.snapshot import SqliteSnapshot
 from postroom.testing import ManualClock, check_consistency
 from tests.children import no_child_left, run
 from tests.waiting import HANG_GUARD_S
@@ -174,7 +175,7 @@ def test_ids_of_an_earlier_version_stay_and_new_ones_hide_their_number_after_a_d
 
 def test_a_read_adds_to_the_counters_of_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read decoded the counters of all queues: 100,000 of one organization cost others 0.6 s."""
-    monkeypatch.setattr(sqlite_ledger, "FOLD_EVENTS", 20)
+    monkeypatch.setattr(ledger, "FOLD_EVENTS", 20)
     url, clock = f"sqlite:///{tmp_path / 'queue.db'}", ManualClock()
     with Tasks.open(url, clock=clock) as writer, Tasks.open(url, clock=clock) as reader:
         read_again = 0
@@ -192,7 +193,7 @@ def test_a_read_adds_to_the_counters_of_the_last_one(tmp_path: Path, monkeypatch
                 with Tasks.open(url, clock=clock) as fresh:
                     assert counted == fresh.store.depths() == writer.store.depths()
                 with monkeypatch.context() as watched:
-                    watched.setattr(sqlite_known, "_decode_depths", lambda _: pytest.fail("read again"))
+                    watched.setattr(known, "_decode_depths", lambda _: pytest.fail("read again"))
                     assert reader.store.depths() == counted
                 read_again += 1
         assert read_again == 15
@@ -207,7 +208,7 @@ def test_counters_are_right_after_a_read_of_them_failed(
             counted = tasks.store.depths()
             tasks.enqueue_many({"agent": "a", "payload": 1} for _ in range(2))
             with monkeypatch.context() as failing:
-                failing.setattr(sqlite_known, "_decode_counts", lambda _: 1 / 0)
+                failing.setattr(known, "_decode_counts", lambda _: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     tasks.store.depths()
             assert tasks.store.depths() == {"a": {"P2": counted["a"]["P2"] + 2}}

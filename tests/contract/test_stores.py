@@ -17,8 +17,8 @@ import apsw
 import pytest
 
 from postroom import Tasks, open_store
-from postroom.core import lifecycle
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import (
     HandleDead,
     InvalidMessage,
@@ -29,11 +29,13 @@ from postroom.errors import (
     WriteFailed,
 )
 from postroom.message import Durability, Envelope
-from postroom.stores import sqlite, sqlite_ledger, sqlite_transaction
 from postroom.stores.base import ByIds, Limits, Listing
 from postroom.stores.event_runs import IMPLIED_MAX, UNREADABLE
-from postroom.stores.sql import queries
-from postroom.stores.sqlite import SqliteStore
+from postroom.stores.sqlite import ledger
+from postroom.stores.sqlite import store as sqlite
+from postroom.stores.sqlite import transaction as sqlite_transaction
+from postroom.stores.sqlite.sql import queries
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.manual_clock import FIRST_BOOT_NS
@@ -310,7 +312,7 @@ def test_counters_stay_correct_after_their_events_are_purged(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handle reads the counters again after another handle wrote them and purged the events."""
-    monkeypatch.setattr(sqlite_ledger, "FOLD_EVENTS", 20)
+    monkeypatch.setattr(ledger, "FOLD_EVENTS", 20)
     store.write(lambda transaction: transaction.set_limits("q", Limits(max_depth=100)))
     insert(store, b"1")
     other = SqliteStore(path)
@@ -519,12 +521,12 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "expiring": (queries.EXPIRING, (0, 1)),
     "by name": (queries.BY_NAME, ("x",)),
     "by number": (queries.BY_SEQ, (1,)),
-    "by state": sqlite_ledger._listing(Listing(state="DEAD_LETTER"), 0),
-    "by queue and state": sqlite_ledger._listing(Listing("q", "DEAD_LETTER"), 1),
-    "newest": sqlite_ledger._listing(Listing("q", before=9), 1),
-    "newest waiting": sqlite_ledger._listing(Listing("q", "QUEUED", before=9), 1),
-    "newest delayed": sqlite_ledger._listing(Listing("q", "SCHEDULED", before=9), 1),
-    "newest dead": sqlite_ledger._listing(Listing("q", "DEAD_LETTER", before=9), 1),
+    "by state": ledger._listing(Listing(state="DEAD_LETTER"), 0),
+    "by queue and state": ledger._listing(Listing("q", "DEAD_LETTER"), 1),
+    "newest": ledger._listing(Listing("q", before=9), 1),
+    "newest waiting": ledger._listing(Listing("q", "QUEUED", before=9), 1),
+    "newest delayed": ledger._listing(Listing("q", "SCHEDULED", before=9), 1),
+    "newest dead": ledger._listing(Listing("q", "DEAD_LETTER", before=9), 1),
     "counts": (queries.COUNTS_AFTER, (1,)),
     "implied": (queries.IMPLIED, (1, 9)),
     "cell": (queries.CELL, ("key", "k")),

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from postroom import Overloaded, Tasks
-from postroom.contracts import task_storage
-from postroom.contracts.task_storage import (
+from postroom.contracts.tasks import task_storage
+from postroom.contracts.tasks.task_storage import (
     COUNTED_BYTES,
     QUEUES_MAX,
     STORED,
@@ -18,7 +18,7 @@ from postroom.contracts.task_storage import (
     StoredTasks,
     stored_tasks,
 )
-from postroom.contracts.tasks import DECISIONS
+from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
 from postroom.testing import ManualClock

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
-from postroom.contracts import task_retention
-from postroom.contracts import tasks as module
-from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
-from postroom.contracts.task_operations import NewTask, TaskOperations
-from postroom.contracts.task_views import agents_status
-from postroom.contracts.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
-from postroom.core.retry import RetryPolicy
+from postroom.contracts.tasks import task_retention
+from postroom.contracts.tasks import tasks as module
+from postroom.contracts.tasks.task_input import JSON_DEPTH_MAX, checked_terms
+from postroom.contracts.tasks.task_operations import NewTask, TaskOperations
+from postroom.contracts.tasks.task_views import agents_status
+from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
 from postroom.testing import ManualClock, check_consistency

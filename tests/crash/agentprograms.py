@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Coordinator, Engine, Policy
-from postroom.contracts.engine.agent import Agent
 from postroom.core.agents import FINAL_PARTS
+from postroom.engine.agents.agent import Agent
 from tests.crash.ledger import number_of, token_of
 from tests.crash.workers import Report
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from postroom.runtime.agents import Agents
-from postroom.runtime.task_server import POLLS_A_TOKEN_MAX
+from postroom.server.access.registry import Agents
+from postroom.server.http.task_server import POLLS_A_TOKEN_MAX
 from tests.crash.kills import Tick
 from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb

@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from postroom.core import natswire as wire
-from postroom.core.mailbox import MESSAGE_COST_BYTES
+from postroom.core.mail.mailbox import MESSAGE_COST_BYTES
+from postroom.core.nats import natswire as wire
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
 from tests.crash.memory import peak_mb
 from tests.smalldisk import NotPermitted, fill, mounted

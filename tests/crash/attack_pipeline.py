@@ -18,10 +18,10 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import spark_session
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import spark_session
 from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb
 from tests.spark.commands import Commands, Done

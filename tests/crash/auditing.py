@@ -17,14 +17,14 @@ from random import Random
 import msgspec
 
 from postroom import Tasks
-from postroom.core.events import AuditEvent, of_store
-from postroom.core.history_checker import History
-from postroom.runtime.shipping import Shipping, Sources, opened
+from postroom.audit import shipper as shipping_module
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
+from postroom.core.formats.events import AuditEvent, of_store
+from postroom.core.history.history_checker import History
+from postroom.server.folder.shipping import Shipping, Sources, opened
 from postroom.settings import AuditSettings
-from postroom.sinks import shipper as shipping_module
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 from tests.contract import test_history_checker
 from tests.crash.ledger import Tally
 from tests.crash.taskprograms import open_tasks

@@ -13,8 +13,8 @@ from random import Random
 
 import msgspec
 
-from postroom.contracts.engine.cells import REQUESTS
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
+from postroom.engine.rules.cells import REQUESTS
 from postroom.testing import check_consistency
 from tests.crash import agentprograms
 from tests.crash.agentprograms import open_engine, register

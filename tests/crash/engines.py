@@ -17,11 +17,11 @@ from random import Random
 import msgspec
 
 from postroom import Engine
-from postroom.contracts.engine.messages import decode_body
-from postroom.contracts.engine.token_status import ModelTokens, status_of
-from postroom.core import lifecycle
-from postroom.core.events import of_store
-from postroom.core.history_checker import History
+from postroom.core.formats.events import of_store
+from postroom.core.history.history_checker import History
+from postroom.core.lifecycle import lifecycle
+from postroom.engine.messages import decode_body
+from postroom.engine.token_status import ModelTokens, status_of
 from postroom.message import Record, Stored
 from postroom.stores.base import Listing
 from postroom.stores.transaction import Transaction

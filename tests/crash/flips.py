@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Bus, Queue
-from postroom.core import queuewire
+from postroom.core.formats import queuewire
 from postroom.logs import busfile
 from postroom.message import BusMessage, QueueMessage
 from tests.crash.ledger import Tally

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from postroom.contracts.mail.service import MailService
-from postroom.core.mailbox import RANKS
+from postroom.core.mail.mailbox import RANKS
 from tests.crash import mailprograms as programs
 from tests.crash.kills import Tick
 from tests.crash.ledger import Delivery, Tally, compare

@@ -15,11 +15,13 @@ from random import Random
 from typing import Any, NamedTuple
 
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.core import mailbox, natswire
-from postroom.core.mailbox import RANKS
+from postroom.core.mail import mailbox
+from postroom.core.mail.mailbox import RANKS
+from postroom.core.nats import natswire
 from postroom.logs import mail_log, mail_records
-from postroom.runtime import mailserver, natsserver
-from postroom.runtime.natsoptions import ServerOptions
+from postroom.server.nats import mail_server
+from postroom.server.nats import server as natsserver
+from postroom.server.nats.options import ServerOptions
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import STUCK_S, Report
 
@@ -68,7 +70,7 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
 
     options = MailOptions(critical=storage, urgent=storage)
     where = ServerOptions(host=HOST, port=0)
-    mailserver.serve(Path(folder, "mail"), where, options, ready=ready)
+    mail_server.serve(Path(folder, "mail"), where, options, ready=ready)
 
 
 def _answer_early() -> None:

@@ -10,7 +10,7 @@ from itertools import count as numbers
 from pathlib import Path
 from random import Random
 
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.tables import Tables
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
 from tests.crash.pipelining import Gateway, compare, finished, generated, lasting_jvm, scratch

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from postroom.pipeline import archive, warmup
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark import class_archive, warmup
 from postroom.pipeline.times import DAY_US
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
@@ -31,7 +31,7 @@ NO_ARCHIVE = "the disk may be full"
 LEFT_TO_RUN, LEFT_TO_RETAIN, LEFT_TO_PREPARE = 400_000, 30_000, 2_000_000  # bytes: enough to start
 START = """
 from pathlib import Path
-from postroom.pipeline.session import spark_session
+from postroom.pipeline.spark.session import spark_session
 spark = spark_session("local[1]")
 mapped = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text().splitlines()
 print({line.split()[-1] for line in mapped if ".jsa" in line})
@@ -106,13 +106,13 @@ def prepare_without_room(place: Path, tally: Tally) -> None:
 def prepare_with_room(cache: Path, tally: Tally) -> None:
     """In a folder whose name has a space. An archive of another size, as after a crash, is removed."""
     cache.mkdir()
-    stale = cache / archive.name_of(1)
+    stale = cache / class_archive.name_of(1)
     stale.write_bytes(b"of another size")
     expect(0, in_its_own_process("prepare", POSTROOM_CACHE=str(cache)), tally)
     made = [path.name for path in cache.iterdir() if path.name != warmup.LOCK]
     mapped = subprocess.run(
         [sys.executable, "-c", START],
-        env={**os.environ, archive.CACHE: str(cache)},
+        env={**os.environ, class_archive.CACHE: str(cache)},
         capture_output=True,
         text=True,
         check=True,

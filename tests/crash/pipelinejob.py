@@ -16,12 +16,12 @@ from pyspark import SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from postroom.pipeline import file_index
+from postroom.pipeline.delta import file_index
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention.retain import Policy, RetentionJob
-from postroom.pipeline.session import spark_session
 from postroom.pipeline.silver import span_tree
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import spark_session
 from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.quick import QUICK
 

@@ -29,11 +29,11 @@ from zlib import crc32
 
 import msgspec
 
-from postroom.pipeline.check import RULES, SAMPLES_MAX
+from postroom.audit.layout import STREAM
 from postroom.pipeline.declarative import CONF_FOLDER, SEGMENTS, write_project
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import FAULTS, generate
-from postroom.pipeline.tables import Tables
-from postroom.sinks.layout import STREAM
+from postroom.pipeline.query.check import RULES, SAMPLES_MAX
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
 from tests.crash.tasks import Tick

@@ -23,7 +23,7 @@ from random import Random
 from typing import ClassVar, Protocol
 
 from postroom import Bus, Queue
-from postroom.contracts.tasks import TaskInfo
+from postroom.contracts.tasks.tasks import TaskInfo
 from postroom.errors import DamagedState, StoreDamaged
 from postroom.message import BusMessage, Durability, QueueMessage
 from tests.crash import child, mailprograms, taskprograms

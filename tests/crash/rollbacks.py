@@ -14,8 +14,8 @@ from random import Random
 from typing import Any
 
 from postroom import Engine, Policy
-from postroom.contracts.engine.cells import Kind
-from postroom.contracts.goals.cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
+from postroom.engine.rules.cells import Kind
+from postroom.goals.goal_cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
 from postroom.testing import check_consistency
 from tests.crash.ledger import Tally
 from tests.crash.rounds import scratch

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from postroom.audit.layout import OPEN
+from postroom.audit.reader import Segments
+from postroom.audit.segment_retention import retain
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
 from postroom.message import Durability
-from postroom.sinks.layout import OPEN
-from postroom.sinks.reader import Segments
-from postroom.sinks.retention import retain
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 from postroom.system.clock import SystemClock
 from postroom.testing import FIRST_WALL_US
 from tests.crash.ledger import Tally

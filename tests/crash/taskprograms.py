@@ -14,12 +14,12 @@ from random import Random
 from typing import Any
 
 from postroom import StaleLease, Tasks
-from postroom.contracts.task_input import RETRIES_MAX
-from postroom.contracts.tasks import DECISIONS, LeasedTask
-from postroom.core.retry import RetryPolicy
+from postroom.contracts.tasks.task_input import RETRIES_MAX
+from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.message import Durability
-from postroom.stores import checkpoints
-from postroom.stores.checkpoints import LOOK_EVENTS
+from postroom.stores.sqlite import checkpoints
+from postroom.stores.sqlite.checkpoints import LOOK_EVENTS
 from tests.crash.child import _in_threads, _size
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report

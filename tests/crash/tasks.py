@@ -22,7 +22,7 @@ from random import Random
 import apsw
 
 from postroom import Tasks
-from postroom.contracts.tasks import Retention, TaskInfo
+from postroom.contracts.tasks.tasks import Retention, TaskInfo
 from tests.crash import taskprograms
 from tests.crash.ledger import Delivery, Tally, acknowledged_in, compare, number_of, token_of
 from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from postroom.client import EngineClient
-from postroom.runtime.agents import Agents
+from postroom.server.access.registry import Agents
 from tests import warmpython
 from tests.crash import coordinators
 from tests.crash.ledger import Tally
@@ -30,7 +30,7 @@ AGENTS = 3
 PROGRAM = """
 import sys
 from pathlib import Path
-from postroom.runtime.http import serve
+from postroom.server.app import serve
 
 serve(Path(sys.argv[1]), port=int(sys.argv[2]), overlap=True, durability="os",
       ready=lambda port: print(port, flush=True))

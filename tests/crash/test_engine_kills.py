@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.contracts.engine.operations import Operations
+from postroom.engine.rules.operations import Operations
 from tests.crash import engines
 from tests.crash.engineprograms import OnUnknown, effects_file, open_engine, register
 from tests.crash.engines import finish

@@ -11,11 +11,12 @@ from typing import get_args
 import click
 import pytest
 
-from postroom.cli import main, zosmq
-from postroom.contracts.tasks import Tasks
-from postroom.core.lifecycle import TRANSITIONS
+from postroom.cli import main
+from postroom.cli.queue import zosmq
+from postroom.contracts.tasks.tasks import Tasks
+from postroom.core.lifecycle.lifecycle import TRANSITIONS
 from postroom.message import EventKind, State
-from postroom.runtime.routes import ROUTES
+from postroom.server.routes.table import ROUTES
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"

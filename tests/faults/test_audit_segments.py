@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
+from postroom.audit.chain import read_chain
+from postroom.audit.reader import Segments
+from postroom.audit.segment_retention import retain
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
 from postroom.message import Durability
-from postroom.sinks.chain import read_chain
-from postroom.sinks.reader import Segments
-from postroom.sinks.retention import retain
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 from tests.crash import syscalls
 from tests.crash.ledger import Tally
 from tests.crash.segmentupdates import SEGMENT_UPDATES

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from postroom.sinks.chain import read_chain
-from postroom.sinks.reader import Segments
-from postroom.sinks.remote import Publisher
-from postroom.sinks.retention import retain
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
+from postroom.audit.chain import read_chain
+from postroom.audit.reader import Segments
+from postroom.audit.remote import Publisher
+from postroom.audit.segment_retention import retain
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
 from postroom.testing import FIRST_WALL_US
 from tests import children
 from tests.children import no_child_left

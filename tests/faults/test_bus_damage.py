@@ -231,7 +231,7 @@ def test_a_stretch_without_a_record_is_damage_up_to_a_possible_start(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are reported in parts that cover all of them exactly once."""
-    from postroom.core import buswire
+    from postroom.core.formats import buswire
 
     monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
     monkeypatch.setattr(busfile, "WINDOW_BYTES", 1500)

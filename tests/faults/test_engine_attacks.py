@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Engine, Policy
-from postroom.contracts.engine.breakers import Service
-from postroom.contracts.engine.cells import CIRCUITS, EFFECTS
-from postroom.contracts.engine.handlers import ended
-from postroom.contracts.engine.message_input import FIELDS
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.engine.worker import Worker
-from postroom.core.retry import Retry
+from postroom.core.lifecycle.retry import Retry
+from postroom.engine.message_input import FIELDS
+from postroom.engine.rules.breakers import Service
+from postroom.engine.rules.cells import CIRCUITS, EFFECTS
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.work.handlers import ended
+from postroom.engine.work.worker import Worker
 from postroom.errors import (
     InvalidMessage,
     InvalidSetting,

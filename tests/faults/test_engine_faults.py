@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from postroom import Breaker, Guard, Organization, Policy
-from postroom.contracts.engine.breakers import Service
-from postroom.contracts.engine.cells import CIRCUITS, GOALS
-from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.outcomes import Outcome, Usage
+from postroom.engine.rules.breakers import Service
+from postroom.engine.rules.cells import CIRCUITS, GOALS
+from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.outcomes import Outcome, Usage
 from postroom.errors import InvalidSetting
 from tests.engines import EngineUnderTest
 

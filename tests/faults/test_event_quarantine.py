@@ -8,17 +8,17 @@ import apsw
 import pytest
 
 from postroom import Tasks
-from postroom.core.diagnosis import diagnose
-from postroom.core.events import AuditEvent
-from postroom.runtime.diagnosis import facts_of_folder
-from postroom.runtime.shipping import Sources, opened
+from postroom.audit.reader import Segments
+from postroom.core.formats.events import AuditEvent
+from postroom.core.health.diagnosis import diagnose
+from postroom.server.folder.diagnosis import facts_of_folder
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings, UpSettings
-from postroom.sinks.reader import Segments
 from postroom.stores.event_quarantine import QUARANTINE
 from postroom.stores.event_runs import UNREADABLE
-from postroom.stores.sqlite_snapshot import SqliteSnapshot
-from postroom.system.encryption import KEY_FILE_VARIABLE
-from postroom.system.key_file import add_key
+from postroom.stores.sqlite.snapshot import SqliteSnapshot
+from postroom.system.crypto.encryption import KEY_FILE_VARIABLE
+from postroom.system.crypto.key_file import add_key
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "no UTF-8": lambda batch: batch.replace(b"triage", b"tri\xffge"),

@@ -15,7 +15,7 @@ import pytest
 from postroom import Engine, Policy
 from postroom.errors import InvalidMessage, InvalidSetting, PostroomError, Rejected, Unavailable, UnknownGoal
 from postroom.message import org_of
-from postroom.stores.sqlite import RESERVE_BYTES, SqliteStore
+from postroom.stores.sqlite.store import RESERVE_BYTES, SqliteStore
 from postroom.testing import check_consistency
 from tests import children
 from tests.children import no_child_left

@@ -12,7 +12,7 @@ import pytest
 
 from postroom import Tasks
 from postroom.errors import WriteFailed
-from postroom.stores.sqlite_transaction import SqliteTransaction
+from postroom.stores.sqlite.transaction import SqliteTransaction
 from postroom.testing import check_consistency
 from tests.waiting import HANG_GUARD_S
 

@@ -6,13 +6,13 @@ import pytest
 
 from postroom import Tasks, open_store
 from postroom.errors import InvalidSetting, KeyMissing, Unavailable, WriteFailed
-from postroom.runtime.key_rotation import EncryptedData
+from postroom.server.folder.key_rotation import EncryptedData
 from postroom.stores import conversion
 from postroom.stores.base import Listing
-from postroom.stores.sqlite import SqliteStore
-from postroom.system import key_file
-from postroom.system.encryption import Encryption
-from postroom.system.key_file import add_key, read_keys
+from postroom.stores.sqlite.store import SqliteStore
+from postroom.system.crypto import key_file
+from postroom.system.crypto.encryption import Encryption
+from postroom.system.crypto.key_file import add_key, read_keys
 from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import filled, small_disk

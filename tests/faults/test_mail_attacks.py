@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, card_index, deadlines, fetch
+from postroom.contracts.mail import deadlines, fetch
+from postroom.contracts.mail.cards import card_index, card_registry
 from postroom.contracts.mail.quotas import RECORD_BYTES
 from postroom.contracts.mail.refusals import (
     EVENT_TEXT_CHARS_MAX,
@@ -21,8 +22,8 @@ from postroom.contracts.mail.refusals import (
     REFUSAL_EVENTS_ALL_MAX,
     REFUSAL_EVENTS_MAX,
 )
-from postroom.core import mq9
-from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
+from postroom.core.mail import mq9
+from postroom.core.mail.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
 from postroom.logs import mail_log
 from postroom.logs.mail_records import Record
 from tests.mailservice import MSG, FakeLink, Harness
@@ -351,7 +352,7 @@ def test_the_same_login_needs_no_secret(harness: Harness) -> None:
     agent(harness, FakeLink(user="ada"), "REGISTER", name="a")
     assert agent(harness, FakeLink(user="eve"), "UNREGISTER", name="a")["code"] == 409
     harness.reopen()
-    harness.tick(10 * agents.HOLD_S)
+    harness.tick(10 * card_registry.HOLD_S)
     assert agent(harness, FakeLink(user="ada"), "REGISTER", name="a")["error"] == ""
     assert agent(harness, FakeLink(user="ada"), "UNREGISTER", name="a") == {"error": ""}
 
@@ -364,7 +365,7 @@ def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(ha
     assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409
     second = FakeLink()
     assert agent(harness, second, "REGISTER", name="ada")["error"] == ""
-    harness.tick(2 * agents.HOLD_S)
+    harness.tick(2 * card_registry.HOLD_S)
     assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is open
     harness.close_link(second)
     assert agent(harness, stranger, "REGISTER", name="ada")["error"] == ""
@@ -374,7 +375,9 @@ def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(ha
 def test_a_card_has_one_limit_whatever_the_call(harness: Harness, verb: str) -> None:
     link = FakeLink()
     agent(harness, link, "REGISTER", name="ada", text="kept")
-    assert agent(harness, link, verb, name="ada", report_info="x" * agents.CARD_BYTES_MAX)["code"] == 400
+    assert (
+        agent(harness, link, verb, name="ada", report_info="x" * card_registry.CARD_BYTES_MAX)["code"] == 400
+    )
     [card] = agent(harness, link, "DISCOVER")["agents"]
     assert (card["text"], card.get("report_info")) == ("kept", None)
 
@@ -382,7 +385,7 @@ def test_a_card_has_one_limit_whatever_the_call(harness: Harness, verb: str) -> 
 def test_reports_count_against_the_limit_of_all_cards(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 200_000)
+    monkeypatch.setattr(card_registry, "CARDS_BYTES_MAX", 200_000)
     link = FakeLink()
     for name in ("a", "b"):
         agent(harness, link, "REGISTER", name=name)
@@ -405,7 +408,7 @@ def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
     assert agent(harness, greedy, "REGISTER", name="c")["code"] == 429
     assert agent(harness, other, "REGISTER", name="c")["error"] == ""
     assert agent(harness, greedy, "UNREGISTER", name="a") == {"error": ""}
-    monkeypatch.setattr(agents, "CLIENT_CARDS_BYTES_MAX", 5_000)
+    monkeypatch.setattr(card_registry, "CLIENT_CARDS_BYTES_MAX", 5_000)
     assert agent(harness, greedy, "REGISTER", name="d", text="x" * 5_000)["code"] == 429
     assert agent(harness, greedy, "REGISTER", name="d")["error"] == ""
 
@@ -491,9 +494,9 @@ def test_the_words_of_a_card_cost_their_bytes(harness: Harness) -> None:
     link = FakeLink()
     agent(harness, link, "REGISTER", name="a", text="x" * 10_000)
     cost = harness.service._agents._cost
-    assert cost >= agents.AGENT_COST_BYTES + 2 * 10_000  # in the card and in the index
+    assert cost >= card_registry.AGENT_COST_BYTES + 2 * 10_000  # in the card and in the index
     agent(harness, link, "REGISTER", name="b", text="\U00020000" * 10_000)
-    assert harness.service._agents._cost - cost >= agents.AGENT_COST_BYTES + 2 * 40_000
+    assert harness.service._agents._cost - cost >= card_registry.AGENT_COST_BYTES + 2 * 40_000
 
 
 def test_a_search_looks_at_a_limited_number_of_longer_words(
@@ -542,7 +545,7 @@ def test_a_search_looks_at_a_limited_number_of_cards_those_with_rare_words_first
 def test_the_end_of_a_long_search_is_not_looked_at(harness: Harness) -> None:
     link = FakeLink()
     agent(harness, link, "REGISTER", name="a", text="plumber")
-    for count, found in ((agents.SEARCH_CHARS_MAX - 7, 1), (agents.SEARCH_CHARS_MAX, 0)):
+    for count, found in ((card_registry.SEARCH_CHARS_MAX - 7, 1), (card_registry.SEARCH_CHARS_MAX, 0)):
         assert len(agent(harness, link, "DISCOVER", text=" " * count + "plumber")["agents"]) == found
 
 

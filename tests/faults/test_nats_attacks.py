@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import pytest
 
-from postroom.runtime import natsclients, natsconn, natsoptions, natsrouter
-from postroom.runtime.natsoptions import (
+from postroom.server.nats import clients, connection, router
+from postroom.server.nats import options as natsoptions
+from postroom.server.nats.options import (
     LOGIN_BYTES_MAX,
     LOGINS_MAX,
     ServerOptions,
@@ -19,7 +20,7 @@ from postroom.runtime.natsoptions import (
     client_of,
     network_of,
 )
-from postroom.runtime.natsserver import ENDED_A_TURN_MAX, NatsServer, new_loop
+from postroom.server.nats.server import ENDED_A_TURN_MAX, NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, Server, Wanted, Wire, running
 from tests.crash.memory import peak_mb
 from tests.waiting import HANG_GUARD_S
@@ -153,8 +154,8 @@ def eventually_admitted(server: Server, connect: bytes) -> Wire:
 
 
 def test_connections_that_are_being_closed_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsconn, "LINGER_S", 2 * HANG_GUARD_S)
-    monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+    monkeypatch.setattr(connection, "LINGER_S", 2 * HANG_GUARD_S)
+    monkeypatch.setattr(connection, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
 
     async def work(server: NatsServer) -> None:
         lingering = await opened(server.port, b"CONNECT {broken\r\n")
@@ -184,7 +185,7 @@ def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
-    monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+    monkeypatch.setattr(connection, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
 
     async def work(server: NatsServer) -> None:
         guesser, guessing = await opened(server.port, WRONG)
@@ -200,7 +201,7 @@ def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
 
 
 def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsclients, "INCOMPLETE_BYTES_MAX", 200_000)
+    monkeypatch.setattr(clients, "INCOMPLETE_BYTES_MAX", 200_000)
 
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
@@ -293,7 +294,7 @@ class Deaf:
 
 
 def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsclients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
+    monkeypatch.setattr(clients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
     frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
 
     async def work(server: NatsServer) -> None:
@@ -322,12 +323,12 @@ def subscriptions_to(server: NatsServer, subject: bytes) -> int:
     return sum(each.subject == subject for link in server.connections for each in link.subscriptions.values())
 
 
-def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
+def of(server: NatsServer, address: str) -> list[connection.ServerConnection]:
     return [link for link in server.connections if link.network == address and not link.is_closing]
 
 
 def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsclients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
+    monkeypatch.setattr(clients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
 
     async def work(server: NatsServer) -> None:
         first, to_first = await opened(server.port, CONNECT)
@@ -356,7 +357,7 @@ def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytes
 def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(natsclients, "ORGANIZATION_SUBSCRIPTION_BYTES_MAX", 10_000)
+    monkeypatch.setattr(clients, "ORGANIZATION_SUBSCRIPTION_BYTES_MAX", 10_000)
 
     async def work(server: NatsServer) -> None:
         (first, to_first), (second, to_second), (other, to_other) = [
@@ -452,12 +453,12 @@ def deliveries_of(server: NatsServer, org: str) -> int:
 def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
     monkeypatch: pytest.MonkeyPatch, subject: str, batch: int, publishers: int
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)  # time for one step a turn
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)  # time for one step a turn
     flood = b"".join(
         b"PUB %b 1\r\nx\r\n" % (subject % ((n,) * subject.count("%"))).encode() for n in range(PUBLISHED)
     )
-    cost = natsrouter.SUBSCRIPTION_COST + batch * (natsrouter.MESSAGE_COST + 1)
-    a_step = batch * (1 + natsrouter.STEP_COST_MAX // cost)
+    cost = router.SUBSCRIPTION_COST + batch * (router.MESSAGE_COST + 1)
+    a_step = batch * (1 + router.STEP_COST_MAX // cost)
     wildcards = b"".join(b"SUB *.a %d\r\n" % sid for sid in range(WILDCARDS))
 
     async def work(server: NatsServer) -> None:
@@ -492,7 +493,7 @@ def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
     ],
 )
 def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
     commands = b"".join(flood.replace(b"%d", b"%d" % number) for number in range(PUBLISHED))
 
     async def work(server: NatsServer) -> None:
@@ -515,8 +516,8 @@ def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) 
 def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
-    monkeypatch.setattr(natsrouter, "STEP_COST_MAX", natsrouter.SUBSCRIPTION_COST)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+    monkeypatch.setattr(router, "STEP_COST_MAX", router.SUBSCRIPTION_COST)
 
     async def work(server: NatsServer) -> None:
         reader, writer = await opened(server.port, CONNECT)
@@ -548,7 +549,7 @@ def test_subscriptions_of_one_organization_cost_no_message_of_another() -> None:
             writer.write(b"SUB %b 1\r\nSUB %b g 2\r\n" % (wanted, wanted))
             await answered(reader, writer)
 
-        def users(found: tuple[natsconn.ServerSubscription, ...]) -> set[str]:
+        def users(found: tuple[connection.ServerSubscription, ...]) -> set[str]:
             return {each.link.user for each in found}
 
         ann, op, others = "acme/ann", "/op", {"other/bob", "other/eve"}
@@ -607,8 +608,8 @@ def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes
 
 
 def test_input_that_waits_is_limited_for_each_organization(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
-    monkeypatch.setattr(natsclients, "ORGANIZATION_INCOMPLETE_BYTES_MAX", 100_000)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+    monkeypatch.setattr(clients, "ORGANIZATION_INCOMPLETE_BYTES_MAX", 100_000)
     flood = b"PUB a.%d 1\r\nx\r\n" * 3_000
 
     async def work(server: NatsServer) -> None:
@@ -634,9 +635,9 @@ def test_input_that_waits_is_limited_for_each_organization(monkeypatch: pytest.M
 
 
 def test_a_revoked_token_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.runtime.natsserver.SLICE_S", 0.0)
-    monkeypatch.setattr("postroom.runtime.natsserver.TICK_S", 0.001)
-    monkeypatch.setattr("postroom.runtime.natsserver.TOKEN_CHECK_S", 0.0)
+    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+    monkeypatch.setattr("postroom.server.nats.server.TICK_S", 0.001)
+    monkeypatch.setattr("postroom.server.nats.server.TOKEN_CHECK_S", 0.0)
     revoked: set[str] = set()
 
     async def work(server: NatsServer) -> None:

@@ -9,11 +9,11 @@ import psycopg
 import pytest
 
 from postroom import Tasks
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import Envelope
-from postroom.stores import postgres_watchdog
 from postroom.stores.base import ByIds, Listing
-from postroom.stores.postgres import PostgresStore
+from postroom.stores.postgres import watchdog
+from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Transaction
 from postroom.testing import World
 from postroom.testing.postgres_server import PostgresServer
@@ -48,9 +48,9 @@ def url(bouncer: int, database: str) -> str:
 @pytest.fixture
 def probes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are looked up on the server early, and the client gives none up for another reason."""
-    monkeypatch.setattr(postgres_watchdog, "SUSPECT_S", 0.3)
-    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
-    monkeypatch.setattr(postgres_watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
+    monkeypatch.setattr(watchdog, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
+    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
 
 
 def insert(store: PostgresStore) -> str:

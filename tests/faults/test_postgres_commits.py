@@ -7,12 +7,12 @@ from functools import partial
 import psycopg
 import pytest
 
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.message import Durability, Envelope
 from postroom.stores.base import FOREVER_NS, Listing
 from postroom.stores.own_ids import EARLIER_RULE
-from postroom.stores.postgres import PostgresStore
-from postroom.stores.postgres_known import Known
+from postroom.stores.postgres.known import Known
+from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.clock import SystemClock
 from postroom.testing.postgres_server import PostgresServer, running_postgres

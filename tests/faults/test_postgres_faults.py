@@ -17,14 +17,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.errors import InvalidMessage, StoreRefused, StoreUnreachable, Unavailable
 from postroom.message import Envelope, Record
-from postroom.stores import postgres_connection, postgres_watchdog
 from postroom.stores.base import ByIds, Listing
-from postroom.stores.postgres import PostgresStore
+from postroom.stores.postgres import connection as postgres_connection
+from postroom.stores.postgres import watchdog
+from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
-from postroom.system.tls import make_self_signed
+from postroom.system.crypto.tls import make_self_signed
 from postroom.testing import check_consistency
 from postroom.testing.postgres_server import PostgresServer, running_postgres, running_standby
 from tests import rabbitmqload
@@ -124,22 +125,22 @@ def test_resets_in_every_phase_of_submit_claim_and_complete(proxy: TcpProxy, dat
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres_watchdog, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(postgres_connection, "CONNECT_TIMEOUT_S", 2)  # the smallest that libpq takes
-    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
+    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
 
 
 @pytest.fixture
 def early_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are looked up on the server early."""
-    monkeypatch.setattr(postgres_watchdog, "SUSPECT_S", 0.3)
-    monkeypatch.setattr(postgres_watchdog, "WATCH_S", 0.1)
+    monkeypatch.setattr(watchdog, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
 
 
 @pytest.fixture
 def probes_alone(monkeypatch: pytest.MonkeyPatch, early_probes: None) -> None:
     """No timeout of the client or of the server ends a wait: only a probe does."""
-    monkeypatch.setattr(postgres_watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
+    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
     limited = f"_timeout = {round(postgres_connection.STATEMENT_TIMEOUT_S * 1000)};"
     session = postgres_connection._SESSION
     assert session.count(limited) == 2, "the timeouts of a session have changed"

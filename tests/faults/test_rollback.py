@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from postroom import Coordinator, Policy
-from postroom.contracts.engine.cells import Kind
-from postroom.contracts.engine.worker import Worker
-from postroom.contracts.goals.branches import Node
-from postroom.contracts.goals.cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
-from postroom.core import poison
+from postroom.core.lifecycle import poison
+from postroom.engine.rules.cells import Kind
+from postroom.engine.work.worker import Worker
 from postroom.errors import (
     GoalEnded,
     InvalidMessage,
     RollbackRefused,
     ValidationError,
 )
+from postroom.goals.goal_cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
+from postroom.goals.graph.branches import Node
 from postroom.testing import check_consistency
 from postroom.testing.postgres_server import PostgresServer
 from tests.engines import EngineUnderTest

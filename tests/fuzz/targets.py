@@ -22,7 +22,9 @@ import msgspec
 from postroom import TOPICS, Queue
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.service import MailService
-from postroom.core import buswire, names, natswire, queuewire, times
+from postroom.core import names, times
+from postroom.core.formats import buswire, queuewire
+from postroom.core.nats import natswire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting
 from postroom.logs import busfile, mail_records
 from postroom.logs.queuefile import SessionFiles

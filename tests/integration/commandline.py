@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
-from postroom.cli import main, shell, zosmq
+from postroom.cli import main, shell
+from postroom.cli.queue import zosmq
 from tests import warmpython
 from tests.waiting import HANG_GUARD_S
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from postroom import Tasks
 from postroom.client import TaskClient
-from postroom.runtime.agents import Agents
+from postroom.server.access.registry import Agents
 from tests.integration.commandline import start
 from tests.waiting import HANG_GUARD_S
 

@@ -13,7 +13,7 @@ import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from postroom.runtime.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, Tokens
 from tests.integration.commandline import finish, start
 from tests.waiting import HANG_GUARD_S
 

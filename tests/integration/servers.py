@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from postroom import Tasks
-from postroom.runtime.agents import Agents
-from postroom.runtime.buses import BUS_BYTES_MAX
+from postroom.server.access.registry import Agents
+from postroom.server.folder.buses import BUS_BYTES_MAX
 from tests import warmpython
 from tests.waiting import HANG_GUARD_S
 
@@ -22,7 +22,7 @@ from tests.waiting import HANG_GUARD_S
 PROGRAM = """
 import sys
 from pathlib import Path
-from postroom.runtime.http import serve
+from postroom.server.app import serve
 
 data = Path(sys.argv[1])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from postroom.client import EngineClient, RemoteAgent
-from postroom.runtime.agents import Agents
+from postroom.server.access.registry import Agents
 from tests import warmpython
 from tests.integration.engineworkers import working
 from tests.waiting import HANG_GUARD_S, until
@@ -20,7 +20,7 @@ SERVER = """
 import sys
 from pathlib import Path
 from postroom import AgentRules, Engine, Policy
-from postroom.runtime.http import serve
+from postroom.server.app import serve
 
 data = Path(sys.argv[1])
 engine = Engine.open(f"sqlite:///{data}/queue.db", Policy(agents=AgentRules(heartbeat_s=0.4)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from postroom import AgentRules, Engine, MessageFailed, Organization, Policy
-from postroom.runtime.agent_programs import AgentPrograms
+from postroom.server.harness.agent_programs import AgentPrograms
 from tests.waiting import HANG_GUARD_S, until
 
 PROGRAM = """

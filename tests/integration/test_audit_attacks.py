@@ -10,13 +10,13 @@ import apsw
 import pytest
 
 from postroom import Tasks
+from postroom.audit.heads import StreamHead
+from postroom.audit.segment_writer import SegmentSink
 from postroom.cli.shell import plain
 from postroom.contracts.audit import Audit
-from postroom.core.events import to_line
+from postroom.core.formats.events import to_line
 from postroom.errors import WriteFailed
-from postroom.runtime import shipping
-from postroom.sinks.heads import StreamHead
-from postroom.sinks.segment_writer import SegmentSink
+from postroom.server.folder import shipping
 from postroom.stores.event_quarantine import ALERT
 from postroom.stores.event_runs import UNREADABLE
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal

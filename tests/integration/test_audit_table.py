@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from postroom import Audit, Tasks
+from postroom.audit.reader import Segments
 from postroom.contracts.feeds import StoreFeed
-from postroom.core.events import to_line
+from postroom.core.formats.events import to_line
 from postroom.errors import ShippedElsewhere, StoreUnreachable
-from postroom.runtime import audit_table
-from postroom.runtime.audit_table import AuditTable, TableSink, export_table, opened_table, retain_table
-from postroom.runtime.shipping import Sources
+from postroom.server.folder import audit_table
+from postroom.server.folder.audit_table import AuditTable, TableSink, export_table, opened_table, retain_table
+from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
-from postroom.sinks.reader import Segments
 from postroom.testing.postgres_server import PostgresServer
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres
@@ -50,7 +50,7 @@ def test_commands_ship_to_a_table_and_export_segments(
 ) -> None:
     isolate(monkeypatch, tmp_path)
     monkeypatch.setattr(audit_table, "READ_MAX", 7)
-    monkeypatch.setattr("postroom.sinks.shipper.BATCH_MAX", 7)
+    monkeypatch.setattr("postroom.audit.shipper.BATCH_MAX", 7)
     table = postgres.new_store()
     for _ in range(2):  # the second time continues the first
         some_tasks(database, 5)

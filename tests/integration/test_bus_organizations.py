@@ -12,11 +12,11 @@ from postroom import Bus, Tasks
 from postroom.errors import BusFull, InvalidMessage, NotAllowed, TooMany, Unavailable, UnknownBus
 from postroom.logs import busfile
 from postroom.message import BusMessage
-from postroom.runtime import bus_owners, buses
-from postroom.runtime.agents import Identity
-from postroom.runtime.bus_owners import BusKey, take_over
-from postroom.runtime.buses import BUSES_AN_AGENT_MAX, BUSES_AN_ORGANIZATION_MAX, Buses
-from postroom.runtime.schemas import NewBusMessage
+from postroom.server.access.registry import Identity
+from postroom.server.folder import bus_owners, buses
+from postroom.server.folder.bus_owners import BusKey, take_over
+from postroom.server.folder.buses import BUSES_AN_AGENT_MAX, BUSES_AN_ORGANIZATION_MAX, Buses
+from postroom.server.routes.task_schemas import NewBusMessage
 from tests.integration.commandline import postroom
 from tests.integration.servers import Server, serving
 from tests.postgresserver import database, postgres, store_url

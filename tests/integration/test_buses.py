@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from postroom import Bus
-from postroom.runtime.buses import BUSES_AN_AGENT_MAX
-from postroom.runtime.task_server import BUS_THREADS
+from postroom.server.folder.buses import BUSES_AN_AGENT_MAX
+from postroom.server.http.task_server import BUS_THREADS
 from tests.integration.servers import Answer, Server, serving
 from tests.smalldisk import filled, small_disk
 from tests.waiting import until

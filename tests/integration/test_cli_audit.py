@@ -12,15 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 from postroom import Bus, Queue, Tasks
-from postroom.cli.audit import CONTRACTS
+from postroom.audit import reader
+from postroom.audit.chain import Chain, read_chain
+from postroom.audit.cipher import Cipher
+from postroom.audit.segment_writer import SegmentSink
+from postroom.cli.audit.audit import CONTRACTS
 from postroom.contracts.audit import Audit
-from postroom.core.events import SCHEMA, AuditEvent, Contract, from_line
+from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, from_line
 from postroom.core.times import utc_text
 from postroom.errors import InvalidMessage, UnknownMessage
-from postroom.sinks import reader
-from postroom.sinks.chain import Chain, read_chain
-from postroom.sinks.cipher import Cipher
-from postroom.sinks.segment_writer import SegmentSink
 from tests.integration.commandline import (
     Result,
     finish,

@@ -18,9 +18,9 @@ import pytest
 from postroom import Bus, Tasks
 from postroom.client import EngineClient, TaskClient
 from postroom.client.mail import Mail
-from postroom.core import backup_format
+from postroom.core.formats import backup_format
 from postroom.errors import Unavailable
-from postroom.runtime import archive, backup
+from postroom.server.folder import archive, backup
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.ups import running
 from tests.smalldisk import filled, small_disk

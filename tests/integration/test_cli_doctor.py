@@ -14,8 +14,8 @@ import pytest
 from postroom import Tasks, open_store
 from postroom.client import EngineClient
 from postroom.logs.mail_records import Framing, Started
-from postroom.runtime.tokens import Tokens
-from postroom.stores.postgres_connection import Address
+from postroom.server.access.tokens import Tokens
+from postroom.stores.postgres.connection import Address
 from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.integration.ups import running

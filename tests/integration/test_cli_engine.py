@@ -16,7 +16,7 @@ import pytest
 
 from postroom import Coordinator, Engine
 from postroom.cli.engine.operate import progress_line
-from postroom.contracts.engine.cells import BOUNCES, Bounce
+from postroom.engine.rules.cells import BOUNCES, Bounce
 from postroom.stores.transaction import Transaction
 from tests import warmpython
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal

@@ -11,12 +11,12 @@ from typing import get_args
 import pytest
 
 from postroom import Tasks
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify as verify_chain
 from postroom.contracts.feeds import StoreFeed
-from postroom.core.events import AuditEvent, from_line, to_line
+from postroom.core.formats.events import AuditEvent, from_line, to_line
 from postroom.message import EventKind
 from postroom.pipeline.generator.world import MODELS, REQUESTS, RESPONSES
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify as verify_chain
 from postroom.stores.base import Outbox
 from tests.integration.commandline import isolate, postroom, run, run_on_terminal
 from tests.quick import quick_path

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Tasks
-from postroom.system.encryption import KEY_FILE_VARIABLE
+from postroom.system.crypto.encryption import KEY_FILE_VARIABLE
 from tests.integration.commandline import isolate, postroom
 from tests.integration.ups import running
 

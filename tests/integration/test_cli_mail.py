@@ -181,10 +181,10 @@ def test_create_prints_whether_the_mailbox_is_new() -> None:
 
 
 def test_public_mailboxes_are_discovered() -> None:
-    assert box("--public", "--name", "cli.queue", "--desc", "for all") == "cli.queue"
+    assert box("--public", "--name", "cli.queue.queue", "--desc", "for all") == "cli.queue.queue"
     private = box()
     found = mail("discover").lines
-    assert {"mail_id": "cli.queue", "desc": "for all", "ttl_s": 60} in found
+    assert {"mail_id": "cli.queue.queue", "desc": "for all", "ttl_s": 60} in found
     assert private not in str(found)
 
 

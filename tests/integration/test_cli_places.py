@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Engine, Tasks
-from postroom.cli.token import create as token_create
+from postroom.cli.tokens.token import create as token_create
 from tests.integration.commandline import isolate, postroom
 
 

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from postroom import TOPICS, Queue
-from postroom.cli import queue as commands
+from postroom.cli.queue import queue as commands
 from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start, zos_mq
 
 

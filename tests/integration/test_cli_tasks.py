@@ -21,11 +21,11 @@ from postroom.cli.program import ProgramFailed, run_program
 from postroom.cli.tasks.operate import STATES, STATUSES
 from postroom.cli.tasks.send import BATCH_TASKS
 from postroom.client import TaskClient
-from postroom.contracts.tasks import STATUS
+from postroom.contracts.tasks.tasks import STATUS
 from postroom.core.names import scoped
 from postroom.core.times import parse_utc
 from postroom.message import State
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import (
     Result,
     finish,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import Result, isolate, postroom
 from tests.integration.ups import Running, running
 from tests.waiting import until

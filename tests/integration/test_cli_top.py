@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Engine
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.waiting import HANG_GUARD_S, until
 

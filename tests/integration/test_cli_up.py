@@ -15,7 +15,7 @@ import pytest
 from postroom import Tasks
 from postroom.client import EngineClient
 from postroom.contracts.audit import Audit
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from postroom.stores.base import ByIds
 from tests.integration.commandline import finish, isolate, postroom, run, start
 from tests.integration.ups import Running, answer_to_login, running

@@ -15,8 +15,8 @@ import pytest
 
 from postroom import Engine, Tasks
 from postroom.errors import InvalidMessage, WriteFailed
-from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.registry import Agents
+from postroom.server.access.tokens import Tokens
 from postroom.stores.disk_reserve import (
     BLOCK_BYTES,
     CONTROL_RESERVE,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from postroom import AgentReplaced, Coordinator, Engine
-from postroom.contracts.engine.agent import Agent
-from postroom.contracts.engine.agents import LEASE_S, AgentInfo
-from postroom.contracts.engine.cells import REQUESTS
-from postroom.contracts.engine.coordinator import BEAT_S
+from postroom.engine.agents.agent import Agent
+from postroom.engine.agents.agent_operations import LEASE_S, AgentInfo
+from postroom.engine.agents.coordinator import BEAT_S
+from postroom.engine.rules.cells import REQUESTS
 from postroom.errors import WriteFailed
 from postroom.testing import check_consistency
 from tests import children, warmpython

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Tasks
-from postroom.runtime.diagnosis import facts_of_store
-from postroom.stores.postgres import PostgresStore
-from postroom.stores.postgres_connection import Address
+from postroom.server.folder.diagnosis import facts_of_store
+from postroom.stores.postgres.connection import Address
+from postroom.stores.postgres.store import PostgresStore
 from postroom.testing.postgres_server import PostgresServer
 from tests.integration.commandline import Result, postroom
 from tests.pgbouncer import behind, program, running_bouncer

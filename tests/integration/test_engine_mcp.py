@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from postroom import Engine, MessageFailed, Policy, Retry
-from postroom.contracts.goals.cells import EFFECTS
 from postroom.errors import InvalidSetting
+from postroom.goals.goal_cells import EFFECTS
 from tests.waiting import HANG_GUARD_S
 
 TEST_SERVER = Path(__file__).resolve().parents[1] / "mcpserver.py"

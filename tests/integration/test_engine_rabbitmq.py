@@ -17,13 +17,13 @@ import psycopg
 import pytest
 
 from postroom import Engine, Policy, open_store
-from postroom.core.retry import Retry
+from postroom.core.lifecycle.retry import Retry
 from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX, Envelope
-from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
 from postroom.stores.base import Listing
-from postroom.stores.rabbitmq import RabbitStore
-from postroom.stores.rabbitmq_lanes import (
+from postroom.stores.rabbitmq import lanes
+from postroom.stores.rabbitmq import transaction as rabbitmq_transaction
+from postroom.stores.rabbitmq.lanes import (
     OWN_LANES_MAX,
     Deliveries,
     Note,
@@ -32,7 +32,8 @@ from postroom.stores.rabbitmq_lanes import (
     is_shard,
     shard_of,
 )
-from postroom.stores.rabbitmq_transaction import HOMES, own_homes
+from postroom.stores.rabbitmq.store import RabbitStore
+from postroom.stores.rabbitmq.transaction import HOMES, own_homes
 from postroom.stores.transaction import Transaction
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
@@ -60,7 +61,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 @pytest.fixture
 def broker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is claimed from the ledger itself, so that only the broker can deliver."""
-    monkeypatch.setattr(rabbitmq_lanes, "SILENCE_S", 3_600.0)
+    monkeypatch.setattr(lanes, "SILENCE_S", 3_600.0)
     monkeypatch.setattr(Deliveries, "take_new_home", lambda _self: False)
     monkeypatch.setattr(rabbitmq_transaction, "LATE_NS", 3_600 * 10**9)
 
@@ -258,7 +259,7 @@ async def test_a_delay_queue_that_expired_is_declared_before_the_next_message(
 ) -> None:
     """A message to a queue that is gone costs the connection: the broker closes its channel."""
     delay_ms = 300
-    monkeypatch.setattr(rabbitmq_lanes, "DELAY_EXPIRY_MS_MIN", 1)
+    monkeypatch.setattr(lanes, "DELAY_EXPIRY_MS_MIN", 1)
     with Engine.open(url) as engine:
         await submit(engine, 1)
         store, home = store_of(engine), "org:acme"
@@ -395,7 +396,7 @@ async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 5)
-    monkeypatch.setattr("postroom.stores.rabbitmq.OWN_LANES_MAX", 5)
+    monkeypatch.setattr("postroom.stores.rabbitmq.store.OWN_LANES_MAX", 5)
     with Engine.open(any_url) as engine:
         seen = echo(engine)
         for number in range(5):
@@ -465,7 +466,7 @@ def test_a_new_worker_consumes_every_home_also_more_than_there_should_be(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 2)
-    monkeypatch.setattr("postroom.stores.rabbitmq.OWN_LANES_MAX", 2)
+    monkeypatch.setattr("postroom.stores.rabbitmq.store.OWN_LANES_MAX", 2)
     names = {f"org:{number}" for number in range(5)}
     with closing(open_store(url.partition("ledger=")[2])) as ledger:
         ledger.write(lambda transaction: [transaction.put_cell(HOMES, name, b"1") for name in names])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postroom import Advice, Adviser, Engine, Policy, Retry
-from postroom.contracts.engine.worker import Worker
+from postroom.engine.work.worker import Worker
 from postroom.errors import ValidationError
 from tests.integration.commandline import Result, isolate, postroom
 from tests.integration.servers import serving

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.tasks import DECISIONS, LeasedTask
+from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.core.names import scoped
-from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
-from postroom.runtime.agents import Agents
-from postroom.runtime.harness import DECISION_LEASE_S, Execute, Harness
-from postroom.runtime.loop import Loop
-from postroom.runtime.result_follower import POSITION_FILE
-from postroom.runtime.server_log import ServerLog
+from postroom.server.access.registry import Agents
+from postroom.server.harness.harness import DECISION_LEASE_S, Execute, Harness
+from postroom.server.harness.loop import Loop
+from postroom.server.harness.result_follower import POSITION_FILE
+from postroom.server.telemetry.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
 from tests.faultydisk import in_background

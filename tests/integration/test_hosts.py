@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import finish, postroom, start
 from tests.waiting import HANG_GUARD_S
 

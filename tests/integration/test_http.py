@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from postroom.contracts.task_input import JSON_DEPTH_MAX
-from postroom.contracts.tasks import DECISIONS
-from postroom.runtime.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
-from postroom.runtime.schemas import (
+from postroom.contracts.tasks.task_input import JSON_DEPTH_MAX
+from postroom.contracts.tasks.tasks import DECISIONS
+from postroom.server.http.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
+from postroom.server.routes.task_schemas import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,

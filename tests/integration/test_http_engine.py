@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from postroom import Engine
 from postroom.client import EngineClient, GuardTripped
-from postroom.contracts.engine.messages import Body, CreatedBy, encode_body
+from postroom.engine.messages import Body, CreatedBy, encode_body
 from postroom.message import Envelope
-from postroom.runtime.agents import Identity
-from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
-from postroom.runtime.http_messages import Refusal
-from postroom.runtime.task_server import DECODED_AT_ONCE_BYTES
+from postroom.server.access.registry import Identity
+from postroom.server.http.messages import Refusal
+from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES
+from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
 from tests.integration.servers import Server, serving

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from postroom.core.jsoninput import JSON_ELEMENTS_MAX
-from postroom.runtime.connections import FILES_RESERVED, Connections
-from postroom.runtime.listener import (
+from postroom.core.formats.jsoninput import JSON_ELEMENTS_MAX
+from postroom.server.http.connections import FILES_RESERVED, Connections
+from postroom.server.http.listener import (
     DISCARDED_BYTES_MAX,
     FRAMING_BYTES_MAX,
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     PIPELINED_MAX,
 )
-from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX
-from postroom.runtime.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
+from postroom.server.http.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
+from postroom.server.routes.task_schemas import SMALL_BODY_BYTES_MAX
 from tests.integration.servers import Answer, Server, serving
 from tests.waiting import HANG_GUARD_S, until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
-from postroom.runtime.agents import Agents
+from postroom.server.access.registry import Agents
 from tests.integration.commandline import finish, start
 from tests.integration.test_token_permissions import World
 from tests.waiting import until

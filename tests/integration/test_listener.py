@@ -14,13 +14,14 @@ import pytest
 
 from postroom import Tasks
 from postroom.contracts.bus import Bus
-from postroom.runtime import listener, refusal_events
-from postroom.runtime.agents import Agents, Identity
-from postroom.runtime.connections import Connections
-from postroom.runtime.http import create_app
-from postroom.runtime.listener import HttpServer, listener_config
-from postroom.runtime.schemas import NewBusMessage
-from postroom.runtime.task_server import TaskServer
+from postroom.server.access import refusal_events
+from postroom.server.access.registry import Agents, Identity
+from postroom.server.app import create_app
+from postroom.server.http import listener
+from postroom.server.http.connections import Connections
+from postroom.server.http.listener import HttpServer, listener_config
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.task_schemas import NewBusMessage
 from tests.waiting import HANG_GUARD_S, until
 
 SHORT_S = 0.2

@@ -14,8 +14,8 @@ import pytest
 
 from postroom import Mail, MailRefused, MailUnavailable
 from postroom.client.nats import servers_of
-from postroom.core.mailcalls import message_of
-from postroom.core.natswire import ControlLine
+from postroom.core.mail.mailcalls import message_of
+from postroom.core.nats.natswire import ControlLine
 from postroom.errors import InvalidMessage, InvalidSetting
 from tests.contract.natsservers import key_beside, made_certificate, running
 from tests.integration.mailservers import MailServer, serving

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds
 from postroom.logs import eventfiles
-from postroom.runtime.mailserver import EventLog
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.shipper import Shipper
+from postroom.server.nats.mail_server import EventLog
 
 KILLS = 3
 
@@ -132,7 +132,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from postroom.logs import eventfiles
-from postroom.runtime.mailserver import EventLog
+from postroom.server.nats.mail_server import EventLog
 eventfiles.FILE_BYTES_MAX, eventfiles.SHIPPED_BYTES_MAX = 1_000, 2_500
 log = EventLog(Path(sys.argv[1]) / eventfiles.GROWING, lambda _: None)
 log.open()

@@ -13,7 +13,7 @@ from nats.aio.client import Client
 
 from postroom import Mail
 from postroom.errors import MailRefused
-from postroom.runtime.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, Tokens
 from tests.integration.mailservers import MailServer, serving
 from tests.waiting import HANG_GUARD_S, until
 

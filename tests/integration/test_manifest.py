@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Tasks
-from postroom.core.manifest import MANIFEST_FILE
+from postroom.core.formats.manifest import MANIFEST_FILE
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.ups import Running, running
 from tests.waiting import until

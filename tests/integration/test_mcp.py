@@ -14,7 +14,7 @@ from mcp import Client, MCPError
 
 from postroom import Engine
 from postroom.mcp.mount import BODY_BYTES_MAX, ELEMENTS_MAX
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
     Serving,

@@ -13,10 +13,10 @@ from postroom.errors import InvalidMessage, NotAllowed, TooMany
 from postroom.mcp.backend import LocalBackend
 from postroom.mcp.resources import ANSWER_BYTES_MAX, read
 from postroom.mcp.tools import ClaimArguments, ReplyArguments, WaitForArguments, claim, reply, wait_for
-from postroom.runtime.agents import Agents, Identity
-from postroom.runtime.http import TasksApp, create_app
-from postroom.runtime.task_server import STREAMS_A_TOKEN_MAX, TaskServer
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.registry import Agents, Identity
+from postroom.server.access.tokens import Tokens
+from postroom.server.app import TasksApp, create_app
+from postroom.server.http.task_server import STREAMS_A_TOKEN_MAX, TaskServer
 from tests.waiting import HANG_GUARD_S, eventually
 
 

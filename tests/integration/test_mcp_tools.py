@@ -11,11 +11,11 @@ from mcp import Client
 
 from postroom import Coordinator, Engine, MessageFailed, Policy, Retry
 from postroom.client.calls import HttpClient
-from postroom.contracts.engine.claims import Claims
-from postroom.core.fairness import Rotation
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.rules.claims import Claims
 from postroom.errors import ValidationError
 from postroom.mcp.tools import TOOLS
-from postroom.runtime.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, Tokens
 from tests.integration.mcpclients import (
     WAIT_S,
     Serving,

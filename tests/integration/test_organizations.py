@@ -16,12 +16,12 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
 from postroom import Tasks
-from postroom.contracts.task_storage import STORED, STORED_TASKS_MAX, StoredTasks, stored_tasks
-from postroom.contracts.tasks import DECISIONS
+from postroom.contracts.tasks.task_storage import STORED, STORED_TASKS_MAX, StoredTasks, stored_tasks
+from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
-from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import Permissions, Tokens
+from postroom.server.access.registry import Agents
+from postroom.server.access.tokens import Permissions, Tokens
 from postroom.stores.own_ids import COVERED, IDS_FACT
 from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running

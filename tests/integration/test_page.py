@@ -17,9 +17,9 @@ import pytest
 from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from postroom import Breaker, Engine
-from postroom.contracts.engine.cells import CIRCUITS
-from postroom.core import breaker
-from postroom.runtime.tokens import Permissions, Tokens
+from postroom.core.lifecycle import breaker
+from postroom.engine.rules.cells import CIRCUITS
+from postroom.server.access.tokens import Permissions, Tokens
 from postroom.stores.transaction import Transaction
 from tests import pagebudgets
 from tests.integration.commandline import finish, postroom, start

@@ -13,9 +13,9 @@ from postroom import Tasks
 from postroom.core.redaction import Redactor
 from postroom.page.mount import mount
 from postroom.page.redaction import REDACTED_CHARS_MAX
-from postroom.runtime.agents import Agents
-from postroom.runtime.http import TasksApp, create_app
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.registry import Agents
+from postroom.server.access.tokens import Tokens
+from postroom.server.app import TasksApp, create_app
 from tests.waiting import HANG_GUARD_S, eventually
 
 LONG = "x " * (REDACTED_CHARS_MAX // 5)

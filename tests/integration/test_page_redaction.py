@@ -13,7 +13,7 @@ import pytest
 from postroom.client.mail import Mail
 from postroom.core.redaction import Redactor
 from postroom.page.mount import PageMount
-from postroom.runtime.http import TasksApp
+from postroom.server.app import TasksApp
 from tests.pageworld import PageWorld, Unsure, page_world
 from tests.waiting import HANG_GUARD_S, until
 

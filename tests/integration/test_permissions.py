@@ -14,11 +14,11 @@ import pytest
 from postroom.core.gate import GATE, Owner, refused
 from postroom.core.redaction import Redactor
 from postroom.page.mount import PageMount
-from postroom.runtime.agents import Agents, Identity
-from postroom.runtime.endpoint import ServedRoute
-from postroom.runtime.http import TasksApp
-from postroom.runtime.routes import ROUTES
-from postroom.runtime.tokens import Permissions
+from postroom.server.access.registry import Agents, Identity
+from postroom.server.access.tokens import Permissions
+from postroom.server.app import TasksApp
+from postroom.server.http.endpoint import ServedRoute
+from postroom.server.routes.table import ROUTES
 from tests.integration.commandline import finish, start
 from tests.waiting import HANG_GUARD_S
 

@@ -14,9 +14,11 @@ import pytest
 from postroom import Backpressure, Engine, Policy
 from postroom.client import EngineClient
 from postroom.errors import InvalidSetting, Overloaded, Unavailable
-from postroom.stores import rabbitmq, rabbitmq_lanes, rabbitmq_link
-from postroom.stores.rabbitmq import RabbitStore
-from postroom.system.tls import make_self_signed
+from postroom.stores.rabbitmq import lanes
+from postroom.stores.rabbitmq import link as rabbitmq_link
+from postroom.stores.rabbitmq import store as rabbitmq
+from postroom.stores.rabbitmq.store import RabbitStore
+from postroom.system.crypto.tls import make_self_signed
 from tests.integration.commandline import isolate
 from tests.integration.ups import running
 from tests.postgresserver import database, postgres
@@ -105,7 +107,7 @@ def test_no_delivery_is_held_until_the_consumer_timeout(
     own_rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy worker gives back the deliveries that it cannot claim yet, before the broker acts."""
-    monkeypatch.setattr(rabbitmq_lanes, "HELD_S", 0.5)
+    monkeypatch.setattr(lanes, "HELD_S", 0.5)
     monkeypatch.setattr(rabbitmq, "HELD_LOOK_S", 0.2)
 
     async def run() -> None:

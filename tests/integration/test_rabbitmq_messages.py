@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from postroom import Engine
-from postroom.stores import rabbitmq, rabbitmq_link
-from postroom.stores.rabbitmq_lanes import Topology
+from postroom.stores.rabbitmq import link
+from postroom.stores.rabbitmq import store as rabbitmq
+from postroom.stores.rabbitmq.lanes import Topology
 from tests.integration.test_engine_rabbitmq import (
     TYPE,
     any_url,
@@ -94,7 +95,7 @@ async def test_a_process_holds_no_more_deliveries_of_a_lane_than_its_prefetch(ur
 async def test_messages_that_the_broker_refuses_are_published_again_after_a_pause(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rabbitmq_link, "REFUSED_PAUSE_S", 3_600.0)
+    monkeypatch.setattr(link, "REFUSED_PAUSE_S", 3_600.0)
     arguments, full = Topology._arguments, {"x-max-length": 1, "x-overflow": "reject-publish"}
     monkeypatch.setattr(Topology, "_arguments", lambda *args: {**arguments(*args), **full})
     with Engine.open(url) as engine:
@@ -104,7 +105,7 @@ async def test_messages_that_the_broker_refuses_are_published_again_after_a_paus
         await until(lambda: len(broker._refused) == 3)
         assert broker._safe is not None
         assert broker._safe._published == 4, "refused messages are published without a pause"
-        monkeypatch.setattr(rabbitmq_link, "REFUSED_PAUSE_S", 0.1)
+        monkeypatch.setattr(link, "REFUSED_PAUSE_S", 0.1)
         broker._soon(broker._publish_refused)
         async with working(engine):
             assert await results(handles) == [*range(4)]

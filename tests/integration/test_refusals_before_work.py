@@ -13,11 +13,11 @@ from postroom import Engine, Tasks
 from postroom.core.redaction import Redactor
 from postroom.mcp.mount import mount as mcp
 from postroom.page.mount import mount
-from postroom.runtime.agents import Agents
-from postroom.runtime.buses import Buses
-from postroom.runtime.http import TasksApp, create_app
-from postroom.runtime.routes import ROUTES
-from postroom.runtime.tokens import Permissions
+from postroom.server.access.registry import Agents
+from postroom.server.access.tokens import Permissions
+from postroom.server.app import TasksApp, create_app
+from postroom.server.folder.buses import Buses
+from postroom.server.routes.table import ROUTES
 from tests.postgresserver import database, postgres, store_url
 
 __all__ = ["database", "postgres"]  # fixtures

@@ -17,7 +17,7 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from postroom import Tasks
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.ups import Running, answer_to_login, running
 from tests.waiting import HANG_GUARD_S, until
 

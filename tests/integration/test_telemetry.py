@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from postroom.runtime.telemetry import SIGNALS, exporting, protocol_of, wanted_signals
+from postroom.server.telemetry.export import SIGNALS, exporting, protocol_of, wanted_signals
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.mcpclients import call, over_stdio
 from tests.integration.ups import running
@@ -312,8 +312,8 @@ def test_without_an_exporter_nothing_is_imported_by_a_program_that_runs_an_engin
 def test_nothing_is_imported_by_a_server_without_a_variable() -> None:
     program = """
 import sys
-import postroom.runtime.http
-from postroom.runtime.telemetry import exporting
+import postroom.server.app
+from postroom.server.telemetry.export import exporting
 with exporting("x") as telemetry:
     assert telemetry is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 import uvloop
 
-from postroom.runtime import tls_listener
-from postroom.runtime.connections import Connections
-from postroom.runtime.tls_listener import FailedHandshake, TlsListener
-from postroom.system.tls import make_self_signed, server_context
+from postroom.server.http import tls_listener
+from postroom.server.http.connections import Connections
+from postroom.server.http.tls_listener import FailedHandshake, TlsListener
+from postroom.system.crypto.tls import make_self_signed, server_context
 from tests.waiting import HANG_GUARD_S
 
 SHORT_S = 0.2

@@ -15,8 +15,8 @@ import nats
 import pytest
 
 from postroom import Tasks
-from postroom.runtime.refusal_events import EVENTS_EACH_MAX
-from postroom.system.tls import make_self_signed
+from postroom.server.access.refusal_events import EVENTS_EACH_MAX
+from postroom.system.crypto.tls import make_self_signed
 from tests.integration.mailservers import serving
 from tests.integration.ups import Running, running
 from tests.waiting import HANG_GUARD_S, until

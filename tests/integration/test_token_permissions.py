@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from postroom.contracts.engine.policy import CONTROL_TYPES
-from postroom.runtime.tokens import NewToken, Permissions, Tokens
+from postroom.engine.rules.policy import CONTROL_TYPES
+from postroom.server.access.tokens import NewToken, Permissions, Tokens
 from tests.integration.commandline import finish, postroom, start
 from tests.waiting import HANG_GUARD_S, until
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Engine, Policy
-from postroom.contracts.engine.token_status import ModelTokens
+from postroom.engine.token_status import ModelTokens
 from tests import children
 from tests.children import no_child_left
 

@@ -8,7 +8,7 @@ import pytest
 
 from postroom import Engine
 from postroom.client.calls import HttpClient
-from postroom.runtime.tokens import Tokens
+from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, run_on_terminal, start
 
 WAITING = 1_960

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Queue
-from postroom.cli import zosmq
+from postroom.cli.queue import zosmq
 from tests.integration.commandline import isolate, postroom, run, run_on_terminal, zos_mq
 
 ORIGINAL_OPTIONS = {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from postroom.contracts.engine import agent_sweeps
-from postroom.contracts.engine import agents as agents_module
-from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.cells import REQUESTS, OpenRequest
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.parts import read_on
+from postroom.engine.agents import agent_operations as agents_module
+from postroom.engine.agents import agent_sweeps
+from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.parts import read_on
+from postroom.engine.rules.cells import REQUESTS, OpenRequest
+from postroom.engine.rules.operations import Operations
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import AgentWorld
 from postroom.testing.agent_world import RULES

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from postroom import Bus, BusMessage, SinceIdNotFound
-from postroom.core import buswire, ids
+from postroom.core.formats import buswire, ids
 from postroom.core.times import epoch_ns_of
 from tests.bustexts import TS, bodies
 

@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from postroom.core.lifecycle import NANOS_PER_S
-from postroom.runtime.demo import (
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.server.up.demo import (
     MESSAGES_A_SECOND,
     ORGANIZATIONS,
     POLICY,

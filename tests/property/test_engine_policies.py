@@ -5,12 +5,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import admission, breaker
-from postroom.core.admission import Backpressure, Throttle
-from postroom.core.breaker import CLOSED, Breaker, Circuit
-from postroom.core.fairness import PROMOTED_EVERY, Rotation
-from postroom.core.lifecycle import NANOS_PER_S, effective_lane
-from postroom.core.retry import LANE_LAST, Retry, demoted
+from postroom.core.lifecycle import backpressure, breaker
+from postroom.core.lifecycle.backpressure import Backpressure, Throttle
+from postroom.core.lifecycle.breaker import CLOSED, Breaker, Circuit
+from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S, effective_lane
+from postroom.core.lifecycle.retry import LANE_LAST, Retry, demoted
 
 # ---- turns -----------------------------------------------------------------------------------------
 
@@ -281,19 +281,21 @@ stages = st.integers(0, 4)
 
 @given(depths, depths, stages)
 def test_a_deeper_queue_is_never_in_a_lower_stage(depth: int, more: int, previous: int) -> None:
-    now = admission.stage_of(depth, RULE, previous)
-    assert now <= admission.stage_of(depth + more, RULE, previous)
-    assert admission.stage_of(depth, RULE, 0) <= now <= max(previous, admission.stage_of(depth, RULE, 0))
+    now = backpressure.stage_of(depth, RULE, previous)
+    assert now <= backpressure.stage_of(depth + more, RULE, previous)
+    assert (
+        backpressure.stage_of(depth, RULE, 0) <= now <= max(previous, backpressure.stage_of(depth, RULE, 0))
+    )
 
 
 @given(st.lists(depths, max_size=50))
 def test_a_stage_is_left_below_four_fifths_of_its_threshold_only(history: list[int]) -> None:
     stage = 0
     for depth in history:
-        after = admission.stage_of(depth, RULE, stage)
+        after = backpressure.stage_of(depth, RULE, stage)
         if after < stage:
-            assert depth <= admission.LEAVE_AT * RULE.thresholds[stage - 1]
-            assert after == 0 or depth > admission.LEAVE_AT * RULE.thresholds[after - 1]
+            assert depth <= backpressure.LEAVE_AT * RULE.thresholds[stage - 1]
+            assert after == 0 or depth > backpressure.LEAVE_AT * RULE.thresholds[after - 1]
         elif after > stage:
             assert depth > RULE.thresholds[after - 1]
         stage = after
@@ -301,24 +303,24 @@ def test_a_stage_is_left_below_four_fifths_of_its_threshold_only(history: list[i
 
 @given(stages, st.integers(0, 3))
 def test_a_more_urgent_message_and_a_lower_stage_are_never_admitted_less(stage: int, priority: int) -> None:
-    share = admission.share_of(stage, priority)
+    share = backpressure.share_of(stage, priority)
     assert 0 <= share <= 1
-    assert stage == 4 or share >= admission.share_of(stage + 1, priority)
-    assert priority == 3 or share <= admission.share_of(stage, priority) or priority == 0
-    assert admission.share_of(stage, 0) == 1
+    assert stage == 4 or share >= backpressure.share_of(stage + 1, priority)
+    assert priority == 3 or share <= backpressure.share_of(stage, priority) or priority == 0
+    assert backpressure.share_of(stage, 0) == 1
 
 
-@given(st.floats(admission.RATE_MIN, 50), st.lists(st.integers(0, 3_000), min_size=1, max_size=80))
+@given(st.floats(backpressure.RATE_MIN, 50), st.lists(st.integers(0, 3_000), min_size=1, max_size=80))
 def test_a_throttle_admits_its_rate_and_returns_when_to_retry(rate: float, pauses_ms: list[int]) -> None:
     throttle, now, admitted = Throttle(), NANOS_PER_S, 0
     for pause_ms in pauses_ms:
         now += pause_ms * 1_000_000
-        after, retry_s = admission.admit(throttle, 3, rate, now)
+        after, retry_s = backpressure.admit(throttle, 3, rate, now)
         if retry_s == 0:
             admitted += 1
         else:
             assert after == throttle, "a refused submit uses nothing up"
             due = now + round(retry_s * NANOS_PER_S) + 1
-            assert admission.admit(throttle, 3, rate, due)[1] == 0
+            assert backpressure.admit(throttle, 3, rate, due)[1] == 0
         throttle = after
     assert admitted <= 1 + rate * sum(pauses_ms) / 1000 + 1e-6

@@ -16,13 +16,14 @@ import pytest
 from msgspec.structs import replace
 
 from postroom import Engine
-from postroom.contracts.engine import ordering
-from postroom.contracts.engine import tokens as token_books
-from postroom.contracts.engine.cells import EFFECTS, KEYS
-from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.outcomes import Outcomes
-from postroom.core import lifecycle, poison, tokens
-from postroom.core.fairness import PROMOTED_EVERY, Rotation
+from postroom.core.lifecycle import lifecycle, poison
+from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
+from postroom.core.tokens import tokens
+from postroom.engine.rules import ordering
+from postroom.engine.rules import token_budgets as token_books
+from postroom.engine.rules.cells import EFFECTS, KEYS
+from postroom.engine.rules.claims import Claims
+from postroom.engine.rules.outcomes import Outcomes
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World

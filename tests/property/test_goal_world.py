@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.goals import branches, progress
+from postroom.goals import progress
+from postroom.goals.graph import branches
 from postroom.testing.goal_world import GoalWorld
 
 SEEDS = 1_000

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from postroom.core import lifecycle
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError
 from postroom.message import Envelope, Event, Record, State
 from postroom.stores.base import FOREVER_NS, LANES, ByIds, Deadline, Ending, Limits, Listing
-from postroom.stores.postgres import PostgresStore
-from postroom.stores.sqlite import SqliteStore
+from postroom.stores.postgres.store import PostgresStore
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Decide, Transaction
 from postroom.testing import ManualClock, MemoryStore, check_consistency

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pyspark
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.session import LOOPBACK
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.spark.session import LOOPBACK
 from tests.spark.quick import QUICK_JVM
 
 WORKERS = 2

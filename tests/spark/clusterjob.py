@@ -11,11 +11,11 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from postroom.pipeline import paths
-from postroom.pipeline.check import check_tables
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.query.check import check_tables
 from postroom.pipeline.retention.retain import Policy, RetentionJob
-from postroom.pipeline.session import spark_session
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import spark_session
 from tests.spark.quick import QUICK, QUICK_JVM, UNCOMPILED
 
 KEEP_DAYS = 2

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 from pyspark.sql import SparkSession
 
-from postroom.cli import pipeline_options
 from postroom.cli.main import PROGRAM, cli
+from postroom.cli.pipeline import pipeline_options
 from postroom.cli.shell import run
 
 POSTROOM = str(Path(sys.executable).with_name("postroom"))

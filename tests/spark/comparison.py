@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import Tables
 from tests.spark.oracle import Rows, expected, oracle, stored
 from tests.spark.rows.test_gold import ORACLE, expected_gold
 from tests.spark.rows.test_patterns import TEMPLATE_COLUMNS, expected_patterns, expected_templates

@@ -9,11 +9,11 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.pipeline import paths
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.jvm import end_jvm
-from postroom.pipeline.session import DRIVER_OPTIONS, LOOPBACK, SMALL_SETTINGS, spark_session
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.jvm import end_jvm
+from postroom.pipeline.spark.session import DRIVER_OPTIONS, LOOPBACK, SMALL_SETTINGS, spark_session
 from tests.spark import stories
 from tests.spark.commands import Commands
 from tests.spark.quick import QUICK, UNCOMPILED

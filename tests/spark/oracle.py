@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from postroom.core.redaction import Redactor
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.tables import Tables
 from tests.spark.plainrows import plain, records
 
 FIELDS = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from postroom.pipeline.delta_log import DataFile
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.delta_log import DataFile
+from postroom.pipeline.delta.tables import Tables
 
 Row = dict[str, Any]
 Rows = Counter[str]

@@ -3,7 +3,7 @@
 Nor are the classes of Spark verified: to load them is most of what such a JVM does.
 """
 
-from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS, SMALL_SETTINGS
+from postroom.pipeline.spark.session import DRIVER_OPTIONS, SETTINGS, SMALL_SETTINGS
 
 UNVERIFIED = "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 ONE_COLLECTOR = "-XX:-UseParallelGC -XX:+UseSerialGC"  # threads of several would wait for each other

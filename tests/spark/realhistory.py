@@ -23,13 +23,13 @@ from postroom import (
     Tasks,
     ValidationError,
 )
-from postroom.contracts.engine.agent_sweeps import Swept, sweep
-from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.handlers import ended
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.core.lifecycle import ENDED
+from postroom.core.lifecycle.lifecycle import ENDED
+from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.work.handlers import ended
 from postroom.pipeline.times import DAY_US
-from postroom.runtime.shipping import Sources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.engines import EngineUnderTest
 from tests.integration.mailservers import serving

@@ -3,8 +3,8 @@
 import random
 from contextlib import suppress
 
-from postroom.contracts.tasks import DECISIONS, Tasks
-from postroom.core.events import AuditEvent, of_store
+from postroom.contracts.tasks.tasks import DECISIONS, Tasks
+from postroom.core.formats.events import AuditEvent, of_store
 from postroom.errors import WrongState
 from postroom.testing import ManualClock
 

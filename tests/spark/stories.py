@@ -11,12 +11,12 @@ from typing import NamedTuple
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.audit.layout import DIGITS_OF_HASH
 from postroom.pipeline import schema
-from postroom.pipeline.delta_log import DataFile
+from postroom.pipeline.delta.delta_log import DataFile
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.declaration import GoldTable, Sums
 from postroom.pipeline.jobs import Pipeline, RunSummary
-from postroom.pipeline.tables import Tables
-from postroom.sinks.layout import DIGITS_OF_HASH
 from tests.spark.plainrows import Row, records
 from tests.spark.segmentfiles import sealed_segments
 

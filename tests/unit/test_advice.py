@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from postroom.core import advice
-from postroom.core.advice import OPTIONS, PERSON, RESTART, ROLLBACK, Advice, Tally, question
+from postroom.core.goals import advice
+from postroom.core.goals.advice import OPTIONS, PERSON, RESTART, ROLLBACK, Advice, Tally, question
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

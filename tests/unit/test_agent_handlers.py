@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from postroom import Engine
-from postroom.contracts.engine.agent import Agent
-from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.claims import Claims
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.core.fairness import Rotation
-from postroom.runtime import agent_handlers
-from postroom.runtime.agent_handlers import Reached, _stream_page
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.agents.agent import Agent
+from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.rules.claims import Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.server.routes import agent_handlers
+from postroom.server.routes.agent_handlers import Reached, _stream_page
 
 REQUESTS = 6
 ANSWER_BYTES = 1_000

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from postroom.contracts.tasks import DECISIONS
+from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.errors import AgentExists, InvalidMessage, InvalidName, StoreDamaged, UnknownAgent
-from postroom.runtime.agents import FILE_NAME, MAY_SEND_TO_MAX, Agents, Identity
+from postroom.server.access.registry import FILE_NAME, MAY_SEND_TO_MAX, Agents, Identity
 
 
 def test_a_token_identifies_its_owner(tmp_path: Path) -> None:

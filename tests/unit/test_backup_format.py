@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from postroom.core.backup_format import (
+from postroom.core.formats.backup_format import (
     FORMAT,
     Head,
     Manifest,

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from postroom.core import buswire
-from postroom.core.buswire import decode, draft, encode
-from postroom.core.ids import bus_id, origin
+from postroom.core.formats import buswire
+from postroom.core.formats.buswire import decode, draft, encode
+from postroom.core.formats.ids import bus_id, origin
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage
 from tests.bustexts import FIRST, SECOND, TS, bodies, names, structured

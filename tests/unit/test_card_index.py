@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from postroom.contracts.mail import card_index
-from postroom.contracts.mail.card_index import CardIndex, SortedTexts
+from postroom.contracts.mail.cards import card_index
+from postroom.contracts.mail.cards.card_index import CardIndex, SortedTexts
 from postroom.contracts.mail.recovery import AgentKey
 
 

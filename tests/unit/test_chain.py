@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from postroom.audit import verify as verify_module
+from postroom.audit.chain import NO_HASH, Entry, chain_line, chain_lines, parse_chain, read_chain
+from postroom.audit.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
+from postroom.audit.reader import Segments
+from postroom.audit.segment_retention import retain, why_kept
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import IntegrityFinding, verify
 from postroom.errors import InvalidMessage
-from postroom.sinks import verify as verify_module
-from postroom.sinks.chain import NO_HASH, Entry, chain_line, chain_lines, parse_chain, read_chain
-from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
-from postroom.sinks.reader import Segments
-from postroom.sinks.retention import retain, why_kept
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import IntegrityFinding, verify
 from postroom.testing import FIRST_WALL_US, ManualClock
 from tests.children import no_child_left
 from tests.quick import quick_path

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from postroom.audit.cipher import Cipher, UnreadablePayload
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
 from postroom.errors import InvalidSetting, Unavailable, UnsafePath
-from postroom.sinks.cipher import Cipher, UnreadablePayload
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.system.key_file import add_key, read_keys, remove_key
+from postroom.system.crypto.key_file import add_key, read_keys, remove_key
 from postroom.system.lock import alone
 from tests.segmentstories import events
 
@@ -155,8 +155,8 @@ def test_invalid_key_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "code"),
     [
-        ("cryptography", "from postroom.sinks.cipher import Cipher; Cipher({'k': bytes(32)})"),
-        ("fsspec", "from postroom.sinks.remote import Publisher; Publisher('.', 'memory://x')"),
+        ("cryptography", "from postroom.audit.cipher import Cipher; Cipher({'k': bytes(32)})"),
+        ("fsspec", "from postroom.audit.remote import Publisher; Publisher('.', 'memory://x')"),
     ],
 )
 def test_missing_library_error_names_the_extra(missing: str, code: str) -> None:

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from postroom.contracts.engine.commits import Commits
-from postroom.contracts.engine.end_waiters import EndWaiters
+from postroom.engine.work.commits import Commits
+from postroom.engine.work.end_waiters import EndWaiters
 from postroom.errors import HandleDead
 from postroom.stores.memory import MemoryStore
 from postroom.stores.transaction import Transaction

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.conflicts import Conflict, Constraints, Operation, checked, found
+from postroom.core.goals.conflicts import Conflict, Constraints, Operation, checked, found
 
 
 def op(target: Any = "t", **fields: Any) -> Any:

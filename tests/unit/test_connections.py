@@ -3,8 +3,8 @@
 import pytest
 
 from postroom.errors import TooMany
-from postroom.runtime.agents import Identity
-from postroom.runtime.connections import Connections
+from postroom.server.access.registry import Identity
+from postroom.server.http.connections import Connections
 
 ONE, TWO = (Identity(name, "agent") for name in ("one", "two"))
 

@@ -14,7 +14,7 @@ from postroom.core.agents import (
     may_take_over,
     moved,
 )
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidSetting
 
 RULES = AgentRules()

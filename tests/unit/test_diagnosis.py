@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from postroom.core.diagnosis import (
+from postroom.core.health.diagnosis import (
     ClockFacts,
     DatabaseFacts,
     EnvironmentFacts,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import postroom
-from postroom.core import natswire
 from postroom.core.door import leaving, leaving_facts, leaving_value
+from postroom.core.nats import natswire
 from postroom.core.redaction import Redactor
-from postroom.runtime.server_log import ServerLog, ServerLogHandler
+from postroom.server.telemetry.server_log import ServerLog, ServerLogHandler
 from postroom.system.log import library_log
 from tests import redactioncarriers
 from tests.redactioncorpus import survives

@@ -1,9 +1,9 @@
 """Pages of the stream of an answer."""
 
-from postroom.contracts.engine.cells import Part
-from postroom.contracts.engine.parts import Position
-from postroom.runtime.engine_handlers import stream_page
-from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX
+from postroom.engine.agents.parts import Position
+from postroom.engine.rules.cells import Part
+from postroom.server.routes.engine_handlers import stream_page
+from postroom.server.routes.task_schemas import STREAM_PAGE_BYTES_MAX
 
 CHUNK = "x" * (STREAM_PAGE_BYTES_MAX // 4)
 PARTS = [

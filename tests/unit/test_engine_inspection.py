@@ -1,8 +1,8 @@
 """What the state of the engine says about its workers."""
 
-from postroom.contracts.engine.cells import WorkerInfo
-from postroom.contracts.engine.inspection import promoted_share, status_of
-from postroom.contracts.engine.operations import Operations
+from postroom.engine.inspection import promoted_share, status_of
+from postroom.engine.rules.cells import WorkerInfo
+from postroom.engine.rules.operations import Operations
 from tests.engines import EngineUnderTest
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from postroom import Backpressure, Engine, Policy, Retry
 from postroom.errors import InvalidSetting
-from postroom.runtime.engine_load import (
+from postroom.server.up.engine_load import (
     PROBE_TYPE,
     TARGETS_MS,
     ClassLatency,

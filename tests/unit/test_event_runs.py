@@ -6,12 +6,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import Envelope, Event, Moment, Noted, Record
 from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, NotedRun, Part, pack, unpack
 from postroom.stores.memory import MemoryStore
 from postroom.stores.own_ids import OwnIds
-from postroom.stores.sqlite import SqliteStore
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.testing import ManualClock
 
 NUMBERS = st.integers(0, 2**62)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from postroom.core.events import from_line, of_store, to_line
+from postroom.core.formats.events import from_line, of_store, to_line
 from postroom.message import Event
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from postroom.contracts.task_input import encoded
+from postroom.contracts.tasks.task_input import encoded
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import InvalidMessage
 

@@ -22,14 +22,14 @@ from postroom.mcp import resources
 from postroom.mcp.mount import mount
 from postroom.mcp.tools import Arguments, Tool, who_is_there
 from postroom.page.mount import PageMount
-from postroom.runtime import http
-from postroom.runtime.agents import Identity
-from postroom.runtime.endpoint import ServedRoute
-from postroom.runtime.http import TasksApp
-from postroom.runtime.monitoring import caller as handler
-from postroom.runtime.openapi import Route
-from postroom.runtime.routes import ROUTES
-from postroom.runtime.tokens import Permissions
+from postroom.server import app
+from postroom.server.access.registry import Identity
+from postroom.server.access.tokens import Permissions
+from postroom.server.app import TasksApp
+from postroom.server.http.endpoint import ServedRoute
+from postroom.server.http.openapi import Route
+from postroom.server.routes.monitoring import caller as handler
+from postroom.server.routes.table import ROUTES
 
 BOSS = Identity("boss", "admin")
 HAND = Identity("hand", "operator")
@@ -146,7 +146,7 @@ UNGATED = ServedRoute(Route("GET", "/secrets", "", {200: None}, ()), handler, "s
 
 
 def test_a_server_with_a_route_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "ROUTES", [*ROUTES, UNGATED])
+    monkeypatch.setattr(app, "ROUTES", [*ROUTES, UNGATED])
     with pytest.raises(
         NoEntry, match=r"GET /secrets names the permission 'secret\.read', which is not in the table"
     ):

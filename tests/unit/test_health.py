@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from postroom.core.health import BACKLOG_AGE_S, UNATTENDED_S, HealthFacts, Verdict, judge
+from postroom.core.health.health import BACKLOG_AGE_S, UNATTENDED_S, HealthFacts, Verdict, judge
 
 
 @pytest.mark.parametrize(

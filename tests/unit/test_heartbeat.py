@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.runtime.parts import Part, Parts, part_states
+from postroom.server.up.parts import Part, Parts, part_states
 from postroom.system.heartbeat import START_S, VARIABLE, Heartbeat, Pulse
 from tests.waiting import until
 

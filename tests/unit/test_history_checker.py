@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.core import history_checker as module
-from postroom.core import message_checker
-from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
-from postroom.core.history_checker import History, HistoryVerdict, Open, Violation
+from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
+from postroom.core.history import history_checker as module
+from postroom.core.history import message_checker
+from postroom.core.history.history_checker import History, HistoryVerdict, Open, Violation
 
 S = 1_000_000
 FIRST_US = 1_700_000_000 * S

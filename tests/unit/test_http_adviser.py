@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from postroom import HttpAdviser
-from postroom.contracts.goals.http_adviser import ANSWER_BYTES_MAX, FACTS_CHARS_MAX
-from postroom.core.advice import question
+from postroom.core.goals.advice import question
 from postroom.errors import InvalidSetting
+from postroom.goals.advisers.http_adviser import ANSWER_BYTES_MAX, FACTS_CHARS_MAX
 from tests.waiting import HANG_GUARD_S
 
 KEY = "sk-0123456789abcdef"

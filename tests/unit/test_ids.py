@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.ids import (
+from postroom.core.formats.ids import (
     PID_MODULUS,
     SEQUENCE_MODULUS,
     IdRule,

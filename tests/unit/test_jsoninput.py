@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.auditlines import of_audit_line, of_mail_line
-from postroom.core.events import SCHEMA, AuditEvent, decode_lines, from_line, to_line
-from postroom.core.jsoninput import (
+from postroom.core.formats.auditlines import of_audit_line, of_mail_line
+from postroom.core.formats.events import SCHEMA, AuditEvent, decode_lines, from_line, to_line
+from postroom.core.formats.jsoninput import (
     JSON_ELEMENTS_MAX,
     NESTING_MAX,
     PIECE_BYTES,

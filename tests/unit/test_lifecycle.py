@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 from msgspec.structs import asdict, replace
 
-from postroom.core import lifecycle
-from postroom.core.lifecycle import ENDED, NANOS_PER_S, TRANSITIONS, WAITING, Transition
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import ENDED, NANOS_PER_S, TRANSITIONS, WAITING, Transition
 from postroom.errors import Rejected, StaleLease, WrongState
 from postroom.message import Envelope, Event, Moment, Record, State, Step
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from postroom.core import mailbox
-from postroom.core.mailbox import (
+from postroom.core.mail import mailbox
+from postroom.core.mail.mailbox import (
     EVERY_RANK,
     GROUP_COST_BYTES,
     MAILBOX_COST_BYTES,

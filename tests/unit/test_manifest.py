@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from postroom.contracts.bus import Bus
-from postroom.core.checksummed import checksum_fits, with_checksum
-from postroom.core.manifest import (
+from postroom.core.formats.checksummed import checksum_fits, with_checksum
+from postroom.core.formats.manifest import (
     MANIFEST_FILE,
     SHOWN_MAX,
     FileMark,
@@ -18,7 +18,7 @@ from postroom.core.manifest import (
     refusal,
 )
 from postroom.errors import DataLost
-from postroom.runtime.manifest import Comparison, ManifestKeeper, keeping, read_manifest
+from postroom.server.folder.manifest import Comparison, ManifestKeeper, keeping, read_manifest
 
 NEWS = "buses/news.yaml"
 SEGMENT = "mail/mail-00112233445566ff-{:08}.log"

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.merge import PropertyConflict, changed, merged, merged_edges
+from postroom.core.goals.merge import PropertyConflict, changed, merged, merged_edges
 
 properties = st.dictionaries(st.sampled_from("abc"), st.integers(0, 2))
 edges = st.sets(st.tuples(st.sampled_from("xy"), st.sampled_from("12")))

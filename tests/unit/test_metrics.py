@@ -5,11 +5,11 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus, OrganizationStatus
-from postroom.contracts.tasks import AgentStatus, TasksStatus
-from postroom.runtime.harness import HarnessStatus
-from postroom.runtime.loop import LoopStatus
-from postroom.runtime.metrics import ServerCounters, metrics_text
+from postroom.contracts.tasks.tasks import AgentStatus, TasksStatus
+from postroom.engine.inspection import BreakerStatus, EngineStatus, OrganizationStatus
+from postroom.server.harness.harness import HarnessStatus
+from postroom.server.harness.loop import LoopStatus
+from postroom.server.http.metrics import ServerCounters, metrics_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "contracts" / "tasks.md"
 TRIAGE = AgentStatus(

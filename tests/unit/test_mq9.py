@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import mq9
-from postroom.core.mailbox import RANKS
-from postroom.core.mq9 import MailCall, Mq9Error
+from postroom.core.mail import mq9
+from postroom.core.mail.mailbox import RANKS
+from postroom.core.mail.mq9 import MailCall, Mq9Error
 
 
 @pytest.mark.parametrize(

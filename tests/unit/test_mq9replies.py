@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.mailbox import RANKS, Letter, Priority
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import RANKS, Letter, Priority
+from postroom.core.mail.mq9 import Mq9Error
 
 
 def letter(payload: bytes = b"x", headers: bytes = b"", word: Priority = "normal", number: int = 7) -> Letter:

@@ -158,7 +158,7 @@ def test_a_look_alike_name_is_refused(name: str, fault: str) -> None:
 
 
 def test_mail_refuses_mailboxes_and_agents_with_such_names() -> None:
-    from postroom.core import mq9
+    from postroom.core.mail import mq9
 
     with pytest.raises(mq9.Mq9Error, match="the mailbox name mixes letters"):
         mq9.checked_name("\u0430lerts")

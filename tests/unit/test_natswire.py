@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import natswire as wire
+from postroom.core.nats import natswire as wire
 
 CLIENT = (
     b'CONNECT {"verbose":false}\r\nPING\r\nSUB a.* 1\r\nSUB b g 2\r\nPUB a.b 3\r\na\r\n\r\n'

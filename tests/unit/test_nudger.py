@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from postroom.errors import InvalidMessage
-from postroom.runtime.nudger import (
+from postroom.server.harness.nudger import (
     STATUS_LINE_BYTES_MAX,
     URL_CHARS_MAX,
     WAITING_MAX,

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanContext, StatusCode
 
-from postroom.runtime.otel_redaction import redacted_resource, redacting
+from postroom.server.telemetry.redaction import redacted_resource, redacting
 
 KEY = "ghp_" + "aB7" * 12
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.ids import IdRule
+from postroom.core.formats.ids import IdRule
 from postroom.message import Envelope
 from postroom.stores.memory import MemoryStore
 from postroom.stores.own_ids import COVERED, OwnIds, first_rule

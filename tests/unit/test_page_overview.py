@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from postroom.contracts.engine import Engine
-from postroom.contracts.engine.inspection import BreakerStatus
-from postroom.contracts.engine.operations import Operations
-from postroom.core.health import HealthFacts, Verdict
+from postroom.core.health.health import HealthFacts, Verdict
+from postroom.engine import Engine
+from postroom.engine.inspection import BreakerStatus
+from postroom.engine.rules.operations import Operations
 from postroom.message import Event
 from postroom.page.activity import WAITS_KEPT_MAX, Activity
 from postroom.page.overview import Facts, _breakers_of, read_facts, seen_by, snapshot

@@ -16,7 +16,7 @@ from postroom.page.sessions import (
     is_csrf_of,
     secret_in,
 )
-from postroom.runtime.tokens import SESSIONS_FILE_NAME, Session, session_file
+from postroom.server.access.tokens import SESSIONS_FILE_NAME, Session, session_file
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

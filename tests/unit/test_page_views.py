@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec import json
 
-from postroom.contracts.engine import Engine, dlq
-from postroom.contracts.engine.dlq import DeadLetter, Found
-from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus
-from postroom.contracts.engine.operations import Operations
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
+from postroom.engine import Engine, dlq
+from postroom.engine.dlq import DeadLetter, Found
+from postroom.engine.inspection import BreakerStatus, EngineStatus
+from postroom.engine.rules.operations import Operations
 from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
@@ -20,7 +20,7 @@ from postroom.page.live import Batch, happenings_of
 from postroom.page.messages import lines, tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
 from postroom.page.schemas import MessagesQuery
-from postroom.runtime.http_messages import Refusal
+from postroom.server.http.messages import Refusal
 from postroom.stores.base import ByIds
 from tests.waiting import HANG_GUARD_S
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import Unavailable
-from postroom.runtime.parts import Part, Parts
+from postroom.server.up.parts import Part, Parts
 
 
 def parts_of(data: Path, program: str) -> Parts:

@@ -9,8 +9,8 @@ import pytest
 from deltalake import write_deltalake
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline.database import Database
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.query.database import Database
 
 ROWS = pa.table({"n": pa.array([1, 2], pa.int64())})
 STATEMENT = 'x" AS SELECT 1 AS a; CREATE TABLE made AS SELECT 42; --'

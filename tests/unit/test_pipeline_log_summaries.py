@@ -8,10 +8,10 @@ from deltalake import DeltaTable
 from deltalake.transaction import AddAction
 from pyspark.sql.types import StructType
 
-from postroom.pipeline import delta_log
-from postroom.pipeline.delta_log import LAST_CHECKPOINT, LOG, Txn, log_file
-from postroom.pipeline.log_summaries import LogSummary, SummarizedTables, summary_of
-from postroom.pipeline.tables import Staged, Tables
+from postroom.pipeline.delta import delta_log
+from postroom.pipeline.delta.delta_log import LAST_CHECKPOINT, LOG, Txn, log_file
+from postroom.pipeline.delta.log_summaries import LogSummary, SummarizedTables, summary_of
+from postroom.pipeline.delta.tables import Staged, Tables
 
 SCHEMA = StructType().add("ts_us", "long").add("day", "string")
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from postroom.pipeline import queries
-from postroom.pipeline.queries import functions
+from postroom.pipeline.query import queries
+from postroom.pipeline.query.queries import functions
 
 
 def test_the_list_of_functions_has_none_that_runs_code_or_reads_files() -> None:

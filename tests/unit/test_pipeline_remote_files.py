@@ -12,8 +12,8 @@ from deltalake import write_deltalake
 from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs as arrow_fs
 
-from postroom.pipeline.remote_files import RemoteFiles
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.query.remote_files import RemoteFiles
 
 NAME = "numbers"
 TABLES = ("remote", "expected")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline import paths, session
-from postroom.pipeline.tables import Tables
+from postroom.pipeline import paths
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.spark import session
 
 GIB = 1 << 30
 

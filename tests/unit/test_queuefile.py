@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.queuewire import TOPICS
+from postroom.core.formats.queuewire import TOPICS
 from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
 from postroom.logs.queuefile import ReadProgress, SessionFiles

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import queuewire as wire
+from postroom.core.formats import queuewire as wire
 from postroom.core.times import SECONDS_MAX, utc_text
 from postroom.errors import InvalidMessage, QueueError, TopicError
 from postroom.message import QueueMessage

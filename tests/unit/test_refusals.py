@@ -4,17 +4,17 @@ import asyncio
 from typing import Any
 
 from postroom import Tasks
-from postroom.core.rates import allowance
+from postroom.core.lifecycle.rates import allowance
 from postroom.core.refusals import RefusalWindow
-from postroom.runtime.agents import Identity
-from postroom.runtime.refusal_events import (
+from postroom.server.access.refusal_events import (
     CLIENTS_MAX,
     EVENTS_ALL_MAX,
     EVENTS_EACH_MAX,
     RefusalEvents,
     RefusedCall,
 )
-from postroom.runtime.server_log import ServerLog
+from postroom.server.access.registry import Identity
+from postroom.server.telemetry.server_log import ServerLog
 
 NOBODY = Identity("", "agent")
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+from postroom.audit.chain import read_chain
+from postroom.audit.heads import stream_of
+from postroom.audit.layout import STREAM
+from postroom.audit.reader import Segments
+from postroom.audit.remote import Publisher
+from postroom.audit.segment_retention import retain
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
 from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
-from postroom.sinks.chain import read_chain
-from postroom.sinks.heads import stream_of
-from postroom.sinks.layout import STREAM
-from postroom.sinks.reader import Segments
-from postroom.sinks.remote import Publisher
-from postroom.sinks.retention import retain
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 from postroom.testing import FIRST_WALL_US
 from tests.children import no_child_left
 from tests.segmentstories import SOURCE, events, files_of, seal_events, sealed_folder, seqs

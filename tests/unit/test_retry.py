@@ -2,8 +2,8 @@
 
 import pytest
 
-from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.retry import RetryPolicy
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.retry import RetryPolicy
 
 
 def test_the_pauses_grow_up_to_their_limit() -> None:

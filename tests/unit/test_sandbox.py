@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from postroom import Sandbox
-from postroom.contracts.sandbox import Completed, SandboxPool
-from postroom.contracts.sandbox.pool import BREAKER, IDLE_S, Creations
-from postroom.contracts.sandbox.sandbox import OUTPUT_BYTES_MAX, MockSandbox, bubblewrap_trouble
-from postroom.core.breaker import Breaker
-from postroom.core.sandbox_rules import bytes_of, needs_sandbox
+from postroom.core.goals.sandbox_rules import bytes_of, needs_sandbox
+from postroom.core.lifecycle.breaker import Breaker
 from postroom.errors import InvalidMessage, InvalidSetting, SandboxUnavailable
+from postroom.sandbox import Completed, SandboxPool
+from postroom.sandbox.pool import BREAKER, IDLE_S, Creations
+from postroom.sandbox.sandbox import OUTPUT_BYTES_MAX, MockSandbox, bubblewrap_trouble
 from tests.waiting import eventually, until
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.sinks import index as index_module
-from postroom.sinks.index import BLOCK_WORDS, Index, IndexBuilder, IndexDamaged, key_of
-from postroom.sinks.layout import INDEX
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
+from postroom.audit import index as index_module
+from postroom.audit.index import BLOCK_WORDS, Index, IndexBuilder, IndexDamaged, key_of
+from postroom.audit.layout import INDEX
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
 from postroom.testing import FIRST_WALL_US
 from tests.segmentstories import SOURCE, events, sealed_folder, seqs
 
@@ -180,7 +180,7 @@ def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
 
 
 def test_a_search_keeps_few_indexes_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.sinks.reader.INDEXES_MAX", 2)
+    monkeypatch.setattr("postroom.audit.reader.INDEXES_MAX", 2)
     sealed_folder(tmp_path)
     with Segments(tmp_path).searching() as find:
         found = find([f"{SOURCE}-trace{n}" for n in range(3)]) + find([f"{SOURCE}-trace{n}" for n in (3, 4)])
@@ -267,5 +267,5 @@ def test_a_reader_keeps_its_position_while_the_writer_seals(tmp_path: Path) -> N
 def test_blocks_end_where_lines_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealed_folder(tmp_path)
     for size in (1, 100, 333, 5_000):
-        monkeypatch.setattr("postroom.sinks.reader.BLOCK_BYTES", size)
+        monkeypatch.setattr("postroom.audit.reader.BLOCK_BYTES", size)
         assert seqs(list(Segments(tmp_path).events())) == list(range(1, 81))

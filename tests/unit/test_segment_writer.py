@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from postroom.core.events import AuditEvent, from_line, to_line
+from postroom.audit.chain import read_chain
+from postroom.audit.index import SEGMENT_BYTES_MAX
+from postroom.audit.layout import CHAIN, OPEN, TORN
+from postroom.audit.reader import Segments
+from postroom.audit.segment_writer import SegmentSink
+from postroom.audit.verify import verify
+from postroom.core.formats.events import AuditEvent, from_line, to_line
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, UnsafePath, WriteFailed
 from postroom.message import Durability
-from postroom.sinks.chain import read_chain
-from postroom.sinks.index import SEGMENT_BYTES_MAX
-from postroom.sinks.layout import CHAIN, OPEN, TORN
-from postroom.sinks.reader import Segments
-from postroom.sinks.segment_writer import SegmentSink
-from postroom.sinks.verify import verify
 from postroom.testing import ManualClock
 from tests import children
 from tests.children import no_child_left
@@ -193,7 +193,7 @@ def test_limits_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidSetting, match="seal_bytes"):
         SegmentSink(tmp_path, seal_bytes=SEGMENT_BYTES_MAX + 1)
     with SegmentSink(tmp_path, durability="os") as sink:
-        monkeypatch.setattr("postroom.sinks.segment_writer.SEGMENT_BYTES_MAX", 5_000)
+        monkeypatch.setattr("postroom.audit.segment_writer.SEGMENT_BYTES_MAX", 5_000)
         with pytest.raises(InvalidMessage, match="at once"):
             sink.write(events(1, 100))
         assert sink.position(SOURCE) == 0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from postroom.runtime import server_log as module
-from postroom.runtime.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, error_location
+from postroom.server.telemetry import server_log as module
+from postroom.server.telemetry.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, error_location
 from tests.waiting import HANG_GUARD_S
 
 
@@ -159,7 +159,7 @@ def test_close_waits_for_a_thread_that_is_just_starting(
     stream = io.StringIO()
     server_log = ServerLog(stream)
     writer = threading.Thread(target=server_log.write, args=("nudge_failed",))
-    monkeypatch.setattr("postroom.runtime.server_log.threading.Thread", Slow)
+    monkeypatch.setattr("postroom.server.telemetry.server_log.threading.Thread", Slow)
     writer.start()
     assert is_made.wait(HANG_GUARD_S)
     is_closing.set()

@@ -3,8 +3,8 @@
 import pytest
 
 from postroom.errors import TooMany, Unavailable
-from postroom.runtime.agents import Identity
-from postroom.runtime.shares import Shares
+from postroom.server.access.registry import Identity
+from postroom.server.access.shares import Shares
 
 BOSS = Identity("boss", "operator")
 ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))

@@ -3,7 +3,7 @@
 import pytest
 
 from postroom.errors import Unavailable
-from postroom.pipeline.storage import Storage
+from postroom.pipeline.delta.storage import Storage
 
 
 def test_an_unknown_kind_of_address_is_one_sentence() -> None:

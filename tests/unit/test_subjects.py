@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core import subjects
-from postroom.core.subjects import SubjectIndex
+from postroom.core.nats import subjects
+from postroom.core.nats.subjects import SubjectIndex
 
 
 @dataclass(eq=False)

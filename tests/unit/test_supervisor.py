@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.runtime.supervisor import Supervisor
+from postroom.server.up.supervisor import Supervisor
 from tests.waiting import until
 
 PROGRAM = """

@@ -6,7 +6,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from postroom.errors import InvalidSetting
-from postroom.system.tls import make_self_signed, server_context
+from postroom.system.crypto.tls import make_self_signed, server_context
 
 
 @pytest.fixture

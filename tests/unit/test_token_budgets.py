@@ -7,11 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from postroom.core import tokens
-from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.provider_headers import HEADER_S_MAX, Observed, observe, observed
-from postroom.core.token_rules import TOKENS_MAX, ModelRule, token_rules
-from postroom.core.tokens import Account, Grant, Need, Short, allocate, current, importance, reserve, settle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.tokens import tokens
+from postroom.core.tokens.provider_headers import HEADER_S_MAX, Observed, observe, observed
+from postroom.core.tokens.token_rules import TOKENS_MAX, ModelRule, token_rules
+from postroom.core.tokens.tokens import (
+    Account,
+    Grant,
+    Need,
+    Short,
+    allocate,
+    current,
+    importance,
+    reserve,
+    settle,
+)
 from postroom.errors import InvalidSetting
 
 MINUTE = 60 * NANOS_PER_S

@@ -12,8 +12,8 @@ import pytest
 
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
-from postroom.runtime.agents import Agents
-from postroom.runtime.tokens import FILE_NAME, Permissions, Tokens, digest_of
+from postroom.server.access.registry import Agents
+from postroom.server.access.tokens import FILE_NAME, Permissions, Tokens, digest_of
 
 
 def expire(folder: Path, token_id: str) -> None:
@@ -139,7 +139,7 @@ def test_a_rotation_keeps_no_entry_that_has_ended(tmp_path: Path) -> None:
 def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.tokens.TOKENS_MAX", 1)
+    monkeypatch.setattr("postroom.server.access.tokens.TOKENS_MAX", 1)
     tokens = Tokens(tmp_path)
     old = tokens.create("operator")
     with pytest.raises(InvalidMessage, match="there are 1 tokens already"):
@@ -152,7 +152,7 @@ def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
 def test_tokens_of_an_organization_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.tokens.TOKENS_AN_ORGANIZATION_MAX", 2)
+    monkeypatch.setattr("postroom.server.access.tokens.TOKENS_AN_ORGANIZATION_MAX", 2)
     tokens = Tokens(tmp_path)
     made = [tokens.create("agent", "acme", name) for name in ("ada", "ben")]
     with pytest.raises(InvalidMessage, match="'acme' has 2 tokens already, which is the limit"):
@@ -168,7 +168,7 @@ def test_tokens_of_an_organization_leave_room_for_others(
 def test_the_permissions_of_an_organization_name_a_limited_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("postroom.runtime.tokens.PERMITTED_NAMES_AN_ORGANIZATION_MAX", 5)
+    monkeypatch.setattr("postroom.server.access.tokens.PERMITTED_NAMES_AN_ORGANIZATION_MAX", 5)
     tokens = Tokens(tmp_path)
     three = Permissions(only_message=("a", "b"), only_buses=("c",))
     made = tokens.create("agent", "acme", "ada", permissions=three)

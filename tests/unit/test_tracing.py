@@ -1,7 +1,7 @@
 """The tree of a request, built from events."""
 
-from postroom.core.events import SCHEMA, AuditEvent, event_id
-from postroom.core.tracing import related, spans
+from postroom.core.formats.events import SCHEMA, AuditEvent, event_id
+from postroom.core.history.tracing import related, spans
 from postroom.message import EventKind
 
 

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from postroom.runtime.agents import Identity
-from postroom.runtime.turns import SharedThreads, Turns
+from postroom.server.access.registry import Identity
+from postroom.server.access.turns import SharedThreads, Turns
 from tests.waiting import HANG_GUARD_S
 
 

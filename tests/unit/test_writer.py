@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.task_input import checked_terms
-from postroom.contracts.task_operations import NewTask, TaskOperations
+from postroom.contracts.tasks.task_input import checked_terms
+from postroom.contracts.tasks.task_operations import NewTask, TaskOperations
 from postroom.errors import HandleDead, TooMany, Unavailable, UnknownTask, WriteFailed
-from postroom.runtime import writer as module
-from postroom.runtime.agents import Identity
-from postroom.runtime.writer import StoreWriter
-from postroom.stores.sqlite import SqliteStore
+from postroom.server.access.registry import Identity
+from postroom.server.http import writer as module
+from postroom.server.http.writer import StoreWriter
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
 from tests.faultydisk import FaultyDisk
 from tests.waiting import HANG_GUARD_S

@@ -123,7 +123,7 @@ def post(
       START=$(postroom bus post --id-only --bus bus.yaml --type start --project demo --body "")
       postroom bus post --bus bus.yaml --type stop --project demo --parent "$START" --body done
     """
-    from postroom.core.buswire import BODY_BYTES_MAX
+    from postroom.core.formats.buswire import BODY_BYTES_MAX
 
     with shell.bus(path, durability) as log:
         text = read_body(shell, body, body_file, BODY_BYTES_MAX)

@@ -7,7 +7,7 @@ import msgspec
 
 from postroom.client.connections import Call, Connections
 from postroom.client.tasks import TaskClient
-from postroom.contracts.tasks import Tasks
+from postroom.contracts.tasks.tasks import Tasks
 from postroom.errors import HandleDead, InvalidMessage
 
 STOP_CHECK_S = 0.25  # how often a wait for a task checks whether the worker is stopping

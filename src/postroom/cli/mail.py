@@ -29,8 +29,8 @@ from postroom.errors import InvalidMessage, InvalidSetting
 if TYPE_CHECKING:
     from postroom.client.mail import Mail, Subscription
     from postroom.contracts.mail.options import MailOptions
-    from postroom.core.mailcalls import MailMessage
-    from postroom.runtime.natsoptions import ServerOptions, TokenOwner
+    from postroom.core.mail.mailcalls import MailMessage
+    from postroom.server.nats.options import ServerOptions, TokenOwner
 
 SERVICE = "postroom-mail"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
@@ -225,9 +225,9 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
       postroom mail serve --data run/mail --port 4222
       postroom mail serve --data run/mail --user ada --durable-normal --quota-messages 10000
     """
-    from postroom.runtime.mail_status import mail_gauges
-    from postroom.runtime.mailserver import serve as run_server
-    from postroom.runtime.telemetry import exporting
+    from postroom.server.nats.mail_server import serve as run_server
+    from postroom.server.nats.mail_status import mail_gauges
+    from postroom.server.telemetry.export import exporting
 
     def print_address(port: int) -> None:
         scheme = "tls" if chosen["tls_cert"] else "nats"
@@ -248,9 +248,9 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
 
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
-    from postroom.runtime.mailserver import read_users
-    from postroom.runtime.natsoptions import ServerOptions
-    from postroom.system.tls import server_context
+    from postroom.server.nats.mail_server import read_users
+    from postroom.server.nats.options import ServerOptions
+    from postroom.system.crypto.tls import server_context
 
     users = read_users(chosen["users_file"]) if chosen["users_file"] else {}
     password = chosen["password"] or os.environ.get(PASSWORD_VARIABLE, "")
@@ -278,8 +278,8 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
 
 def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | None]":
     """Find the owner of a token. Users of organizations have names that no other organization has."""
-    from postroom.runtime.agents import Agents
-    from postroom.runtime.natsoptions import TokenOwner
+    from postroom.server.access.registry import Agents
+    from postroom.server.nats.options import TokenOwner
 
     agents = Agents(data)
 

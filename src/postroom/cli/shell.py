@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "postroom.toml"
 CONFIG_VARIABLE = "POSTROOM_CONFIG"
-KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"  # as in `system.encryption`, which a command may not need
+KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"  # as in `system.crypto.encryption`, which a command may not need
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
 COUNT_MAX = 1_000_000_000  # of messages in one result
 COUNT = click.IntRange(0, COUNT_MAX)
@@ -410,7 +410,7 @@ def as_folder(context: click.Context, parameter: click.Parameter, value: str | N
 def check_key_file(folder: Path) -> None:
     """Refuse the key file of this command inside a data folder."""
     if os.environ.get(KEY_FILE_VARIABLE):
-        from postroom.system.key_file import check_outside
+        from postroom.system.crypto.key_file import check_outside
 
         check_outside(Path(os.environ[KEY_FILE_VARIABLE]), folder)
 

@@ -22,8 +22,8 @@ from postroom.cli.shell import CONFIG_NAME, DATA_DEFAULT, HELP_OPTIONS, Shell, j
 from postroom.cli.tasks.options import FOLDER
 
 if TYPE_CHECKING:
-    from postroom.runtime.parts import Part
-    from postroom.runtime.tokens import NewToken
+    from postroom.server.access.tokens import NewToken
+    from postroom.server.up.parts import Part
     from postroom.settings import UpSettings
 
 STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
@@ -85,7 +85,7 @@ def up(
       postroom up --data run --key-file postroom.keys
       postroom up --demo
     """
-    from postroom.runtime.parts import LOCK_FILE
+    from postroom.server.up.parts import LOCK_FILE
     from postroom.system.atomic import make_folder
     from postroom.system.lock import alone
 
@@ -109,9 +109,9 @@ def up(
 def _run(
     shell: Shell, data: Path, settings: "UpSettings", accept_loss: tuple[str, ...], *, demo: bool
 ) -> None:
-    from postroom.runtime.manifest import keeping
-    from postroom.runtime.parts import Parts
-    from postroom.runtime.tokens import Tokens
+    from postroom.server.access.tokens import Tokens
+    from postroom.server.folder.manifest import keeping
+    from postroom.server.up.parts import Parts
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,7 +144,7 @@ def _run(
 
 def _make_store(data: Path, store: str | None) -> None:
     """Make the store, which the HTTP server makes otherwise: the shipper reads it."""
-    from postroom.contracts.tasks import Tasks
+    from postroom.contracts.tasks.tasks import Tasks
 
     with Tasks.open(store or f"sqlite:///{data / 'queue.db'}") as tasks:
         tasks.store.identity()
@@ -174,7 +174,7 @@ def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
 
 
 def _check_certificate(settings: "UpSettings") -> None:
-    from postroom.system.tls import server_context
+    from postroom.system.crypto.tls import server_context
 
     if settings.tls_cert is not None:
         server_context(settings.tls_cert, settings.tls_key)
@@ -194,8 +194,8 @@ def _check_store(store: str | None) -> None:
 def _check_data(data: Path, store: str | None) -> None:
     """Refuse a folder of something else, and a store that was moved: every write to it would fail."""
     from postroom.errors import StoreMoved
-    from postroom.runtime.data_folder import DATABASE, is_new_data_folder
-    from postroom.stores.sqlite_snapshot import SqliteSnapshot
+    from postroom.server.folder.layout import DATABASE, is_new_data_folder
+    from postroom.stores.sqlite.snapshot import SqliteSnapshot
 
     is_new_data_folder(data)  # raises for a folder of something else
     path = data / DATABASE
@@ -207,8 +207,8 @@ def _check_data(data: Path, store: str | None) -> None:
 
 def _check_key_file(data: Path, store: str | None) -> None:
     """Refuse a key file that does not fit the data, before a part stores anything with its keys."""
-    from postroom.runtime.key_rotation import EncryptedData
-    from postroom.system.encryption import key_file_encryption
+    from postroom.server.folder.key_rotation import EncryptedData
+    from postroom.system.crypto.encryption import key_file_encryption
 
     encryption = key_file_encryption(None)
     if encryption is not None:
@@ -224,7 +224,7 @@ def _is_loopback(host: str) -> bool:
 
 def _first_token(data: Path) -> "NewToken | None":
     """The token of an admin, when the folder has no token of an operator or admin."""
-    from postroom.runtime.agents import Agents
+    from postroom.server.access.registry import Agents
 
     agents = Agents(data)
     roles = [known.role for known in agents.list()] + [known.role for known in agents.tokens.list()]
@@ -234,7 +234,7 @@ def _first_token(data: Path) -> "NewToken | None":
 
 
 def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
-    from postroom.runtime.parts import Part
+    from postroom.server.up.parts import Part
 
     config: tuple[str, ...] = () if shell.config is None else ("--config", str(shell.config))
     program = (sys.executable, "-m", "postroom.cli.main", *config, "--json")
@@ -268,10 +268,10 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
 
 
 def _demo_part(data: Path, ready: Any) -> "Part":
-    from postroom.runtime.parts import Part
+    from postroom.server.up.parts import Part
 
     where = ("--url", ready["http"]["url"], "--nats", ready.get("mail", {}).get("url", ""))
-    command = (sys.executable, "-m", "postroom.runtime.demo", *where, "--data", str(data))
+    command = (sys.executable, "-m", "postroom.server.up.demo", *where, "--data", str(data))
     return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True, beats=False)
 
 

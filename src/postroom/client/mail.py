@@ -21,11 +21,10 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 
 from postroom.client.nats import SID, ClientConnection, Login, servers_of
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core import natswire as wire
-from postroom.core.mailbox import RANKS
-from postroom.core.mailcalls import (
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import RANKS
+from postroom.core.mail.mailcalls import (
     CREATE,
     LIST,
     REPLY_TO,
@@ -48,6 +47,7 @@ from postroom.core.mailcalls import (
     suffix,
     wanted_suffix,
 )
+from postroom.core.nats import natswire as wire
 from postroom.core.times import SECONDS_MAX, checked_seconds
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from postroom.client.connections import untrusted
-from postroom.core import natswire as wire
+from postroom.core.nats import natswire as wire
 from postroom.errors import InvalidMessage, InvalidSetting, MailRefused, MailUnavailable, PostroomError
 
 DEFAULT_PORT = 4222

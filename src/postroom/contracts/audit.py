@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from postroom.core import tracing
-from postroom.core.events import AuditEvent
-from postroom.core.timeline import Latest, Timeline
+from postroom.audit import segment_retention, verify
+from postroom.audit.cipher import PREFIX, Cipher, UnreadablePayload
+from postroom.audit.heads import StreamHead, head_path, noted_head
+from postroom.audit.layout import holds_stream
+from postroom.audit.reader import Segments, StreamPosition
+from postroom.core.formats.events import AuditEvent
+from postroom.core.history import tracing
+from postroom.core.history.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
-from postroom.sinks import retention, verify
-from postroom.sinks.cipher import PREFIX, Cipher, UnreadablePayload
-from postroom.sinks.heads import StreamHead, head_path, noted_head
-from postroom.sinks.layout import holds_stream
-from postroom.sinks.reader import Segments, StreamPosition
-from postroom.system.key_file import KEY_ID_CHARS_MAX
+from postroom.system.crypto.key_file import KEY_ID_CHARS_MAX
 from postroom.system.log import library_log
 
 TRACE_IDS_MAX = 100_000  # message and trace ids of one request
@@ -154,11 +154,11 @@ class Audit:
 
     def retain(self, before: datetime) -> list[str]:
         """Remove the segments that were sealed before a time. Returns their names."""
-        return retention.retain(self.folder, epoch_ns_of(before) // 1000)
+        return segment_retention.retain(self.folder, epoch_ns_of(before) // 1000)
 
     def why_kept(self) -> str:
         """Return why the last retention kept segments, as a clause."""
-        return retention.why_kept(self.folder)
+        return segment_retention.why_kept(self.folder)
 
     def _revealed(self, events: Iterable[AuditEvent]) -> Iterator[AuditEvent]:
         return iter(events) if self._cipher is None else map(partial(self._reveal, self._cipher), events)

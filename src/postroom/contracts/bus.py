@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from postroom.core import buswire, ids
+from postroom.core.formats import buswire, ids
 from postroom.core.times import NANOS_PER_S, checked_seconds, normal_utc, parse_utc, second_texts
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import busfile

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from postroom.core import auditlines, events
-from postroom.core.events import AuditEvent
+from postroom.audit.heads import StreamHead
+from postroom.core.formats import auditlines, events
+from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Redactor
 from postroom.errors import ShippedElsewhere, SinkAhead
 from postroom.logs import busfile, eventfiles
 from postroom.message import Event
-from postroom.sinks.heads import StreamHead
 from postroom.stores.base import Outbox
 from postroom.stores.event_quarantine import is_unreadable, quarantine_events
 from postroom.stores.event_runs import UNREADABLE

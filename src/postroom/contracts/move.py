@@ -12,10 +12,10 @@ import psycopg
 
 from postroom.errors import InvalidMessage, PostroomError, StoreDamaged
 from postroom.stores.open import POSTGRES, SQLITE, open_store
-from postroom.stores.postgres import PostgresStore
-from postroom.stores.postgres_import import differences, import_store, is_empty
+from postroom.stores.postgres.importer import differences, import_store, is_empty
+from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.store import Store
-from postroom.system.encryption import key_file_encryption
+from postroom.system.crypto.encryption import key_file_encryption
 from postroom.system.log import library_log
 
 _log = library_log("postroom.store")

@@ -19,7 +19,7 @@ import msgspec
 
 from postroom.contracts import queuecheck
 from postroom.contracts.queuecheck import QueueReport
-from postroom.core import queuewire as wire
+from postroom.core.formats import queuewire as wire
 from postroom.core.names import checked_name, is_name, plain
 from postroom.core.times import checked_seconds, utc_text
 from postroom.errors import (

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from postroom.core import queuewire as wire
+from postroom.core.formats import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage
 from postroom.logs.queuefile import BODY_SUFFIX, CURSOR_SUFFIX, TOPICS_SUFFIX, ReadProgress, SessionFiles
 from postroom.message import Damage, QueueMessage

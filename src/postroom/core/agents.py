@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidSetting
 
 AGENTS_AN_ORGANIZATION_MAX: Final = 100

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from postroom.core.buswire import (
+from postroom.core.formats.buswire import (
     CHECKSUM_LINE_BYTES,
     LEGACY_PREFIX,
     MARKER,

@@ -34,7 +34,7 @@ from postroom.message import Damage
 from postroom.system import lock
 from postroom.system.atomic import make_folder, open_safely, read_file, replace_file, sync_folder, write_all
 from postroom.system.callbacks import attempt, report
-from postroom.system.encryption import Encryption, key_of
+from postroom.system.crypto.encryption import Encryption, key_of
 
 SEGMENT_BYTES_MAX = 32 << 20  # a segment that has reached it is followed by a new one
 BACKLOG_BYTES_MAX = 64 << 20  # written and not synced; above it the server stops reading

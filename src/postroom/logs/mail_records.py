@@ -18,11 +18,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from postroom.core.mailbox import RANK_COUNT, Priority
+from postroom.core.mail.mailbox import RANK_COUNT, Priority
 from postroom.core.times import SECONDS_MAX
 from postroom.errors import UnreadableValue
 from postroom.message import Damage
-from postroom.system.encryption import HEAD_BYTES, MARK, Encryption, key_needed
+from postroom.system.crypto.encryption import HEAD_BYTES, MARK, Encryption, key_needed
 
 RECORD_BYTES_MAX = 65 << 20
 ROW_BYTES_MAX = 1 << 20  # cost of the letters in one record

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from postroom.core import queuewire as wire
+from postroom.core.formats import queuewire as wire
 from postroom.core.names import checked_name
 from postroom.errors import DamagedState, InvalidName, Unavailable, UnsafePath, WriteFailed, reason
 from postroom.logs.appendfile import AppendFile

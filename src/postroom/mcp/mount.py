@@ -12,15 +12,15 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.core.jsoninput import check_json
+from postroom.core.formats.jsoninput import check_json
 from postroom.errors import PostroomError
 from postroom.mcp.backend import LocalBackend
 from postroom.mcp.presence import Presence
 from postroom.mcp.resources import check_entries
-from postroom.runtime.endpoint import read_body, refuse
-from postroom.runtime.http import TasksApp
-from postroom.runtime.http_messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
-from postroom.runtime.schemas import BODY_DEPTH_MAX
+from postroom.server.app import TasksApp
+from postroom.server.http.endpoint import read_body, refuse
+from postroom.server.http.messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
+from postroom.server.routes.task_schemas import BODY_DEPTH_MAX
 
 PATH = "/mcp"
 BODY_BYTES_MAX = 1024 * 1024  # the library decodes bodies in the event loop

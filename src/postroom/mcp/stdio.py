@@ -9,18 +9,18 @@ from pathlib import Path
 
 from mcp.server.stdio import stdio_server
 
-from postroom.contracts.engine import Engine
-from postroom.contracts.tasks import Tasks
+from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.names import checked_name
+from postroom.engine import Engine
 from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBackend
 from postroom.mcp.presence import Presence, beat
 from postroom.mcp.server import create_server
-from postroom.runtime.agents import Agents, Identity
-from postroom.runtime.http import TasksApp, create_app
-from postroom.runtime.server_log import ServerLog
-from postroom.runtime.telemetry import exporting
-from postroom.runtime.tokens import Role
+from postroom.server.access.registry import Agents, Identity
+from postroom.server.access.tokens import Role
+from postroom.server.app import TasksApp, create_app
+from postroom.server.telemetry.export import exporting
+from postroom.server.telemetry.server_log import ServerLog
 
 LOCAL_AGENT = "local"
 SERVICE = "postroom-mcp"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise

@@ -20,7 +20,7 @@ from postroom.core.gate import GATE
 from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import Entry, labelled, page
-from postroom.runtime.schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
+from postroom.server.routes.task_schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
 
 BUDGET_TOKENS = 2_000
 BUDGET_TOKENS_MAX = 200_000

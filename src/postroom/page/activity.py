@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from postroom.message import Event, EventKind, org_of
-from postroom.runtime.engine_load import TARGETS_MS
+from postroom.server.up.engine_load import TARGETS_MS
 from postroom.stores.base import LANES
 
 HISTORY_S: Final = 60

@@ -7,9 +7,9 @@ from typing import Any
 from postroom.message import BusMessage
 from postroom.page.redaction import REDACTED_CHARS_MAX, begin_view, shown_body, shown_by, shown_name
 from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
-from postroom.runtime.event_streams import EventStream, bus_pages
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_server import TaskServer
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.event_streams import EventStream, bus_pages
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:

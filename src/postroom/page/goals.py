@@ -5,16 +5,16 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.contracts.engine.cells import SEPARATOR
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.goals import branches
-from postroom.contracts.goals import decisions as decision_cells
-from postroom.contracts.goals.cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect
-from postroom.contracts.goals.goals import GoalStatus, status_of
-from postroom.contracts.goals.progress import CHECKPOINTS_MAX
-from postroom.contracts.goals.rollback import checkpoint_of, is_undone, later_effects
 from postroom.core.gate import of_organization, permit, visible_org
+from postroom.engine.rules.cells import SEPARATOR
+from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint
+from postroom.goals import decisions as decision_cells
+from postroom.goals.goal_cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect
+from postroom.goals.goals import GoalStatus, status_of
+from postroom.goals.graph import branches
+from postroom.goals.progress import CHECKPOINTS_MAX
+from postroom.goals.rollback import checkpoint_of, is_undone, later_effects
 from postroom.page.messages import read
 from postroom.page.redaction import (
     REDACTED_CHARS_MAX,
@@ -26,9 +26,9 @@ from postroom.page.redaction import (
     shown_texts,
 )
 from postroom.page.schemas import RollbackBody
-from postroom.runtime.goal_handlers import answered, check_goal
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_server import TaskServer
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.goal_handlers import answered, check_goal
 from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100

@@ -6,19 +6,19 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.contracts.engine import dlq
-from postroom.contracts.engine.cells import PAUSES, SEPARATOR
-from postroom.contracts.engine.dlq import DeadLetter, Found
-from postroom.contracts.engine.inspection import EngineStatus, status_of
-from postroom.contracts.engine.operations import Operations
 from postroom.core.gate import visible_org
 from postroom.core.names import unscoped
+from postroom.engine import dlq
+from postroom.engine.dlq import DeadLetter, Found
+from postroom.engine.inspection import EngineStatus, status_of
+from postroom.engine.rules.cells import PAUSES, SEPARATOR
+from postroom.engine.rules.operations import Operations
 from postroom.page.messages import read
 from postroom.page.redaction import shown_by, shown_name, shown_text
 from postroom.page.schemas import LettersQuery, ReplayBody
-from postroom.runtime.engine_handlers import operated_org, visible
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_server import TaskServer
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.engine_handlers import operated_org, visible
 
 PATTERNS_SHOWN_MAX: Final = 50
 SAMPLED_MAX: Final = 500  # dead letters that patterns are computed from

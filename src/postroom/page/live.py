@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from postroom.contracts.engine.operations import Operations
 from postroom.core.gate import visible_org
 from postroom.core.names import unscoped
+from postroom.engine.rules.operations import Operations
 from postroom.errors import PostroomError, Unavailable
 from postroom.message import Event, EventKind, org_of
 from postroom.page.activity import Activity
 from postroom.page.overview import Facts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
 from postroom.page.redaction import Hide, names_hidden
-from postroom.runtime.event_streams import STREAM_STARTS, chunk, end_stream, is_number, sse
-from postroom.runtime.http_messages import HttpRequest, disconnection
-from postroom.runtime.server_log import error_location
-from postroom.runtime.shares import Shares
-from postroom.runtime.task_server import TaskServer
+from postroom.server.access.shares import Shares
+from postroom.server.http.messages import HttpRequest, disconnection
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.event_streams import STREAM_STARTS, chunk, end_stream, is_number, sse
+from postroom.server.telemetry.server_log import error_location
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:

@@ -12,23 +12,26 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from postroom.contracts.engine.explanation import explain
-from postroom.contracts.engine.inspection import MessageInfo, info_of
-from postroom.contracts.engine.messages import body_of, checked_message_id
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.goals.cells import STATES
-from postroom.contracts.task_operations import TaskOperations
+from postroom.contracts.tasks.task_operations import TaskOperations
+from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import of_organization, permit, visible_org
-from postroom.core.jsoninput import raw_value
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped, unscoped_text
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.engine.explanation import explain
+from postroom.engine.inspection import MessageInfo, info_of
+from postroom.engine.messages import body_of, checked_message_id
+from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, UnknownTask
+from postroom.goals.goal_cells import STATES
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.page.schemas import MessagesQuery
-from postroom.runtime.agents import Identity
-from postroom.runtime.engine_handlers import (
+from postroom.server.access.registry import Identity
+from postroom.server.access.task_names import stored_id
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.engine_handlers import (
     SEARCHED_BYTES_MAX,
     cancel_allowed,
     operated_org,
@@ -36,9 +39,6 @@ from postroom.runtime.engine_handlers import (
     shown_info,
     visible,
 )
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_names import stored_id
-from postroom.runtime.task_server import TaskServer
 from postroom.stores.base import Listing, by_state
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction

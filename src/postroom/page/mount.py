@@ -37,17 +37,17 @@ from postroom.page.schemas import (
     TasksQuery,
 )
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
-from postroom.runtime import event_streams
-from postroom.runtime.agents import Identity
-from postroom.runtime.endpoint import Endpoint, Handler, ServedRoute, identified
-from postroom.runtime.engine_schemas import AnswerBody
-from postroom.runtime.http import TasksApp, not_served, routes_of
-from postroom.runtime.http_messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
-from postroom.runtime.listener import CONNECTION
-from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route
-from postroom.runtime.schemas import NoQuery
-from postroom.runtime.task_server import TaskServer
-from postroom.runtime.tokens import digest_of
+from postroom.server.access.registry import Identity
+from postroom.server.access.tokens import digest_of
+from postroom.server.app import TasksApp, not_served, routes_of
+from postroom.server.http.endpoint import Endpoint, Handler, ServedRoute, identified
+from postroom.server.http.listener import CONNECTION
+from postroom.server.http.messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
+from postroom.server.http.openapi import EVENT_STREAM, TEXT, Route
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes import event_streams
+from postroom.server.routes.engine_schemas import AnswerBody
+from postroom.server.routes.task_schemas import NoQuery
 
 if TYPE_CHECKING:
     from postroom.core.redaction import Redactor

@@ -12,18 +12,18 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine.agents import AgentOperations
-from postroom.contracts.engine.cells import AGENTS, SEPARATOR
-from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus, status_of
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.policy import Policy
-from postroom.contracts.engine.token_status import TokenStatus
-from postroom.contracts.engine.token_status import status_of as token_status_of
-from postroom.contracts.goals import decisions
 from postroom.core.agents import Health
-from postroom.core.health import NO_PARTS, HealthFacts, Verdict
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.health.health import NO_PARTS, HealthFacts, Verdict
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.inspection import BreakerStatus, EngineStatus, status_of
+from postroom.engine.rules.cells import AGENTS, SEPARATOR
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.policy import Policy
+from postroom.engine.token_status import TokenStatus
+from postroom.engine.token_status import status_of as token_status_of
+from postroom.goals import decisions
 from postroom.page.activity import Activity, Rates, Second, Wait
 from postroom.page.redaction import Hide
 

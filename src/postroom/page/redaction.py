@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_server import TaskServer
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
 
 if TYPE_CHECKING:
     from postroom.core.redaction import Redactor

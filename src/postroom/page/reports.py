@@ -22,9 +22,9 @@ import msgspec
 
 from postroom.errors import UnsafePath, clipped
 from postroom.pipeline.paths import LOGS
-from postroom.runtime.data_folder import AUDIT_FOLDER, REPORT_FILE, TABLES_FOLDER
-from postroom.runtime.http_messages import HttpReply, HttpRequest, Refusal
-from postroom.runtime.task_server import TaskServer
+from postroom.server.folder.layout import AUDIT_FOLDER, REPORT_FILE, TABLES_FOLDER
+from postroom.server.http.messages import HttpReply, HttpRequest, Refusal
+from postroom.server.http.task_server import TaskServer
 from postroom.system.atomic import open_safely
 
 REPORT_BYTES_MAX: Final = 64 * 1024 * 1024

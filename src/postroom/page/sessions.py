@@ -16,7 +16,7 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Final
 
-from postroom.runtime.tokens import Session, session_file
+from postroom.server.access.tokens import Session, session_file
 
 SECRET_BYTES: Final = 32
 SESSION_S: Final = 12 * 3600

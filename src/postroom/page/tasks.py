@@ -13,18 +13,18 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from postroom.contracts.task_views import TaskInfo
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.contracts.tasks.task_views import TaskInfo
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped
 from postroom.message import Event, Record, State, Stored
 from postroom.page.messages import accepted_at, newest_first, place_of, shown_event, shown_place
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
 from postroom.page.schemas import TaskQueuesQuery, TasksQuery
-from postroom.runtime.engine_handlers import SEARCHED_BYTES_MAX
-from postroom.runtime.handlers import read_queue, readable_task
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.task_names import readable_queues, shown_id, shown_task
-from postroom.runtime.task_server import TaskServer
+from postroom.server.access.task_names import readable_queues, shown_id, shown_task
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX
+from postroom.server.routes.task_handlers import read_queue, readable_task
 from postroom.stores.base import by_state, ready
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction

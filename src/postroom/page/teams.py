@@ -5,14 +5,14 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.contracts.engine.agents import AgentInfo, AgentOperations
 from postroom.core.gate import permit, visible_org
+from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
 from postroom.page.messages import read
 from postroom.page.redaction import shown_texts
-from postroom.runtime.agent_handlers import shown_to
-from postroom.runtime.http_messages import HttpReply, HttpRequest
-from postroom.runtime.mail_status import read_status
-from postroom.runtime.task_server import TaskServer
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.nats.mail_status import read_status
+from postroom.server.routes.agent_handlers import shown_to
 
 AGENTS_LISTED_MAX: Final = 1_000
 REGISTERED_LISTED_MAX: Final = 1_000

@@ -7,8 +7,8 @@ Rule 2: names are shown without control characters: a name cannot change the ter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.policy import Policy
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.policy import Policy
 from postroom.message import Event
 from postroom.page.activity import Activity, Second
 from postroom.page.overview import Facts, Organization, Snapshot, read_facts, snapshot

@@ -7,8 +7,8 @@ commands that need no Spark import modules of this package.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from postroom.pipeline.delta.tables import Tables as Tables
     from postroom.pipeline.jobs import Pipeline as Pipeline
-    from postroom.pipeline.tables import Tables as Tables
 
 __all__ = ["Pipeline", "Tables"]
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Pipeline
     if name == "Tables":
-        from postroom.pipeline.tables import Tables  # noqa: PLC0415 - lazy
+        from postroom.pipeline.delta.tables import Tables  # noqa: PLC0415 - lazy
 
         return Tables
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

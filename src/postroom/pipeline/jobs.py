@@ -19,9 +19,12 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
-from postroom.pipeline import paths, queries
-from postroom.pipeline.delta_log import Txn
-from postroom.pipeline.file_groups import file_group, is_dense
+from postroom.pipeline import paths
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.file_groups import file_group, is_dense
+from postroom.pipeline.delta.log_summaries import SummarizedTables
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import Split, Staged, Tables, require_rows
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
@@ -46,15 +49,13 @@ from postroom.pipeline.ingest.segments import (
     named_hashes,
 )
 from postroom.pipeline.lineage import Datasets, JobRun, dataset, emitting
-from postroom.pipeline.log_summaries import SummarizedTables
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
+from postroom.pipeline.query import queries
 from postroom.pipeline.schedule import Dependencies, run_in_order
-from postroom.pipeline.session import AWAITED, in_pool, is_classic
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Split, Staged, Tables, require_rows
+from postroom.pipeline.spark.session import AWAITED, in_pool, is_classic
 
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"

@@ -24,10 +24,10 @@ from postroom.errors import InvalidSetting, shown_address
 from postroom.settings import is_address
 
 if TYPE_CHECKING:
-    from postroom.pipeline.delta_log import Commit
-    from postroom.pipeline.expectations import Measured
-    from postroom.pipeline.storage import Storage
-    from postroom.pipeline.tables import Tables
+    from postroom.pipeline.delta.delta_log import Commit
+    from postroom.pipeline.delta.storage import Storage
+    from postroom.pipeline.delta.tables import Tables
+    from postroom.pipeline.query.expectations import Measured
 
 PRODUCER: Final = "urn:postroom:pipeline"
 SPEC: Final = "https://openlineage.io/spec"

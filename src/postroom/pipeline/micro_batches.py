@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.streaming.query import StreamingQuery
 
 from postroom.errors import Unavailable
-from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import EventStream
 

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from postroom.audit.layout import CHAIN, STREAM
 from postroom.errors import InvalidMessage
 from postroom.pipeline.places import normalized
 from postroom.settings import is_address
-from postroom.sinks.layout import CHAIN, STREAM
 
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
 LOGS: Final = "*/_delta_log"  # of the tables, below their folder

@@ -20,18 +20,18 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.core.events import SCHEMA, AuditEvent
+from postroom.audit.cipher import PREFIX, Cipher, UnreadablePayload
+from postroom.core.formats.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
-from postroom.pipeline import queries
-from postroom.pipeline.session import first_sentence
+from postroom.pipeline.query import queries
+from postroom.pipeline.spark.session import first_sentence
 from postroom.pipeline.submission import COMMIT_MESSAGES, ReplayMessage, Submitter, chunks, is_fit
-from postroom.sinks.cipher import PREFIX, Cipher, UnreadablePayload
 from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
-    from postroom.pipeline.tables import Tables
+    from postroom.pipeline.delta.tables import Tables
     from postroom.stores.store import Store
 
 ID_CHARS: Final = 12

@@ -23,7 +23,7 @@ CORRUPT: Final = "_corrupt"
 RESCUED: Final = "rescued"
 """The fields of a line that this version does not know, as one JSON object."""
 MARK: Final = "redaction"
-"""The mark of the redaction that the shipper has applied to a line; see `sinks.redaction_marks`."""
+"""The mark of the redaction that the shipper has applied to a line; see `audit.redaction_marks`."""
 NOT_IN_LINE: Final = ("segment", MARK, "date", CORRUPT)
 """Columns of bronze that are not part of a line."""
 REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")

@@ -15,10 +15,10 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.backlog import Backlog
-from postroom.contracts.task_input import KEY_CHARS_MAX
-from postroom.contracts.tasks import Tasks
+from postroom.contracts.tasks.task_input import KEY_CHARS_MAX
+from postroom.contracts.tasks.tasks import Tasks
+from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.core.names import checked_name, is_name
-from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage
 from postroom.message import Envelope
 from postroom.stores.transaction import Accepted, Transaction

@@ -1,6 +1,6 @@
 """The seam of a store: the methods that a backend implements.
 
-Rule 1: a record changes only by a `Step` of `core.lifecycle`, and its events commit with it.
+Rule 1: a record changes only by a `Step` of `core.lifecycle.lifecycle`, and its events commit with it.
 Rule 2: a backend stores and finds. Every decision is taken in `stores.transaction`, on top of these methods.
 Rule 3: work that raises changes nothing.
 """

@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any
 
 from postroom.stores.encrypted import batch_place, cell_place, record_place
-from postroom.stores.sql.queries import Reading
+from postroom.stores.sqlite.sql.queries import Reading
 
 CRC_BYTES = 4
 

@@ -15,7 +15,7 @@ import msgspec
 
 from postroom.errors import KeyInUse, KeyMissing, UnreadableValue
 from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
-from postroom.system.encryption import HEAD_BYTES, LINE_MARK, PLAIN, Encryption, KeysInUse, key_of
+from postroom.system.crypto.encryption import HEAD_BYTES, LINE_MARK, PLAIN, Encryption, KeysInUse, key_of
 
 CONVERSION_ROWS_MAX = 200  # rows that one transaction looks at
 CONVERSION_BYTES_MAX = 1 << 20  # bytes of values after which a transaction ends earlier

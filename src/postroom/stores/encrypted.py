@@ -13,12 +13,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.errors import UnreadableValue
 from postroom.message import Record
 from postroom.stores.base import Head
 from postroom.stores.transaction import KEY, LIMITS, MANIFEST, OUTBOX, Transaction
-from postroom.system.encryption import Encryption
+from postroom.system.crypto.encryption import Encryption
 from postroom.system.log import library_log
 
 PLAIN_CELLS = frozenset(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import UnreadableValue
 from postroom.message import Event, Noted, Record, State
 from postroom.stores.own_ids import OwnIds

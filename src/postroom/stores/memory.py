@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import Event, Record, Stored, org_of
 from postroom.stores.base import (
     LANE_COUNTS,

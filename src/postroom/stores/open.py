@@ -5,7 +5,7 @@ import os
 from postroom.errors import InvalidMessage, InvalidSetting, shown_address
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
-from postroom.system.encryption import key_file_encryption
+from postroom.system.crypto.encryption import key_file_encryption
 
 SQLITE = "sqlite:///"
 MEMORY = "memory://"
@@ -32,7 +32,7 @@ def open_store(
 
         return MemoryStore(clock=clock)
     if url.startswith(AMQP):
-        from postroom.stores.rabbitmq import RabbitStore, parse_address
+        from postroom.stores.rabbitmq.store import RabbitStore, parse_address
 
         address = parse_address(url)
         if address.is_broker_only and key_file_encryption(key_file) is not None:
@@ -42,7 +42,7 @@ def open_store(
         ledger = open_store(address.ledger, clock=clock, key_file=key_file, notes_keys=notes_keys)
         return RabbitStore(address, ledger)
     if url.startswith(POSTGRES):
-        from postroom.stores.postgres import PostgresStore
+        from postroom.stores.postgres.store import PostgresStore
 
         store: Store = PostgresStore(url, clock=clock, encryption=key_file_encryption(key_file))
         store.notes_keys = notes_keys
@@ -53,7 +53,7 @@ def open_store(
             f"{shown_address(url)!r} is not a store: use sqlite:///path/to/queue.db, "
             "postgres://user@host/db, amqp://host/?ledger=URL or memory://"
         )
-    from postroom.stores.sqlite import SqliteStore
+    from postroom.stores.sqlite.store import SqliteStore
 
     store = SqliteStore(path, clock=clock, encryption=key_file_encryption(key_file))
     store.notes_keys = notes_keys

@@ -5,7 +5,7 @@ import os
 
 from msgspec.structs import replace
 
-from postroom.core.ids import SECRET_BYTES, IdRule, MessageIds
+from postroom.core.formats.ids import SECRET_BYTES, IdRule, MessageIds
 from postroom.message import ENGINE_PREFIX, Event
 
 IDS_FACT = "ids"

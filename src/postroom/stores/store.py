@@ -14,7 +14,7 @@ from postroom.stores.base import Counted, Pick, by_state
 from postroom.stores.conversion import Progress
 from postroom.stores.disk_reserve import with_control_reserve
 from postroom.stores.transaction import Transaction
-from postroom.system.encryption import KeysInUse
+from postroom.system.crypto.encryption import KeysInUse
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import Envelope, Event, Record, Stored
 from postroom.stores.base import Kept
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
 from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (

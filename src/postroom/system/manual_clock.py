@@ -1,6 +1,6 @@
 """A clock that tests move by hand."""
 
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 
 MICROS_PER_S = 1_000_000
 FIRST_WALL_US = 1_770_000_000 * MICROS_PER_S  # some day in 2026

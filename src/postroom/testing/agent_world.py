@@ -19,18 +19,18 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from postroom.contracts.engine.agent_sweeps import Swept, sweep
-from postroom.contracts.engine.agents import AgentOperations, Answer, Asked
-from postroom.contracts.engine.cells import BOUNCES, Part
-from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.message_input import Registry
-from postroom.contracts.engine.operations import Operations
-from postroom.contracts.engine.outcomes import Outcome
-from postroom.contracts.engine.parts import Position
-from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.core.agents import FINAL_PARTS, AgentRules, OnDead
-from postroom.core.fairness import Rotation
-from postroom.core.retry import Retry
+from postroom.core.lifecycle.fairness import Rotation
+from postroom.core.lifecycle.retry import Retry
+from postroom.engine.agents.agent_operations import AgentOperations, Answer, Asked
+from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.parts import Position
+from postroom.engine.message_input import Registry
+from postroom.engine.rules.cells import BOUNCES, Part
+from postroom.engine.rules.claims import Claimed, Claims
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.rules.policy import REQUEST_TYPES, Policy
 from postroom.errors import AgentReplaced, Bounced, StaleLease, Unavailable, UnknownTask
 from postroom.stores.memory import MemoryStore
 from postroom.system.manual_clock import ManualClock

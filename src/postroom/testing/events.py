@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import Event, EventKind, State, org_of
 from postroom.stores.base import Counted, Listing
 from postroom.stores.store import Store

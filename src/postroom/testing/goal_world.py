@@ -16,17 +16,17 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.contracts.engine.cells import Kind
-from postroom.contracts.engine.engine import Engine
-from postroom.contracts.engine.inline import InlineEngine
-from postroom.contracts.engine.policy import Guard, Policy
-from postroom.contracts.goals.adviser import Adviser
-from postroom.contracts.goals.branches import BRANCHES, HISTORY, STAGED, UNDO
-from postroom.contracts.goals.cells import EFFECTS, OPEN, PENDING, ROLLBACKS, UNDOES
-from postroom.core import advice
-from postroom.core.advice import Advice, Question
-from postroom.core.retry import Retry
+from postroom.core.goals import advice
+from postroom.core.goals.advice import Advice, Question
+from postroom.core.lifecycle.retry import Retry
+from postroom.engine.engine import Engine
+from postroom.engine.inline import InlineEngine
+from postroom.engine.rules.cells import Kind
+from postroom.engine.rules.policy import Guard, Policy
 from postroom.errors import GoalEnded, Rejected, RollbackRefused, ValidationError
+from postroom.goals.advisers.adviser import Adviser
+from postroom.goals.goal_cells import EFFECTS, OPEN, PENDING, ROLLBACKS, UNDOES
+from postroom.goals.graph.branches import BRANCHES, HISTORY, STAGED, UNDO
 from postroom.testing.events import check_consistency
 
 STEPS: Final = (8, 25)

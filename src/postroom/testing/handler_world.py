@@ -20,15 +20,15 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine.bodies import Apart
-from postroom.contracts.engine.core import EngineCore
-from postroom.contracts.engine.engine import Engine
-from postroom.contracts.engine.handlers import Handler
-from postroom.contracts.engine.inline import InlineCore, InlineWorker
-from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.worker import Worker
-from postroom.core import lifecycle
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.engine.core import EngineCore
+from postroom.engine.engine import Engine
+from postroom.engine.inline import InlineCore, InlineWorker
+from postroom.engine.messages import Message
+from postroom.engine.rules.bodies import Apart
+from postroom.engine.work.handlers import Handler
+from postroom.engine.work.worker import Worker
 from postroom.message import State
 from postroom.stores.base import FOREVER_NS, Ending
 from postroom.stores.transaction import Transaction

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from postroom.core import lifecycle
-from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import (
     InvalidMessage,
     InvalidSetting,

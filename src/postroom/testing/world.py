@@ -24,27 +24,28 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from postroom.contracts.engine.admission import ALL
-from postroom.contracts.engine.breakers import Service, service_called
-from postroom.contracts.engine.cells import CIRCUITS, GOALS, SEPARATOR, Part
-from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.message_input import Prepared, Registry
-from postroom.contracts.engine.operations import Operations, Submitted
-from postroom.contracts.engine.outcomes import Outcome, OutcomeKind, Usage
-from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
-from postroom.contracts.engine.token_status import status_of
-from postroom.core import breaker, conflicts, lifecycle, poison
-from postroom.core.admission import Backpressure
-from postroom.core.breaker import Breaker, Circuit
-from postroom.core.events import of_store
-from postroom.core.fairness import PROMOTED_EVERY, Rotation
-from postroom.core.history_checker import History
-from postroom.core.lifecycle import NANOS_PER_S
-from postroom.core.provider_headers import Observed
-from postroom.core.retry import Retry
+from postroom.core.formats.events import of_store
+from postroom.core.goals import conflicts
+from postroom.core.history.history_checker import History
+from postroom.core.lifecycle import breaker, lifecycle, poison
+from postroom.core.lifecycle.backpressure import Backpressure
+from postroom.core.lifecycle.breaker import Breaker, Circuit
+from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.retry import Retry
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.core.token_rules import WINDOWS
-from postroom.core.tokens import WINDOW_NS
+from postroom.core.tokens.provider_headers import Observed
+from postroom.core.tokens.token_rules import WINDOWS
+from postroom.core.tokens.tokens import WINDOW_NS
+from postroom.engine.message_input import Prepared, Registry
+from postroom.engine.rules.admission import ALL
+from postroom.engine.rules.breakers import Service, service_called
+from postroom.engine.rules.cells import CIRCUITS, GOALS, SEPARATOR, Part
+from postroom.engine.rules.claims import Claimed, Claims
+from postroom.engine.rules.operations import Operations, Submitted
+from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
+from postroom.engine.rules.policy import REQUEST_TYPES, Guard, Organization, Policy
+from postroom.engine.token_status import status_of
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -59,7 +60,7 @@ from postroom.message import Event, Record, State, Stored, org_of
 from postroom.stores.base import FOREVER_NS, Ending, Listing
 from postroom.stores.memory import MemoryStore
 from postroom.stores.open import open_store
-from postroom.stores.sqlite import SqliteStore
+from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import ManualClock

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.core import lifecycle
+from postroom.core.lifecycle import lifecycle
 from postroom.message import State
 
 RULES: Final[dict[str, str]] = {

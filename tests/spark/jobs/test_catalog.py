@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from postroom.pipeline.session import CONNECTOR_SETTINGS
+from postroom.pipeline.spark.session import CONNECTOR_SETTINGS
 from tests.spark.commands import Commands
 
 DATABASE = "lake_of_postroom"

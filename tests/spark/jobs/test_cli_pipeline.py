@@ -9,12 +9,12 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from postroom import Tasks
-from postroom.cli.pipeline import pipeline
-from postroom.pipeline import event_logs
-from postroom.pipeline.delta_log import Txn
-from postroom.pipeline.tables import Tables
-from postroom.runtime.audit_table import export_table, opened_table
-from postroom.runtime.shipping import Sources
+from postroom.cli.pipeline.pipeline import pipeline
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.spark import event_logs
+from postroom.server.folder.audit_table import export_table, opened_table
+from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import database, postgres
@@ -317,7 +317,7 @@ def test_what_is_missing_is_said_in_one_sentence(tables_of: TablesOf, tmp_path: 
 
 
 def test_help_does_not_import_spark() -> None:
-    code = "import sys; import postroom.cli.pipeline; sys.exit('pyspark' in sys.modules)"
+    code = "import sys; import postroom.cli.pipeline.pipeline; sys.exit('pyspark' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

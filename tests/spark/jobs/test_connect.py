@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import CHECKPOINTS
+from postroom.pipeline.query.views import create_views, plain_name
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import Tables
-from postroom.pipeline.views import create_views, plain_name
 from tests.spark.cluster import do_at
 from tests.spark.commands import Commands, Done, in_its_own_process
 from tests.spark.conftest import TablesOf

@@ -20,6 +20,7 @@ from pyspark.pipelines.graph_element_registry import (
 from pyspark.pipelines.output import Output
 from pyspark.sql import DataFrame, SparkSession
 
+from postroom.audit.layout import CHAIN
 from postroom.errors import InvalidSetting
 from postroom.pipeline.declarative import (
     CONF_FOLDER,
@@ -37,7 +38,6 @@ from postroom.pipeline.declarative.__main__ import main
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.schema import EVENTS
-from postroom.sinks.layout import CHAIN
 from tests.spark.conftest import TablesOf
 from tests.spark.rows.test_redaction_marks import RAW, claim_redacted
 from tests.spark.segmentfiles import sealed_segments

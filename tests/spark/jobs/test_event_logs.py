@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from postroom.cli import pipeline_options
 from postroom.cli.main import PROGRAM, cli
+from postroom.cli.pipeline import pipeline_options
 from postroom.cli.shell import run
 from postroom.errors import Unavailable
-from postroom.pipeline.event_logs import EVENT_LOGS_MAX, FOLDER, event_log_settings
-from postroom.pipeline.session import LOOPBACK, settings
+from postroom.pipeline.spark.event_logs import EVENT_LOGS_MAX, FOLDER, event_log_settings
+from postroom.pipeline.spark.session import LOOPBACK, settings
 from tests.spark.stories import happened, write_segment
 
 

@@ -11,11 +11,11 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline import breaches
-from postroom.pipeline.expectations import EXPECTATIONS, Expectation, measure, read_expectations
+from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.query import breaches
+from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, measure, read_expectations
 from postroom.pipeline.report.findings import findings
 from postroom.pipeline.report.queries import ReportReader
-from postroom.pipeline.tables import Tables
 from tests.spark.commands import Commands
 from tests.spark.conftest import MESSAGES, TablesOf
 from tests.spark.openlineage import events_in, receiver

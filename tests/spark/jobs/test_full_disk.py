@@ -6,9 +6,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import Unavailable
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import spark_errors
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import spark_errors
 from tests.smalldisk import filled
 from tests.smalldisk import small_disk as small_disk  # noqa: PLC0414 - a fixture
 from tests.spark.conftest import TablesOf

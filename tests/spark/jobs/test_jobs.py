@@ -17,18 +17,19 @@ from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.core.events import to_line
+from postroom.audit.layout import STREAM
+from postroom.core.formats.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline import delta_log, file_groups, file_index, jobs, paths
-from postroom.pipeline.delta_log import RENAMED, Txn
+from postroom.pipeline import jobs, paths
+from postroom.pipeline.delta import delta_log, file_groups, file_index
+from postroom.pipeline.delta.delta_log import RENAMED, Txn
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import FORM, GOLD
 from postroom.pipeline.ingest.segments import HASH
 from postroom.pipeline.jobs import Pipeline, nothing_new
-from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.times import MINUTE_US
-from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, all_rows, records, rows_of

@@ -10,13 +10,13 @@ import pytest
 from openlineage.client.naming import dataset as naming
 
 from postroom.errors import InvalidSetting
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.lineage import JobRun, dataset
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Tables
 from tests.spark.commands import Commands
 from tests.spark.openlineage import Event, edges, events_in, receiver, require_event
 

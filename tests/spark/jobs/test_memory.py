@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from postroom.audit.layout import segment_name
 from postroom.settings import AuditSettings
-from postroom.sinks.layout import segment_name
 
 SEGMENTS = 2  # at the same time
 CHILD = """
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from postroom.pipeline.ingest.bronze_writer import hashes_of
 from postroom.pipeline.ingest.segments import EventStream
-from postroom.pipeline.session import spark_session
+from postroom.pipeline.spark.session import spark_session
 
 stream = EventStream(Path(sys.argv[1]))
 spark = spark_session("local[2]", conf={"spark.driver.memory": "512m"})

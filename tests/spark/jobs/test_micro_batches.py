@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze_writer
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.tables import Tables
 from tests.spark.plainrows import all_rows
 from tests.spark.stories import BAD_LINES, NOW_US, happened, write_segment
 

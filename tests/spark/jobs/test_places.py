@@ -19,13 +19,13 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import TableChanged
 from postroom.pipeline import paths
-from postroom.pipeline.delta_log import Txn
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.storage import Access, Storage
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.storage import Access, Storage
-from postroom.pipeline.tables import Tables
 from tests.crash.attack_pipeline import BY_DUCKDB, BY_SPARK
 from tests.spark.commands import Commands
 from tests.spark.comparison import differing

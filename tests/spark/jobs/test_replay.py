@@ -13,15 +13,15 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Tasks
 from postroom.contracts.feeds import set_outbox
-from postroom.contracts.task_input import KEY_CHARS_MAX
+from postroom.contracts.tasks.task_input import KEY_CHARS_MAX
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.replay import ReplayRequest, replay
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
-from postroom.pipeline.tables import Tables
-from postroom.runtime.shipping import Sources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
-from postroom.system.key_file import add_key
+from postroom.system.crypto.key_file import add_key
 from tests.spark.commands import Commands
 from tests.spark.stories import events_in
 

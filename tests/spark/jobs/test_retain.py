@@ -12,10 +12,11 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.check import ViolationSample, check_tables
+from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.query.check import ViolationSample, check_tables
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.retain import (
     ORDER,
@@ -25,7 +26,6 @@ from postroom.pipeline.retention.retain import (
     read_holds,
     read_org_days,
 )
-from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf

@@ -8,8 +8,9 @@ import pytest
 from postroom.cli.main import PROGRAM, cli
 from postroom.cli.shell import run
 from postroom.errors import Unavailable
-from postroom.pipeline import paths, session
-from postroom.pipeline.session import SMALL_SETTINGS
+from postroom.pipeline import paths
+from postroom.pipeline.spark import session
+from postroom.pipeline.spark.session import SMALL_SETTINGS
 from tests.spark.stories import happened, write_segment
 
 

@@ -14,7 +14,7 @@ from postroom.pipeline.ingest.filters import bounds_of, condition_of
 from postroom.pipeline.ingest.source import register
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.submission import ReplayMessage, Submitter
-from postroom.runtime.shipping import Sources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.spark.stories import events_in
 
@@ -182,7 +182,7 @@ def test_reading_leaves_a_store_as_it_was(
 ) -> None:
     """Also one that has forgotten events, which may have been shipped before."""
     path = tmp_path / "queue.db"
-    monkeypatch.setattr("postroom.stores.sqlite_ledger.FOLD_EVENTS", 10)  # so that it forgets so few
+    monkeypatch.setattr("postroom.stores.sqlite.ledger.FOLD_EVENTS", 10)  # so that it forgets so few
     with Tasks.open(f"sqlite:///{path}") as tasks:
         for number in range(20):
             tasks.enqueue(agent="ada", payload=number)

@@ -10,8 +10,8 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline import queries
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.query import queries
 from postroom.pipeline.replay import ReplayRequest, selection
 from tests.crash.attack_pipeline import (
     BY_DUCKDB,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
-from postroom.pipeline import event_logs
+from postroom.pipeline.spark import event_logs
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
 

@@ -9,10 +9,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.jvm import jvm_of
-from postroom.pipeline.session import LOOPBACK
-from postroom.pipeline.thrift_server import serve
-from postroom.pipeline.views import create_views
+from postroom.pipeline.query.thrift_server import serve
+from postroom.pipeline.query.views import create_views
+from postroom.pipeline.spark.jvm import jvm_of
+from postroom.pipeline.spark.session import LOOPBACK
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import records
 

@@ -5,28 +5,28 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline import archive, warmup
+from postroom.pipeline.spark import class_archive, warmup
 from postroom.system.lock import alone
 
 
 def test_an_archive_whose_end_is_missing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(archive.CACHE, str(tmp_path))
-    whole = tmp_path / archive.name_of(6)
+    monkeypatch.setenv(class_archive.CACHE, str(tmp_path))
+    whole = tmp_path / class_archive.name_of(6)
     whole.write_bytes(b"classe")
-    assert archive.found() == whole
+    assert class_archive.found() == whole
     whole.write_bytes(b"class")
-    assert archive.found() is None
-    assert archive.using_archive() == ""
+    assert class_archive.found() is None
+    assert class_archive.using_archive() == ""
 
 
 def test_the_archive_of_another_java_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = archive.name_of(1)
+    own = class_archive.name_of(1)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    assert archive.name_of(1) != own
+    assert class_archive.name_of(1) != own
 
 
 def test_a_second_one_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(archive.CACHE, str(tmp_path))
+    monkeypatch.setenv(class_archive.CACHE, str(tmp_path))
 
     def work(_spark: object, _folder: Path) -> None:
         raise AssertionError("it started")
@@ -36,38 +36,38 @@ def test_a_second_one_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_where_the_archive_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(archive.CACHE, raising=False)
+    monkeypatch.delenv(class_archive.CACHE, raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert archive.cache() == Path("/home/me/.cache/postroom")
+    assert class_archive.cache() == Path("/home/me/.cache/postroom")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    assert archive.cache() == Path("/var/cache/postroom")
-    monkeypatch.setenv(archive.CACHE, "/elsewhere")
-    assert archive.cache() == Path("/elsewhere")
+    assert class_archive.cache() == Path("/var/cache/postroom")
+    monkeypatch.setenv(class_archive.CACHE, "/elsewhere")
+    assert class_archive.cache() == Path("/elsewhere")
 
 
 def test_a_folder_that_java_cannot_name_has_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(archive.CACHE, "/a:b")
+    monkeypatch.setenv(class_archive.CACHE, "/a:b")
     with pytest.raises(InvalidSetting, match="set POSTROOM_CACHE"):
-        archive.cache()
-    assert archive.using_archive() == ""
+        class_archive.cache()
+    assert class_archive.using_archive() == ""
 
 
 def test_without_a_home_there_is_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError
 
-    for variable in (archive.CACHE, "XDG_CACHE_HOME", "HOME"):
+    for variable in (class_archive.CACHE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(InvalidSetting, match="no home folder for the archive: set POSTROOM_CACHE"):
-        archive.cache()
-    assert archive.using_archive() == ""
+        class_archive.cache()
+    assert class_archive.using_archive() == ""
 
 
 def test_a_quote_in_its_path_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(archive.CACHE, f'{tmp_path}/so "said"')
-    whole = archive.cache() / archive.name_of(1)
+    monkeypatch.setenv(class_archive.CACHE, f'{tmp_path}/so "said"')
+    whole = class_archive.cache() / class_archive.name_of(1)
     whole.parent.mkdir()
     whole.write_bytes(b"1")
-    assert f'"-XX:SharedArchiveFile={tmp_path}/so \\"said\\"/{whole.name}"' in archive.using_archive()
+    assert f'"-XX:SharedArchiveFile={tmp_path}/so \\"said\\"/{whole.name}"' in class_archive.using_archive()

@@ -1,6 +1,6 @@
 from typing import get_args
 
-from postroom.core.events import AuditEvent
+from postroom.core.formats.events import AuditEvent
 from postroom.message import EventKind
 from postroom.pipeline.schema import EVENTS
 from tests.spark.conftest import TablesOf

@@ -7,16 +7,16 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.core.events import AuditEvent
+from postroom.audit.layout import CHAIN, SEGMENT
+from postroom.audit.segment_writer import SegmentSink
+from postroom.core.formats.events import AuditEvent
 from postroom.errors import Unavailable
 from postroom.pipeline import paths
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, bronze_writer
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import Tables
-from postroom.sinks.layout import CHAIN, SEGMENT
-from postroom.sinks.segment_writer import SegmentSink
 from tests.spark.plainrows import records, rows_of
 from tests.spark.segmentfiles import sealed_segments
 from tests.spark.stories import TOO_SHORT, happened, line, write_segment

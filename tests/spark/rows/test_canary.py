@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.report.queries import write_report
-from postroom.pipeline.tables import Tables
 from tests.spark.stories import happened, write_segment
 
 CANARY = "sk-live-c4n4ry0fTheC0alM1ne5678901234"

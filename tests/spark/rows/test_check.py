@@ -11,20 +11,20 @@ import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from postroom.core import message_checker
-from postroom.core.events import AuditEvent, event_id, to_line
-from postroom.core.history_checker import History, Violation
-from postroom.pipeline import check as checking
-from postroom.pipeline import local_check
-from postroom.pipeline.check import RULES, CheckResult, ViolationSample, check, check_tables
+from postroom.audit.reader import Segments, StreamPosition
+from postroom.core.formats.events import AuditEvent, event_id, to_line
+from postroom.core.history import message_checker
+from postroom.core.history.history_checker import History, Violation
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import FAULTS, generate
-from postroom.pipeline.local_check import check_locally
+from postroom.pipeline.query import check as checking
+from postroom.pipeline.query import local_check
+from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check, check_tables
+from postroom.pipeline.query.local_check import check_locally
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.spark_hash import xxhash64
-from postroom.pipeline.tables import Tables
-from postroom.sinks.reader import Segments, StreamPosition
+from postroom.pipeline.spark.spark_hash import xxhash64
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.stories import events_in

@@ -7,15 +7,15 @@ from typing import Any
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.core.events import AuditEvent
-from postroom.core.history_checker import History
-from postroom.pipeline.check import check_tables
+from postroom.audit.reader import Segments
+from postroom.core.formats.events import AuditEvent
+from postroom.core.history.history_checker import History
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.local_check import check_locally
+from postroom.pipeline.query.check import check_tables
+from postroom.pipeline.query.local_check import check_locally
 from postroom.pipeline.report.queries import write_report
-from postroom.pipeline.tables import Tables
-from postroom.sinks.reader import Segments
 from tests.spark.comparison import differing
 from tests.spark.realhistory import TOKENS_IN, TOKENS_OUT, RealHistory
 

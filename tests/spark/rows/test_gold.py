@@ -12,12 +12,12 @@ import pytest
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.core.events import to_line
+from postroom.core.formats.events import to_line
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold import tables as gold
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import Rows, in_order, oracle, stored
 from tests.spark.plainrows import plain

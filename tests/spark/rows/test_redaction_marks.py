@@ -8,20 +8,20 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom import Tasks
-from postroom.core.events import AuditEvent
+from postroom.audit import redaction_marks
+from postroom.audit.layout import CHAIN
+from postroom.audit.redaction_marks import mark_of
+from postroom.audit.segment_writer import SegmentSink
+from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Level
 from postroom.pipeline import paths
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, bronze_writer
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import SILVER_INPUTS, Pipeline
 from postroom.pipeline.schema import MARK
-from postroom.pipeline.tables import Tables
-from postroom.runtime.shipping import Sources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
-from postroom.sinks import redaction_marks
-from postroom.sinks.layout import CHAIN
-from postroom.sinks.redaction_marks import mark_of
-from postroom.sinks.segment_writer import SegmentSink
 from tests.spark.oracle import expected, oracle, stored
 from tests.spark.plainrows import column, records, rows_of
 from tests.spark.segmentfiles import sealed_segments

@@ -11,12 +11,12 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.delta_log import DataFile, path_below
+from postroom.pipeline.delta.delta_log import DataFile, path_below
+from postroom.pipeline.delta.tables import Split, Tables
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Sums
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.silver.tables import day_of
-from postroom.pipeline.tables import Split, Tables
 from postroom.pipeline.times import HOUR_US, MINUTE_US
 from tests.spark.plainrows import records
 

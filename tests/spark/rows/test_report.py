@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from postroom.contracts.tasks import DECISIONS
-from postroom.core.events import AuditEvent, event_id, to_line
+from postroom.contracts.tasks.tasks import DECISIONS
+from postroom.core.formats.events import AuditEvent, event_id, to_line
 from postroom.core.names import scoped
-from postroom.pipeline.expectations import EXPECTATIONS, Expectation
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold import tables as gold
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation
 from postroom.pipeline.report import queries
 from postroom.pipeline.report.facts import (
     KEPT,
@@ -41,7 +42,6 @@ from postroom.pipeline.report.page import POLICY, page
 from postroom.pipeline.report.plots import Period, area
 from postroom.pipeline.report.queries import UNNAMED, ReportReader, goal_of, step_of, write_report
 from postroom.pipeline.report.words import clock, count, duration, esc, label, moment, money, share, width
-from postroom.pipeline.tables import Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf

@@ -6,8 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from postroom.core.events import AuditEvent
+from postroom.audit.layout import CHAIN, STREAM
+from postroom.audit.remote import Publisher
+from postroom.audit.segment_retention import retain
+from postroom.audit.segment_writer import SegmentSink
+from postroom.core.formats.events import AuditEvent
 from postroom.errors import InvalidMessage
+from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import (
     TABLE,
@@ -18,12 +23,7 @@ from postroom.pipeline.ingest.segments import (
     batches,
     ingest_txns,
 )
-from postroom.pipeline.tables import Staged, Tables
-from postroom.runtime.shipping import stream_name
-from postroom.sinks.layout import CHAIN, STREAM
-from postroom.sinks.remote import Publisher
-from postroom.sinks.retention import retain
-from postroom.sinks.segment_writer import SegmentSink
+from postroom.server.folder.shipping import stream_name
 from tests.spark.stories import happened, write_segment
 
 NONE, SEGMENTS = -1, 5

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.delta_log import DataFile
+from postroom.pipeline.delta.delta_log import DataFile
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.silver.span_tree import SPANS, SpanPlacement
-from postroom.pipeline.tables import Tables
 from tests.spark.plainrows import records
 
 Messages = dict[str, str | None]

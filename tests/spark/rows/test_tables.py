@@ -11,9 +11,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline.delta_log import LOG, MAINTENANCE, Txn, path_below
-from postroom.pipeline.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
-from postroom.pipeline.tables import Split, Staged, Tables
+from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Txn, path_below
+from postroom.pipeline.delta.tables import Split, Staged, Tables
+from postroom.pipeline.spark.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import counted, rows_of
 from tests.spark.stories import Story

@@ -16,13 +16,13 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, InvalidSetting, TableChanged
-from postroom.pipeline import delta_log, delta_spark
-from postroom.pipeline.delta_log import LOG, MAINTENANCE, Change, DeltaRs, Txn, delta_schema
-from postroom.pipeline.delta_spark import Line, actions_of, is_overtaken
+from postroom.pipeline.delta import delta_log, delta_spark
+from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Change, DeltaRs, Txn, delta_schema
+from postroom.pipeline.delta.delta_spark import Line, actions_of, is_overtaken
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import WRITERS, Staged, Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.storage import Storage
-from postroom.pipeline.tables import WRITERS, Staged, Tables
 from tests.spark.commands import Commands
 from tests.spark.conftest import DELTA_JAR
 

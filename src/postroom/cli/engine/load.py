@@ -13,7 +13,7 @@ from postroom.cli.shell import Shell, StoreAddress, parse_wait
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
-    from postroom.runtime.engine_load import LoadReport
+    from postroom.server.up.engine_load import LoadReport
 
 MIX_DEFAULT = "10/40/40/10"
 PRIORITIES = 4
@@ -87,8 +87,8 @@ async def measured(url: str, terms: dict[str, Any]) -> "LoadReport":
     """Run a worker and a load in this process."""
     import asyncio
 
-    from postroom.contracts.engine import Engine
-    from postroom.runtime.engine_load import register_probe, run_load
+    from postroom.engine import Engine
+    from postroom.server.up.engine_load import register_probe, run_load
 
     async with Engine.open(url) as engine:
         register_probe(engine)

@@ -15,7 +15,7 @@ from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.client import EngineClient
-    from postroom.contracts.engine import Engine
+    from postroom.engine import Engine
 
 
 class Folder:
@@ -60,12 +60,12 @@ class Folder:
         self._blocking.resume(**scope)
 
     def dead_letters(self, **filters: Any) -> list[dict[str, Any]]:
-        from postroom.contracts.engine.dlq import as_json
+        from postroom.engine.dlq import as_json
 
         return [as_json(letter) for letter in self._blocking.dlq.list(**filters)]
 
     def dead_letter(self, message_id: str) -> dict[str, Any]:
-        from postroom.contracts.engine.dlq import as_json
+        from postroom.engine.dlq import as_json
 
         return as_json(self._blocking.dlq.show(message_id))
 
@@ -220,16 +220,16 @@ def open_place(
 
 def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: bool) -> "Engine":
     """The engine of a data folder, with the types and the rules of an app; else the app's own engine."""
-    from postroom.contracts.engine import Engine
+    from postroom.engine import Engine
 
     if data is None:
-        from postroom.runtime.engine_workers import load_app
+        from postroom.server.harness.engine_workers import load_app
 
         return load_app(str(app))
     store = store_in(shell, data, create=create)
     if app is None:
         return Engine.open(store)
-    from postroom.runtime.engine_workers import load_app
+    from postroom.server.harness.engine_workers import load_app
     from postroom.stores.open import open_store
 
     return load_app(app).on(open_store(store))
@@ -243,7 +243,7 @@ def store_in(shell: Shell, data: Path, *, create: bool) -> str:
     database = data / DATABASE
     if not database.exists():
         if not create:
-            from postroom.runtime.data_folder import nothing_in
+            from postroom.server.folder.layout import nothing_in
 
             raise nothing_in(data, "messages")
         warn(shell.program, f"warning: there was no store in {data}: a new one is made")

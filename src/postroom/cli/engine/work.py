@@ -17,8 +17,8 @@ from postroom.errors import InvalidSetting
 if TYPE_CHECKING:
     import asyncio
 
-    import postroom.runtime.worker_telemetry  # noqa: F401 - it registers itself
-    from postroom.contracts.engine import Engine
+    import postroom.server.telemetry.worker_telemetry  # noqa: F401 - it registers itself
+    from postroom.engine import Engine
 
 WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2
@@ -71,9 +71,9 @@ def work(
     """
     import asyncio
 
-    from postroom.contracts.engine.worker import DRAIN_S
-    from postroom.runtime.agent_programs import AgentPrograms
-    from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
+    from postroom.engine.work.worker import DRAIN_S
+    from postroom.server.harness.agent_programs import AgentPrograms
+    from postroom.server.harness.engine_workers import WorkerProcesses, default_command, load_app
     from postroom.stores.open import open_store
     from postroom.system.parent import stop_with_stdin
 

@@ -10,7 +10,7 @@ from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 from postroom.cli.tasks.options import needed_folder_option, starting_folder
 
 if TYPE_CHECKING:
-    from postroom.runtime.agents import Agents
+    from postroom.server.access.registry import Agents
 
 name_argument = click.argument("name", metavar="NAME")
 targets_option = click.option(
@@ -71,7 +71,7 @@ def add(
       postroom tasks agent add caller --data run --org acme
       export POSTROOM_TOKEN=$(postroom tasks agent add boss --data run --operator --token-only)
     """
-    from postroom.runtime.agents import Agents
+    from postroom.server.access.registry import Agents
 
     role = "operator" if operator else "agent"
     with starting_folder(shell, data):
@@ -140,8 +140,8 @@ def deny(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
 
 def registered(data: Path) -> "Agents":
     """The agents of a data folder, which must exist."""
-    from postroom.runtime.agents import Agents
-    from postroom.runtime.data_folder import checked_data_folder
+    from postroom.server.access.registry import Agents
+    from postroom.server.folder.layout import checked_data_folder
 
     return Agents(checked_data_folder(data))
 

@@ -37,7 +37,7 @@ def starting_folder(shell: Shell, data: Path) -> Iterator[None]:
 
     Its path may be a typing error.
     """
-    from postroom.runtime.data_folder import is_new_data_folder
+    from postroom.server.folder.layout import is_new_data_folder
 
     is_new = is_new_data_folder(data)
     yield

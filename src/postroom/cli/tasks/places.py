@@ -16,7 +16,7 @@ from postroom.cli.shell import Shell, StoreAddress
 
 if TYPE_CHECKING:
     from postroom.client import TaskClient
-    from postroom.contracts.tasks import Tasks
+    from postroom.contracts.tasks.tasks import Tasks
 
 DATABASE = "queue.db"
 
@@ -35,9 +35,9 @@ class Folder:
 
     def _queues(self, agents: set[str]) -> dict[str, str]:
         """The queues of agents. Warns of those without a token; a folder that has no registry needs none."""
-        from postroom.runtime import tokens
-        from postroom.runtime.agents import FILE_NAME, Agents, Identity
-        from postroom.runtime.task_names import target_of
+        from postroom.server.access import tokens
+        from postroom.server.access.registry import FILE_NAME, Agents, Identity
+        from postroom.server.access.task_names import target_of
 
         queues = {agent: agent for agent in agents}
         data = self._data
@@ -184,7 +184,7 @@ def check_place(data: Path | None, url: str | None, what: str = "tasks") -> None
 
 
 def open_folder(data: Path, *, create: bool = False) -> "Tasks":
-    from postroom.contracts.tasks import Tasks
+    from postroom.contracts.tasks.tasks import Tasks
 
     if isinstance(data, StoreAddress):
         return Tasks.open(data.url)
@@ -192,7 +192,7 @@ def open_folder(data: Path, *, create: bool = False) -> "Tasks":
     if create:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif not database.exists():
-        from postroom.runtime.data_folder import nothing_in
+        from postroom.server.folder.layout import nothing_in
 
         raise nothing_in(data, "tasks")
     return Tasks.open(f"sqlite:///{database}")

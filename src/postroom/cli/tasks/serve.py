@@ -25,9 +25,9 @@ from postroom.cli.tasks.places import DATABASE
 from postroom.system.log import library_log
 
 if TYPE_CHECKING:
-    from postroom.contracts.engine import Engine
-    from postroom.contracts.tasks import LeasedTask, Tasks
+    from postroom.contracts.tasks.tasks import LeasedTask, Tasks
     from postroom.core.redaction import Redactor
+    from postroom.engine import Engine
     from postroom.settings import AuditSettings
 
 PORT_DEFAULT = 8800
@@ -129,7 +129,7 @@ def serve(
       postroom tasks serve --data run --execute './act-on-decision'
     """
     try:
-        from postroom.runtime.http import serve as run_server
+        from postroom.server.app import serve as run_server
     except ModuleNotFoundError as error:  # only this command needs more than the core
         missing = f"the server needs {error.name}, which is not installed: pip install 'postroom[server]'"
         raise click.ClickException(missing) from None
@@ -143,11 +143,11 @@ def serve(
 
     import msgspec
 
-    from postroom.contracts.tasks import Tasks
+    from postroom.contracts.tasks.tasks import Tasks
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
-    from postroom.runtime.hosts import checked_hosts
-    from postroom.runtime.manifest import keeping
+    from postroom.server.folder.manifest import keeping
+    from postroom.server.http.hosts import checked_hosts
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
@@ -184,7 +184,7 @@ def serve(
 
 def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
     """The files of TLS, after a check that they fit."""
-    from postroom.system.tls import server_context
+    from postroom.system.crypto.tls import server_context
 
     if certificate is None:
         if key is not None:
@@ -197,7 +197,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path | 
 @contextmanager
 def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -> Iterator[None]:
     """Run the audit shipper beside the harness. It ends after the harness."""
-    from postroom.runtime.supervisor import Supervisor
+    from postroom.server.up.supervisor import Supervisor
 
     if folder is None:
         yield
@@ -216,13 +216,13 @@ def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -
 
 def page_redactor(settings: "AuditSettings") -> "Redactor":
     """Hides secrets on the live page. Only a server with a page open pays for the import."""
-    from postroom.runtime.shipping import redactor_of
+    from postroom.server.folder.shipping import redactor_of
 
     return redactor_of(settings)
 
 
 def load_engine(app: str) -> "Engine":
-    from postroom.runtime.engine_workers import load_app
+    from postroom.server.harness.engine_workers import load_app
 
     return load_app(app)
 

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.options import Storage
-from postroom.core.mailbox import Letter, Mailbox, cost_of
+from postroom.core.mail.mailbox import Letter, Mailbox, cost_of
 from postroom.core.times import NANOS_PER_S
 
 DEAD_SUFFIX = ".dead"

@@ -16,11 +16,11 @@ from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.requests import Request
 from postroom.contracts.mail.subscriptions import DeliveryFailed
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.clientshares import ClientShares
-from postroom.core.mailbox import Account, Letter, Mailbox, PullGroup
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.clientshares import ClientShares
+from postroom.core.mail.mailbox import Account, Letter, Mailbox, PullGroup
+from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import Pulled
 from postroom.system.callbacks import attempt
 

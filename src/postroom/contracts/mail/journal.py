@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.core.mailbox import Mailbox
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail.mailbox import Mailbox
+from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_log import Fail, SegmentLog
 from postroom.logs.mail_records import Record, Started
-from postroom.system.encryption import key_file_encryption
+from postroom.system.crypto.encryption import key_file_encryption
 
 NUMBER_BITS = 32  # of a message id below the count of starts; together they stay exact in a JSON number
 CLAIM_AHEAD = 1 << 20  # messages before the end of a block of ids at which the next block is claimed

@@ -5,11 +5,11 @@ from postroom.contracts.mail.mailboxes import Mailboxes, owner_of
 from postroom.contracts.mail.options import Storage
 from postroom.contracts.mail.requests import Request, Responder
 from postroom.contracts.mail.subscriptions import Subscriptions
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
 from postroom.core.gate import permit
-from postroom.core.mailbox import EVERY_RANK, Mailbox
-from postroom.core.mq9 import Creation, Mq9Error
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import EVERY_RANK, Mailbox
+from postroom.core.mail.mq9 import Creation, Mq9Error
 
 
 class MailboxCalls:

@@ -33,8 +33,8 @@ from postroom.contracts.mail.recovery import (
     row_records,
 )
 from postroom.core.gate import Owner, permit
-from postroom.core.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, key_of, mailbox_cost
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, key_of, mailbox_cost
+from postroom.core.mail.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 from postroom.logs import mail_records
 from postroom.logs.mail_log import SegmentLog

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from postroom.core.mq9 import DEFAULT_TTL_S
-from postroom.core.mq9replies import Envelope
+from postroom.core.mail.mq9 import DEFAULT_TTL_S
+from postroom.core.mail.mq9replies import Envelope
 
 Storage = Literal["memory", "os", "group"]
 """When a message counts as stored: at once, when the operating system has it, or after a shared fsync."""

@@ -10,9 +10,9 @@ from functools import partial
 
 from postroom.contracts.mail import LINK_FULL_BYTES, Link
 from postroom.contracts.mail.mailboxes import Mailboxes
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.mailbox import Mailbox
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import Mailbox
 
 ENTRIES_A_TURN_MAX = 1_000
 

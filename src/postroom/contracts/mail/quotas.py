@@ -8,7 +8,7 @@ Rule 3: an organization has at most a share of what the server stores, however m
 import math
 
 from postroom.contracts.mail.options import MailOptions
-from postroom.core.mailbox import (
+from postroom.core.mail.mailbox import (
     MESSAGE_COST_BYTES,
     NOBODY,
     Account,
@@ -20,7 +20,7 @@ from postroom.core.mailbox import (
     mailbox_cost,
     organization_of,
 )
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail.mq9 import Mq9Error
 
 ORGANIZATION_SHARE = 0.5  # of the bytes, the mailboxes and the agents of a server
 MESSAGES_AN_ORGANIZATION_MAX = 1_000_000

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from postroom.core.mailbox import RANKS, Account, Letter, Mailbox, cost_of, key_of
+from postroom.core.mail.mailbox import RANKS, Account, Letter, Mailbox, cost_of, key_of
 from postroom.logs.mail_records import (
     ROW_BYTES_MAX,
     AgentRecord,

@@ -9,7 +9,7 @@ Rule 3: one organization gets at most half of both, so its refusals do not hide 
 
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes
-from postroom.core.mq9 import Mq9Error
+from postroom.core.mail.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 
 EVENT_TEXT_CHARS_MAX = 200  # of a client's name, and of the error sentence

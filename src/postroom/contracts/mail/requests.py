@@ -10,8 +10,8 @@ from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes, hashed
 from postroom.contracts.mail.options import Storage
 from postroom.contracts.mail.refusals import Refusals
-from postroom.core import mq9replies as replies
-from postroom.core.mq9 import MailCall, Mq9Error
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mq9 import MailCall, Mq9Error
 from postroom.system.log import library_log
 
 _log = library_log("postroom.mail")

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.requests import Request, Responder
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.mailbox import MESSAGE_COST_BYTES, RANKS, Letter, Mailbox, Priority, cost_of
-from postroom.core.mq9 import Mq9Error, SendOptions
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import MESSAGE_COST_BYTES, RANKS, Letter, Mailbox, Priority, cost_of
+from postroom.core.mail.mq9 import Mq9Error, SendOptions
 from postroom.core.times import NANOS_PER_S
 
 DELAYED_ID = -1  # the message id in the answer to a delayed send: the final one is given when it is due

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from postroom.contracts.mail import Link
-from postroom.contracts.mail.agents import AgentRegistry
+from postroom.contracts.mail.cards.card_registry import AgentRegistry
 from postroom.contracts.mail.dead_letters import DeadLetters
 from postroom.contracts.mail.fetch import Fetches
 from postroom.contracts.mail.mailbox_calls import MailboxCalls
@@ -24,11 +24,11 @@ from postroom.contracts.mail.refusals import Refusals
 from postroom.contracts.mail.requests import Request, Responder, as_refusal
 from postroom.contracts.mail.sends import Sends
 from postroom.contracts.mail.subscriptions import Subscriptions
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
 from postroom.core.gate import entry_of
-from postroom.core.mailbox import Letter, Mailbox
-from postroom.core.mq9 import Mq9Error, Verb
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import Letter, Mailbox
+from postroom.core.mail.mq9 import Mq9Error, Verb
 from postroom.system.clock import Clock, SystemClock
 
 SENDS: frozenset[Verb] = frozenset(["send", "send3"])

@@ -14,9 +14,9 @@ from typing import cast
 from postroom.contracts.mail import LINK_FULL_BYTES, MESSAGE_LEAST_BYTES, Link
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.public_list import PublicList
-from postroom.core import mq9
-from postroom.core import mq9replies as replies
-from postroom.core.mailbox import (
+from postroom.core.mail import mq9
+from postroom.core.mail import mq9replies as replies
+from postroom.core.mail.mailbox import (
     RANK_COUNT,
     ConnectionBacklog,
     Letter,

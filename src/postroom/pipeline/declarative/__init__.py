@@ -29,9 +29,9 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK
-from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 from postroom.pipeline.silver.declaration import Append, Tree
 from postroom.pipeline.silver.tables import SILVER, rank
+from postroom.pipeline.spark.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrameReader, SparkSession

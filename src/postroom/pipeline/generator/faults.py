@@ -1,4 +1,4 @@
-"""Faults in a generated history: violations of every rule of `core.history_checker`, at seeded places.
+"""Faults in a generated history: violations of every rule of `core.history`, at seeded places.
 
 Rule 1: a fault violates one rule, once. It causes no other violation.
 Rule 2: gaps come last, because a gap hides other violations after it.
@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from postroom.core.events import event_id
-from postroom.core.message_checker import Rule
+from postroom.core.formats.events import event_id
+from postroom.core.history.message_checker import Rule
 from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
 from postroom.pipeline.generator.messages import GeneratedMessage
 from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, add_event

@@ -3,7 +3,7 @@
 Rule 1: the same seed gives the same bytes, in every run and version of Python. Nothing here reads a clock.
 Rule 2: a source is written in the order of its numbers. It may fall behind for a while, and lines may be
         repeated, as after an interruption of the shipper.
-Rule 3: a clean history violates no rule of `core.history_checker`. Injected faults are listed in a file
+Rule 3: a clean history violates no rule of `core.history`. Injected faults are listed in a file
         beside it.
 """
 
@@ -14,13 +14,13 @@ from typing import Final
 
 import msgspec
 
-from postroom.core.message_checker import Rule
+from postroom.audit.segment_writer import SegmentSink
+from postroom.core.history.message_checker import Rule
 from postroom.errors import InvalidMessage
 from postroom.pipeline.generator.faults import Fault, Faults
 from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
 from postroom.pipeline.generator.traffic import HOUR, S, Traffic
 from postroom.pipeline.generator.world import World
-from postroom.sinks.segment_writer import SegmentSink
 
 MESSAGES_MAX: Final = 1_000_000_000
 FAULTS: Final = "_faults.jsonl"

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from postroom.core.lifecycle import LAPSED
+from postroom.core.lifecycle.lifecycle import LAPSED
 from postroom.pipeline.generator.feed import GeneratedSource, Lease, Names
 from postroom.pipeline.generator.world import Org
 

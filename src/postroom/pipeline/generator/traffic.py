@@ -3,7 +3,7 @@
 Rule 1: the whole life of a message is generated when it is created. Messages are created in the order of
         time, and leave a lane in that order. First deliveries are therefore in order without simulating a
         queue.
-Rule 2: only transitions of `core.lifecycle` happen. `faults` adds the violations.
+Rule 2: only transitions of `core.lifecycle.lifecycle` happen. `faults` adds the violations.
 """
 
 import heapq

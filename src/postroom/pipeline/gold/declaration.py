@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-    from postroom.pipeline.file_groups import FileGroups
+    from postroom.pipeline.delta.file_groups import FileGroups
 
 
 class Sums(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.file_groups import FileGroups
+from postroom.pipeline.delta.file_groups import FileGroups
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.gold.flames import FLAMES, flames
 from postroom.pipeline.gold.patterns import dlq_patterns, dlq_templates

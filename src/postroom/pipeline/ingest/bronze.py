@@ -16,7 +16,7 @@ from zlib import crc32
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
-from postroom.core.events import SCHEMA, TS_US_MAX
+from postroom.core.formats.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK, MONEY, NOT_IN_LINE, REQUIRED, RESCUED
 
 if TYPE_CHECKING:

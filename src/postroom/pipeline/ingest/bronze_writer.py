@@ -23,13 +23,13 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.delta.tables import Staged, Tables, require_rows
 from postroom.pipeline.ingest import bronze, lines
 from postroom.pipeline.ingest.lines import Inspected
 from postroom.pipeline.ingest.segments import EventStream, Segment
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.schema import MARK, REQUIRED
-from postroom.pipeline.session import is_local
-from postroom.pipeline.tables import Staged, Tables, require_rows
+from postroom.pipeline.spark.session import is_local
 
 DATES_AT_ONCE: Final = 3  # one starts and one ends while another uses all cores
 TABLE: Final = "bronze_events"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from postroom.core.events import SCHEMA, TS_US_MAX
+from postroom.core.formats.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import EVENTS, REQUIRED
 
 FIELDS: Final = tuple(EVENTS.names)

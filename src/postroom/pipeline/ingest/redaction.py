@@ -4,7 +4,7 @@ Rule 1: `core.redaction` is the only definition. It needs only the standard libr
         along with the function that uses it, and executors need no postroom.
 Rule 2: a row whose text is NULL or encrypted is not processed.
 Rule 3: neither is a row whose segment the shipper has redacted by the same rules, at this level or a stricter
-        one. The mark of its redaction says so; see `sinks.redaction_marks`.
+        one. The mark of its redaction says so; see `audit.redaction_marks`.
 """
 
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa  # type: ignore[import-untyped]
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.audit.redaction_marks import sufficient_marks
 from postroom.core import redaction
 from postroom.core.redaction import Level, Redactor
 from postroom.pipeline.schema import MARK
-from postroom.sinks.redaction_marks import sufficient_marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,14 +23,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from postroom.audit.chain import Chain, Entry, parse_chain
+from postroom.audit.layout import CHAIN, SEGMENT, STREAM
 from postroom.errors import InvalidMessage
-from postroom.pipeline.delta_log import Txn
-from postroom.pipeline.storage import Storage, as_storage
-from postroom.sinks.chain import Chain, Entry, parse_chain
-from postroom.sinks.layout import CHAIN, SEGMENT, STREAM
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.storage import Storage, as_storage
 
 if TYPE_CHECKING:
-    from postroom.pipeline.tables import Tables
+    from postroom.pipeline.delta.tables import Tables
 
 TABLE: Final = "bronze_events"
 HASH: Final = ", hash"  # suffix of an application id: the hash of the last ingested segment

@@ -40,14 +40,14 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from postroom.audit.shipper import BATCH_MAX, Feed
 from postroom.contracts.feeds import REDACTED, FileFeeds, StoreFeed, redacted
-from postroom.core.events import AuditEvent
+from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Redactor
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.ingest.filters import Condition, bounds_of, condition_of, sources_of
 from postroom.pipeline.schema import EVENTS, REQUIRED
 from postroom.pipeline.submission import ReplayMessage, Submitter
-from postroom.sinks.shipper import BATCH_MAX, Feed
 from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
 
-from postroom.contracts.tasks import DECISIONS
-from postroom.core.events import Contract
-from postroom.core.message_checker import ENDLESS
+from postroom.contracts.tasks.tasks import DECISIONS
+from postroom.core.formats.events import Contract
+from postroom.core.history.message_checker import ENDLESS
 from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
-from postroom.pipeline.database import Database, Queries, text_in_sql
-from postroom.pipeline.delta_log import DataFile, rows_of
-from postroom.pipeline.expectations import EXPECTATIONS, Expectation, breaches, by_duckdb, measure
+from postroom.pipeline.delta.delta_log import DataFile, rows_of
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
+from postroom.pipeline.query.database import Database, Queries, text_in_sql
+from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, breaches, by_duckdb, measure
+from postroom.pipeline.query.spark_database import SparkDatabase
 from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
@@ -44,10 +46,8 @@ from postroom.pipeline.report.facts import (
 from postroom.pipeline.report.flames import Profile, Stack, speedscope
 from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
-from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.spans import UNKNOWN
-from postroom.pipeline.spark_database import SparkDatabase
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.spark.session import table_errors
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
 

@@ -15,8 +15,8 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-from postroom.core.message_checker import LEASED
-from postroom.pipeline.tables import Tables
+from postroom.core.history.message_checker import LEASED
+from postroom.pipeline.delta.tables import Tables
 
 TABLE: Final = "silver_departed"
 BLOCK: Final = 1 << 20  # numbers of a source that one task processes; no range crosses a block

@@ -26,14 +26,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.arrow_files import FILE
-from postroom.pipeline.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
-from postroom.pipeline.file_groups import file_group
+from postroom.pipeline.delta.arrow_files import FILE
+from postroom.pipeline.delta.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
+from postroom.pipeline.delta.file_groups import file_group
+from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.lineage import JobRun, emitting
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:

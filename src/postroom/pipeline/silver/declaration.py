@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from postroom.pipeline.file_groups import FileGroups
+    from postroom.pipeline.delta.file_groups import FileGroups
 
 
 class Append(NamedTuple):

@@ -15,16 +15,16 @@ from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
-from postroom.pipeline import file_index
-from postroom.pipeline.delta_log import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Txn, rows_of
-from postroom.pipeline.file_groups import file_group, hours_of
+from postroom.pipeline.delta import file_index
+from postroom.pipeline.delta.delta_log import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Txn, rows_of
+from postroom.pipeline.delta.file_groups import file_group, hours_of
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.span_tree import SpanPlacement
-from postroom.pipeline.tables import Tables
 
 EVENTS: Final = "silver_events"
 MESSAGES: Final = "silver_messages"

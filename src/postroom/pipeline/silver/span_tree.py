@@ -13,12 +13,12 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import file_index
-from postroom.pipeline.delta_log import DataFile, path_below, rows_of
-from postroom.pipeline.file_index import IdLookup
+from postroom.pipeline.delta import file_index
+from postroom.pipeline.delta.delta_log import DataFile, path_below, rows_of
+from postroom.pipeline.delta.file_index import IdLookup
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.silver import spans
 from postroom.pipeline.silver.joins import with_join_hint
-from postroom.pipeline.tables import Tables
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are broadcast
 SPANS: Final = "silver_spans"

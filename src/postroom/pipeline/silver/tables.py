@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.file_groups import FileGroups
+from postroom.pipeline.delta.file_groups import FileGroups
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import with_join_hint

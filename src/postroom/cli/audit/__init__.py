@@ -1,0 +1,1 @@
+"""`postroom audit`: the stream of all events."""

@@ -1,0 +1,1 @@
+"""Commands for a whole data folder: backup, doctor, keys, move, verify, tls."""

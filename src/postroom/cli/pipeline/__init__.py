@@ -1,0 +1,1 @@
+"""`postroom pipeline`: tables, checks and reports of the audit stream."""

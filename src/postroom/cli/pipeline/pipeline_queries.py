@@ -1,0 +1,322 @@
+"""The commands of `postroom pipeline` that read the tables: queries, reports, checks, expectations, names."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.pipeline.pipeline_options import (
+    TablesPlace,
+    asks_spark,
+    lineage_option,
+    optional_spark_options,
+    pipeline_on_spark,
+    progress_on_stderr,
+    spark_options,
+    tables_option,
+    with_lineage,
+)
+from postroom.cli.pipeline.stopping import beside_spark
+from postroom.cli.render import warn
+from postroom.cli.shell import Shell, parse_wait, path_option
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, Unavailable
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from postroom.pipeline.delta.tables import Tables
+    from postroom.pipeline.lineage import JobRun
+    from postroom.pipeline.query.check import CheckResult
+
+CHECK_HORIZON_S = 86_400.0
+PRIORITIES = range(4)
+
+
+@click.command()
+@tables_option
+@optional_spark_options
+@click.argument("query", metavar="QUERY")
+@click.pass_obj
+@beside_spark
+def sql(shell: Shell, /, tables: TablesPlace, query: str, **where: Any) -> None:
+    """Query the tables with SQL; prints JSON lines. Needs no Spark.
+
+    DuckDB answers, in its own dialect. With --master, Spark SQL answers instead: its functions, and tables
+    that do not fit one machine. Allowed are queries over the tables of the folder, SHOW TABLES and DESCRIBE;
+    with Spark also SHOW COLUMNS and EXPLAIN. Everything else is refused: statements that change data, files
+    named by their path, functions that run code. Does not work with --remote: Spark's own parser checks the
+    query, and a Spark Connect client has no parser.
+
+    \b
+    Example:
+      postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
+      postroom pipeline sql --tables tables --master 'local[*]' "SELECT typeof(day) FROM gold_cost LIMIT 1"
+    """
+    if where["remote"] is not None:
+        raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    for line in _answers(shell, tables, query, where):
+        shell.output.text(line)
+
+
+def _answers(shell: Shell, folder: TablesPlace, query: str, where: dict[str, Any]) -> "Iterator[str]":
+    """The rows of a query, by DuckDB unless Spark is asked."""
+    tables = folder.open()
+    if asks_spark(where):
+        with pipeline_on_spark(shell, folder, where) as job:
+            yield from job.answers(query)
+    else:
+        from postroom.pipeline.query.local_sql import answers
+
+        yield from answers(tables, query)
+
+
+_rules_option = path_option(
+    "--rules",
+    metavar="FILE",
+    text="Expectations in TOML instead of the built-in ones: tables [[expect]].",
+)
+
+
+@click.command()
+@tables_option
+@path_option(
+    "--out",
+    metavar="FILE",
+    text="The HTML file to write. It is self-contained and loads nothing.",
+    required=True,
+)
+@path_option(
+    "--speedscope", metavar="FILE", text="Also write the flame graphs of the goals as a speedscope file."
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PRIORITY=TIME",
+    callback=lambda _c, _p, texts: _targets(texts),
+    help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
+)
+@_rules_option
+@optional_spark_options
+@click.pass_obj
+@beside_spark
+def report(
+    shell: Shell,
+    /,
+    tables: TablesPlace,
+    out: Path,
+    speedscope: Path | None,
+    targets: dict[int, int],
+    rules: Path | None,
+    **where: Any,
+) -> None:
+    """Write a report of the tables as one HTML file. Needs no Spark.
+
+    It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
+    agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
+    were delivered in time. Its first findings are breached expectations: those of --rules, or the built-in
+    ones. The file works offline and has no script. DuckDB answers its queries; with --master, Spark does, for
+    tables that do not fit one machine.
+
+    \b
+    Example:
+      postroom pipeline report --tables tables --out report.html
+      postroom pipeline report --tables tables --out report.html --target P0=10ms --target P1=50ms
+      postroom pipeline report --tables tables --out report.html --speedscope goals.json
+    """
+    from postroom.pipeline.paths import need_place, need_tables
+
+    need_tables(tables.place)
+    for file in (out, speedscope):
+        if file is not None:
+            need_place(file)
+    opened = tables.open()
+    from postroom.pipeline.query.expectations import read_expectations
+    from postroom.pipeline.report.queries import write_report
+
+    with _session(shell, tables, where) as spark:
+        facts = write_report(
+            opened,
+            out,
+            speedscope,
+            targets_us=targets,
+            expected=None if rules is None else read_expectations(rules),
+            progress=progress_on_stderr(shell),
+            spark=spark,
+        )
+    shell.output.facts(
+        {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
+        f"{out} is a report of {facts.messages:,} messages",
+    )
+
+
+@contextmanager
+def _session(shell: Shell, tables: TablesPlace, where: dict[str, Any]) -> "Iterator[SparkSession | None]":
+    """A session, if Spark is asked."""
+    if not asks_spark(where):
+        yield None
+        return
+    with pipeline_on_spark(shell, tables, where) as job:
+        yield job.spark
+
+
+@click.command()
+@tables_option
+@click.option(
+    "--horizon-s",
+    type=parse_wait,
+    default=CHECK_HORIZON_S,
+    show_default=True,
+    metavar="S",
+    help="How long an open message may have no event before it counts as lost.",
+)
+@optional_spark_options
+@click.pass_obj
+@beside_spark
+def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) -> int:
+    """Check all events of the tables, and print every violation of a guarantee.
+
+    The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
+    message never overlap, a message ends once, and no number of a source is missing or used twice. The output
+    is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
+    `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Needs no Spark:
+    DuckDB sorts the events, and one process checks them. With --master, Spark checks large tables on many
+    cores.
+
+    \b
+    Example:
+      postroom pipeline check --tables tables
+    """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    verdict = _verdict(shell, tables, horizon_s, where)
+    rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
+    history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
+    shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
+    if verdict.violations:
+        counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
+        warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
+    return EXIT_RUNTIME if verdict.violations else EXIT_OK
+
+
+def _verdict(shell: Shell, folder: TablesPlace, horizon_s: float, where: dict[str, Any]) -> "CheckResult":
+    """By DuckDB and Python, unless Spark is asked."""
+    if asks_spark(where):
+        with pipeline_on_spark(shell, folder, where) as job:
+            from postroom.pipeline.query.check import check_tables
+
+            return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+    tables = folder.open()
+    from postroom.pipeline.query.local_check import check_locally
+
+    return check_locally(tables, horizon_s=horizon_s)
+
+
+@click.command()
+@tables_option
+@_rules_option
+@lineage_option
+@click.pass_obj
+@with_lineage
+def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "JobRun | None") -> int:
+    """Measure what is expected of the tables, and print each expectation. Needs no Spark.
+
+    The kinds are not_null, unique, known_values, freshness and reject_rate. An expectation is breached if
+    the share of rows that break it exceeds its `most`; of freshness, if the newest row is older than `most`
+    seconds. The exit code is 0 without a breach, and 1 otherwise. The results of a breach are also an event,
+    a file in `_breaches` beside the tables; --lineage emits it, and the results without a breach. `report`
+    names breaches, with the same --rules.
+
+    \b
+    Example:
+      postroom pipeline expect --tables tables
+      postroom pipeline expect --tables tables --rules expectations.toml --lineage lineage.jsonl
+    """
+    import msgspec
+
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    there = tables.open()
+    from postroom.pipeline import lineage as emitting
+    from postroom.pipeline.query.expectations import EXPECTATIONS, breaches, measure, read_expectations
+
+    wanted = EXPECTATIONS if rules is None else read_expectations(rules)
+    measured = measure(there, wanted, time.time_ns() // 1000)
+    broken = breaches(measured)
+    run = lineage or emitting.JobRun(None, "pipeline.expect")
+    event = run.end("FAIL" if broken else "COMPLETE", emitting.measured(there, measured))
+    if broken:
+        _keep_breach(shell, there, event)
+    columns = ("table", "kind", "columns", "rows", "broken", "most", "holds")
+    shell.output.rows(columns, map(msgspec.to_builtins, measured), "nothing is expected")
+    for one in broken:
+        warn(shell.program, f"breached: {one.sentence}")
+    return EXIT_RUNTIME if broken else EXIT_OK
+
+
+def _keep_breach(shell: Shell, tables: "Tables", event: dict[str, Any]) -> None:
+    """Write the event beside the tables. A reader without the right to write there still gets the result."""
+    from postroom.pipeline.query.breaches import FOLDER, keep_breach
+
+    try:
+        keep_breach(tables.storage, event)
+    except (OSError, Unavailable) as error:
+        warn(shell.program, f"warning: no event was written to {tables.storage}/{FOLDER}: {error}")
+
+
+@click.command()
+@tables_option
+@click.option("--database", required=True, metavar="NAME", help="The database, which is created if needed.")
+@click.option("--catalog", metavar="NAME", help="The catalog of Spark.  [default: that of the session]")
+@spark_options
+@click.pass_obj
+@beside_spark
+def register(shell: Shell, /, tables: TablesPlace, database: str, catalog: str | None, **where: Any) -> None:
+    """Register the tables in a catalog of Spark, such as Hive, Glue or Unity.
+
+    Every table gets its name in the database, and every silver and gold table a view with a plain name, such
+    as `messages`. The catalog only has names and places, so this is needed once. A table whose name is there
+    already is left as it is. The jar of Delta's connector has to be in the session, and stays necessary for
+    readers.
+
+    \b
+    Example:
+      postroom pipeline register --tables s3a://lake/postroom --database postroom \\
+          --conf spark.jars=/opt/delta/delta-spark.jar,/opt/delta/delta-storage.jar \\
+          --conf spark.sql.catalogImplementation=hive
+    """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables.place)
+    tables.open()
+    from postroom.pipeline.spark.session import CONNECTOR
+
+    where["conf"] = {CONNECTOR: "true", **where["conf"]}
+    with pipeline_on_spark(shell, tables, {**where, "monitor": False}) as job:
+        from postroom.pipeline.query.catalog import register as register_in
+
+        found = register_in(job.spark, job.tables, database, catalog)
+    rows = [each._asdict() for each in found]
+    shell.output.rows(("name", "kind", "of", "is_new"), rows, "nothing is registered")
+
+
+def _targets(texts: tuple[str, ...]) -> dict[int, int]:
+    """The targets in microseconds, by priority."""
+    found = {}
+    for text in texts:
+        match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not a priority and a time, such as P0=10ms or P1=0.5s")
+        if int(match[1]) not in PRIORITIES:
+            raise click.BadParameter(f"{text!r} names no priority: there are P0 to P3")
+        found[int(match[1])] = round(float(match[2]) * {"us": 1, "ms": 1_000, "s": 1_000_000}[match[3]])
+    return found

@@ -1,0 +1,1 @@
+"""`postroom queue`, and `zos-mq` with the options of the original program."""

@@ -1,0 +1,1 @@
+"""`postroom token`: the tokens of agents, operators and admins."""

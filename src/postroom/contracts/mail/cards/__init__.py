@@ -1,0 +1,1 @@
+"""Cards of agents, and the search for words in them."""

@@ -1,0 +1,1 @@
+"""Formats of files and lines: buses, queues, events, backups, manifests, and JSON of others."""

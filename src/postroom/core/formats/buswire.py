@@ -1,0 +1,929 @@
+"""The bus file format: YAML documents that a person can read and that no message body can forge.
+
+Rule 1: a record starts at a separator line `---` that is followed by a header. The header begins with
+        `msg_id: ` (as conductor-loop and postroom write it), or with another YAML key before `msg_id:`.
+Rule 2: a separator directly after a checksum line closes a header and never starts a record, even when the
+        body begins like a header. Separator lines in bodies are escaped, so no body can forge a record.
+Rule 3: postroom writes both `body_bytes` and `crc` into every record. A record with only one of them, or with
+        a wrong checksum, is damaged: it is reported, skipped and left in place.
+Rule 4: a record with neither is foreign (written by conductor-loop): its body extends to the next record.
+Rule 5: an incomplete record at the end of the data is not reported as damage: its writer may still be active.
+"""
+
+import json
+import operator
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from functools import cache, lru_cache
+from itertools import chain, groupby, repeat
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from postroom.core.formats.ids import SEQUENCE_DIGITS, SEQUENCE_MODULUS, bus_id, second_stems
+from postroom.core.names import plain
+from postroom.core.times import NANOS_PER_S, parse_utc
+from postroom.errors import InvalidMessage
+from postroom.message import BusMessage, Damage
+
+if TYPE_CHECKING:
+    import yaml
+
+HEADER_BYTES_MAX = 64 * 1024
+FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # the rest holds the id, the time, the length and the checksum
+BODY_BYTES_MAX = 64 * 1024 * 1024
+RECORD_BYTES_MAX = HEADER_BYTES_MAX + BODY_BYTES_MAX
+YAML_DEPTH_MAX = 16  # conductor-loop nests three levels
+
+_COMMON_BYTES_MAX = 512  # longer type, project, task and run lines are not cached
+
+START = b"---\nmsg_id: "
+MARKER = b"\n" + START
+LEGACY_PREFIX = "LEGACY-LINE-"
+CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
+OPENING_BYTES = 256  # identify a record that does not begin with `START` and its id
+_ACCEPTED_AFTER_BODY = b"\n-"  # a dash: the newline is missing and the next record's separator follows
+_SEPARATOR = b"---\n"
+_ID_KEY = b"msg_id: "
+_CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
+
+# A separator line, the first line of a header, and the keys that identify a header.
+_SEPARATOR_LINE = re.compile(rb"---\r?\n")
+_NEXT_SEPARATOR = re.compile(rb"\n---\r?\n")
+_NEXT_OPENING = re.compile(rb"""\n---\r?\n(?=[A-Za-z_"'{#%])""")
+_FIRST_LINE = re.compile(rb"""["']?[A-Za-z_][\w-]*["']?[ \t]*:(?=[ \t\r\n])|[{#%]""")
+_ID_CLAIM = re.compile(rb"""(?m)^[ \t{?]*["']?msg_id["']?[ \t]*:""")
+_FIELD_CLAIM = re.compile(rb"(?m)^(ts|type|project_id):[ \t]")
+_FIELDS_CLAIMED_MIN = 2
+_ID_LINE = re.compile(rb"(?m)^msg_id:.*$")
+_DAMAGED_ID_LINE = re.compile(rb"(?m)^msg_id: ")  # matches even when the separator line before it is damaged
+
+# A body line that looks like a separator, and the same line after escaping.
+_BARE_SEPARATOR = re.compile(rb"(?m)^---\r*$")
+_SEPARATOR_LIKE = re.compile(rb"(?m)^---(?= *\r*$)")
+_ESCAPED = re.compile(rb"(?m)^--- (?= *\r*$)")
+_ESCAPE_LINE = "body_escape: dash-space\n"
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
+_YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+_NEEDS_ESCAPE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+_EVERYDAY_HEADER = ("type", "project_id", "task_id", "run_id")
+_EVERYDAY_KEYWORDS = (*_EVERYDAY_HEADER, "body")
+_everyday_header = operator.itemgetter(*_EVERYDAY_HEADER)
+_ID_START = len("msg_id: ")
+_ID_END = len("msg_id: MSG-20260205-143052-000123456-PID12345-0042")
+_UTF8_BYTES_MAX = 4  # per character
+_NEWLINE = 0x0A
+
+_OUR_LAYOUT = (
+    rb"---\nmsg_id: ([^\n]+)\nts: ([^\n]+)\n"
+    rb"(type: [^\n]+\nproject_id: [^\n]+\ntask_id: [^\n]+\nrun_id: [^\n]+\n)"
+    rb"(?:parents:\n((?:  - [^\n]+\n)+))?(?:attachment_path: ([^\n]+)\n)?(body_escape: dash-space\n)?"
+    rb"body_bytes: (\d{1,9})\ncrc: ([0-9a-f]{8})\n---\n"
+)
+_OURS = re.compile(_OUR_LAYOUT)
+_OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # after another record: a blank line separates the two
+_MSG_ID, _CRC = 1, 8  # group numbers in both patterns
+_OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
+
+# The plain header that conductor-loop writes. YAML returns each of its keys and values unchanged: they are
+# words of letters and digits, or quoted strings without escapes.
+_PLAIN_KEY = rb"(?>[A-Za-z_][A-Za-z0-9_-]*|\"[ !#-\[\]-~]*\")"
+_PLAIN_WORDS = rb"[A-Za-z0-9](?:(?:[A-Za-z0-9_./ -]|:(?=[A-Za-z0-9/]))*[A-Za-z0-9_./-])?"
+_PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
+_PLAIN_LIST = rb"((?:    - (?:K: V\n(?:      K: V\n)*|V\n))+)"
+
+
+@cache  # compiled with the first record of another writer: it takes 10 ms
+def _plain_pattern(layout: bytes) -> re.Pattern[bytes]:
+    return re.compile(
+        layout.replace(b"LIST", _PLAIN_LIST).replace(b"K", _PLAIN_KEY).replace(b"V", _PLAIN_VALUE)
+    )
+
+
+_PLAIN_LAYOUT = (
+    rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
+    rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
+    rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
+)
+_PLAIN_LINE = rb"    (- |  )?(?:(K): )?(V)\n"  # one line of a list or of a mapping
+_LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
+_LEGACY_TIME_CHARS_MAX = 64
+_KNOWN_KEYS = frozenset(
+    {"msg_id", "ts", "type", "project_id", "task_id", "run_id", "parents", "attachment_path"}
+)
+
+
+# ---- writing ---------------------------------------------------------------------------------
+
+
+Draft = tuple[str, bytes, str]
+"""A validated message: its header lines, its stored body, and the timestamp set by the caller, or "".
+
+The id and the default timestamp are assigned later, under the file lock."""
+
+
+def draft(
+    kind: str,
+    project_id: str,
+    task_id: str,
+    run_id: str,
+    parents: Iterable[str],
+    attachment_path: str,
+    body: str,
+    preset_ts: str = "",
+) -> Draft:
+    """Validate a message and encode everything except its id and timestamp."""
+    try:
+        stored = body.encode()
+    except (UnicodeEncodeError, AttributeError):
+        stored = _encode_unusual(body)
+    try:
+        fields = _common_fields(kind, project_id, task_id, run_id)
+    except TypeError:  # an unhashable argument is no text: the uncached call names it in its error
+        fields = _common_fields.__wrapped__(kind, project_id, task_id, run_id)
+    if parents or attachment_path:
+        fields = _more_fields(fields, parents, attachment_path)
+    if "---" in body and _SEPARATOR_LIKE.search(stored):  # `in` is faster on text than on bytes
+        stored = _SEPARATOR_LIKE.sub(b"--- ", stored)
+        fields += _ESCAPE_LINE
+    if len(stored) > BODY_BYTES_MAX:
+        msg = f"the body is longer than {BODY_BYTES_MAX} bytes: attach a file instead"
+        raise InvalidMessage(msg)
+    return fields, stored, preset_ts
+
+
+def encode(message: Draft, msg_id: str, ts: str, before: bytes = b"") -> bytes:
+    """The bytes of one record, after `before`, which separates it from the previous record."""
+    fields, body, preset_ts = message
+    head = f"msg_id: {msg_id}\nts: {preset_ts or ts}\n{fields}body_bytes: {len(body)}\n".encode()
+    end = b"" if body and body[-1] == _NEWLINE else b"\n"
+    return b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, head, zlib.crc32(head + body), body, end)
+
+
+def encode_next(
+    message: Draft, epoch_ns: int, process: str, sequence: int, last: str, before: bytes = b""
+) -> tuple[str, bytes]:
+    """The next id and its record: `bus_id` and `encode` merged into one pass, for the speed of appends."""
+    fields, body, preset_ts = message
+    in_id, in_ts = second_stems(epoch_ns // NANOS_PER_S)
+    digits = str(epoch_ns)
+    head = (
+        f"msg_id: {in_id}{digits[-9:]}-{process}{str(SEQUENCE_MODULUS + sequence)[-SEQUENCE_DIGITS:]}\n"
+        f"ts: {in_ts}{digits[-9:-3]}Z\n{fields}body_bytes: {len(body)}\n"
+    )
+    msg_id = head[_ID_START:_ID_END]
+    if preset_ts or msg_id <= last or epoch_ns < NANOS_PER_S:
+        msg_id, ts = bus_id(epoch_ns, process, sequence, last)
+        return msg_id, encode(message, msg_id, ts, before)
+    raw = head.encode()
+    end = b"" if body and body[-1] == _NEWLINE else b"\n"
+    return msg_id, b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, raw, zlib.crc32(raw + body), body, end)
+
+
+class DraftBatch(msgspec.Struct, frozen=True):
+    """Drafts stored by column: processing a whole column at once is much faster than message by message."""
+
+    runs: list[tuple[str, str, int]]
+    """Header lines, preset timestamp, and the number of consecutive messages that share them."""
+    bodies: list[bytes]
+
+
+def batch(drafts: Iterable[Draft]) -> DraftBatch:
+    runs, bodies = [], []
+    for fields, body, preset_ts in drafts:
+        runs.append((fields, preset_ts, 1))
+        bodies.append(body)
+    return DraftBatch(runs, bodies)
+
+
+def everyday_batch(messages: list[Mapping[str, Any]]) -> DraftBatch | None:
+    """A batch of messages that all have the usual keywords and a body without `---`; None for any other.
+
+    Such a batch is validated as a whole, which takes half the time. Otherwise the caller uses `draft`.
+    """
+    try:
+        if set(map(len, messages)) != {len(_EVERYDAY_KEYWORDS)}:
+            return None
+        texts = [message["body"] for message in messages]
+        text = "\n".join(texts)
+        if "---" in text or len(text) > BODY_BYTES_MAX // _UTF8_BYTES_MAX:
+            return None
+        runs = [
+            (_common_fields(*header), "", len(list(run)))
+            for header, run in groupby(map(_everyday_header, messages))
+        ]
+        return DraftBatch(runs, [text.encode() for text in texts])
+    except (KeyError, TypeError, UnicodeEncodeError):
+        return None
+
+
+def encode_batch(messages: DraftBatch, msg_ids: list[str], ts: str, before: bytes = b"") -> bytes:
+    """The bytes of several records, each as `encode` writes it, separated by blank lines."""
+    bodies = messages.bodies
+    middles = chain.from_iterable(
+        repeat(f"\nts: {preset_ts or ts}\n{fields}body_bytes: ", count)
+        for fields, preset_ts, count in messages.runs
+    )
+    heads = [
+        f"msg_id: {msg_id}{middle}{len(body)}\n".encode()
+        for msg_id, middle, body in zip(msg_ids, middles, bodies, strict=True)
+    ]
+    crcs = map(zlib.crc32, map(operator.add, heads, bodies))
+    crc_digits = struct.pack(f">{len(bodies)}I", *crcs).hex("|", 4)
+    crc_lines = ("crc: " + crc_digits.replace("|", "\n---\n|crc: ") + "\n---\n").encode().split(b"|")
+    # Each end also holds the separator of the next record; the last one has no next record.
+    ends = [b"\n---\n" if body and body[-1] == _NEWLINE else b"\n\n---\n" for body in bodies]
+    ends[-1] = ends[-1][: -len(b"\n---\n")]
+    pieces = zip(heads, crc_lines, bodies, ends, strict=True)
+    return b"".join((before, b"---\n", *chain.from_iterable(pieces)))
+
+
+def _encode_unusual(body: str) -> bytes:
+    """Encode a body with surrogate escapes, which stand for bytes that are not UTF-8, as in file names."""
+    if not isinstance(body, str):
+        msg = f"the body must be text, not {type(body).__name__}"
+        raise InvalidMessage(msg)
+    try:
+        raw = body.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raw = b""
+    if raw.decode("utf-8", "surrogateescape") != body:
+        msg = "the body holds lone surrogates, which are not Unicode text"
+        raise InvalidMessage(msg)
+    return raw
+
+
+@lru_cache(maxsize=1024)
+def _common_fields(kind: str, project_id: str, task_id: str, run_id: str) -> str:
+    return _checked_size(
+        f"type: {_scalar('type', kind, required=True)}\n"
+        f"project_id: {_scalar('project_id', project_id, required=True)}\n"
+        f"task_id: {_scalar('task_id', task_id)}\n"
+        f"run_id: {_scalar('run_id', run_id)}\n"
+    )
+
+
+def _more_fields(fields: str, parents: Iterable[str], attachment_path: str) -> str:
+    if parents:
+        fields += _parents_field(parents)
+    if attachment_path:
+        fields += f"attachment_path: {_scalar('attachment', attachment_path)}\n"
+    return _checked_size(fields)
+
+
+def _checked_size(fields: str) -> str:
+    if len(fields.encode()) > FIELDS_BYTES_MAX:
+        msg = f"the header is longer than {FIELDS_BYTES_MAX} bytes: put long text into the body"
+        raise InvalidMessage(msg)
+    return fields
+
+
+def _parents_field(parents: Iterable[str]) -> str:
+    if isinstance(parents, str):
+        msg = "parents must be a list of message ids, not a single text"
+        raise InvalidMessage(msg)
+    try:
+        items = [f"  - {_scalar('parent', parent, required=True)}\n" for parent in parents]
+    except TypeError:
+        msg = f"parents must be a list of message ids, not {type(parents).__name__}"
+        raise InvalidMessage(msg) from None
+    # An empty iterator is only noticed here. A `parents:` key without items would read as damage.
+    return "parents:\n" + "".join(items) if items else ""
+
+
+def _scalar(field: str, text: str, *, required: bool = False) -> str:
+    """One YAML scalar on one line, quoted unless every YAML reader returns it unchanged."""
+    if not isinstance(text, str):
+        msg = f"{field} must be text, not {type(text).__name__}"
+        raise InvalidMessage(msg)
+    if required and not text.strip():
+        msg = f"{field} is empty"
+        raise InvalidMessage(msg)
+    text = plain(text)
+    if _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS:
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        msg = f"{field} holds lone surrogates, which are not Unicode text"
+        raise InvalidMessage(msg) from None
+    return _NEEDS_ESCAPE.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+class Decoded(msgspec.Struct):
+    """The decoded content of one part of a bus file."""
+
+    messages: list[BusMessage] = []
+    damaged: list[Damage] = []
+    consumed: int = 0
+    """Number of bytes that are fully decoded. The caller passes the rest again, with more data."""
+    starts: list[int] = []
+    """File offset of each message."""
+    last_opening: bytes = b""
+    """The first bytes of the last record, unless they are `START` and its id."""
+    legacy_line: int | None = None
+    """Number of lines read before the first record; None once the first record was found."""
+    unchecked: int = 0
+    """Number of messages without a checksum."""
+    held_back: bool = False
+    """The data ends with a foreign record that may still grow; see `settled_tail`."""
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Unfinished(Exception):
+    """The data ends inside the record."""
+
+
+class _UnendedForeign(_Unfinished):
+    """The data ends inside a foreign record. Its length is unknown, so it may still grow."""
+
+
+def decode(
+    data: bytes,
+    *,
+    offset: int = 0,
+    legacy_line: int | None = None,
+    at_file_end: bool = True,
+    settled_tail: bool = True,
+) -> Decoded:
+    """Decode `data`, which starts at a record, or at the start of the file when `legacy_line` is 0.
+
+    `settled_tail`: no writer is active, so a foreign record at the end of the file is complete.
+    """
+    out = Decoded(legacy_line=legacy_line)
+    position = 0
+    if legacy_line is not None:
+        position = _decode_legacy(data, offset, out, at_file_end=at_file_end)
+    while position < len(data):
+        position = _decode_ours(data, position, offset, out)
+        start = _next_start(data, position, at_file_end)
+        if start < 0:
+            break
+        _note_gap(data, position, start, offset, out)
+        out.consumed = start
+        position = _decode_any(data, start, offset, out, at_file_end, settled_tail)
+        if position < 0:
+            break
+        out.consumed = position
+    if not at_file_end and len(data) - out.consumed > RECORD_BYTES_MAX:
+        _give_up_on_rest(data, offset, out)
+    return out
+
+
+def _decode_any(
+    data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
+) -> int:
+    """Decode or skip the record at `start`; returns its end, or -1 when more data is needed.
+
+    Consecutive plain foreign records are decoded together.
+    """
+    try:
+        return _decode_record(data, start, offset, out, at_file_end, settled_tail)
+    except _UnendedForeign:
+        return -1
+    except _Unfinished:
+        if _start_after(data, start, at_file_end) < 0:
+            return -1
+        reason = "cut short"
+    except _Damaged as error:
+        reason = str(error)
+    return _skip_damaged(data, start, offset, out, reason, at_file_end)
+
+
+def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
+    """Decode consecutive complete records written by postroom: the fast path for most files.
+
+    Returns the end of the last one. `_decode_any` handles what follows.
+    """
+    messages, starts = out.messages, out.starts
+    while match := _OURS_NEXT.match(data, position):
+        try:
+            message, end = _ours(data, match)
+        except (_Unfinished, _Damaged):
+            break
+        messages.append(message)
+        starts.append(offset + position + 1)
+        position = end
+    if position > out.consumed:
+        out.consumed = position
+        out.last_opening = b""
+    return position
+
+
+def _next_start(data: bytes, position: int, at_file_end: bool, floor: int | None = None) -> int:
+    """Offset of the first record start at or after `position`; -1 when there is none, or none yet.
+
+    Bytes before `floor` (default: `position`) belong to an earlier record and are not examined.
+    """
+    if floor is None:
+        if data.startswith(START, position):
+            return position  # directly after a complete record, even when the newline between them is lost
+        floor = position
+        if not position and _SEPARATOR_LINE.match(data) and _opens_record(data, 0, at_file_end):
+            return 0
+    search_from = max(position - 1, 0)
+    while found := _NEXT_OPENING.search(data, search_from):
+        marker = search_from = found.start()
+        search_from += 1
+        if marker - CHECKSUM_LINE_BYTES >= floor and closes_header(data, marker):
+            continue
+        opens = _opens_record(data, marker + 1, at_file_end)
+        if opens is None:
+            return -1
+        if opens:
+            return marker + 1
+    return -1
+
+
+def _start_after(data: bytes, start: int, at_file_end: bool) -> int:
+    """Offset of the record after the unreadable record at `start`; -1 when there is none."""
+    try:
+        body_start = _header_closing(data, start, at_file_end).end()
+    except (_Unfinished, _Damaged):
+        return _next_start(data, start + len(_SEPARATOR), at_file_end, start)
+    return _next_start(data, body_start, at_file_end, body_start)
+
+
+def _opens_record(data: bytes, start: int, at_file_end: bool) -> bool | None:
+    """Whether a header follows the separator line at `start`; None when the data ends too early.
+
+    An unreadable header counts as one: it is reported as damage, not added to the previous body.
+    """
+    begin = data.index(b"\n", start) + 1
+    if data.startswith(_ID_KEY, begin):
+        return True
+    closing = _NEXT_SEPARATOR.search(data, begin - 1, begin + HEADER_BYTES_MAX)
+    if closing is None and not at_file_end and len(data) - begin < HEADER_BYTES_MAX:
+        return None
+    header = data[begin : closing.start() + 1 if closing is not None else begin + HEADER_BYTES_MAX]
+    if not _FIRST_LINE.match(header):
+        return False
+    if _ID_CLAIM.search(header):
+        return True
+    return closing is not None and len(set(_FIELD_CLAIM.findall(header))) >= _FIELDS_CLAIMED_MIN
+
+
+def opens_like_bus(data: bytes) -> bool:
+    """Whether a file with these first bytes starts with a record."""
+    return _SEPARATOR_LINE.match(data) is not None and bool(_opens_record(data, 0, at_file_end=True))
+
+
+def may_be_bus(data: bytes) -> bool:
+    """Whether a file with these first bytes can be a bus file rather than some other file.
+
+    True for blank bytes, the start of a record (even torn or damaged), or a legacy line.
+    """
+    begun = data.lstrip()
+    return (
+        begun.startswith(b"\0")  # a power cut can leave NUL bytes in place of a record
+        or may_grow_into_record(begun)
+        or _DAMAGED_ID_LINE.search(begun) is not None
+        or any(_legacy_message(line, 0) is not None for line in begun.split(b"\n"))
+    )
+
+
+def may_grow_into_record(rest: bytes) -> bool:
+    """Whether these last bytes of a file are blank or the beginning of a record."""
+    begun = rest.lstrip(b"\r\n")
+    return START.startswith(begun[: len(START)]) or (
+        _SEPARATOR_LINE.match(begun) is not None and bool(_opens_record(begun, 0, at_file_end=True))
+    )
+
+
+def closes_header(data: bytes, marker: int) -> bool:
+    """Whether the separator at `marker` closes a header of postroom: a checksum line precedes it."""
+    end = marker - data.endswith(b"\r", 0, marker)
+    if data.endswith(b"\n", 0, end):
+        return False  # postroom writes a blank line before every record
+    return _CHECKSUM_LINE.fullmatch(data, max(0, end - CHECKSUM_LINE_BYTES), end) is not None
+
+
+def _note_gap(data: bytes, position: int, start: int, offset: int, out: Decoded) -> None:
+    if start - position > 1 and data[position:start].strip():
+        out.damaged.append(Damage(offset + position, start - position, "not a record"))
+
+
+def _decode_record(
+    data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
+) -> int:
+    match = _OURS.match(data, start)
+    if match is not None:
+        message, end = _ours(data, match)
+    elif (plain_end := _decode_plain(data, start, offset, out)) > start:
+        return plain_end
+    else:
+        message, end, checked = _foreign(data, start, at_file_end)
+        if end == len(data) and not settled_tail and not checked:
+            out.held_back = True
+            raise _UnendedForeign
+        out.unchecked += not checked
+    out.messages.append(message)
+    out.starts.append(offset + start)
+    out.last_opening = _unusual_opening(data, start)
+    return end
+
+
+def _unusual_opening(data: bytes, start: int) -> bytes:
+    """The first bytes of a record; empty when it begins with `START` and its id."""
+    return b"" if data.startswith(START, start) else data[start : start + OPENING_BYTES]
+
+
+def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
+    msg_id, ts, fields, parents, attachment, escaped, size, crc = match.groups()
+    body_start = match.end()
+    body_end = body_start + int(size)
+    if body_end - body_start > BODY_BYTES_MAX:
+        raise _Damaged(f"the body length is over {BODY_BYTES_MAX} bytes")
+    body = data[body_start:body_end]
+    end = body_end if body.endswith(b"\n") else body_end + 1
+    if end > len(data):
+        raise _Unfinished
+    if end > body_end and data[body_end] not in _ACCEPTED_AFTER_BODY:
+        end = body_end  # the message is complete; the byte after it is separate damage
+    head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
+    if zlib.crc32(head + body) != int(crc, 16):
+        # A body never holds a record start. One inside means that its writer was killed and others appended.
+        cut = _start_between(data, body_start, end)
+        raise _Damaged("cut short" if cut else "the checksum does not match")
+    if b"---" in body and _BARE_SEPARATOR.search(body):
+        # Postroom escapes these lines. This record was forged, so that a backward reader finds a false start.
+        raise _Damaged("a record starts inside it")
+    if escaped is not None:
+        body = _ESCAPED.sub(b"---", body)
+    try:
+        return BusMessage(
+            _text(msg_id),
+            _moment(ts),
+            *(_common_texts(fields) if len(fields) <= _COMMON_BYTES_MAX else _texts(fields)),
+            [_text(line[4:]) for line in parents.splitlines()] if parents is not None else [],
+            _text(attachment) if attachment is not None else "",
+            body.decode("utf-8", "surrogateescape"),
+        ), end
+    except (ValueError, InvalidMessage) as error:
+        raise _Damaged(f"a header line cannot be read: {error}") from error
+
+
+def _start_between(data: bytes, begin: int, end: int) -> bool:
+    return 0 <= _next_start(data[:end], begin, at_file_end=True, floor=begin) < end
+
+
+def _texts(fields: bytes) -> tuple[str, str, str, str]:
+    """The values of `type`, `project_id`, `task_id` and `run_id`."""
+    kind, project, task, run = (_text(line.partition(b": ")[2]) for line in fields[:-1].split(b"\n"))
+    return kind, project, task, run
+
+
+# Few tasks write many messages, so the same four lines repeat.
+_common_texts = lru_cache(maxsize=1024)(_texts)
+
+
+def _text(raw: bytes) -> str:
+    if raw[:1] != b'"':
+        return raw.decode()
+    value = json.loads(raw)
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return value
+
+
+def _moment(raw: bytes) -> datetime:
+    moment = datetime.fromisoformat(raw.decode())
+    if moment.tzinfo is not UTC:
+        raise ValueError("not a UTC time")
+    return moment
+
+
+def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
+    """Record the damage and return its end: the next record's start, or -1 while that is unknown."""
+    following = _start_after(data, start, at_file_end)
+    if following < 0 and not (at_file_end and data.endswith(b"\n")):
+        return -1
+    end = following if following >= 0 else len(data)
+    out.damaged.append(Damage(offset + start, end - start, reason))
+    return end
+
+
+def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
+    """Report more bytes than a record may have as damage, so that memory stays bounded."""
+    end = len(data) - len(MARKER)
+    out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record start found"))
+    out.consumed = end
+
+
+# ---- foreign records: written by conductor-loop ----------------------------------------------------
+
+
+def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
+    """Decode consecutive records in conductor-loop's plain layout without a YAML parser.
+
+    Returns the start of the first record with another layout, or of the last record in the data.
+    """
+    messages, starts = out.messages, out.starts
+    before, layout = len(messages), _plain_pattern(_PLAIN_LAYOUT)
+    while match := layout.match(data, start, start + HEADER_BYTES_MAX):
+        body_start = match.end()
+        if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
+            break  # the pattern could not examine the start of the body
+        marker = data.find(b"\n---", body_start - 1)
+        if not data.startswith(b"\nmsg_id: ", marker + 4) or marker < 0:
+            break
+        if data.startswith(b"\ncrc: ", max(0, marker - CHECKSUM_LINE_BYTES)):
+            break
+        message = _plain_message(match, data[body_start:marker].removesuffix(b"\n"))
+        if message is None:
+            break
+        messages.append(message)
+        starts.append(offset + start)
+        start = marker + 1
+    if start > out.consumed:
+        out.unchecked += len(messages) - before
+        out.consumed = start
+        out.last_opening = b""
+    return start
+
+
+def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
+    """The message with a plain header; None when its timestamp is invalid or a parent has no id."""
+    msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
+    try:
+        moment = datetime.fromisoformat(ts.decode())
+        ids, extra = ([], {}) if parents is None else _plain_parents(parents)
+    except (ValueError, KeyError, TypeError):
+        return None
+    if issue_id is not None:
+        extra["issue_id"] = _plain_text(issue_id)
+    if links is not None:
+        extra["links"] = _plain_items(links)
+    if meta is not None:
+        lines = _plain_pattern(_PLAIN_LINE).findall(meta)
+        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in lines}
+    return BusMessage(
+        msg_id.decode(),
+        moment,
+        *(_common_plain_texts(fields) if len(fields) <= _COMMON_BYTES_MAX else _plain_texts(fields)),
+        ids,
+        "",
+        body.decode("utf-8", "surrogateescape"),
+        extra,
+    )
+
+
+def _plain_texts(fields: bytes) -> tuple[str, str, str, str]:
+    kind, project, task, run = (_plain_text(line.partition(b": ")[2]) for line in fields[:-1].split(b"\n"))
+    return kind, project, task, run
+
+
+_common_plain_texts = lru_cache(maxsize=1024)(_plain_texts)
+
+
+def _plain_text(raw: bytes) -> str:
+    return (raw[1:-1] if raw[:1] in (b'"', b"'") else raw).decode()
+
+
+def _plain_items(lines: bytes) -> list[Any]:
+    """The items of a YAML list: strings, and mappings that span several lines."""
+    items: list[Any] = []
+    for mark, key, value in _plain_pattern(_PLAIN_LINE).findall(lines):
+        if not key:
+            items.append(_plain_text(value))
+        elif mark == b"- ":
+            items.append({_plain_text(key): _plain_text(value)})
+        else:
+            items[-1][_plain_text(key)] = _plain_text(value)
+    return items
+
+
+def _plain_parents(lines: bytes) -> tuple[list[str], dict[str, Any]]:
+    """Parent ids, and the `extra` fields that keep parents given as objects."""
+    items = _plain_items(lines)
+    parents, detailed = _parents(items)
+    return parents, {"parents": items} if detailed else {}
+
+
+def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int, bool]:
+    """The message of a foreign record, its end, and whether it has a valid checksum."""
+    closing = _header_closing(data, start, at_file_end)
+    following = _next_start(data, closing.end(), at_file_end, closing.end())
+    if following < 0 and not (at_file_end and data.endswith(b"\n")):
+        raise _UnendedForeign
+    end = following if following >= 0 else len(data)
+    if data.startswith(b"---\r", start):
+        message, checked = _converted(data[start:end], followed=following >= 0)
+        return message, end, checked
+    header = data[start + len(_SEPARATOR) : closing.start() + 1]
+    body = data[closing.end() : end]
+    if following >= 0:
+        body = _without_blank_line(body, converted=data.startswith(b"---\r", following))
+    return _foreign_message(header, body.removesuffix(b"\n")), end, False
+
+
+def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[bytes]:
+    """The separator line that closes the header of the record at `start`."""
+    closing = _NEXT_SEPARATOR.search(data, data.index(b"\n", start))
+    if closing is None and len(data) - start <= HEADER_BYTES_MAX:
+        raise _Unfinished
+    if closing is None:
+        raise _Damaged("the header has no end")
+    marker = closing.start()
+    if data.startswith(_ID_KEY, closing.end()) and not closes_header(data, marker):
+        raise _Damaged("the header has no end")
+    if data.endswith((b"\n", b"\n\r"), start, marker):  # a blank line: writers put one before each record
+        opens = _opens_record(data, marker + 1, at_file_end)
+        if opens is None:
+            raise _Unfinished
+        if opens:
+            raise _Damaged("the header has no end")
+    return closing
+
+
+def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
+    """A record whose lines end in CRLF because another program converted the line ends of the file.
+
+    The conversion is undone before decoding; a record of postroom must then match its checksum.
+    """
+    record = record.replace(b"\r\n", b"\n")
+    match = _OURS.match(record)
+    if match is not None:
+        message, end = _ours(record, match)
+        if record[end:].strip():
+            raise _Damaged("text that is not a record follows it")
+        return message, True
+    closing = _NEXT_SEPARATOR.search(record)
+    if closing is None:
+        raise _Damaged("the header has no end")
+    body = record[closing.end() :]
+    if followed:
+        body = body.removesuffix(b"\n")
+    return _foreign_message(record[len(_SEPARATOR) : closing.start() + 1], body.removesuffix(b"\n")), False
+
+
+def _without_blank_line(body: bytes, *, converted: bool) -> bytes:
+    """The body without the blank line before the next record, which may end in CRLF."""
+    if converted and (body.endswith(b"\n\r\n") or body == b"\r\n"):
+        return body.removesuffix(b"\r\n")
+    return body.removesuffix(b"\n")
+
+
+def _foreign_message(header: bytes, body: bytes) -> BusMessage:
+    if _OUR_KEYS.search(header):
+        raise _Damaged("the length and the checksum are not in their places")
+    fields = _yaml_header(header)
+    try:
+        parents, detailed = _parents(fields.get("parents"))
+        extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
+        if detailed:
+            extra["parents"] = fields["parents"]
+        message = BusMessage(
+            _as_text(fields["msg_id"]),
+            parse_utc(_as_text(fields["ts"])),
+            _as_text(fields.get("type")),
+            _as_text(fields.get("project_id")),
+            _as_text(fields.get("task_id")),
+            _as_text(fields.get("run_id")),
+            parents,
+            _as_text(fields.get("attachment_path")),
+            body.decode("utf-8", "surrogateescape"),
+            extra,
+        )
+    except (KeyError, TypeError, InvalidMessage) as error:
+        raise _Damaged(f"a header field is missing or malformed: {error}") from error
+    if _ID_LINE.findall(header) != [_ID_KEY + message.msg_id.encode("utf-8", "surrogateescape")]:
+        raise _Damaged("the id is not written plainly, so no reader could continue from it")
+    return message
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError("text expected")
+    return value
+
+
+def _parents(value: Any) -> tuple[list[str], bool]:
+    """Parent ids, from a list of ids or of objects with `msg_id`; and whether any is an object."""
+    if value is None or value == "":
+        return [], False
+    if not isinstance(value, list):
+        raise TypeError("parents is not a list")
+    detailed = any(isinstance(item, dict) for item in value)
+    ids = (item["msg_id"] if isinstance(item, dict) else item for item in value)
+    return [_as_text(item) for item in ids if item], detailed
+
+
+def _yaml_header(header: bytes) -> dict[str, Any]:
+    """A YAML mapping in which every scalar is text: no implicit types, aliases or deep nesting."""
+    import yaml  # noqa: PLC0415 - takes 30 ms, and only records of other writers need it
+
+    if len(header) > HEADER_BYTES_MAX:
+        raise _Damaged(f"the header is longer than {HEADER_BYTES_MAX} bytes")
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C extension
+    try:
+        fields = _document(yaml.parse(header, Loader=loader))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _Damaged("the header is not YAML") from error
+    if not isinstance(fields, dict):
+        raise _Damaged("the header is not a mapping")
+    return fields
+
+
+def _document(events: "Iterable[yaml.Event]") -> Any:
+    """The only document of a YAML stream, built iteratively to limit its depth, with every scalar as text."""
+    import yaml  # noqa: PLC0415 - see `_yaml_header`
+
+    documents: list[Any] = []
+    stack: list[tuple[list[Any], bool]] = [(documents, False)]
+    for event in events:
+        if isinstance(event, yaml.ScalarEvent):
+            stack[-1][0].append(event.value)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            if len(stack) > YAML_DEPTH_MAX:
+                raise _Damaged("the header is nested too deeply")
+            stack.append(([], isinstance(event, yaml.MappingStartEvent)))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            items, is_mapping = stack.pop()
+            stack[-1][0].append(_mapping(items) if is_mapping else items)
+        elif isinstance(event, yaml.AliasEvent):
+            raise _Damaged("the header uses aliases")
+    if len(documents) > 1:
+        raise _Damaged("the header is not YAML")
+    return documents[0] if documents else None
+
+
+def _mapping(items: list[Any]) -> dict[str, Any]:
+    """A mapping from alternating keys and values. The last value of a repeated key wins."""
+    if not all(isinstance(key, str) for key in items[::2]):
+        raise _Damaged("the header is not YAML")
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+# ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` before the first record --------------------------
+
+
+def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool) -> int:
+    """Decode the lines before the first record; returns the offset at which they end."""
+    position = 0
+    while out.legacy_line is not None:
+        end = data.find(b"\n", position) + 1
+        if end == 0:
+            break
+        line = data[position:end]
+        if line.rstrip(b"\r\n") == b"---":
+            if at_file_end and len(data) - position < len(START):
+                break  # possibly the first bytes of a record
+            out.legacy_line = None
+            break
+        if _CHECKSUM_LINE.fullmatch(line.rstrip(b"\n")):
+            if len(data) - end < len(_SEPARATOR) and _SEPARATOR.startswith(data[end:]):
+                break  # possibly the end of a header; the next line decides
+            if data.startswith(_SEPARATOR, end):
+                # A record whose first line is damaged: its body must not be read as legacy lines.
+                out.damaged.append(Damage(offset + position, len(line) + len(_SEPARATOR), "not a record"))
+                position = end + len(_SEPARATOR)
+                out.legacy_line = None
+                break
+        out.legacy_line += 1
+        message = _legacy_message(line, out.legacy_line)
+        if message is not None:
+            out.messages.append(message)
+            out.starts.append(offset + position)
+            out.unchecked += 1
+        elif line.strip():
+            out.damaged.append(Damage(offset + position, len(line), "text before the first record"))
+        position = end
+    out.consumed = position
+    return position
+
+
+def _legacy_message(raw: bytes, line_number: int) -> BusMessage | None:
+    line = raw.decode("utf-8", "surrogateescape").strip()
+    closing = line.find("]", 0, _LEGACY_TIME_CHARS_MAX)
+    moment = _legacy_moment(line[1:closing].strip()) if line.startswith("[") and closing > 0 else None
+    body = line[closing + 1 :].strip()
+    if moment is None or not body:
+        return None
+    kind = "INFO"
+    word, colon, rest = body.partition(":")
+    if colon and rest.strip() and _LEGACY_TYPE.fullmatch(word.strip()):
+        kind, body = word.strip().upper(), rest.strip()
+    return BusMessage(f"{LEGACY_PREFIX}{line_number:09d}", moment, kind, "", "", "", [], "", body)
+
+
+def _legacy_moment(text: str) -> datetime | None:
+    for candidate in (text, f"{text}Z"):
+        try:
+            return parse_utc(candidate)
+        except InvalidMessage:
+            continue
+    return None

@@ -1,0 +1,1 @@
+"""Verdicts about a system: whether messages flow, and what the doctor concludes."""

@@ -1,0 +1,1 @@
+"""Histories of events: checks of their guarantees, their order, and their trees."""

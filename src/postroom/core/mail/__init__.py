@@ -1,0 +1,1 @@
+"""Mailboxes and the mq9 protocol as pure values."""

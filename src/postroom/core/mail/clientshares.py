@@ -1,0 +1,39 @@
+"""Shares of clients: neither one client nor all clients of one organization can use up what a server has."""
+
+from postroom.core.mail.mailbox import organization_of
+
+
+class ClientShares:
+    """What each client and each organization use of something, with a limit for both."""
+
+    def __init__(self, client_max: int, organization_max: int) -> None:
+        self._client_max = client_max
+        self._organization_max = organization_max
+        self._used: dict[str, int] = {}
+        """By client, and by the name of an organization with a slash behind it."""
+
+    def __bool__(self) -> bool:
+        return bool(self._used)
+
+    def fits(self, client: str, more: int) -> bool:
+        """Whether a client may use more."""
+        org = organization_of(client)
+        used = self._used.get
+        return used(client, 0) + more <= self._client_max and (
+            not org or used(f"{org}/", 0) + more <= self._organization_max
+        )
+
+    def add(self, client: str, more: int) -> bool:
+        """Count more, or less. False when that is too much, and counted nevertheless."""
+        org = organization_of(client)
+        fits_client = counted(self._used, client, more) <= self._client_max
+        fits_organization = not org or counted(self._used, f"{org}/", more) <= self._organization_max
+        return fits_client and fits_organization
+
+
+def counted(counts: dict[str, int], key: str, more: int) -> int:
+    """Add to a count, and drop it at zero. Returns the count."""
+    count = counts.pop(key, 0) + more
+    if count > 0:
+        counts[key] = count
+    return count

@@ -1,0 +1,1 @@
+"""The NATS protocol as bytes, and subjects."""

@@ -1,0 +1,1 @@
+"""Token budgets of models as pure values."""

@@ -1,0 +1,1 @@
+"""Agents of the engine: coordinators, requests, answers and inboxes."""

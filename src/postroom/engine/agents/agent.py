@@ -1,0 +1,359 @@
+"""`Agent`: requests, streams and messages of one registered agent.
+
+Rule 1: the last part of an answer is acknowledged after the agent has it: when the iterator is asked for
+        more, or closed.
+Rule 2: a part that was read and not shown is not acknowledged.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from postroom.core.agents import FINAL_PARTS, Restart, joined_chunks
+from postroom.core.times import checked_seconds
+from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.inbox import Inbox, SentMessage
+from postroom.engine.agents.parts import Position
+from postroom.engine.results import result_of
+from postroom.engine.rules.cells import Part
+from postroom.errors import (
+    Bounced,
+    CoordinatorStopped,
+    GuardTripped,
+    InvalidMessage,
+    MessageFailed,
+    Overloaded,
+    PostroomError,
+    StreamRestarted,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from postroom.engine.agents.coordinator import Coordinator
+
+PARTS_WAITING_MAX: Final = 1_000  # parts that one reader has not taken; then no more are read for it
+
+
+class Reader:
+    """One reader of an answer: its position, and the parts that it has not taken."""
+
+    __slots__ = ("agent", "error", "message_id", "parts", "position", "waiter")
+
+    def __init__(self, agent: "Agent", message_id: str) -> None:
+        self.agent = agent
+        self.message_id = message_id
+        self.position = Position()
+        self.parts: deque[Part] = deque()
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def next(self) -> Part:
+        """Wait for the next part."""
+        while not self.parts:
+            if self.error is not None:
+                raise self.error
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        return self.take()
+
+    def take(self) -> Part:
+        """The next part, without waiting. There must be one."""
+        part = self.parts.popleft()
+        if len(self.parts) == PARTS_WAITING_MAX // 2:
+            self.agent.coordinator.look()
+        return part
+
+
+class Agent:
+    """One registered agent. Its calls raise `AgentReplaced` once the same id was registered again."""
+
+    __slots__ = ("agent_id", "coordinator", "is_local", "org_id", "reading", "session", "shown")
+
+    def __init__(
+        self, coordinator: "Coordinator", org_id: str, agent_id: str, session: int, *, is_local: bool = True
+    ) -> None:
+        self.coordinator = coordinator
+        self.org_id = org_id
+        self.agent_id = agent_id
+        self.session = session
+        """The fencing number of the registration."""
+        self.is_local = is_local
+        """Whether it lives in this process, and so has no heartbeat of its own."""
+        self.reading: Counter[str] = Counter()
+        """How many readers each request has in this process."""
+        self.shown: set[str] = set()
+        """Requests whose last part was handed over, until that is committed."""
+
+    def __repr__(self) -> str:
+        return f"Agent({self.agent_id!r}, {self.org_id!r})"
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    async def request(self, *, type: str, payload: Any, timeout_s: float | None = None, **fields: Any) -> Any:  # noqa: A002
+        """Submit a message and wait for its answer. A streamed answer is joined.
+
+        `fields` are those of `Engine.submit`. Raises `MessageFailed`, and `TimeoutError` after `timeout_s`:
+        the late answer is kept for `resume`.
+        """
+        stream = self.stream(type=type, payload=payload, timeout_s=timeout_s, restart="replace", **fields)
+        return await joined(stream)
+
+    def stream(
+        self,
+        *,
+        type: str,  # noqa: A002
+        payload: Any,
+        timeout_s: float | None = None,
+        restart: Restart = "raise",
+        **fields: Any,
+    ) -> "AnswerStream":
+        """Submit a message and iterate over the parts of its answer, the last one included.
+
+        When another attempt begins the answer again, the iterator raises `StreamRestarted` once and then goes
+        on. With `restart="replace"` the parts of the new attempt follow, with chunk indexes from 0 on.
+        """
+        if restart not in ("raise", "replace"):
+            raise InvalidMessage(f'restart must be "raise" or "replace", not {restart!r}')
+        for name in ("org_id", "agent_id"):
+            if name in fields:
+                raise InvalidMessage(f"{name} follows from the agent, and cannot be set")
+        message = {
+            **fields,
+            "type": type,
+            "payload": payload,
+            "org_id": self.org_id,
+            "agent_id": self.agent_id,
+        }
+        return AnswerStream(self, message, timeout_s=timeout_s, restart=restart)
+
+    async def submit(self, message: dict[str, Any], timeout_s: float | None = None) -> tuple[str, bool]:
+        """Store a request without waiting for its answer; its id, and whether it was known before."""
+        core = self.coordinator.core
+        prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
+        try:
+            submitted = await self.coordinator.write_new(
+                lambda agents: agents.request(self.agent_id, self.session, prepared, timeout_s)
+            )
+        except (Overloaded, GuardTripped) as error:
+            await core.note_refusal(prepared, error)
+            raise
+        await core.after_submit()
+        return submitted
+
+    async def resume(self) -> AsyncIterator[Part]:
+        """The parts of every open request that nobody in this process reads, until all of them have ended.
+
+        These are late answers, and the requests of an agent that was restarted.
+        """
+        streams = [
+            AnswerStream(self, {}, message_id=message_id, restart="replace")
+            for message_id in await self._unread()
+        ]
+        pending = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    stream = pending.pop(task)  # a stream that stays in `pending` was not shown
+                    with suppress(Bounced):  # the request has ended for this agent
+                        part = task.result()
+                        if part is not None:
+                            yield part
+                            pending[asyncio.ensure_future(anext(stream, None))] = stream
+        finally:
+            for task, stream in pending.items():
+                task.cancel()
+                stream.close(is_shown=False)
+            for stream in streams:
+                stream.close()
+
+    async def _unread(self) -> list[str]:
+        """The open requests that nobody in this process reads."""
+
+        def read(agents: AgentOperations) -> list[str]:
+            agents.held(self.org_id, self.agent_id, self.session)
+            return agents.open_requests(self.org_id, self.agent_id)
+
+        found = await self.coordinator.read(read)
+        return [one for one in found if one not in self.reading and one not in self.shown]
+
+    # ---- messages between agents ---------------------------------------------------------------
+
+    async def send(self, *, to: str, payload: Any, **fields: Any) -> SentMessage:
+        """Send a message to another agent of the organization. Raises `Bounced` when it cannot get it."""
+        core = self.coordinator.core
+        if not isinstance(to, str):
+            raise InvalidMessage(f"to must be the name of an agent, not {shown(to)}")
+        message = {
+            **fields,
+            "type": "agent_message",
+            "payload": {"to": to, "body": payload},
+            "org_id": self.org_id,
+            "agent_id": self.agent_id,
+        }
+        prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
+        try:
+            message_id = await self.coordinator.write_new(
+                lambda agents: agents.send(self.agent_id, self.session, prepared, to, payload)
+            )
+        except Bounced as bounced:
+            reason = bounced
+            with suppress(PostroomError):
+                await self.coordinator.write(
+                    lambda agents: agents.note_bounce(self.org_id, self.agent_id, reason)
+                )
+            raise
+        core.wake_readers()
+        return SentMessage(self.coordinator, message_id)
+
+    def inbox(self) -> Inbox:
+        """The messages of other agents that this agent has not acted on.
+
+        `await agent.inbox()` gives those that are there. `async for` also waits for new ones.
+        """
+        return Inbox(self)
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    async def beat(self) -> None:
+        """Say that the agent is alive; for agents that live outside of the process of their coordinator."""
+        await self.coordinator.write(
+            lambda agents: agents.beat(self.org_id, self.agent_id, self.session, self.coordinator.id)
+        )
+
+    async def leave(self) -> None:
+        """End the registration. Open requests are treated like those of a dead agent."""
+        await self.coordinator.write(lambda agents: agents.leave(self.org_id, self.agent_id, self.session))
+        self.coordinator.forget(self)
+
+
+class AnswerStream:
+    """An iterator over the parts of one answer. The message is submitted with the first step."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        message: dict[str, Any],
+        *,
+        message_id: str = "",
+        timeout_s: float | None = None,
+        restart: Restart = "raise",
+    ) -> None:
+        self._is_closed = True  # `__del__` also runs when a check below raises
+        self._agent = agent
+        self._message = message
+        self._timeout_s = None if timeout_s is None else checked_seconds("timeout_s", timeout_s)
+        self._deadline: float | None = None
+        self._restart = restart
+        self._reader: Reader | None = None
+        self._held: Part | None = None
+        """The part that begins another attempt, until `StreamRestarted` was raised."""
+        self._attempt = 0
+        """The attempt whose chunks were handed out last."""
+        self._is_last = False
+        self._is_closed = False
+        self.message_id = message_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Part:
+        if self._is_last or self._is_closed:
+            self.close()
+            raise StopAsyncIteration
+        part = self._held or await self._next()
+        is_restart = self._attempt and part.attempt > self._attempt
+        if is_restart and self._held is None and self._restart == "raise":
+            self._held = part
+            raise StreamRestarted(part.request_id, part.attempt)
+        self._held = None
+        if is_restart:
+            self._attempt = 0
+        if part.type == "stream_chunk":
+            self._attempt = part.attempt
+        self._is_last = part.type in FINAL_PARTS
+        if self._is_last:
+            self._agent.shown.add(self.message_id)
+        return part
+
+    async def _next(self) -> Part:
+        if self._reader is not None and self._reader.parts:
+            return self._reader.take()  # a part that is there needs no timeout
+        try:
+            if self._timeout_s is None:
+                return await self._part()
+            if self._deadline is None:
+                self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+            async with asyncio.timeout_at(self._deadline):
+                return await self._part()
+        except TimeoutError:
+            self.close()
+            what = self.message_id or "the request"
+            waited = f"the answer to {what} did not come within {self._timeout_s:g} s"
+            raise TimeoutError(f"{waited}: agent.resume() gives it when it comes") from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def _part(self) -> Part:
+        if self._reader is None:
+            coordinator = self._agent.coordinator
+            wakeups: int | None = None
+            if not self.message_id:
+                wakeups = coordinator.wakeups
+                self.message_id, is_known = await self._agent.submit(self._message, self._timeout_s)
+                wakeups = None if is_known else wakeups  # a known message may have ended long ago
+            self._reader = coordinator.add_reader(self._agent, self.message_id, wakeups)
+        return await self._reader.next()
+
+    def close(self, *, is_shown: bool = True) -> None:
+        """Stop reading. An answer whose last part was shown to the agent is acknowledged."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._reader is not None:
+            self._agent.coordinator.remove_reader(self._reader)
+        if self._is_last and is_shown:
+            self._agent.coordinator.handed_over(self._agent, self.message_id)
+        elif self._is_last:
+            self._agent.shown.discard(self.message_id)
+
+    def __del__(self) -> None:
+        """Acknowledge an answer whose loop was left by `break` at the last part."""
+        self.close()
+
+
+async def joined(stream: AnswerStream) -> Any:
+    """The answer as one value. Raises `MessageFailed`."""
+    chunks: list[Any] = []
+    async for part in stream:
+        if part.type == "stream_chunk":
+            if part.chunk_index == 0:
+                chunks.clear()
+            chunks.append(part.chunk)
+        elif part.type == "error":
+            raise await _failure(stream, part)
+        elif part.type in FINAL_PARTS:
+            stream.close()
+            return joined_chunks(chunks) if part.type == "stream_complete" else part.result
+    raise CoordinatorStopped(stream.message_id)
+
+
+async def _failure(stream: AnswerStream, part: Part) -> MessageFailed:
+    """The error of a message that ended without a result."""
+    stream.close()
+    error = part.error or {}
+    try:
+        result_of(await stream._agent.coordinator.core.load(part.request_id))  # noqa: SLF001 - the same module
+    except MessageFailed as failed:
+        return failed
+    except PostroomError:
+        pass
+    history = [{"error_type": error.get("type", ""), "error": error.get("message", "")}]
+    return MessageFailed(part.request_id, error.get("type", ""), history)

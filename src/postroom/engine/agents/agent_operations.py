@@ -1,0 +1,575 @@
+"""Operations on agents, their requests and their inboxes inside one transaction.
+
+Rule 1: an operation raises before it writes, so several of them can share a commit.
+Rule 2: a registration is fenced. Each call for an agent names the session of its registration, and only the
+        newest session counts.
+Rule 3: a request is open until its agent has the last part, or until the answer bounces.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.core import agents
+from postroom.core.agents import Health, Receipt
+from postroom.core.formats.jsoninput import ReadValue, decoded_value
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.names import is_name
+from postroom.core.times import EPOCH, MICROSECOND, utc_text
+from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX, Position, read_on
+from postroom.engine.message_input import Prepared
+from postroom.engine.rules.cells import (
+    AGENT_COUNTS,
+    AGENTS,
+    COORDINATORS,
+    EPOCHS,
+    INBOXES,
+    LETTER_BODIES,
+    LETTERS,
+    PROGRAMS,
+    RECEIPTS,
+    REQUESTS,
+    SEPARATOR,
+    AgentEntry,
+    CoordinatorInfo,
+    Letter,
+    OpenRequest,
+    Part,
+    WantedProgram,
+    joined,
+)
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.policy import Policy
+from postroom.errors import AgentReplaced, Bounced, InvalidMessage, TooMany, UnknownTask
+from postroom.message import ENGINE_PREFIX
+from postroom.stores.transaction import Transaction
+
+LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
+INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
+LETTER_INLINE_BYTES: Final = 4 * 1024  # a longer body has a cell of its own
+LETTERS_A_READ_MAX: Final = 100
+LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
+OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
+WAITS_SHOWN_MAX: Final = 100
+AGENTS_LISTED_MAX: Final = 10_000  # of one organization
+RETRY_AFTER_S: Final = 10.0
+SUPERVISOR: Final = ".programs"
+"""The lease of the supervisor that runs the programs of agents. No coordinator has such a name."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class AgentInfo(msgspec.Struct, frozen=True):
+    """An agent as operators and its organization see it."""
+
+    org_id: str
+    agent_id: str
+    health: Health
+    coordinator: str
+    epoch: int
+    """The epoch of its coordinator; 0 when there is no such coordinator any more."""
+    registered_at: datetime
+    silent_s: float
+    """Seconds since its last sign of life."""
+    waits_for: list[str]
+    """The ids of its requests that are not answered, or whose answer it has not fetched."""
+    waited_for_by: list[str]
+    """The ids of messages in its inbox that it has not acted on."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """When an agent was last heard of."""
+
+    health: Health
+    silent_s: float
+    """How long it was not heard of."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request of an agent, and how far its reader has come."""
+
+    org_id: str
+    agent_id: str
+    session: int
+    message_id: str
+    position: Position
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The new parts of the answer to one request."""
+
+    parts: list[tuple[Position, Part]] = []
+    is_complete: bool = False
+    is_replaced: bool = False
+    """Whether another registration of the agent is newer."""
+    is_closed: bool = False
+    """Whether the request was closed before: the answer was acknowledged, or has bounced."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next read may return more parts without waiting."""
+        return not self.is_complete and len(self.parts) >= PART_CELLS_A_READ_MAX
+
+
+class AgentOperations:
+    """Operations on agents in one transaction."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self.transaction = transaction
+        self.policy = policy
+        self.rules = policy.agents
+
+    # ---- coordinators --------------------------------------------------------------------------
+
+    def start_coordinator(self, coordinator: str, name: str) -> CoordinatorInfo:
+        """Begin the lease of a coordinator."""
+        info = CoordinatorInfo(self.next_number(), self.transaction.steady_ns, self._lease_end(), name)
+        COORDINATORS.put(self.transaction, info, coordinator)
+        return info
+
+    def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> bool:
+        """Renew the lease of a coordinator. Returns whether it still had its agents.
+
+        A coordinator that was taken for dead returns with its epoch, and has to `reclaim` its agents.
+        """
+        known = COORDINATORS.get(self.transaction, coordinator)
+        info = CoordinatorInfo(epoch, self.transaction.steady_ns, self._lease_end(), name)
+        COORDINATORS.put(self.transaction, info, coordinator)
+        return known is not None
+
+    def reclaim(self, coordinator: str, org_id: str, agent_id: str, session: int) -> None:
+        """Take back an agent in the process of this coordinator, unless it was registered again."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and entry.session == session:
+            after = replace(entry, coordinator=coordinator, is_local=True)
+            AGENTS.put(self.transaction, after, org_id, agent_id)
+
+    def stop_coordinator(self, coordinator: str) -> None:
+        """End the lease of a coordinator. Its agents stay registered, and may register elsewhere."""
+        info = COORDINATORS.get(self.transaction, coordinator)
+        if info is not None:
+            COORDINATORS.put(
+                self.transaction, replace(info, until_ns=self.transaction.steady_ns), coordinator
+            )
+
+    def take_over(self, coordinator: str) -> list[str]:
+        """Take over the agents of coordinators whose lease is over. Returns the ids of those coordinators."""
+        transaction = self.transaction
+        lost = {
+            other: info
+            for other, info in COORDINATORS.all(transaction)
+            if other not in (coordinator, SUPERVISOR)
+            and agents.may_take_over(info.until_ns, transaction.steady_ns)
+        }
+        for key, entry in AGENTS.all(transaction) if lost else ():
+            if entry.coordinator in lost:
+                seen_ns = self.seen_ns(entry, lost[entry.coordinator])
+                moved = replace(entry, coordinator=coordinator, is_local=False, seen_ns=seen_ns)
+                AGENTS.put(transaction, moved, key)
+        for other in lost:
+            COORDINATORS.put(transaction, None, other)
+            transaction.alert("CoordinatorLost", f"coordinator {other} is gone: {coordinator} takes over")
+        return [*lost]
+
+    def _lease_end(self) -> int:
+        return self.transaction.steady_ns + round(LEASE_S * NANOS_PER_S)
+
+    def next_number(self) -> int:
+        """A number that is larger than every earlier one: an epoch, a session, or the key of a letter.
+
+        It follows the clock, because a counter would show how many agents and letters others have.
+        """
+        number = max((EPOCHS.get(self.transaction, "") or 0) + 1, self.transaction.wall_us)
+        EPOCHS.put(self.transaction, number, "")
+        return number
+
+    # ---- registration --------------------------------------------------------------------------
+
+    def register(self, org_id: str, agent_id: str, coordinator: str, *, is_local: bool = True) -> AgentEntry:
+        """Register an agent. An earlier registration of the same id is fenced from now on."""
+        check_names(org_id, agent_id)
+        known = AGENTS.get(self.transaction, org_id, agent_id)
+        if known is None or known.health == "dead":
+            self.count(org_id, 1)
+        entry = AgentEntry(
+            session=self.next_number(),
+            coordinator=coordinator,
+            registered_us=self.transaction.wall_us,
+            registered_ns=self.transaction.steady_ns,
+            is_local=is_local,
+        )
+        self.set_health(org_id, agent_id, None, entry)
+        return entry
+
+    def count(self, org_id: str, change: int) -> None:
+        """Change the number of agents that count for the organization's limit. Raises `TooMany`."""
+        most = self.policy.organization_of(org_id).max_agents
+        count = AGENT_COUNTS.get(self.transaction, org_id) or 0
+        if change > 0 and count >= most:
+            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
+        AGENT_COUNTS.put(self.transaction, max(0, count + change) or None, org_id)
+
+    def set_health(self, org_id: str, agent_id: str, before: AgentEntry | None, after: AgentEntry) -> None:
+        """Store a registration. A new health is an event."""
+        AGENTS.put(self.transaction, after, org_id, agent_id)
+        if before is None or before.health != after.health:
+            self.emit_health(org_id, agent_id, after.health, after.coordinator)
+
+    def emit_health(self, org_id: str, agent_id: str, health: str, coordinator: str) -> None:
+        """Emit the new health of an agent."""
+        detail = {"agent_id": agent_id, "health": health, "coordinator": coordinator}
+        self.transaction.emit("agent_health", ENGINE_PREFIX + org_id, detail=detail)
+
+    def leave(self, org_id: str, agent_id: str, session: int) -> None:
+        """Forget an agent. Its open requests are treated like those of a dead agent."""
+        entry = self.held(org_id, agent_id, session)
+        if entry.health != "dead":  # a dead agent was taken from the count when it died
+            self.count(org_id, -1)
+        AGENTS.put(self.transaction, None, org_id, agent_id)
+        self.emit_health(org_id, agent_id, "left", entry.coordinator)
+
+    def held(self, org_id: str, agent_id: str, session: int) -> AgentEntry:
+        """A registration under its newest session. Raises `AgentReplaced`."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is None or entry.session != session:
+            raise AgentReplaced(agent_id)
+        return entry
+
+    def is_held(self, org_id: str, agent_id: str, session: int) -> bool:
+        """Whether a session is the newest one of its agent."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        return entry is not None and entry.session == session
+
+    def beat(self, org_id: str, agent_id: str, session: int, coordinator: str) -> AgentEntry:
+        """Store a heartbeat of an agent. From now on it belongs to this coordinator."""
+        entry = self.held(org_id, agent_id, session)
+        if entry.health == "dead":
+            self.count(org_id, 1)
+        after = replace(entry, seen_ns=self.transaction.steady_ns, coordinator=coordinator, health="alive")
+        self.set_health(org_id, agent_id, entry, after)
+        return after
+
+    def hear(self, org_id: str, agent_id: str, coordinator: str) -> None:
+        """Count a call as a heartbeat of its agent, if that is registered and lives in another process."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and not entry.is_local:
+            self.beat(org_id, agent_id, entry.session, coordinator)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def request(
+        self, agent_id: str, session: int, prepared: Prepared, timeout_s: float | None = None
+    ) -> tuple[str, bool]:
+        """Submit a message whose answer an agent waits for; its id, and whether it was known before."""
+        org_id = prepared.org_id
+        self.held(org_id, agent_id, session)
+        if (
+            len(REQUESTS.under(self.transaction, org_id, agent_id, limit=OPEN_REQUESTS_MAX))
+            >= OPEN_REQUESTS_MAX
+        ):
+            raise TooMany(agent_id, "open requests", OPEN_REQUESTS_MAX, RETRY_AFTER_S)
+        [submitted] = Operations(self.transaction, self.policy).submit([prepared])
+        open_request = OpenRequest(prepared.envelope.type, self.transaction.wall_us, timeout_s)
+        REQUESTS.put(self.transaction, open_request, org_id, agent_id, submitted.message_id)
+        return submitted.message_id, submitted.duplicate
+
+    def open_requests(self, org_id: str, agent_id: str) -> list[str]:
+        """The ids of the requests of an agent whose last part was not handed over."""
+        found = REQUESTS.under(self.transaction, org_id, agent_id, limit=OPEN_REQUESTS_MAX)
+        return [key.rpartition(SEPARATOR)[2] for key, _ in found]
+
+    def answers(self, asked: Iterable[Asked]) -> list[Answer]:
+        """The new parts of the answer to each request."""
+        operations = Operations(self.transaction, self.policy)
+        held: dict[tuple[str, str], int] = {}
+        found = []
+        for one in asked:
+            agent = one.org_id, one.agent_id
+            if agent not in held:
+                entry = AGENTS.get(self.transaction, *agent)
+                held[agent] = 0 if entry is None else entry.session
+            found.append(
+                self._answer(operations, one) if held[agent] == one.session else Answer(is_replaced=True)
+            )
+        return found
+
+    def _answer(self, operations: Operations, asked: Asked) -> Answer:
+        message_id = asked.message_id
+        try:
+            parts, is_complete = read_on(operations, message_id, asked.position)
+        except UnknownTask:
+            end = replace(asked.position, is_end=True)
+            parts, is_complete = [(end, _gone(message_id, self.transaction.wall_us))], True
+        if is_complete and REQUESTS.get(self.transaction, asked.org_id, asked.agent_id, message_id) is None:
+            return Answer(is_closed=True)
+        return Answer(parts, is_complete)
+
+    def acknowledge(self, org_id: str, agent_id: str, session: int, message_ids: Iterable[str]) -> list[str]:
+        """Close requests whose agent has the last part. Returns the ids that were still open."""
+        self.held(org_id, agent_id, session)
+        closed = []
+        for message_id in message_ids:
+            if REQUESTS.get(self.transaction, org_id, agent_id, message_id) is None:
+                continue
+            REQUESTS.put(self.transaction, None, org_id, agent_id, message_id)
+            detail = {"agent_id": agent_id, "message_id": message_id}
+            self.transaction.emit("delivered", ENGINE_PREFIX + org_id, detail=detail)
+            closed.append(message_id)
+        return closed
+
+    # ---- messages between agents ---------------------------------------------------------------
+
+    def send(self, sender: str, session: int, prepared: Prepared, to: str, body: Any) -> str:
+        """Submit a message to another agent and put it into its inbox. Raises `Bounced`."""
+        self.held(prepared.org_id, sender, session)
+        self.check_recipient(prepared.org_id, to)
+        [submitted] = Operations(self.transaction, self.policy).submit([prepared])
+        self.deliver(prepared.org_id, to, sender, submitted.message_id, body)
+        return submitted.message_id
+
+    def check_recipient(self, org_id: str, agent_id: str) -> None:
+        """Raise `Bounced` unless an agent can get a message."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is None:
+            raise Bounced(agent_id, "no agent of this name is registered")
+        if self.health(entry) == "dead":
+            raise Bounced(agent_id, "the agent is dead")
+        if self._letter_count(org_id, agent_id) >= INBOX_MAX:
+            raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
+
+    def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
+        """Put a message into an inbox, once."""
+        if not self.receipts(message_id):
+            letter = Letter(message_id, sender, body, self.transaction.wall_us)
+            self.put_letter(org_id, agent_id, letter)
+            self._receive(org_id, agent_id, letter, "stored")
+
+    def put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
+        """Add a message to the end of an inbox."""
+        INBOXES.put(self.transaction, self._letter_count(org_id, agent_id) + 1, org_id, agent_id)
+        key, body = joined(org_id, agent_id, self.next_number()), msgspec.Raw(_encode(letter.body))
+        if len(body) > LETTER_INLINE_BYTES:
+            LETTER_BODIES.put(self.transaction, body, key)
+            letter = replace(letter, body=None, is_apart=True)
+        LETTERS.put(self.transaction, letter, key)
+
+    def drop_letter(self, key: str, letter: Letter) -> None:
+        """Remove a message from its inbox."""
+        LETTERS.put(self.transaction, None, key)
+        if letter.is_apart:
+            LETTER_BODIES.put(self.transaction, None, key)
+        inbox = agent_of(key)
+        counted = INBOXES.get(self.transaction, *inbox)
+        if counted is not None:
+            INBOXES.put(self.transaction, counted - 1 or None, *inbox)
+
+    def _letter_count(self, org_id: str, agent_id: str) -> int:
+        counted = INBOXES.get(self.transaction, org_id, agent_id)
+        if counted is not None:
+            return counted
+        return len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX))
+
+    def notify(self, org_id: str, agent_id: str, part: Part) -> None:
+        """Put a part that the agent did not ask for into its inbox, if it can get messages."""
+        try:
+            self.check_recipient(org_id, agent_id)
+        except Bounced:
+            return
+        body = msgspec.to_builtins(part)
+        letter = Letter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
+        self.put_letter(org_id, agent_id, letter)
+
+    def receipts(self, message_id: str) -> dict[Receipt, int]:
+        """What the recipient of a message has done with it, each with its time."""
+        return RECEIPTS.get(self.transaction, message_id) or {}
+
+    def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
+        """Note a receipt, once."""
+        known = self.receipts(letter.message_id)
+        if receipt in known or letter.is_bounce or letter.is_notice:
+            return
+        RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
+        self.transaction.emit(
+            "receipt",
+            ENGINE_PREFIX + org_id,
+            type="agent_message",
+            detail={
+                "message_id": letter.message_id,
+                "sender": letter.sender,
+                "recipient": recipient,
+                "receipt": receipt,
+            },
+        )
+
+    def letters(
+        self, org_id: str, agent_id: str, after: str = "", read_value: ReadValue = decoded_value
+    ) -> list[tuple[str, Letter]]:
+        """Messages in an inbox behind a key, each with its key. `read_value` reads their long bodies."""
+        found: list[tuple[str, Letter]] = []
+        left = LETTERS_BYTES_A_READ_MAX
+        for key, letter in LETTERS.under(
+            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after, bytes_max=left
+        ):
+            if letter.is_apart and left <= 0:
+                break
+            body = LETTER_BODIES.get(self.transaction, key) if letter.is_apart else None
+            left -= 0 if body is None else len(body)
+            found.append((key, letter if body is None else replace(letter, body=read_value(bytes(body)))))
+        return found
+
+    def note_receipt(
+        self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
+    ) -> None:
+        """Store that messages were fetched, shown or acted on. The last removes them from the inbox."""
+        self.held(org_id, agent_id, session)
+        for key in keys:
+            parts = key.split(SEPARATOR)
+            if parts[:2] != [org_id, agent_id]:
+                raise InvalidMessage(f"{key!r} is not the key of a message in the inbox of {agent_id}")
+            letter = LETTERS.get(self.transaction, key)
+            if letter is None:
+                continue
+            if receipt == "acted_on":
+                self.drop_letter(key, letter)
+            self._receive(org_id, agent_id, letter, receipt)
+
+    def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:
+        """Emit that a message was refused because its recipient cannot get it."""
+        self.emit_bounce(org_id, bounced.reason, agent_id=sender, sender=sender, recipient=bounced.recipient)
+
+    def emit_bounce(self, org_id: str, reason: str, **detail: str) -> None:
+        """Emit that a message or an answer cannot reach its agent."""
+        self.transaction.emit(
+            "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=reason, detail=detail
+        )
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def want_program(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
+        """Store that a supervisor has to run the program of an agent. Raises `TooMany`."""
+        check_names(org_id, agent_id)
+        if not self.rules.program:
+            raise InvalidMessage(
+                "no program for agents is configured: set Policy(agents=AgentRules(program=…))"
+            )
+        self._check_spawn(org_id, agent_id)
+        program = WantedProgram(self.rules.program, message_id, tuple(tools))
+        PROGRAMS.put(self.transaction, program, org_id, agent_id)
+
+    def _check_spawn(self, org_id: str, agent_id: str) -> None:
+        """Raise `TooMany` unless the agent counts already, or the organization may have one more.
+
+        Agents that are registered and not dead count, and wanted programs that have not registered.
+        """
+        known = PROGRAMS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
+        wanted = {agent_of(key)[1] for key, _ in known}
+        if agent_id in wanted or self._is_counted(org_id, agent_id):
+            return
+        unregistered = sum(not self._is_counted(org_id, other) for other in wanted)
+        most = self.policy.organization_of(org_id).max_agents
+        if (AGENT_COUNTS.get(self.transaction, org_id) or 0) + unregistered >= most:
+            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
+
+    def _is_counted(self, org_id: str, agent_id: str) -> bool:
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        return entry is not None and entry.health != "dead"
+
+    def unwant_program(self, org_id: str, agent_id: str) -> bool:
+        """Store that the program of an agent has to end; whether one was wanted."""
+        known = PROGRAMS.get(self.transaction, org_id, agent_id)
+        PROGRAMS.put(self.transaction, None, org_id, agent_id)
+        return known is not None
+
+    def programs_for(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
+        """The wanted programs by organization and agent; none for a supervisor that does not hold the lease.
+
+        A supervisor gets the lease when nobody else holds it, and renews it by this call.
+        """
+        now_ns, held = self.transaction.steady_ns, COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name != supervisor and not agents.may_take_over(held.until_ns, now_ns):
+            return {}
+        COORDINATORS.put(
+            self.transaction, CoordinatorInfo(0, now_ns, self._lease_end(), supervisor), SUPERVISOR
+        )
+        return {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
+
+    def release_programs(self, supervisor: str) -> None:
+        """Give up the lease of a supervisor that has ended its programs."""
+        held = COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name == supervisor:
+            COORDINATORS.put(self.transaction, None, SUPERVISOR)
+
+    # ---- listing -------------------------------------------------------------------------------
+
+    def list(self, org_id: str | None = None) -> list[AgentInfo]:
+        """The registered agents of an organization, or of all."""
+        coordinators = dict(COORDINATORS.all(self.transaction))
+        if org_id is None:
+            found = AGENTS.all(self.transaction)
+        else:
+            found = AGENTS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
+        return [
+            self._info(*agent_of(key), entry, coordinators.get(entry.coordinator)) for key, entry in found
+        ]
+
+    def _info(
+        self, org_id: str, agent_id: str, entry: AgentEntry, coordinator: CoordinatorInfo | None
+    ) -> AgentInfo:
+        seen = self._seen(entry, coordinator)
+        letters = LETTERS.under(self.transaction, org_id, agent_id, limit=WAITS_SHOWN_MAX)
+        return AgentInfo(
+            org_id=org_id,
+            agent_id=agent_id,
+            health=seen.health,
+            coordinator=entry.coordinator,
+            epoch=0 if coordinator is None else coordinator.epoch,
+            registered_at=EPOCH + entry.registered_us * MICROSECOND,
+            silent_s=seen.silent_s,
+            waits_for=self.open_requests(org_id, agent_id)[:WAITS_SHOWN_MAX],
+            waited_for_by=[letter.message_id for _, letter in letters],
+        )
+
+    def entry(self, org_id: str, agent_id: str) -> AgentEntry | None:
+        """The registration of an agent; None when there is none."""
+        return AGENTS.get(self.transaction, org_id, agent_id)
+
+    def seen(self, entry: AgentEntry) -> "Seen":
+        """The health of an agent, and how long it was not heard of."""
+        return self._seen(entry, COORDINATORS.get(self.transaction, entry.coordinator))
+
+    def _seen(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> "Seen":
+        seen_ns, now_ns = self.seen_ns(entry, coordinator), self.transaction.steady_ns
+        silent_ns = now_ns - max(seen_ns, entry.registered_ns)
+        health = agents.health_of(entry.registered_ns, seen_ns, now_ns, self.rules)
+        return Seen(health, max(0, silent_ns) / NANOS_PER_S)
+
+    def health(self, entry: AgentEntry) -> Health:
+        return self.seen(entry).health
+
+    def seen_ns(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> int:
+        """The time of an agent's last sign of life. A local agent lives as long as its coordinator."""
+        if entry.is_local and coordinator is not None:
+            return max(entry.seen_ns, coordinator.seen_ns)
+        return entry.seen_ns
+
+
+def check_names(org_id: object, agent_id: object) -> None:
+    """Raise `InvalidMessage` unless both are names."""
+    for what, name in (("org_id", org_id), ("agent_id", agent_id)):
+        if not isinstance(name, str) or not is_name(name):
+            raise InvalidMessage(f"{what} must be a name, not {name!r}")
+
+
+def _gone(message_id: str, now_us: int) -> Part:
+    """The end of an answer whose message is no longer kept."""
+    error = {"type": "ResultGone", "message": f"the result of message {message_id} is no longer kept"}
+    return Part(message_id, "error", utc_text(now_us * 1000), error=error)
+
+
+def agent_of(key: str) -> tuple[str, str]:
+    """The organization and the agent that the key of a cell begins with."""
+    org_id, agent_id = key.split(SEPARATOR, 2)[:2]
+    return org_id, agent_id

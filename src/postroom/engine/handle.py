@@ -1,0 +1,65 @@
+"""What `submit` returns: a handle to wait for the answer, to cancel, and to ask why nothing happens."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from postroom.engine.agents.parts import Position, read_on
+from postroom.engine.explanation import explain
+from postroom.engine.results import result_of
+from postroom.engine.rules.cells import Part
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+
+LOOK_S = 0.1  # how often a reader of parts looks for new ones
+
+
+class Handle:
+    """A message that was submitted."""
+
+    def __init__(self, core: "EngineCore", message_id: str, *, duplicate: bool = False) -> None:
+        self._core = core
+        self.message_id = message_id
+        self.duplicate = duplicate
+        """Whether the message was accepted by an earlier submit with the same key."""
+
+    def __repr__(self) -> str:
+        return f"Handle({self.message_id!r})"
+
+    async def result(self, timeout_s: float | None = None) -> Any:
+        """The result of the message, when it has one.
+
+        Raises `MessageFailed` when the message ended without a result, and `TimeoutError` after `timeout_s`.
+        """
+        await self._core.wait_for_end(self.message_id, timeout_s)
+        return result_of(await self._core.load(self.message_id))
+
+    async def cancel(self) -> None:
+        """As `Engine.cancel`."""
+        await self._core.write(lambda operations: operations.cancel(self.message_id), makes_room=True)
+
+    async def explain(self) -> str:
+        """As `Engine.explain`."""
+        return await self._core.read(
+            lambda operations: explain(operations, self._core.policy, self.message_id, self._core.services)
+        )
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        """The parts of the answer as they come: acknowledgment, progress and chunks, then the end."""
+        async for part in follow(self._core, self.message_id):
+            yield part
+
+
+async def follow(core: "EngineCore", message_id: str) -> AsyncIterator[Part]:
+    """The parts of an answer from the beginning, as they come."""
+    position = Position()
+    while True:
+        parts, is_complete = await core.read(partial(read_on, message_id=message_id, position=position))
+        for at, part in parts:
+            position = at
+            yield part
+        if is_complete:
+            return
+        if not parts:
+            await core.wait_for_news(message_id, LOOK_S)

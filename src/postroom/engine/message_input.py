@@ -1,0 +1,512 @@
+"""The input of a submit: its keywords are checked once and become a message that can be stored.
+
+Rule 1: everything is checked here. Each refusal is a typed error with one sentence.
+"""
+
+import re
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.tasks.task_input import (
+    DELAY_S_MAX,
+    KEY_CHARS_MAX,
+    RETRIES_MAX,
+    TEXT_CHARS_MAX,
+    check_durability,
+    checked_text,
+    encoded,
+)
+from postroom.core.goals import conflicts
+from postroom.core.goals.conflicts import Operation
+from postroom.core.lifecycle import versions
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.versions import Migration
+from postroom.core.names import is_name, scoped, unscoped
+from postroom.core.times import epoch_ns_of, parse_utc
+from postroom.core.tokens.token_rules import TOKENS_MAX, TokenRules
+from postroom.engine.messages import (
+    NO_PAYLOAD,
+    Body,
+    CreatedBy,
+    ResourceLimits,
+    digest_of,
+    encode_body,
+    new_id,
+)
+from postroom.engine.rules.policy import Policy
+from postroom.errors import (
+    InvalidExpiry,
+    InvalidMessage,
+    InvalidName,
+    InvalidParent,
+    InvalidPriority,
+    PostroomError,
+    UnknownType,
+    ValidationError,
+    clipped,
+    shown,
+)
+from postroom.message import ENGINE_PREFIX, Durability, Envelope
+
+PRIORITY_DEFAULT: Final = 2
+PRIORITY_LAST: Final = 3
+EXTRA_FIELDS_MAX: Final = 64
+MODELS_MAX: Final = 100
+EXPIRES_S_MAX: Final = 100 * 366 * 86_400
+HOPS_MAX: Final = 1_000_000
+MEMORY_TEXT: Final = re.compile(r"[1-9]\d{0,8}\s?(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
+TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+CONTEXT_BYTES_MAX: Final = 64 * 1024
+
+
+class NewMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The keywords of `submit`, not checked yet."""
+
+    type: Any
+    org_id: Any
+    payload: Any
+    priority: Any = PRIORITY_DEFAULT
+    message_id: Any = None
+    goal_id: Any = None
+    task_id: Any = None
+    parent_message_id: Any = ""
+    created_by: Any = None
+    user_id: Any = ""
+    agent_id: Any = ""
+    expires_at: Any = None
+    delay_s: Any = 0.0
+    max_retries: Any = None
+    version: Any = None
+    context: Any = None
+    metadata: Any = None
+    resource_limits: Any = None
+    token_needs: Any = None
+    model_preferences: Any = None
+    tokens: Any = 0
+    models: Any = None
+    service: Any = ""
+    idempotency_key: Any = None
+    ordering_key: Any = None
+    on_dead: Any = "continue"
+    traceparent: Any = ""
+    tracestate: Any = ""
+    durability: Any = None
+    hop: Any = 0
+    operation: Any = None
+
+
+FIELDS: Final = frozenset(NewMessage.__struct_fields__)
+REQUIRED: Final = frozenset({"type", "org_id", "payload"})
+_IGNORED: Final = frozenset({"created_at", "retry_count", "accepted_priority", "state"})
+"""Fields of a returned message that a submit of the same fields may repeat."""
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked message, ready to be stored."""
+
+    envelope: Envelope
+    body: Body
+    org_id: str
+    payload: bytes
+    context: bytes
+    """A context that is stored apart, as JSON; empty for one that is in the body."""
+    digest: str
+    """Of the type and the payload, to tell a repeated submit from another message."""
+
+
+class Registry:
+    """The message types of an engine, the shapes of their payloads, and the migrations of old versions."""
+
+    def __init__(
+        self,
+        types: tuple[str, ...],
+        *,
+        urgent: Durability = "os",
+        payload_keys: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        """`urgent` is the durability class of P0 messages that name none."""
+        self._urgent = urgent
+        self.payload_keys = dict(payload_keys or {})
+        """Type -> the only keys that its payload may have."""
+        self.types: dict[str, Any] = dict.fromkeys(types)
+        """Type -> the shape of its payload; None for any object."""
+        self.migrations: dict[int, Migration] = {}
+
+    def prepare(self, fields: Mapping[str, Any], policy: Policy, wall_us: int) -> Prepared:
+        """Check the keywords of a submit."""
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise InvalidMessage(
+                f"a message is given by the keywords of submit, not by {type(fields).__name__}"
+            )
+        given = self._migrated(fields, policy)
+        extra: dict[str, Any] = {}
+        if len(given) > len(FIELDS) + len(_IGNORED) + EXTRA_FIELDS_MAX:  # before a long list of names is made
+            raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
+        if not given.keys() <= FIELDS:
+            extra = {name: given.pop(name) for name in given.keys() - FIELDS}
+            extra = {name: value for name, value in extra.items() if name not in _IGNORED}
+        if extra:
+            _check_extra(extra, given.get("version", policy.version), policy.version)
+        if not given.keys() >= REQUIRED:
+            missing = sorted(REQUIRED - given.keys())
+            raise InvalidMessage(f"a message needs {' and '.join(missing)}")
+        new = NewMessage(**given)
+        return self._prepared(new, extra, policy, wall_us)
+
+    def _migrated(self, fields: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+        """The fields in the current version. A migration meets whatever callers send, so it may raise."""
+        try:
+            return versions.migrated(dict(fields), self.migrations, policy.version)
+        except PostroomError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {clipped(error)}"
+            text = f"the migration of version {fields.get('version')} failed: {what}"
+            raise ValidationError(text) from error
+
+    def _prepared(self, new: NewMessage, extra: dict[str, Any], policy: Policy, wall_us: int) -> Prepared:
+        type_name = new.type
+        if not isinstance(type_name, str) or type_name not in self.types:
+            raise UnknownType(type_name, self.types)
+        org_id = _org(new.org_id)
+        payload = self._payload(type_name, new.payload)
+        message_id = _message_id(new.message_id, org_id)
+        parent = _text("parent_message_id", new.parent_message_id)
+        if parent and unscoped(org_id, parent) == unscoped(org_id, message_id):
+            raise InvalidParent(f"message {message_id} names itself as its parent")
+        delay_ns = _delay_ns(new.delay_s)
+        expires_us = _expires_us(new.expires_at, wall_us, delay_ns)
+        context = _large_context(new.context)
+        body = _body(new, context, extra, expires_us, payload, new.version or policy.version)
+        check_durability(new.durability)
+        priority = _priority(new.priority)
+        if policy.token_rules is not None and (body.tokens or body.models):
+            _check_budget(policy.token_rules, body, priority)
+        durability: Durability = new.durability or (self._urgent if priority == 0 else "group")
+        envelope = Envelope(
+            queue=ENGINE_PREFIX + org_id,
+            payload=b"",
+            message_id=message_id,
+            type=type_name,
+            parent_message_id=parent,
+            priority=priority,
+            max_retries=_retries(new.max_retries, type_name, policy),
+            delay_ns=delay_ns,
+            ttl_ns=(expires_us - wall_us) * 1000 if expires_us else 0,
+            durability=durability,
+            facts=_facts(body),
+        )
+        digest = digest_of(type_name, payload)
+        return Prepared(
+            envelope=envelope, body=body, org_id=org_id, payload=payload, context=context, digest=digest
+        )
+
+    def _payload(self, type_name: str, payload: Any) -> bytes:
+        if not isinstance(payload, dict | msgspec.Struct):
+            kind = type(payload).__name__
+            raise ValidationError(f"the payload of {type_name} must be a JSON object, not {kind}")
+        data = encoded("the payload", payload)
+        if self.types[type_name] is not None:
+            self.shaped(type_name, data)
+        else:
+            self._check_keys(type_name, payload)
+        return data
+
+    def shaped(self, type_name: str, data: bytes) -> Any:
+        """The payload as its registered shape; a plain object when the type has none."""
+        shape = self.types.get(type_name)
+        try:
+            payload = msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
+        except msgspec.DecodeError as error:
+            raise ValidationError(f"the payload of {type_name} does not fit: {clipped(error)}") from None
+        if shape is None:
+            self._check_keys(type_name, payload)
+        return payload
+
+    def _check_keys(self, type_name: str, payload: Any) -> None:
+        """Refuse a key that the default handler of a type does not know."""
+        known = self.payload_keys.get(type_name)
+        if known is None:
+            return
+        given = msgspec.to_builtins(payload) if isinstance(payload, msgspec.Struct) else payload
+        unknown = next((key for key in given if key not in known), None)
+        if unknown is not None:
+            from difflib import get_close_matches  # noqa: PLC0415 - only an error needs it
+
+            similar = get_close_matches(str(unknown)[:TEXT_CHARS_MAX], known, 1)
+            more = f"did you mean {similar[0]!r}?" if similar else f"its keys are {', '.join(known)}"
+            raise ValidationError(f"unknown key {shown(unknown)} of {type_name}; {more}")
+
+
+def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
+    """The envelope with its body. A payload above the limit is referred to."""
+    body = prepared.body
+    if len(prepared.payload) > inline_bytes_max:
+        body = replace(body, payload=NO_PAYLOAD, payload_ref=prepared.digest)
+    return replace(prepared.envelope, payload=encode_body(body))
+
+
+# ---- checks ----------------------------------------------------------------------------------------
+
+
+def _check_extra(extra: dict[str, Any], version: Any, current: str) -> None:
+    if not versions.may_have_unknown_fields(version, current):
+        names = shown(", ".join(sorted(extra)))
+        raise InvalidMessage(f"a message of version {version} has no field {names}")
+    if len(extra) > EXTRA_FIELDS_MAX:
+        raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
+    _object("the unknown fields", extra)
+
+
+def _org(org_id: object) -> str:
+    if not isinstance(org_id, str) or not is_name(org_id):
+        raise InvalidName("org_id", org_id)
+    return str(org_id)
+
+
+def _priority(priority: object) -> int:
+    if type(priority) is not int or not 0 <= priority <= PRIORITY_LAST:
+        raise InvalidPriority(
+            f"priority must be a whole number from 0 to {PRIORITY_LAST}, not {shown(priority)}"
+        )
+    return priority
+
+
+def _message_id(message_id: object, org_id: str) -> str:
+    """A UUID, as it was given: alone, or within the organization."""
+    if message_id is None:
+        return ""
+    try:
+        given = unscoped(org_id, message_id)  # type: ignore[arg-type]
+        number = str(uuid.UUID(given))
+        return number if given == message_id else scoped(org_id, number)
+    except (ValueError, TypeError, AttributeError):
+        raise InvalidMessage(f"message_id must be a UUID, not {shown(message_id)}") from None
+
+
+def _delay_ns(delay_s: object) -> int:
+    if isinstance(delay_s, bool) or not isinstance(delay_s, int | float) or not 0 <= delay_s <= DELAY_S_MAX:
+        raise InvalidMessage(
+            f"delay_s must be a number of seconds from 0 to {DELAY_S_MAX:g}, not {shown(delay_s)}"
+        )
+    return round(delay_s * NANOS_PER_S)
+
+
+def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
+    if expires_at is None:
+        return 0
+    try:
+        moment = _moment(expires_at)
+        expires_us = epoch_ns_of(moment) // 1000
+    except InvalidMessage as error:
+        raise InvalidExpiry(f"expires_at must be a time with a time zone: {clipped(error)}") from None
+    if expires_us <= wall_us:
+        raise InvalidExpiry(f"expires_at {moment.isoformat()} is in the past")
+    if expires_us - wall_us > EXPIRES_S_MAX * 1_000_000:
+        raise InvalidExpiry(f"expires_at {moment.isoformat()} is too far away: leave it out instead")
+    if delay_ns // 1000 >= expires_us - wall_us:
+        raise InvalidExpiry(
+            f"delay_s ends after expires_at {moment.isoformat()}: the message would never be delivered"
+        )
+    return expires_us
+
+
+def _moment(value: object) -> datetime:
+    if isinstance(value, str):
+        return parse_utc(value)
+    if isinstance(value, datetime):
+        return value
+    raise InvalidMessage(f"it is {type(value).__name__}")
+
+
+def _retries(max_retries: object, type_name: str, policy: Policy) -> int:
+    if max_retries is None:
+        return policy.retry_of(type_name).max_retries
+    if type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX:
+        raise InvalidMessage(
+            f"max_retries must be a whole number from 0 to {RETRIES_MAX}, not {shown(max_retries)}"
+        )
+    return max_retries
+
+
+def _body(
+    new: NewMessage, context: bytes, extra: dict[str, Any], expires_us: int, payload: bytes, version: str
+) -> Body:
+    user_id, agent_id = _text("user_id", new.user_id), _text("agent_id", new.agent_id)
+    if new.on_dead not in ("continue", "stop"):
+        raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(new.on_dead)}')
+    if new.on_dead == "stop" and new.ordering_key is None:
+        raise InvalidMessage(
+            'on_dead="stop" needs an ordering_key: a dead letter stops the messages of its key'
+        )
+    return Body(
+        payload=msgspec.Raw(payload),
+        version=version,
+        goal_id=_named("goal_id", new.goal_id),
+        task_id=_named("task_id", new.task_id),
+        created_by=_creator(new.created_by, user_id, agent_id),
+        user_id=user_id,
+        agent_id=agent_id,
+        expires_us=expires_us,
+        context={} if context else new.context or {},
+        context_ref=digest_of("context", context) if context else "",
+        metadata=_object("metadata", new.metadata),
+        resource_limits=_resource_limits(new.resource_limits),
+        token_needs=_object("token_needs", new.token_needs),
+        model_preferences=_texts("model_preferences", new.model_preferences),
+        tokens=_tokens(new.tokens),
+        models=_texts("models", new.models),
+        service=_text("service", new.service),
+        idempotency_key=_key("idempotency_key", new.idempotency_key),
+        ordering_key=_key("ordering_key", new.ordering_key),
+        on_dead=new.on_dead,
+        traceparent=_traceparent(new.traceparent),
+        tracestate=_text("tracestate", new.tracestate, KEY_CHARS_MAX),
+        hop=_hop(new.hop),
+        in_goal=new.goal_id is not None,
+        operation=_operation(new.operation),
+        extra=extra,
+    )
+
+
+def _operation(value: object) -> Operation | None:
+    if value is None or isinstance(value, Operation):
+        return value
+    try:
+        return conflicts.checked(value)
+    except ValueError as error:
+        raise InvalidMessage(str(error)) from None
+
+
+def _tokens(tokens: object) -> int:
+    if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
+        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {shown(tokens)}")
+    return tokens
+
+
+def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
+    """Refuse models without a budget, and more tokens than any of the models can ever give."""
+    unknown = [name for name in body.models if name not in rules.named]
+    if unknown:
+        known = ", ".join(sorted({rule.name for rule in rules.models}))
+        raise InvalidMessage(f"there is no model {unknown[0]!r}: the models with a budget are {known}")
+    most = max(rule.reach[priority] for rule in rules.candidates(body.models))
+    if body.tokens > most:
+        raise InvalidMessage(
+            f"a message of P{priority} that asks for {body.tokens} tokens would never run: "
+            f"its models give at most {most}"
+        )
+
+
+def _hop(hop: object) -> int:
+    if type(hop) is not int or not 0 <= hop <= HOPS_MAX:
+        raise InvalidMessage(f"hop must be a whole number from 0 to {HOPS_MAX}, not {shown(hop)}")
+    return hop
+
+
+def _named(name: str, value: object) -> str:
+    return new_id() if value is None else checked_text(name, value)
+
+
+def _text(name: str, value: object, limit: int = TEXT_CHARS_MAX) -> str:
+    return "" if value == "" else checked_text(name, value, limit=limit)
+
+
+def _creator(created_by: object, user_id: str, agent_id: str) -> CreatedBy:
+    if created_by is None:
+        if agent_id:
+            return CreatedBy("agent", agent_id)
+        return CreatedBy("user", user_id) if user_id else CreatedBy("system", "postroom")
+    try:
+        creator = msgspec.convert(created_by, CreatedBy, from_attributes=True)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise InvalidMessage(
+            f"created_by must be an object with a type (user, agent or system) and an id: {clipped(error)}"
+        ) from None
+    checked_text("the id of created_by", creator.id)
+    return creator
+
+
+def _object(name: str, value: dict[str, Any] | None) -> dict[str, Any]:
+    if value is None:
+        return {}
+    size = len(_encoded_object(name, value))
+    if size > CONTEXT_BYTES_MAX:
+        raise InvalidMessage(f"{name} has {size} bytes, and at most {CONTEXT_BYTES_MAX} are kept")
+    return value
+
+
+def _large_context(value: object) -> bytes:
+    """A context that is stored apart, as JSON; empty for one that the body holds."""
+    data = b"" if value is None else _encoded_object("context", value)
+    return data if len(data) > CONTEXT_BYTES_MAX else b""
+
+
+def _encoded_object(name: str, value: object) -> bytes:
+    if not isinstance(value, dict):
+        raise InvalidMessage(f"{name} must be a JSON object, not {type(value).__name__}")
+    return encoded(name, value)
+
+
+def _texts(name: str, value: object) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise InvalidMessage(f"{name} must be a list of texts, not {type(value).__name__}")
+    if len(value) > MODELS_MAX:
+        raise InvalidMessage(f"{name} has {len(value)} entries, and the limit is {MODELS_MAX}")
+    return [checked_text(name, each) for each in value]
+
+
+def _resource_limits(value: object) -> ResourceLimits | None:
+    if value is None:
+        return None
+    try:
+        limits = msgspec.convert(value, ResourceLimits, from_attributes=True)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise InvalidMessage(f"resource_limits does not fit: {clipped(error)}") from None
+    if limits.time is not None and not 0 < limits.time <= DELAY_S_MAX:
+        raise InvalidMessage(
+            f"resource_limits.time must be a positive number of seconds, not {shown(limits.time)}"
+        )
+    if limits.memory is not None and MEMORY_TEXT.fullmatch(limits.memory) is None:
+        raise InvalidMessage(
+            f'resource_limits.memory must be a text such as "1GB", not {shown(limits.memory)}'
+        )
+    return limits
+
+
+def _key(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    text = checked_text(name, value, limit=KEY_CHARS_MAX)
+    if not text or not text.isprintable():
+        raise InvalidMessage(f"{name} must be printable text that is not empty, not {shown(text)}")
+    return text
+
+
+def _traceparent(value: object) -> str:
+    text = _text("traceparent", value)
+    if text and TRACEPARENT.fullmatch(text) is None:
+        raise InvalidMessage(f"traceparent is not of the form of W3C Trace Context: {shown(text)}")
+    return text
+
+
+def _facts(body: Body) -> dict[str, Any]:
+    """The facts in the first event of a message, for the audit stream."""
+    facts = {
+        "goal_id": body.goal_id,
+        "task_id": body.task_id,
+        "user_id": body.user_id,
+        "agent_id": body.agent_id,
+        "service": body.service,
+        "trace_id": body.traceparent[3:35],
+        "span_id": body.traceparent[36:52],
+        "sender": body.created_by.id,
+    }
+    return {name: value for name, value in facts.items() if value}

@@ -1,0 +1,175 @@
+"""Admission of submits inside a transaction: pauses, rate limits, backpressure and guards.
+
+Each check raises before anything is stored.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+
+from msgspec.structs import replace
+
+from postroom.core.lifecycle import backpressure, poison
+from postroom.core.lifecycle.backpressure import Throttle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.engine.message_input import Prepared
+from postroom.engine.rules.cells import GOALS, PAUSES, PRESSURES, RATES, SCAN_MAX, Bucket, GoalUse, Pressure
+from postroom.engine.rules.policy import Policy
+from postroom.errors import GuardTripped, Overloaded
+from postroom.message import ENGINE_PREFIX, org_of
+from postroom.stores.base import Listing, ready
+from postroom.stores.transaction import Transaction
+
+SUSPECTS_LOOKED_MAX = 1_000
+SUSPECTS_NAMED_MAX = 10
+
+ALL = ""
+"""Stands for all organizations, or all types, in a key."""
+
+
+class Admission:
+    """Decides whether the submits of one transaction are admitted."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self._transaction = transaction
+        self._policy = policy
+
+    def check(self, messages: Sequence[Prepared]) -> None:
+        """Admit messages, all or none."""
+        counts: dict[str, Counter[int]] = {}
+        for message in messages:
+            counts.setdefault(message.org_id, Counter())[message.envelope.priority] += 1
+        self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
+        self._check_kill_switch(counts.keys())
+        active = cache(partial(self._active_organizations, counts))
+        for org_id, priorities in counts.items():
+            self._check_pressure(org_id, priorities, len(messages), active)
+            self._check_rate(org_id, [one for one in messages if one.org_id == org_id])
+        if self._policy.guard.is_set:
+            self._check_guards(messages)
+
+    # ---- kill switch ---------------------------------------------------------------------------
+
+    def _check_kill_switch(self, org_ids: Iterable[str]) -> None:
+        for key, pause in PAUSES.all(self._transaction):
+            org_id, _, type_name = key.partition("\x1f")
+            if pause.kill and not type_name and (org_id == ALL or org_id in {*org_ids}):
+                whose = f"of organization {org_id}" if org_id else "of all organizations"
+                raise Overloaded(f"the kill switch {whose} is on", backpressure.EMERGENCY_RETRY_S)
+
+    # ---- backpressure --------------------------------------------------------------------------
+
+    def _check_pressure(
+        self, org_id: str, priorities: Counter[int], batch: int, active: Callable[[], int]
+    ) -> None:
+        """Check whether an organization may submit, at the depths that the last message of the batch meets.
+
+        `priorities` is how many new messages of the organization there are of each priority, `batch` how many
+        new messages there are of all organizations. `active` counts the organizations that share the queue.
+        """
+        transaction, rule = self._transaction, self._policy.backpressure
+        queue, quiet = ENGINE_PREFIX + org_id, int(backpressure.LEAVE_AT * rule.scale)
+        if transaction.is_quiet(queue, quiet - batch + 1):
+            return
+        counts, new = transaction.depth(queue), priorities.total()
+        depth, total = ready(counts) + new - 1, ready(transaction.total()) + batch - 1
+        pressure = self._pressure(org_id, depth)
+        stage, whose = pressure.stage, ""
+        if total > quiet:
+            of_all = self._pressure(ALL, total)
+            if of_all.stage > stage and depth > total / active():
+                stage, whose = of_all.stage, " of all organizations"
+        completed = counts.get("COMPLETED", 0)
+        throttle = backpressure.sampled(pressure.throttle, transaction.steady_ns, completed)
+        held = f"has {depth} messages waiting" if new == 1 else f"would have {depth + 1} messages waiting"
+        said = (
+            f"organization {org_id} {held} (stage {stage}, above {rule.thresholds[max(0, stage - 1)]}{whose})"
+        )
+        for priority, count in priorities.items():
+            throttle = self._throttled(throttle, priority, count, stage, completed, said)
+        if throttle != pressure.throttle:
+            PRESSURES.put(transaction, replace(pressure, throttle=throttle), org_id)
+
+    def _throttled(
+        self, throttle: Throttle, priority: int, count: int, stage: int, completed: int, said: str
+    ) -> Throttle:
+        """Hold the messages of one class to a stage. `said` is where the organization stands."""
+        share = backpressure.share_of(stage, priority)
+        if share == 0:
+            raise Overloaded(f"{said}, which refuses P{priority}", backpressure.EMERGENCY_RETRY_S)
+        if share == 1:
+            return throttle
+        now = self._transaction.steady_ns
+        rate = share * backpressure.completion_rate(throttle, now, completed)
+        throttle, retry_after = backpressure.admit(throttle, priority, rate, now, count)
+        if retry_after:
+            raise Overloaded(f"{said}, which throttles P{priority}", retry_after)
+        return throttle
+
+    def _pressure(self, org_id: str, depth: int) -> Pressure:
+        """The pressure of an organization at a depth. A critical new stage raises an alert."""
+        transaction = self._transaction
+        pressure = PRESSURES.get(transaction, org_id) or Pressure()
+        stage = backpressure.stage_of(depth, self._policy.backpressure, pressure.stage)
+        if stage != pressure.stage:
+            if stage > pressure.stage and stage in backpressure.ALERTS:
+                whose = f"organization {org_id}" if org_id else "all organizations"
+                transaction.alert(backpressure.ALERTS[stage], f"{depth} messages of {whose} are waiting")
+                if stage == backpressure.EMERGENCY_STAGE:
+                    self._look_for_poison()
+            pressure = replace(pressure, stage=stage)
+            PRESSURES.put(transaction, pressure, org_id)
+        return pressure
+
+    def _look_for_poison(self) -> None:
+        """Name messages in flight whose own process has died: they may be the cause of the overflow."""
+        found = self._transaction.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
+        held = [record for record in found if org_of(record.queue)]
+        suspects = [record.message_id for record in held if poison.own_deaths(record)]
+        if suspects:
+            named = ", ".join(suspects[:SUSPECTS_NAMED_MAX])
+            self._transaction.alert("Poison suspected", f"processes of {len(suspects)} died before: {named}")
+
+    def _active_organizations(self, submitted: Iterable[str]) -> int:
+        """How many organizations share the queue, those of the batch included."""
+        transaction = self._transaction
+        new = sum(not ready(transaction.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
+        return max(1, transaction.count_active() + new)
+
+    # ---- rates ---------------------------------------------------------------------------------
+
+    def _check_rate(self, org_id: str, messages: Sequence[Prepared]) -> None:
+        rules = self._policy.organization_of(org_id)
+        if rules.rate_per_s is not None:
+            self._take(rules.rate_per_s, len(messages), "organization", org_id)
+        if rules.user_rate_per_s is not None:
+            for user_id, count in Counter(one.body.user_id for one in messages if one.body.user_id).items():
+                self._take(rules.user_rate_per_s, count, "user", org_id, user_id)
+
+    def _take(self, rate: float, count: int, whose: str, *names: str) -> None:
+        """Take from a bucket that holds the submits of one second."""
+        now = self._transaction.steady_ns
+        bucket = RATES.get(self._transaction, whose, *names) or Bucket(now - NANOS_PER_S)
+        due = max(bucket.next_ns, now - NANOS_PER_S) + round(count * NANOS_PER_S / rate)
+        if due > now:
+            reason = f"{whose} {names[-1]} may submit {rate:g} messages a second"
+            raise Overloaded(reason, (due - now) / NANOS_PER_S)
+        RATES.put(self._transaction, Bucket(due), whose, *names)
+
+    # ---- guards --------------------------------------------------------------------------------
+
+    def _check_guards(self, messages: Sequence[Prepared]) -> None:
+        guard, transaction = self._policy.guard, self._transaction
+        for message in messages:
+            if guard.hops is not None and message.body.hop > guard.hops:
+                raise GuardTripped(message.body.goal_id, "hops", message.body.hop, guard.hops)
+        for (org_id, goal_id), count in Counter((one.org_id, one.body.goal_id) for one in messages).items():
+            used = GOALS.get(transaction, org_id, goal_id) or GoalUse()
+            if guard.messages is not None and used.messages + count > guard.messages:
+                raise GuardTripped(goal_id, "messages", used.messages, guard.messages)
+            if guard.tokens is not None and used.tokens >= guard.tokens:
+                raise GuardTripped(goal_id, "tokens", used.tokens, guard.tokens)
+            if guard.usd is not None and used.usd >= guard.usd:
+                raise GuardTripped(goal_id, "US dollars", used.usd, guard.usd)
+            more = replace(used, messages=used.messages + count, seen_us=transaction.wall_us)
+            GOALS.put(transaction, more, org_id, goal_id)

@@ -1,0 +1,196 @@
+"""The rules of an engine, as frozen values. Every field has a default."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from postroom.core.agents import AGENTS_AN_ORGANIZATION_MAX, AgentRules
+from postroom.core.goals.advice import CONFIDENCE_MIN
+from postroom.core.lifecycle.backpressure import Backpressure
+from postroom.core.lifecycle.breaker import Breaker
+from postroom.core.lifecycle.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.lifecycle.retry import Retry
+from postroom.core.lifecycle.versions import CURRENT_VERSION
+from postroom.core.tokens.token_rules import TokenRules, token_rules
+from postroom.errors import InvalidSetting, shown
+
+DAY_S: Final = 86_400.0
+LEASE_S: Final = 15.0
+POISON_CRASHES: Final = 3
+BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
+KEEP_KEYS_S: Final = 30 * DAY_S
+KEEP_DEAD_S: Final = 90 * DAY_S
+DECISION_TIMEOUT_S: Final = 3_600.0
+RECOVERIES: Final = 3
+KEEP_EVENTS_S: Final = 7 * DAY_S
+KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
+STORED_MESSAGES_MAX: Final = 20_000_000
+STORED_BYTES_MAX: Final = 8 * 1024**3
+FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
+
+Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]
+TIER_DAYS: Final[dict[Tier, float]] = {"free": 7, "starter": 30, "pro": 90, "custom": 365}
+"""How many days an ended message is kept. `custom` is meant to be used with `retention_s`."""
+
+REQUEST_TYPES: Final = (
+    "model_call",
+    "tool_call",
+    "agent_message",
+    "memory_save",
+    "memory_retrieve",
+    "memory_update",
+    "agent_spawn",
+    "agent_terminate",
+)
+PAYLOAD_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "agent_message": ("to", "body"),
+    "memory_save": ("node_id", "properties", "edges", "scope"),
+    "memory_retrieve": ("node_id", "query"),
+    "memory_update": ("node_id", "changes", "scope"),
+    "agent_spawn": ("agent_id", "tools", "task", "specialized_for"),
+    "agent_terminate": ("agent_id",),
+}
+"""The keys that the default handler of a type knows. A type without a default handler takes any object."""
+CONTROL_TYPES: Final = frozenset({"agent_spawn", "agent_terminate"})
+"""Types whose messages start and end agents."""
+RETRIES: Final[dict[str, Retry]] = {
+    "model_call": Retry(max_retries=3),
+    "tool_call": Retry(max_retries=5),
+    "agent_message": Retry(max_retries=3),
+    "memory_save": Retry(max_retries=10, strategy="linear"),
+    "memory_update": Retry(max_retries=10, strategy="linear"),
+    "memory_retrieve": Retry(max_retries=5, strategy="linear", delay_s=0.5),
+    "agent_spawn": Retry(max_retries=3),
+    "agent_terminate": Retry(max_retries=3),
+}
+
+
+class Guard(msgspec.Struct, frozen=True, kw_only=True):
+    """What one goal may use up. None means any amount."""
+
+    hops: int | None = None
+    """How many children may follow each other: a child of a child counts as two."""
+    messages: int | None = None
+    tokens: int | None = None
+    usd: float | None = None
+    recoveries: int = RECOVERIES
+    """Recovery tools that a goal may use before a person has to look."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything is limited."""
+        return self != Guard(recoveries=self.recoveries)
+
+
+class Organization(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy sets for one organization: its share, its limits, how long messages are kept."""
+
+    weight: float = WEIGHT_DEFAULT
+    """Its share of the deliveries, relative to other organizations that wait."""
+    tier: Tier = "free"
+    retention_s: float | None = None
+    """How long ended messages are kept; None leaves it to the tier."""
+    max_depth: int | None = None
+    """How many messages may wait; None leaves it to the store's default."""
+    rate_per_s: float | None = None
+    """Submits a second of the organization."""
+    user_rate_per_s: float | None = None
+    """Submits a second of each of its users."""
+    max_agents: int = AGENTS_AN_ORGANIZATION_MAX
+    """How many agents may be registered, dead ones not counted."""
+    max_stored_messages: int = STORED_MESSAGES_MAX
+    """How many messages may be stored, ended ones included, until further submits are refused."""
+    max_stored_bytes: int = STORED_BYTES_MAX
+    """The same for the bytes of their payloads, results, streams and effects above 4 KiB each."""
+
+    def __post_init__(self) -> None:
+        if not self.weight >= WEIGHT_MIN:
+            raise InvalidSetting(
+                f"the weight of an organization is at least {WEIGHT_MIN}, not {shown(self.weight)}"
+            )
+
+    @property
+    def keep_s(self) -> float:
+        """How long an ended message is kept."""
+        return TIER_DAYS[self.tier] * DAY_S if self.retention_s is None else self.retention_s
+
+
+KeepPriority: TypeAlias = Callable[[Any, BaseException], bool]
+"""Called with a message and the error of its handler: True keeps the priority of the retry."""
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules of an engine."""
+
+    promote_after_s: tuple[float, ...] = (5.0, 15.0, 30.0)
+    """How long a message waits until it is promoted: from P1 to P0, from P2 to P1, from P3 to P2."""
+    retries: Mapping[str, Retry] = {}
+    """Retry rules by message type, in place of the default ones."""
+    backpressure: Backpressure = Backpressure()
+    breaker: Breaker = Breaker()
+    breakers: Mapping[str, Breaker] = {}
+    """Breaker rules by service, in place of `breaker`."""
+    guard: Guard = Guard()
+    poison_crashes: int = POISON_CRASHES
+    lease_s: float = LEASE_S
+    organization: Organization = Organization()
+    """The rules of organizations that `organizations` does not name."""
+    organizations: Mapping[str, Organization] = {}
+    agents: AgentRules = AgentRules()
+    keep_priority: KeepPriority | None = None
+    """Asked before a retry is demoted; None demotes every retry."""
+    tokens: Mapping[str, Any] = {}
+    """Budgets of models: providers with their limits, the shares of the tiers, and what a shortage does."""
+    keep_keys_s: float = KEEP_KEYS_S
+    keep_dead_s: float = KEEP_DEAD_S
+    adviser: Any = None
+    """The `Adviser` that answers the questions of goals and conflicts; None means the rules."""
+    adviser_confidence_min: float = CONFIDENCE_MIN
+    """A person decides when an advice has less confidence."""
+    decision_timeout_s: float = DECISION_TIMEOUT_S
+    """How long a person has to decide until the safe default is taken."""
+    capacities: Mapping[str, float] = {}
+    """Resource -> how much of it the operations of an organization may use together."""
+    keep_events_s: float = KEEP_EVENTS_S
+    """How long events are kept that no shipper takes. A `Tasks` on the same store may forget them earlier."""
+    body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
+    version: str = CURRENT_VERSION
+    token_rules: TokenRules | None = None
+    """Derived from `tokens`; None without budgets."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Mapping):
+            raise InvalidSetting(f"tokens must be an object with providers, not {shown(self.tokens)}")
+        force_setattr(self, "token_rules", token_rules(self.tokens))
+        if len(self.promote_after_s) != 3 or any(seconds <= 0 for seconds in self.promote_after_s):  # noqa: PLR2004
+            raise InvalidSetting(
+                "promote_after_s must be three positive numbers: P1 to P0, P2 to P1, P3 to P2"
+            )
+        if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
+            raise InvalidSetting("the weight of an organization must be positive")
+        positive = (
+            "lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "keep_events_s", "decision_timeout_s",
+        )  # fmt: skip
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
+
+    @property
+    def promote_after_ns(self) -> tuple[int, ...]:
+        """The times of promotion in nanoseconds."""
+        return tuple(round(seconds * NANOS_PER_S) for seconds in self.promote_after_s)
+
+    def retry_of(self, type_name: str) -> Retry:
+        """The retry rule of a message type."""
+        return self.retries.get(type_name) or RETRIES.get(type_name) or Retry()
+
+    def breaker_of(self, service: str) -> Breaker:
+        """The breaker rule of a service."""
+        return self.breakers.get(service, self.breaker)
+
+    def organization_of(self, org_id: str) -> Organization:
+        """The rules of an organization."""
+        return self.organizations.get(org_id, self.organization)

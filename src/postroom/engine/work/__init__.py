@@ -1,0 +1,1 @@
+"""Workers: claiming, running handlers, and committing their outcomes."""

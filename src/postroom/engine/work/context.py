@@ -1,0 +1,376 @@
+"""What a handler gets besides its message: progress, streams, effects, children, cancellation."""
+
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from postroom.contracts.tasks.task_input import checked_text, encoded
+from postroom.core.goals.advice import ReversalClass
+from postroom.core.tokens.provider_headers import observed
+from postroom.core.tokens.tokens import Grant
+from postroom.engine.handle import Handle
+from postroom.engine.messages import Message
+from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.outcomes import Usage
+from postroom.engine.work.part_writer import PartWriter
+from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
+from postroom.goals.advisers.questions import context_of, prompt_additions, reversal_class_of
+from postroom.goals.context_provider import TOKEN_BUDGET, BuiltContext
+from postroom.goals.progress import REVERSAL_CLASSES, checked_reversal
+from postroom.sandbox.pools import BorrowedSandbox
+from postroom.sandbox.sandbox import BlockingSandbox
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+
+EFFECT_KEY_CHARS_MAX = 512
+EFFECT_BYTES_MAX = 64 * 1024
+USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
+_UNCERTAIN = (TimeoutError, ConnectionError)
+"""Errors of an effect that leave open whether it happened."""
+
+
+class Context:
+    """One attempt of a message, for an `async` handler."""
+
+    def __init__(
+        self,
+        core: "EngineCore",
+        message: Message,
+        lease: int,
+        attempt: int,
+        grant: Grant | None = None,
+    ) -> None:
+        self._core = core
+        self._grant = grant
+        self._lease = lease
+        self._parts = PartWriter(core, message.message_id, lease, attempt)
+        self.message = message
+        self.attempt = attempt
+        self.cancelled = False
+        """Whether the message was cancelled, or its lease lost. A handler in a thread looks at it."""
+        self.used: Usage | None = None
+
+    async def progress(self, share: float, text: str = "") -> None:
+        """Report to readers of the answer how far the work is: a number from 0 to 1, and perhaps a text."""
+        if type(share) not in (int, float) or not math.isfinite(share):
+            raise InvalidMessage(f"progress must be a number from 0 to 1, not {shown(share)}")
+        message = checked_text("the text of a progress report", text, limit=None)
+        await self._parts.add("progress", progress=float(share), message=message)
+
+    async def stream(self, chunk: Any) -> None:
+        """Send a part of the answer. It is stored before the message completes."""
+        await self._parts.add("stream_chunk", chunk=chunk, chunk_index=self._parts.chunks)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks were streamed in this attempt."""
+        return self._parts.chunks
+
+    async def flush(self) -> None:
+        """Return when every progress report and chunk is stored."""
+        await self._parts.flush()
+
+    def store_at_once(self) -> None:
+        """From now on, each progress report and chunk is stored before its call returns."""
+        self._parts.waits = True
+
+    def usage(
+        self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
+    ) -> None:
+        """Report what the work cost. Calls add up."""
+        checked_text("model", model)
+        for name, value in (("tokens_in", tokens_in), ("tokens_out", tokens_out)):
+            if type(value) is not int or not 0 <= value <= USAGE_MAX:
+                raise InvalidMessage(f"{name} must be a whole number up to {USAGE_MAX}, not {shown(value)}")
+        if type(cost_usd) not in (int, float) or not 0 <= cost_usd <= USAGE_MAX:
+            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {shown(cost_usd)}")
+        used = self.used or Usage()
+        self.used = Usage(
+            model or used.model,
+            used.tokens_in + tokens_in,
+            used.tokens_out + tokens_out,
+            used.cost_usd + cost_usd,
+        )
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> str:
+        """The model whose tokens are reserved; without a reservation, the first one of `models`."""
+        if self._grant is not None:
+            return self._grant.model
+        return self.message.models[0] if self.message.models else ""
+
+    @property
+    def provider(self) -> str:
+        """The provider of the reserved model."""
+        return "" if self._grant is None else self._grant.provider
+
+    @property
+    def tokens(self) -> int:
+        """The reserved tokens that are left."""
+        return 0 if self._grant is None else max(0, self._grant.tokens - self._spent)
+
+    @property
+    def _spent(self) -> int:
+        return 0 if self.used is None else self.used.tokens_in + self.used.tokens_out
+
+    def use_tokens(self, n: int) -> int:
+        """Count tokens as used. Returns how many are left of the reservation.
+
+        Raises `TokensExhausted` when the reservation does not hold them: it is used up then.
+        """
+        if type(n) is not int or not 0 <= n <= USAGE_MAX:
+            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {shown(n)}")
+        is_over = self._grant is not None and n > self.tokens
+        self.usage(model=self.model, tokens_out=self.tokens if is_over else n)
+        if is_over and self._grant is not None:
+            message_id = self.message.message_id
+            used_up = f"message {message_id} has used up its {self._grant.tokens} tokens of {self.model}"
+            raise TokensExhausted(message_id, "PROCESSING", [], used_up)
+        return self.tokens
+
+    async def provider_headers(self, headers: Mapping[str, str]) -> None:
+        """Tell the budgets what the answer of the provider said: `x-ratelimit-*` and `retry-after`."""
+        grant = self._grant
+        if grant is None:
+            return
+        if not isinstance(headers, Mapping):
+            raise InvalidMessage(f"headers must be names with values, not {type(headers).__name__}")
+
+        def work(operations: Operations, wall_us: int) -> None:
+            operations.observe(grant.provider, grant.model, observed(headers, wall_us))
+
+        await self._core.write_at(work)
+
+    async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
+        """Submit a child: it inherits organization, goal, trace and the limits of the goal."""
+        child = {"type": type, "payload": payload, **self._inherited(fields)}
+        [submitted] = await self._core.submit([child])
+        return Handle(self._core, submitted.message_id, duplicate=submitted.duplicate)
+
+    def _inherited(self, fields: dict[str, Any]) -> dict[str, Any]:
+        message = self.message
+        inherited: dict[str, Any] = {
+            "org_id": message.org_id,
+            "agent_id": message.agent_id,
+            "user_id": message.user_id,
+            "goal_id": message.goal_id,
+            "parent_message_id": message.message_id,
+            "priority": message.accepted_priority,
+            "traceparent": message.traceparent,
+            "tracestate": message.tracestate,
+            "hop": message.hop + 1,
+        }
+        if message.expires_at is not None:
+            inherited["expires_at"] = message.expires_at
+        return inherited | fields
+
+    async def effect(
+        self,
+        key: str,
+        run: Callable[[], Any],
+        *,
+        reversal: Any = None,
+        reversal_class: ReversalClass | None = None,
+        probe: Callable[[], Any] | None = None,
+        on_unknown: Literal["raise", "run"] = "raise",
+    ) -> Any:
+        """Run something that must not happen twice for this message, and return its outcome.
+
+        The intent is committed before `run`, and the outcome after it. An attempt that finds an outcome
+        returns it. An attempt that finds only an intent asks `probe` (the outcome, or None when nothing
+        happened), runs again with `on_unknown="run"`, or raises `EffectUnknown`. An ordinary error of `run`
+        means that nothing happened; a timeout or a lost connection leaves that open.
+
+        `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
+        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser decides.
+        """
+        checked_reversal(reversal)
+        if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
+            raise InvalidMessage(f"reversal_class is one of {', '.join(REVERSAL_CLASSES)}")
+        if not isinstance(key, str) or not 0 < len(key) <= EFFECT_KEY_CHARS_MAX or not key.isprintable():
+            raise InvalidMessage(
+                f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
+            )
+        _check_size("the reversal", key, reversal)
+        runs_unknown = on_unknown == "run"
+        if reversal_class is None:
+            reversal_class = await reversal_class_of(self._core, self.message, key, reversal)
+        begin = partial(self._begin, key, reversal, reversal_class)
+        try:
+            known = await begin(runs_unknown=runs_unknown)
+        except EffectUnknown:
+            if probe is None:
+                raise
+            outcome = await _called(probe)
+            if outcome is not None:
+                return await self._end(key, outcome)
+            known = await begin(runs_unknown=True)
+        if known is not None:
+            return known.outcome
+        try:
+            outcome = await _called(run)
+        except _UNCERTAIN:
+            raise
+        except Exception:
+            await self._drop(key)
+            raise
+        return await self._end(key, outcome)
+
+    async def _begin(
+        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+    ) -> Any:
+        return await self._write(
+            lambda operations: operations.begin_effect(
+                self.message.message_id,
+                self._lease,
+                key,
+                runs_unknown=runs_unknown,
+                reversal=reversal,
+                reversal_class=reversal_class,
+            )
+        )
+
+    async def goal_context(self) -> tuple[Any, int]:
+        """The context of the goal, and its version: see `engine.goals.context`."""
+        return await context_of(self._core, self.message.goal_id, self.message.org_id)
+
+    async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """What fits into a budget of tokens: see `ContextProvider`."""
+        built: BuiltContext = await self._core.context_provider.build(self.message, token_budget)
+        return built
+
+    def sandbox(self) -> BorrowedSandbox:
+        """A sandbox for the work of this message, in an `async with` block: see `engine.sandboxes`."""
+        return self._core.sandboxes.sandbox(self.message)
+
+    async def prompt_additions(self) -> list[str]:
+        """What recovery has added to the prompt of the message's agent."""
+        return await prompt_additions(self._core, self.message)
+
+    async def _end(self, key: str, outcome: Any) -> Any:
+        _check_size("the outcome", key, outcome)
+        await self._write(
+            lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
+        )
+        return outcome
+
+    async def _drop(self, key: str) -> None:
+        await self._write(
+            lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
+        )
+
+    async def _write(self, work: Callable[[Operations], Any]) -> Any:
+        return await self._core.write(work, makes_room=True)
+
+
+def _check_size(what: str, key: str, value: Any) -> None:
+    """Refuse a value that the store cannot hold. An outcome that is refused leaves the intent behind."""
+    name = f"{what} of effect {shown(key)}"
+    try:
+        size = len(encoded(name, value))
+    except InvalidMessage as error:
+        raise ValidationError(str(error)) from None
+    if size > EFFECT_BYTES_MAX:
+        raise ValidationError(
+            f"{name} has {size} bytes, and at most {EFFECT_BYTES_MAX} are kept: return less, such as an id"
+        )
+
+
+async def _called(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
+
+
+class ThreadContext:
+    """As `Context`, for a plain handler, which runs in a thread. Its calls block."""
+
+    def __init__(self, context: Context, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._context = context
+        self._wait = wait
+        self.message = context.message
+        self.attempt = context.attempt
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the message was cancelled, or its lease lost."""
+        return self._context.cancelled
+
+    def progress(self, share: float, text: str = "") -> None:
+        """As `Context.progress`."""
+        self._wait(self._context.progress(share, text))
+
+    def stream(self, chunk: Any) -> None:
+        """As `Context.stream`."""
+        self._wait(self._context.stream(chunk))
+
+    def flush(self) -> None:
+        """As `Context.flush`."""
+        self._wait(self._context.flush())
+
+    def usage(self, **facts: Any) -> None:
+        """As `Context.usage`."""
+        self._context.usage(**facts)
+
+    @property
+    def model(self) -> str:
+        """As `Context.model`."""
+        return self._context.model
+
+    @property
+    def provider(self) -> str:
+        """As `Context.provider`."""
+        return self._context.provider
+
+    @property
+    def tokens(self) -> int:
+        """As `Context.tokens`."""
+        return self._context.tokens
+
+    def use_tokens(self, n: int) -> int:
+        """As `Context.use_tokens`."""
+        return self._context.use_tokens(n)
+
+    def provider_headers(self, headers: Mapping[str, str]) -> None:
+        """As `Context.provider_headers`."""
+        self._wait(self._context.provider_headers(headers))
+
+    def submit(self, *, type: str, payload: Any, **fields: Any) -> Any:  # noqa: A002
+        """As `Context.submit`; returns a handle that blocks."""
+        from postroom.engine.blocking import BlockingHandle  # noqa: PLC0415 - it imports this module
+
+        handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
+        return BlockingHandle(handle, self._wait)
+
+    def goal_context(self) -> tuple[Any, int]:
+        """As `Context.goal_context`."""
+        found: tuple[Any, int] = self._wait(self._context.goal_context())
+        return found
+
+    def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """As `Context.build_context`."""
+        built: BuiltContext = self._wait(self._context.build_context(token_budget))
+        return built
+
+    @contextmanager
+    def sandbox(self) -> Iterator[BlockingSandbox]:
+        """As `Context.sandbox`, for a `with` block."""
+        borrowed = self._context.sandbox()
+        sandbox = self._wait(borrowed.__aenter__())
+        try:
+            yield BlockingSandbox(sandbox, self._wait)
+        finally:
+            self._wait(borrowed.__aexit__())
+
+    def prompt_additions(self) -> list[str]:
+        """As `Context.prompt_additions`."""
+        return list(self._wait(self._context.prompt_additions()))
+
+    def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
+        """As `Context.effect`."""
+        return self._wait(self._context.effect(key, run, **options))

@@ -1,0 +1,73 @@
+"""Default handlers of the message types about agents. A registered handler of the type replaces them."""
+
+from typing import TYPE_CHECKING, Any
+
+from postroom.engine.agents.agent_operations import AgentOperations, check_names
+from postroom.engine.messages import Message
+from postroom.engine.work.handlers import Handler
+from postroom.errors import ValidationError
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+
+
+def default_handlers(core: "EngineCore") -> dict[str, Handler]:
+    """The default handler of each type that has one."""
+
+    def agents(operations: Any) -> AgentOperations:
+        return AgentOperations(operations.transaction, core.policy)
+
+    async def deliver(message: Message, _context: Any) -> None:
+        """Put a message into the inbox of its recipient, unless `Agent.send` has done so."""
+        to, body = _field(message, "to"), message.payload.get("body")
+
+        def work(operations: Any) -> None:
+            if not agents(operations).receipts(message.message_id):
+                agents(operations).check_recipient(message.org_id, to)
+                agents(operations).deliver(message.org_id, to, message.agent_id, message.message_id, body)
+
+        await core.write(work, makes_room=True)
+        core.wake_readers()
+
+    async def spawn(message: Message, _context: Any) -> dict[str, Any]:
+        """Store that a supervisor has to run the configured program as this agent."""
+        agent_id = _field(message, "agent_id")
+        tools = _tool_names(message.payload.get("tools", []))
+        check_names(message.org_id, agent_id)
+        await core.write(
+            lambda operations: agents(operations).want_program(
+                message.org_id, agent_id, message.message_id, tools
+            )
+        )
+        return {"agent_id": agent_id}
+
+    async def terminate(message: Message, _context: Any) -> dict[str, Any]:
+        """Store that the program of this agent has to end."""
+        agent_id = _field(message, "agent_id")
+        ended = await core.write(
+            lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True
+        )
+        return {"agent_id": agent_id, "ended": ended}
+
+    return {
+        "agent_message": Handler(run=deliver),
+        "agent_spawn": Handler(run=spawn),
+        "agent_terminate": Handler(run=terminate),
+    }
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """The names of tools, each given as text or as `{"name": …, "sandbox": …}`."""
+    given = tools if isinstance(tools, list) else [None]
+    named = [tool.get("name") if isinstance(tool, dict) else tool for tool in given]
+    names = [name for name in named if isinstance(name, str)]
+    if len(names) < len(named):
+        raise ValidationError('the tools of an agent are a list of names or of {"name": …, "sandbox": …}')
+    return names
+
+
+def _field(message: Message, name: str) -> str:
+    value = message.payload.get(name) if isinstance(message.payload, dict) else None
+    if not isinstance(value, str) or not value:
+        raise ValidationError(f"the payload of {message.type} needs {name}, a text")
+    return value

@@ -1,0 +1,286 @@
+"""Handlers: what runs for a message, and what its errors mean."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Literal
+
+import msgspec
+
+from postroom.contracts.tasks.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
+from postroom.core.lifecycle.lifecycle import ERROR_CHARS_MAX
+from postroom.core.lifecycle.retry import RATE_LIMIT_S, Retry
+from postroom.engine.messages import Message
+from postroom.engine.rules.breakers import Service, service_called
+from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.outcomes import Outcome, Usage
+from postroom.errors import (
+    Bounced,
+    EffectUnknown,
+    GuardTripped,
+    InvalidMessage,
+    InvalidSetting,
+    Overloaded,
+    RateLimited,
+    SandboxUnavailable,
+    TokensExhausted,
+    ToolFailed,
+    ValidationError,
+    clipped,
+    shown,
+)
+from postroom.message import org_of
+
+TOO_MANY_REQUESTS: Final = 429
+TIMEOUT_S_MAX: Final = 86_400.0
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced, ToolFailed)
+"""Errors that another attempt would meet again."""
+
+Pool = Literal["thread", "process"]
+
+
+class Handler(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs for the messages of one type."""
+
+    run: Callable[..., Any]
+    timeout_s: float | None = None
+    service: str = ""
+    payload: Any = None
+    """The shape of the payload; None leaves it a plain object."""
+    retry: Retry | None = None
+    batch: int = 1
+    """How many messages one call gets. Above 1, the handler gets a list and returns a list of results."""
+    within_ms: float = 20.0
+    """How long a batch waits until it is full."""
+    pool: Pool = "thread"
+    """Where a plain function runs. `process` also runs an async handler in a process of its own."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the handler is a coroutine function."""
+        return inspect.iscoroutinefunction(self.run)
+
+
+def _takes_two(run: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(run).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def checked_handler(handler: Handler) -> Handler:
+    """The handler itself, or an error that says what does not fit."""
+    if not callable(handler.run):
+        raise InvalidSetting(f"a handler is a function, not {shown(handler.run)}")
+    if not _takes_two(handler.run):
+        raise InvalidSetting("a handler takes two arguments: the message and its context")
+    if handler.retry is not None and not isinstance(handler.retry, Retry):
+        raise InvalidSetting(
+            f"retry must be a Retry, such as Retry(max_retries=3), not {shown(handler.retry)}"
+        )
+    if handler.timeout_s is not None and not 0 < handler.timeout_s <= TIMEOUT_S_MAX:
+        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {shown(handler.timeout_s)}")
+    if handler.pool not in ("thread", "process"):
+        raise InvalidSetting(f'pool must be "thread" or "process", not {shown(handler.pool)}')
+    _check_types(handler)
+    check_shape(handler.payload)
+    if handler.batch < 1 or (handler.batch > 1 and handler.pool == "process"):
+        raise InvalidSetting("batch must be at least 1, and a batch runs in the worker itself")
+    return handler
+
+
+def _check_types(handler: Handler) -> None:
+    checked_text("service", handler.service)
+    if type(handler.batch) is not int:
+        raise InvalidSetting(f"batch must be a whole number, not {shown(handler.batch)}")
+    within_ms = handler.within_ms
+    if type(within_ms) not in (int, float) or not 0 <= within_ms <= TIMEOUT_S_MAX * 1000:
+        raise InvalidSetting(f"within_ms must be a number of milliseconds, not {shown(within_ms)}")
+
+
+def check_shape(payload: Any) -> None:
+    """Raise unless payloads can be decoded as this type."""
+    if payload is None:
+        return
+    try:
+        msgspec.json.Decoder(payload)
+    except (TypeError, ValueError) as error:
+        raise InvalidSetting(
+            f"payload must be a type, such as a msgspec.Struct, not {shown(payload)}: {clipped(error)}"
+        ) from None
+
+
+def timeout_of(handler: Handler, message: Message) -> float | None:
+    """How long an attempt may take: the shorter one of the handler's and the message's own limit."""
+    limits = [handler.timeout_s, message.resource_limits.time if message.resource_limits else None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+# ---- calls -----------------------------------------------------------------------------------------
+
+
+class HandlerExit(RuntimeError):
+    """A handler raised an exception that would end its thread or its event loop, such as SystemExit."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"the handler raised {type(error).__name__}: {error}")
+
+
+def called(run: Callable[..., Any], message: Any, context: Any) -> Any:
+    """Call a plain handler. An exception that no future can hold becomes a `HandlerExit`."""
+    try:
+        return run(message, context)
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise HandlerExit(error) from error
+
+
+async def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Await an async handler. A cancellation that nobody asked for is an error of the handler."""
+    try:
+        return await coroutine
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise HandlerExit(error) from error
+
+
+# ---- outcomes --------------------------------------------------------------------------------------
+
+
+def completed(claimed: Claimed, handler: Handler, result: Any, usage: Usage | None) -> Outcome:
+    """The handler returned."""
+    try:
+        data = encoded("the result", result)
+        _check_size(data)
+    except InvalidMessage as error:
+        return failed(claimed, handler, ValidationError(str(error)))
+    record = claimed.record
+    return Outcome(
+        kind="completed", message_id=record.message_id, lease=record.lease, result=data, type=claimed.type,
+        service=service_of(claimed, handler), body=claimed.body, usage=usage, org_id=org_of(record.queue),
+    )  # fmt: skip
+
+
+CUT: Final = {"cut_at": "tokens"}
+"""The result of a stream that used up its reservation."""
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > RESULT_BYTES_MAX:
+        raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
+
+
+def failed(
+    claimed: Claimed,
+    handler: Handler | None,
+    error: BaseException,
+    *,
+    spread: float = 0.0,
+    keeps_priority: bool = False,
+    error_type: str = "",
+    usage: Usage | None = None,
+) -> Outcome:
+    """The handler raised."""
+    record = claimed.record
+    is_final = isinstance(error, _FINAL) or handler is None
+    retry = None if handler is None else handler.retry
+    retry_in_s = _retry_in_s(error)
+    if retry is not None and not is_final:
+        is_final = record.retries + 1 > retry.max_retries
+        if retry_in_s is None:
+            retry_in_s = retry.delay_ns(record.retries, spread) / 1e9
+    return Outcome(
+        kind="failed",
+        message_id=record.message_id,
+        lease=record.lease,
+        error=_text_of(error)[:ERROR_CHARS_MAX] or type(error).__name__,
+        error_type=error_type or type(error).__name__,
+        is_final=is_final,
+        retry_in_s=retry_in_s,
+        keeps_priority=keeps_priority,
+        spread=spread,
+        type=claimed.type,
+        service=None if handler is None else service_of(claimed, handler),
+        counts_for_breaker=not isinstance(error, (*_FINAL, RateLimited, Overloaded)),
+        body=claimed.body,
+        usage=usage,
+        grant=claimed.grant,
+    )
+
+
+def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "") -> Outcome:
+    """The attempt ended without a result or an exception of the handler."""
+    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease, error=error)
+
+
+def deferred(claimed: Claimed, error: SandboxUnavailable) -> Outcome:
+    """The attempt cannot begin now, and no retry is counted."""
+    record = claimed.record
+    return Outcome(
+        kind="deferred", message_id=record.message_id, lease=record.lease, error=str(error),
+        delay_s=error.retry_after_s,
+    )  # fmt: skip
+
+
+def service_of(claimed: Claimed, handler: Handler) -> Service | None:
+    """The service that an attempt calls."""
+    named = "" if claimed.body is None else claimed.body.service
+    return service_called(org_of(claimed.record.queue), named, handler.service)
+
+
+def _text_of(error: BaseException) -> str:
+    """The text of an error, as the store can hold it: handlers raise anything."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - `__str__` of a handler's own class
+        return ""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _retry_in_s(error: BaseException) -> float | None:
+    """When the service asks to be called again; None leaves it to the retry rule."""
+    asked_s = _asked_s(error)
+    if asked_s is None:
+        return None
+    return min(max(asked_s, 0.0), DELAY_S_MAX) if math.isfinite(asked_s) else RATE_LIMIT_S
+
+
+def _asked_s(error: BaseException) -> float | None:
+    if isinstance(error, Overloaded):
+        return error.retry_after
+    after = getattr(error, "retry_after_s", None)
+    if after is None:
+        after = getattr(error, "retry_after", None)
+    if isinstance(error, RateLimited) or getattr(error, "status_code", None) == TOO_MANY_REQUESTS:
+        return float(after) if isinstance(after, int | float) else RATE_LIMIT_S
+    return None
+
+
+class HandlerTimeout(TimeoutError):
+    """A handler ran longer than it may."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the handler ran longer than {timeout_s:g} s")
+
+
+async def limited(coroutine: Any, timeout_s: float | None) -> Any:
+    """Wait for a coroutine, at most `timeout_s`."""
+    if timeout_s is None:
+        return await coroutine
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await coroutine
+    except TimeoutError:
+        if limit.expired():
+            raise HandlerTimeout(timeout_s) from None
+        raise

@@ -1,0 +1,1 @@
+"""Who answers the questions of an engine, and how questions are asked."""

@@ -1,0 +1,44 @@
+"""`Adviser` answers the questions of an engine. `RuleAdviser` needs no model and is the default."""
+
+from abc import ABC, abstractmethod
+
+from postroom.core.goals import advice
+from postroom.core.goals.advice import Advice, Question
+
+
+class Adviser(ABC):
+    """Answers questions. An answer that is none of the options, or an exception, is replaced by the rules."""
+
+    is_pure = False
+    """Whether `advise` only uses the rules, so that a transaction can ask without waiting."""
+
+    @abstractmethod
+    async def advise(self, question: Question) -> Advice:
+        """One of `question.options`, with a confidence from 0 to 1."""
+
+
+class RuleAdviser(Adviser):
+    """The deterministic rules of `core.goals.advice`."""
+
+    is_pure = True
+
+    async def advise(self, question: Question) -> Advice:
+        return advice.advise(question)
+
+
+async def asked(adviser: Adviser | None, question: Question) -> tuple[Advice, str]:
+    """A valid advice, and its source: the adviser, or the rules in its place."""
+    if adviser is None or adviser.is_pure:
+        return advice.advise(question), "rule"
+    try:
+        answer = await adviser.advise(question)
+    except Exception as error:  # noqa: BLE001 - whatever an adviser raises, the rules decide
+        return _by_rule(question, f"the adviser failed with {type(error).__name__}"), "rule"
+    if not advice.is_valid(answer, question):
+        return _by_rule(question, "the adviser chose none of the options"), "rule"
+    return answer, "adviser"
+
+
+def _by_rule(question: Question, why: str) -> Advice:
+    ruled = advice.advise(question)
+    return Advice(ruled.choice, ruled.confidence, f"{why}; the rules say: {ruled.reasoning}")

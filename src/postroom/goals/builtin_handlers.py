@@ -1,0 +1,179 @@
+"""The built-in handlers of an engine: memory in the knowledge graph, and the background work of goals."""
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from postroom.engine.messages import Message
+from postroom.engine.rules.cells import SEPARATOR, Cells
+from postroom.engine.work.handlers import Handler
+from postroom.errors import Rejected, UnknownDecision, ValidationError
+from postroom.goals import decisions
+from postroom.goals.goal_cells import STATES
+from postroom.goals.graph import branches
+from postroom.goals.graph.branches import Node
+from postroom.goals.graph.graph import View
+from postroom.goals.internal import WORK
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+    from postroom.goals.goals import Goals
+    from postroom.goals.graph.graph import Graphs
+    from postroom.goals.recovery import Recovery
+
+FOUND_MAX: Final = 100
+LOOKED_MAX: Final = 10_000
+
+
+class BuiltIn:
+    """The handlers of one engine."""
+
+    def __init__(self, core: "EngineCore", goals: "Goals", graphs: "Graphs", recovery: "Recovery") -> None:
+        self._core = core
+        self._goals = goals
+        self._graphs = graphs
+        self._recovery = recovery
+
+    def register(self) -> None:
+        """Register the handlers. A handler of the application replaces the one for memory."""
+        runs = {
+            "memory_save": self.memory_save,
+            "memory_retrieve": self.memory_retrieve,
+            "memory_update": self.memory_update,
+            WORK: self.work,
+        }
+        for type_name, run in runs.items():
+            self._core.built_in[type_name] = Handler(run=run)
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    async def memory_save(self, message: Message, _: Any) -> dict[str, Any]:
+        """Save a node: `{node_id, properties, edges, scope}`."""
+        payload = message.payload
+        view = await self._view(message)
+        try:
+            node = await view.save(
+                payload.get("node_id"),
+                payload.get("properties", {}),
+                payload.get("edges", ()),
+                payload.get("scope", "STAGED"),
+            )
+        except Rejected as error:
+            raise ValidationError(str(error)) from error
+        return _as_json(node)
+
+    async def memory_update(self, message: Message, _: Any) -> dict[str, Any]:
+        """Change a node: `{node_id, changes, scope}`."""
+        payload = message.payload
+        view = await self._view(message)
+        try:
+            node = await view.update(
+                payload.get("node_id"), payload.get("changes", {}), payload.get("scope", "STAGED")
+            )
+        except Rejected as error:
+            raise ValidationError(str(error)) from error
+        return _as_json(node)
+
+    async def memory_retrieve(self, message: Message, _: Any) -> dict[str, Any]:
+        """Find a node by `node_id`, or nodes by `query`: text that a property or an id contains."""
+        payload = message.payload
+        view = await self._view(message)
+        if "node_id" in payload:
+            try:
+                node = await view.get(payload["node_id"])
+            except Rejected as error:
+                raise ValidationError(str(error)) from error
+            return {"node": None if node is None else _as_json(node)}
+        query = payload.get("query")
+        if not isinstance(query, str) or not query:
+            raise ValidationError("memory_retrieve needs a node_id or a query")
+        nodes = await self._graphs.place.read(
+            lambda cells: _search(cells, message.goal_id, message.org_id, query)
+        )
+        return {"nodes": [_as_json(node) for node in nodes]}
+
+    async def _view(self, message: Message) -> View:
+        """The branch of a goal that was started; else main, as the organization sees it."""
+        goal = await self._core.read(lambda operations: STATES.get(operations.transaction, message.goal_id))
+        if goal is None or goal.org_id != message.org_id or goal.ended_us:
+            return self._graphs.main(message.org_id)
+        return self._graphs.branch(message.goal_id, message.org_id)
+
+    # ---- work that follows a commit ------------------------------------------------------------
+
+    async def work(self, message: Message, _: Any) -> Any:
+        """Continue the work of a goal."""
+        payload = message.payload
+        match payload.get("do"):
+            case "advise":
+                return await self._advise(payload["decision_id"])
+            case "time_out":
+                policy = self._core.policy
+                await self._core.write_raw(
+                    lambda transaction: decisions.time_out(transaction, policy, payload["decision_id"])
+                )
+            case "failed_step":
+                await self._recovery.failed(payload["goal_id"], payload["message_id"])
+            case "recover":
+                await self._recovery.recover(payload["decision_id"])
+            case "complete":
+                await self._goals.complete(payload["goal_id"])
+            case "hook":
+                await self._hook(payload["type"], payload["name"], payload["message_id"])
+            case other:
+                raise ValidationError(f"there is no work {other!r} of goals")
+        return None
+
+    async def _advise(self, decision_id: str) -> str:
+        try:
+            decision = await self._core.read(
+                lambda operations: decisions.found(operations.transaction, decision_id)
+            )
+        except UnknownDecision:
+            return ""
+        if decision.state != "asked":
+            return decision.choice
+        return (await decisions.ask(self._core, decision)).choice
+
+    async def _hook(self, type_name: str, name: str, message_id: str) -> None:
+        from postroom.engine.inspection import info_of  # noqa: PLC0415 - it imports much
+
+        run = self._core.hooks.get(type_name, {}).get(name)
+        if run is None:
+            raise ValidationError(f"there is no hook {name!r} for {type_name} in this process")
+        info = await self._core.read(lambda operations: info_of(operations, message_id))
+        result = run(info, info.result)
+        if hasattr(result, "__await__"):
+            await result
+
+
+def _as_json(node: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(node)
+    fields.setdefault("properties", {})
+    fields.setdefault("edges", [])
+    fields.setdefault("version", 0)
+    fields.pop("at", None)
+    return fields
+
+
+def _search(cells: Cells, goal_id: str, org_id: str, query: str) -> list[Node]:
+    """Nodes that a message sees and whose id or text contains the query."""
+    wanted = query.casefold()
+    ids: dict[str, None] = {}
+    for owner in (org_id, branches.SHARED):
+        listed = branches.MAIN.under(cells, owner, limit=LOOKED_MAX)
+        ids.update(dict.fromkeys(node.node_id for _, node in listed))
+    branch = branches.BRANCHES.get(cells, goal_id)
+    if branch is not None and branch.org_id == org_id:
+        staged = branches.STAGED.under(cells, goal_id)
+        ids.update(dict.fromkeys(key.partition(SEPARATOR)[2] for key, _ in staged))
+    found: list[Node] = []
+    for node_id in ids:
+        node = branches.node_for(cells, goal_id, org_id, node_id)
+        if node is None:
+            continue
+        if wanted in f"{node_id} {msgspec.json.encode(node.properties).decode()}".casefold():
+            found.append(node)
+            if len(found) == FOUND_MAX:
+                break
+    return found

@@ -1,0 +1,289 @@
+"""Decisions: a question is answered by a learned rule, the adviser, or a person, and is recorded.
+
+Rule 1: a decision and what follows from it commit together.
+Rule 2: an advice below `Policy.adviser_confidence_min` goes to a person. Without an answer within
+        `Policy.decision_timeout_s`, the safe default is taken.
+Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, becomes a learned rule of the
+        organization. It never applies to another organization.
+"""
+
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from msgspec.structs import replace
+
+from postroom.core.goals import advice
+from postroom.core.goals.advice import LEARNED_AFTER, Advice, Question
+from postroom.engine.messages import new_id
+from postroom.engine.rules.policy import Policy
+from postroom.errors import InvalidMessage, UnknownDecision, WrongState
+from postroom.goals import internal
+from postroom.goals.advisers.adviser import asked
+from postroom.goals.goal_cells import (
+    CHOICES,
+    DECISIONS,
+    PENDING,
+    RULES,
+    TALLIES,
+    DecidedBy,
+    Decision,
+    LearnedRule,
+)
+from postroom.message import ENGINE_PREFIX
+from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+
+MICROS_PER_S: Final = 1_000_000
+DECISIONS_LISTED_MAX: Final = 1_000
+PATTERN_CHARS_MAX: Final = 256
+
+
+# ---- in a transaction ------------------------------------------------------------------------------
+
+
+def settle(
+    transaction: Transaction,
+    policy: Policy,
+    question: Question,
+    org_id: str,
+    subject: dict[str, Any],
+    *,
+    asks_later: bool = True,
+) -> Decision:
+    """Decide a question, or record it for the adviser. `asks_later` has a worker ask the adviser."""
+    decision = _new(transaction, question, org_id, subject)
+    said = learned(transaction, org_id, question)
+    if said is not None:
+        return conclude(transaction, policy, decision, said, "learned")
+    if policy.adviser is None or policy.adviser.is_pure:
+        return conclude(transaction, policy, decision, advice.advise(question), "rule")
+    _record(transaction, decision)
+    if asks_later:
+        internal.go_on(transaction, policy, org_id, "advise", decision_id=decision.decision_id)
+    return decision
+
+
+def _new(transaction: Transaction, question: Question, org_id: str, subject: dict[str, Any]) -> Decision:
+    return Decision(new_id(), question.kind, question, org_id, transaction.wall_us, subject=subject)
+
+
+def learned(transaction: Transaction, org_id: str, question: Question) -> Advice | None:
+    """What a learned rule of the organization says; None without one."""
+    rule = RULES.get(transaction, org_id, question.kind, _pattern(question))
+    if rule is None or rule.choice not in question.options:
+        return None
+    return Advice(rule.choice, 1.0, f"learned rule {rule.rule_id}")
+
+
+def record(
+    transaction: Transaction,
+    policy: Policy,
+    question: Question,
+    org_id: str,
+    subject: dict[str, Any],
+    said: Advice,
+    by: DecidedBy,
+) -> Decision:
+    """Record a decision that was taken outside a transaction."""
+    return conclude(transaction, policy, _new(transaction, question, org_id, subject), said, by)
+
+
+def conclude(
+    transaction: Transaction, policy: Policy, decision: Decision, said: Advice, by: DecidedBy
+) -> Decision:
+    """Take a decision, or leave it to a person when the advice is not sure enough."""
+    if by in ("rule", "adviser") and said.confidence < policy.adviser_confidence_min:
+        return leave_to_person(transaction, policy, decision, said)
+    decided = replace(
+        decision,
+        state="decided",
+        choice=said.choice,
+        confidence=float(said.confidence),
+        reasoning=said.reasoning,
+        arguments=said.arguments,
+        by=by,
+        decided_us=transaction.wall_us,
+    )
+    _record(transaction, decided)
+    if by in ("adviser", "person"):
+        _learn(transaction, decided)
+    _apply(transaction, policy, decided)
+    return decided
+
+
+def leave_to_person(transaction: Transaction, policy: Policy, decision: Decision, said: Advice) -> Decision:
+    """Record a question that a person has to answer within the time limit."""
+    waiting = replace(
+        decision,
+        state="waiting",
+        confidence=float(said.confidence),
+        reasoning=f"the adviser is not sure: {said.choice} ({said.reasoning})",
+        deadline_us=transaction.wall_us + round(policy.decision_timeout_s * MICROS_PER_S),
+    )
+    _record(transaction, waiting)
+    internal.go_on(
+        transaction, policy, decision.org_id, "time_out", delay_s=policy.decision_timeout_s,
+        decision_id=decision.decision_id,
+    )  # fmt: skip
+    transaction.emit(
+        "alert",
+        ENGINE_PREFIX + decision.org_id,
+        error_type="DecisionNeeded",
+        error=f"decision {decision.decision_id} ({decision.kind}) waits for a person",
+    )
+    return waiting
+
+
+def _record(transaction: Transaction, decision: Decision) -> None:
+    DECISIONS.put(transaction, decision, decision.decision_id)
+    PENDING.put(transaction, None if decision.state == "decided" else True, decision.decision_id)
+
+
+def _pattern(question: Question) -> str:
+    text = "".join(letter if letter.isprintable() else " " for letter in question.pattern)
+    return text[:PATTERN_CHARS_MAX]
+
+
+def _learn(transaction: Transaction, decision: Decision) -> None:
+    pattern = _pattern(decision.question)
+    if not pattern:
+        return
+    key = decision.org_id, decision.kind, pattern
+    tally = advice.tallied(TALLIES.get(transaction, *key), decision.choice)
+    TALLIES.put(transaction, tally, *key)
+    if tally.count == LEARNED_AFTER:
+        rule = LearnedRule(new_id(), *key, decision.choice, transaction.wall_us)
+        RULES.put(transaction, rule, *key)
+
+
+def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None:
+    """Do what follows from a decision."""
+    subject, org_id = decision.subject, decision.org_id
+    match decision.kind:
+        case "recovery":
+            internal.go_on(transaction, policy, org_id, "recover", decision_id=decision.decision_id)
+        case "merge":
+            CHOICES.put(
+                transaction, decision.choice, subject["goal_id"], subject["node_id"], subject["property"]
+            )
+            if decision.by in ("person", "timeout"):
+                internal.go_on(transaction, policy, org_id, "complete", goal_id=subject["goal_id"])
+        case "conflict":
+            from postroom.goals import registry  # noqa: PLC0415 - it imports this module
+
+            registry.ruled(transaction, policy, decision)
+        case _:
+            pass
+
+
+def found(transaction: Transaction, decision_id: object) -> Decision:
+    """A decision by its id. Raises `UnknownDecision`."""
+    decision = None
+    if isinstance(decision_id, str) and decision_id.isprintable():
+        decision = DECISIONS.get(transaction, decision_id)
+    if decision is None:
+        raise UnknownDecision(decision_id)
+    return decision
+
+
+def answer(transaction: Transaction, policy: Policy, decision_id: str, choice: str) -> Decision:
+    """A person decides."""
+    decision = found(transaction, decision_id)
+    if decision.state == "decided":
+        raise WrongState(
+            decision_id, "answer", "decided", f"decision {decision_id!r} was taken already: {decision.choice}"
+        )
+    if choice not in decision.question.options:
+        options = ", ".join(decision.question.options)
+        raise InvalidMessage(f"decision {decision_id!r} has the options {options}, not {choice!r}")
+    return conclude(transaction, policy, decision, Advice(choice, 1.0, "a person decided"), "person")
+
+
+def time_out(transaction: Transaction, policy: Policy, decision_id: str) -> None:
+    """Nobody has answered in time: take the safe default."""
+    decision = DECISIONS.get(transaction, decision_id)
+    if decision is not None and decision.state == "waiting":
+        said = Advice(decision.question.default, 1.0, "nobody decided in time, so the safe default was taken")
+        conclude(transaction, policy, decision, said, "timeout")
+
+
+def waiting(transaction: Transaction) -> list[Decision]:
+    """Decisions that nobody has taken yet, the oldest first."""
+    ids = [key for key, _ in PENDING.scan(transaction, limit=DECISIONS_LISTED_MAX)]
+    listed = [decision for key in ids if (decision := DECISIONS.get(transaction, key)) is not None]
+    return sorted(listed, key=lambda decision: (decision.created_us, decision.decision_id))
+
+
+# ---- outside ---------------------------------------------------------------------------------------
+
+
+async def ask(core: "EngineCore", decision: Decision) -> Decision:
+    """Ask the adviser about a recorded question, and commit the decision."""
+    said, by = await asked(core.policy.adviser, decision.question)
+
+    def work(transaction: Transaction) -> Decision:
+        current = found(transaction, decision.decision_id)
+        if current.state != "asked":
+            return current
+        return conclude(transaction, core.policy, current, said, "adviser" if by == "adviser" else "rule")
+
+    return await core.write_raw(work, makes_room=True)
+
+
+Taken: TypeAlias = list[Decision]
+Rules: TypeAlias = list[LearnedRule]
+
+
+class Decisions:
+    """`engine.decisions`: questions that wait for a person, decisions that were taken, and learned rules."""
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+
+    async def list(self, *, decided: bool = False) -> Taken:
+        """Decisions that nobody has taken yet; with `decided`, those that were taken."""
+
+        def work(transaction: Transaction) -> Taken:
+            if not decided:
+                return waiting(transaction)
+            taken = [one for _, one in DECISIONS.all(transaction) if one.state == "decided"]
+            return sorted(taken, key=lambda one: one.decided_us)[-DECISIONS_LISTED_MAX:]
+
+        return await self._core.read(lambda operations: work(operations.transaction))
+
+    async def show(self, decision_id: str) -> Decision:
+        """One decision. Raises `UnknownDecision`."""
+        return await self._core.read(lambda operations: found(operations.transaction, decision_id))
+
+    async def answer(self, decision_id: str, choice: str) -> Decision:
+        """Decide as a person. Raises `UnknownDecision`, `WrongState`, `InvalidMessage`."""
+        policy = self._core.policy
+        return await self._core.write_raw(
+            lambda transaction: answer(transaction, policy, decision_id, choice), makes_room=True
+        )
+
+    async def replay(self, decision_id: str) -> Advice:
+        """Ask the present adviser the recorded question again. Nothing is changed."""
+        decision = await self.show(decision_id)
+        said, _ = await asked(self._core.policy.adviser, decision.question)
+        return said
+
+    async def rules(self) -> Rules:
+        """The learned rules."""
+        return await self._core.read(
+            lambda operations: [rule for _, rule in RULES.all(operations.transaction)]
+        )
+
+    async def forget(self, rule_id: str) -> None:
+        """Delete a learned rule. The adviser is asked again about questions that the rule answered."""
+
+        def work(transaction: Transaction) -> None:
+            for key, rule in RULES.all(transaction):
+                if rule.rule_id == rule_id:
+                    transaction.put_cell(RULES.name, key, None)
+                    transaction.put_cell(TALLIES.name, key, None)
+                    return
+            raise UnknownDecision(rule_id, "learned rule")
+
+        await self._core.write_raw(work, makes_room=True)

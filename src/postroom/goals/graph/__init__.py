@@ -1,0 +1,1 @@
+"""The knowledge graph: its nodes, the branches of goals, and where it is kept."""

@@ -1,0 +1,338 @@
+"""The registry of active operations: what a message works on while its handler runs.
+
+Rule 1: an operation is active while its message is leased under the lease that it was registered with. The
+        end of the lease is the end of the operation, so a crash leaves nothing behind that blocks others.
+Rule 2: a claim checks and registers in its own transaction, so two conflicting operations are never leased at
+        the same time.
+Rule 3: a message that waits is deferred to the end of the other's lease at the latest, and woken when the
+        other operation ends.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from postroom.core.goals import advice, conflicts
+from postroom.core.goals.advice import Advice
+from postroom.core.goals.conflicts import Conflict, Operation
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.engine.messages import Body, body_of, digest_of
+from postroom.engine.rules.cells import SEPARATOR
+from postroom.engine.rules.policy import Policy
+from postroom.goals import decisions
+from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING, Active, Decision, Waiting
+from postroom.message import Record, org_of
+from postroom.stores.base import ByIds, Head
+from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
+
+OPERATION: Final = b'"operation":'
+"""Every body with an operation contains this; a payload may contain it, too."""
+CONFLICTS_A_CLAIM_MAX: Final = 20  # conflicts of one message that one claim resolves
+WAIT_S_MIN: Final = 0.05
+NANOS_PER_MS: Final = 1_000_000
+PERSON_OPTIONS: Final = ("run", "wait", "merge", "cancel")
+
+
+class OperationRegistry:
+    """The registry inside the transaction of one claim."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self._transaction = transaction
+        self._policy = policy
+        self._entered: dict[str, Active] = {}
+        """Operations that this claim lets run, and whose messages it has not leased yet."""
+
+    def admits(self, head: Head, body: Body | None) -> bool:
+        """Whether the operation of a message may run now. Otherwise the message is deferred or cancelled."""
+        if body is None or body.operation is None:
+            return True
+        return self._resolved(head, body, body.operation)
+
+    def enter(self, head: Head, body: Body | None) -> None:
+        """The message of an admitted operation is about to be leased."""
+        if body is None or body.operation is None:
+            return
+        record, transaction = head.record, self._transaction
+        if record.place != record.seq:  # else the message has never waited for anything
+            _stop_waiting(transaction, record.message_id)
+        entry = Active(record.message_id, org_of(record.queue), 0, body.operation, transaction.wall_us)
+        self._entered[record.message_id] = entry
+        for place in _places(entry.operation):
+            ACTIVE_ON.put(transaction, True, entry.org_id, place, entry.message_id)  # noqa: FBT003
+
+    def leased(self, records: Sequence[Record]) -> None:
+        """Messages were leased: their operations live as long as the leases."""
+        for record in records:
+            entry = self._entered.pop(record.message_id, None)
+            if entry is not None:
+                active = Active(entry.message_id, entry.org_id, record.lease, entry.operation, entry.since_us)
+                ACTIVE.put(self._transaction, active, record.message_id)
+
+    # ---- conflicts -----------------------------------------------------------------------------
+
+    def _resolved(self, head: Head, body: Body, operation: Operation) -> bool:
+        record, transaction = head.record, self._transaction
+        others = self._near(org_of(record.queue), operation, record.message_id)
+        ignored: set[str] = set()
+        for _ in range(CONFLICTS_A_CLAIM_MAX):
+            left = [(one.message_id, one.operation) for one in others if one.message_id not in ignored]
+            conflict = conflicts.found(operation, left, self._policy.capacities)
+            if conflict is None:
+                return True
+            choice = RULINGS.get(transaction, record.message_id, conflict.other) or self._asked(
+                head, body, operation, conflict
+            )
+            if choice != "run":
+                self._hold(record, conflict, choice)
+                return False
+            ignored.add(conflict.other)
+        self._hold(record, Conflict("constraint", next(iter(ignored)), operation.target), "wait")
+        return False
+
+    def _near(self, org_id: str, operation: Operation, message_id: str) -> list[Active]:
+        """Active operations that may conflict."""
+        transaction = self._transaction
+        found: dict[str, None] = {}
+        for place in _places(operation):
+            listed = ACTIVE_ON.under(transaction, org_id, place)
+            found.update(dict.fromkeys(key.rpartition(SEPARATOR)[2] for key, _ in listed))
+        found.pop(message_id, None)
+        return [one for other in sorted(found) if (one := self._live(other)) is not None]
+
+    def _live(self, message_id: str) -> Active | None:
+        """An operation that is under way. An operation whose lease is over is forgotten: None."""
+        if message_id in self._entered:
+            return self._entered[message_id]
+        return live(self._transaction, message_id)
+
+    def _asked(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> str:
+        """The choice about a conflict that no ruling covers; empty while nobody has decided."""
+        transaction, record = self._transaction, head.record
+        known = WAITING.get(transaction, record.message_id)
+        if known is not None and known.other == conflict.other:
+            return "" if known.asked else "merge" if known.merges else "wait"
+        facts = self._facts(head, body, operation, conflict)
+        self._emit("conflict_detected", record, conflict, facts)
+        question = advice.question("conflict", facts, pattern=f"{conflict.kind} {operation.target}")
+        subject = {"message_id": record.message_id, "other": conflict.other}
+        decision = decisions.settle(transaction, self._policy, question, org_of(record.queue), subject)
+        if decision.state == "decided" and decision.choice == "escalate":
+            return escalate(transaction, self._policy, decision)
+        if decision.state != "decided":
+            return ""
+        said = {"choice": decision.choice, "by": decision.by, "reasoning": decision.reasoning}
+        self._emit("conflict_resolved", record, conflict, said)
+        return decision.choice
+
+    def _facts(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> dict[str, Any]:
+        other = self._transaction.load(conflict.other)
+        same = False
+        if other is not None and other.envelope.type == head.type:
+            theirs = body_of(other.envelope.payload)
+            same = theirs is not None and digest_of(head.type, bytes(theirs.payload)) == digest_of(
+                head.type, bytes(body.payload)
+            )
+        return {
+            "message_id": head.record.message_id,
+            "type": head.type,
+            "target": operation.target,
+            "mode": operation.mode,
+            "on_conflict": operation.on_conflict,
+            "conflict": conflict.kind,
+            "what": conflict.what,
+            "other": conflict.other,
+            "same_work": same,
+        }
+
+    def _hold(self, record: Record, conflict: Conflict, choice: str) -> None:
+        """Defer, merge or cancel a message that cannot run now."""
+        transaction = self._transaction
+        if choice == "cancel":
+            from postroom.engine.rules import ends  # noqa: PLC0415 - it imports this module
+
+            for step in transaction.apply(ByIds((record.message_id,)), lifecycle.cancel):
+                ends.ended(transaction, self._policy, step.record)
+            return
+        _stop_waiting(transaction, record.message_id)
+        waiting = Waiting(
+            record.message_id, conflict.other, conflict.kind, conflict.what, choice == "merge", not choice
+        )
+        WAITING.put(transaction, waiting, record.message_id)
+        WAITERS.put(transaction, record.message_id, conflict.other, record.message_id)
+        for_whom = "" if choice else "a decision about "
+        reason = (
+            f"its operation waits for {for_whom}the operation of message {conflict.other} "
+            f"({conflict.kind} {conflict.what})"
+        )
+        other = transaction.record(conflict.other)
+        left_ns = (other.lease_until if other is not None else 0) - transaction.steady_ns
+        # Messages that wait for the same lease become due one after the other, in the order of acceptance.
+        delay_ns = max(left_ns, round(WAIT_S_MIN * NANOS_PER_S)) + record.seq % NANOS_PER_MS
+        transaction.apply(
+            ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
+        )
+
+    def _emit(self, kind: Any, record: Record, conflict: Conflict, facts: dict[str, Any]) -> None:
+        named = {"message_id": record.message_id, "other": conflict.other, "what": conflict.what}
+        self._transaction.emit(kind, record.queue, detail=named | {"conflict": conflict.kind} | facts)
+
+
+# ---- places ----------------------------------------------------------------------------------------
+
+
+def _places(operation: Operation) -> list[str]:
+    """The index keys of an operation: its target, the targets it excludes, and its resources.
+
+    Only operations with a common key can conflict.
+    """
+    if not operation.resources and not operation.constraints.not_with:
+        return [f"t:{operation.target}"]
+    targets = dict.fromkeys((operation.target, *operation.constraints.not_with))
+    return [*(f"t:{name}" for name in targets), *(f"r:{name}" for name in operation.resources)]
+
+
+def _forget(transaction: Transaction, entry: Active) -> None:
+    ACTIVE.put(transaction, None, entry.message_id)
+    for place in _places(entry.operation):
+        ACTIVE_ON.put(transaction, None, entry.org_id, place, entry.message_id)
+
+
+def live(transaction: Transaction, message_id: str) -> Active | None:
+    """An operation that is under way. An operation whose lease is over is forgotten: None."""
+    entry = ACTIVE.get(transaction, message_id)
+    if entry is None:
+        return None
+    record = transaction.record(message_id)
+    if record is not None and record.state == "PROCESSING" and record.lease == entry.lease:
+        return entry
+    _forget(transaction, entry)
+    return None
+
+
+def _stop_waiting(transaction: Transaction, message_id: str) -> None:
+    waiting = WAITING.get(transaction, message_id)
+    if waiting is not None:
+        WAITING.put(transaction, None, message_id)
+        WAITERS.put(transaction, None, waiting.other, message_id)
+
+
+# ---- the end of an operation -----------------------------------------------------------------------
+
+
+def released(transaction: Transaction, policy: Policy, message_id: str, result: bytes | None = None) -> None:
+    """The lease of a message has ended: wake messages that wait for its operation.
+
+    `result` is the result of a completed message; None when it was not completed.
+    """
+    entry = ACTIVE.get(transaction, message_id)
+    _stop_waiting(transaction, message_id)
+    if entry is None:
+        return
+    _forget(transaction, entry)
+    for key, waiter in WAITERS.under(transaction, message_id):
+        transaction.put_cell(WAITERS.name, key, None)
+        waiting = WAITING.get(transaction, waiter)
+        WAITING.put(transaction, None, waiter)
+        RULINGS.drop_under(transaction, waiter)
+        record = transaction.record(waiter)
+        if record is None or record.state != "SCHEDULED":
+            continue
+        transaction.apply(ByIds((waiter,)), lifecycle.wake)
+        if waiting is not None and waiting.merges and result is not None:
+            _complete_with(transaction, policy, waiter, entry.message_id, result)
+
+
+def _complete_with(
+    transaction: Transaction, policy: Policy, message_id: str, other: str, result: bytes
+) -> None:
+    """Complete a message with the result of the operation that it was merged into."""
+    from postroom.engine.rules import ends  # noqa: PLC0415 - it imports this module
+
+    record = transaction.record(message_id)
+    if record is None or record.state != "QUEUED":
+        return
+    head = Head(record, b"", "", "")
+    [leased] = transaction.lease([(head, record.lane)], f"merged with {other}", NANOS_PER_S)
+    transaction.complete({message_id: (leased.lease, result)})
+    ends.completed(transaction, policy, message_id)
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+def escalate(transaction: Transaction, policy: Policy, decision: Decision) -> str:
+    """Leave a conflict to a person; its message waits."""
+    subject = decision.subject
+    detail = {**subject, "by": decision.by, "reasoning": decision.reasoning}
+    transaction.emit("conflict_resolution_failed", f"org:{decision.org_id}", detail=detail)
+    question = advice.question(
+        "conflict",
+        decision.question.facts,
+        pattern=f"escalated {decision.question.pattern}",
+        options=PERSON_OPTIONS,
+    )
+    fresh = Decision(
+        f"{decision.decision_id}-person", "conflict", question, decision.org_id, transaction.wall_us,
+        subject=subject,
+    )  # fmt: skip
+    unsure = Advice(question.default, 0.0, decision.reasoning or "the conflict was escalated")
+    decisions.leave_to_person(transaction, policy, fresh, unsure)
+    return ""
+
+
+def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
+    """Store the decision about a conflict, and queue its message: the next claim follows the decision."""
+    message_id, other = decision.subject["message_id"], decision.subject["other"]
+    record = transaction.record(message_id)
+    if record is None or record.state != "SCHEDULED":
+        return  # decided by the claim itself, or the other operation has ended meanwhile
+    if decision.choice == "escalate":
+        escalate(transaction, policy, decision)
+        return
+    RULINGS.put(transaction, decision.choice, message_id, other)
+    detail = {**decision.subject, "choice": decision.choice, "by": decision.by}
+    if decision.by == "timeout":
+        transaction.emit("conflict_resolution_failed", record.queue, detail=detail)
+    transaction.emit("conflict_resolved", record.queue, detail=detail | {"reasoning": decision.reasoning})
+    transaction.apply(ByIds((message_id,)), lifecycle.wake)
+
+
+class Conflicts:
+    """`engine.conflicts`."""
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+
+    async def active(self, org_id: str | None = None) -> list[Active]:
+        """The operations that are under way, of one organization or of all."""
+
+        def work(transaction: Transaction) -> list[Active]:
+            return [
+                entry
+                for key, entry in ACTIVE.all(transaction)
+                if (org_id is None or entry.org_id == org_id) and _holds(transaction, key, entry)
+            ]
+
+        return await self._core.read(lambda operations: work(operations.transaction))
+
+    async def waiting(self, org_id: str | None = None) -> list[Waiting]:
+        """The messages whose operation waits for another one, of one organization or of all."""
+
+        def work(transaction: Transaction) -> list[Waiting]:
+            found = [one for _, one in WAITING.all(transaction)]
+            return [one for one in found if org_id is None or _org_of(transaction, one.message_id) == org_id]
+
+        return await self._core.read(lambda operations: work(operations.transaction))
+
+
+def _org_of(transaction: Transaction, message_id: str) -> str:
+    record = transaction.record(message_id)
+    return "" if record is None else org_of(record.queue)
+
+
+def _holds(transaction: Transaction, message_id: str, entry: Active) -> bool:
+    record = transaction.record(message_id)
+    return record is not None and record.state == "PROCESSING" and record.lease == entry.lease

@@ -1,0 +1,1 @@
+"""Questions about the tables: SQL, checks, expectations, and the views that others query."""

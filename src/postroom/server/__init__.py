@@ -1,0 +1,1 @@
+"""Servers and background processes around the contracts. `app` is the task server."""

@@ -1,0 +1,1 @@
+"""Who may use how much: registries of agents and tokens, names, shares, rates, and refused calls."""

@@ -1,0 +1,1 @@
+"""Work on a data folder: its buses, its manifest, backups, checks, keys, and the shipping of its events."""

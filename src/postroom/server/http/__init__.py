@@ -1,0 +1,1 @@
+"""Connections, requests, the writer that commits for all of them, and the calls that stay open."""

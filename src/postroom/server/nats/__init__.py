@@ -1,0 +1,1 @@
+"""The NATS server, and the mail server on top of it."""

@@ -1,0 +1,516 @@
+"""The handlers of the routes of the global queue.
+
+Rule 1: the token alone decides the organization of an agent. A body that names another one is refused.
+Rule 2: a message of another organization is answered like a message that does not exist.
+Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.tasks.task_operations import TaskOperations
+from postroom.core.formats.jsoninput import raw_value
+from postroom.core.gate import Owner, of_organization, permit, visible_org
+from postroom.core.names import unscoped, unscoped_text
+from postroom.core.times import EPOCH, MICROSECOND
+from postroom.engine import dlq
+from postroom.engine.agents.parts import Position, parse_position, read_on
+from postroom.engine.explanation import explain as explanation_of
+from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, status_of
+from postroom.engine.message_input import Prepared
+from postroom.engine.messages import CreatedBy, body_of, checked_message_id, unknown_message
+from postroom.engine.rules.cells import Part
+from postroom.engine.rules.operations import Operations, Submitted
+from postroom.engine.rules.policy import CONTROL_TYPES
+from postroom.engine.token_status import status_of as token_status_of
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded
+from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
+from postroom.server.access.registry import Identity
+from postroom.server.access.task_names import shown_event, shown_number, stored_id, stored_place
+from postroom.server.http.messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
+from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES, TaskServer
+from postroom.server.http.writer import TASK_BYTES
+from postroom.server.routes.agent_presence import heard
+from postroom.server.routes.engine_schemas import (
+    ExplainAnswer,
+    FoundAnswer,
+    LettersQuery,
+    MessageAnswer,
+    MessageLine,
+    MessagesAnswer,
+    MessagesQuery,
+    NewMessageBody,
+    NewMessagesBody,
+    PauseBody,
+    PurgeBody,
+    ReplayBody,
+    ResumeBody,
+    ScopeAnswer,
+)
+from postroom.server.routes.event_streams import EventStream, sse
+from postroom.server.routes.task_handlers import poll_share
+from postroom.server.routes.task_schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
+from postroom.stores.base import Listing
+from postroom.stores.own_ids import OwnIds
+
+T = TypeVar("T")
+
+SEARCHED_MAX = 500
+SEARCHED_BYTES_MAX = 8 * 1024 * 1024  # of messages that one search reads, and one more message
+AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
+GIVEN_IDS = ("message_id", "parent_message_id")
+PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
+
+
+class _RawMessages(msgspec.Struct):
+    """The body of a batch."""
+
+    messages: list[dict[str, msgspec.Raw]]
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_raw_messages = msgspec.json.Decoder(_RawMessages).decode
+
+
+# ---- submitting ------------------------------------------------------------------------------------
+
+
+async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Store messages."""
+    is_batch = isinstance(request.body, NewMessagesBody)
+    given = await server.decode_for(request.identity, partial(given_fields, request.body), request.raw)
+    request.body = None  # what it holds may take up far more than its JSON
+    messages = [attributed(request.identity, message) for message in given]
+    del given
+    orgs, org = [message["org_id"] for message in messages], request.identity.org
+    server.tasks.check_backlog()
+    telemetry = server.engine.core.telemetry
+    if telemetry is None:
+        submitted = await _submit(server, request, messages)
+    else:
+        submitted = await telemetry.send(messages, partial(_submit, server, request))
+    for org_id, one in zip(orgs, submitted, strict=True):
+        server.server_log.write("submitted", task_id=one.message_id, org=org_id)
+    if is_batch:
+        return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one.message_id) for one in submitted])))
+    [one] = submitted
+    return HttpReply(202, _encode(MessageAnswer(unscoped(org, one.message_id), one.duplicate)))
+
+
+def given_fields(body: NewMessageBody | NewMessagesBody, raw: bytes) -> list[dict[str, Any]]:
+    """The fields of messages as they were sent, also those that no struct lists.
+
+    A payload is taken from the struct, because it may be long.
+    """
+    if isinstance(body, NewMessagesBody):
+        return [*map(_given, body.messages, _raw_messages(raw).messages)]
+    return [_given(body, _raw_fields(raw))]
+
+
+def _given(body: NewMessageBody, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    return {name: body.payload if name == "payload" else _decode(raw) for name, raw in fields.items()}
+
+
+async def prepared_if_long(
+    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+) -> list[Prepared]:
+    """Long messages as they are stored, and none of `messages` any more. Nothing for short ones.
+
+    Long ones would take time from the commits of all callers. Short ones cost less there than a turn.
+    """
+    core = server.engine.core
+    if request.size <= DECODED_AT_ONCE_BYTES:
+        return []
+
+    def prepare(_: bytes) -> list[Prepared]:
+        wall_us = core.store.wall_us()
+        return [core.registry.prepare(messages.pop(0), core.policy, wall_us) for _ in range(len(messages))]
+
+    return await server.decode_for(request.identity, prepare, request.raw)
+
+
+async def _submit(
+    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+) -> list[Submitted]:
+    core, size = server.engine.core, TASK_BYTES * len(messages) + request.size
+    prepared = await prepared_if_long(server, request, messages)
+
+    def work(operations: TaskOperations) -> list[Submitted]:
+        transaction = operations.transaction
+        prepared[:] = prepared or [
+            core.registry.prepare(message, core.policy, transaction.wall_us) for message in messages
+        ]
+        for one in prepared:
+            check_attribution(request.identity, one)
+        return Operations(transaction, core.policy).submit(prepared)
+
+    try:
+        submitted: list[Submitted] = await server.writer.submit(work, request.identity, size)
+    except (Overloaded, GuardTripped) as error:
+        await core.note_refusal(prepared[0], error)
+        raise
+    return submitted
+
+
+def attributed(identity: Identity, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the organization and the creator that the token gives."""
+    if "hop" in message:
+        raise InvalidMessage("hop is counted by the engine, and cannot be set")
+    if identity.is_operator:
+        if message.get("org_id") is None:
+            raise InvalidMessage("an operator has to name the organization of a message: org_id")
+        return message
+    own = {"type": "agent", "id": identity.name}
+    org_id = message.get("org_id")
+    check_allowed(identity, "message.submit", of_organization(identity.org if org_id is None else org_id))
+    if message.get("created_by") not in (None, own) or message.get("agent_id") not in (
+        None, "", identity.name,
+    ):  # fmt: skip
+        raise _not_yours(identity, "acts for no other agent")
+    return {**message, "org_id": identity.org, "created_by": own}
+
+
+def check_attribution(identity: Identity, message: Prepared) -> None:
+    """Refuse a message that a migration has given to another organization or another agent."""
+    check_allowed(identity, "message.submit", of_organization(message.org_id))
+    body, creator = message.body, CreatedBy("agent", identity.name)
+    is_own = body.created_by == creator and body.agent_id in ("", identity.name) and not body.hop
+    if not (identity.is_operator or is_own):
+        raise _not_yours(identity, "acts for no other organization and no other agent")
+    if identity.permissions.only_message:
+        check_reach(identity, message.org_id, message.envelope.type, _decode(message.payload))
+
+
+def check_reach(identity: Identity, org_id: str, kind: str, payload: Any) -> None:
+    """Refuse a message to, or about, an agent that the token may not send messages to."""
+    if kind in CONTROL_TYPES:
+        check_allowed(identity, "message.control", Owner(org_id))
+    if kind == AGENT_MESSAGE:
+        to = payload.get("to") if isinstance(payload, dict) else None
+        check_allowed(identity, "message.direct", Owner(org_id), str(to))
+
+
+def _not_yours(identity: Identity, rule: str) -> Refusal:
+    return Refusal(403, "Forbidden", f"this is the token of {identity.name}, which {rule}")
+
+
+# ---- searching -------------------------------------------------------------------------------------
+
+
+async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """List messages of an organization. One call looks at `SEARCHED_MAX` messages at most."""
+    query: MessagesQuery = request.query
+    org_id = query.org_id or request.identity.org
+    check_allowed(request.identity, "message.list", of_organization(org_id))
+    if not org_id:
+        raise InvalidMessage("an operator has to name the organization of the messages: org_id")
+    state = query.state or None
+    ids, caller = server.ids, request.identity
+    after = stored_place(ids, caller.org, query.after)
+    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, after, SEARCHED_MAX)
+    found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
+    org = caller.org
+    lines = [
+        replace(line, seq=shown_number(ids, org, line.seq), message_id=unscoped(org, line.message_id))
+        for line in found.messages
+    ]
+    next_after = shown_number(ids, org, found.next_after) if found.next_after else 0
+    return HttpReply(200, _encode(FoundAnswer(lines, next_after)))
+
+
+def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:
+    records = operations.transaction.find(pick)
+    lines: list[MessageLine] = []
+    searched, text = 0, query.text.encode()
+    for record in records:
+        stored = operations.loaded(record.message_id)
+        if query.type in ("", stored.envelope.type):
+            content = searchable(operations, stored) if text else b""
+            searched += len(content)
+            if text in content:
+                lines.append(_line(stored))
+        if len(lines) == query.limit or searched >= SEARCHED_BYTES_MAX:
+            return FoundAnswer(lines, record.seq)
+    return FoundAnswer(lines, records[-1].seq if len(records) == pick.limit else 0)
+
+
+def searchable(operations: Operations, stored: Stored) -> bytes:
+    """The fields of a message as JSON, in which a search looks for its text. The payload is not decoded."""
+    return _encode(dlq.original_message(operations, stored, raw_value) or {})
+
+
+def _line(stored: Stored) -> MessageLine:
+    record, body = stored.record, body_of(stored.envelope.payload)
+    return MessageLine(
+        seq=record.seq,
+        message_id=record.message_id,
+        state=record.state,
+        type=stored.envelope.type,
+        agent_id="" if body is None else body.agent_id,
+        attempt=record.attempt,
+        created_at=EPOCH + record.created_us * MICROSECOND,
+    )
+
+
+# ---- one message -----------------------------------------------------------------------------------
+
+
+async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: ShowQuery = request.query
+    info = await _read_visible(server, request, _raw_info)
+    if query.wait_s and not info.ended:
+        async with poll_share(server, request) as left:
+            await server.result_polls.wait(info.message_id, query.wait_s, left)
+        info = await _read_visible(server, request, _raw_info)
+    return HttpReply(200, _encode(shown_info(server.ids, request.identity, info)))
+
+
+def shown_info(ids: OwnIds, identity: Identity, info: MessageInfo) -> MessageInfo:
+    """A message as the caller sees it: with the ids that were given, and without numbers of the store."""
+    org = identity.org
+    given = {name: unscoped(org, info.message[name]) for name in GIVEN_IDS if name in info.message}
+    history = [shown_event(ids, identity, ids.shown(event)) for event in info.history]
+    return replace(
+        info, message_id=unscoped(org, info.message_id), message={**info.message, **given}, history=history
+    )
+
+
+def _raw_info(operations: Operations, message_id: str) -> MessageInfo:
+    return info_of(operations, message_id, raw_value)
+
+
+async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:
+    """The parts of an answer as they come. 204 tells a client that has the last part to reconnect no more."""
+    last = request.header(b"last-event-id")
+    begin = parse_position(last) if last else Position()
+    if begin.is_end:
+        await _read_visible(server, request, lambda *_: None)
+        return NO_CONTENT
+
+    def page(position: Position) -> tuple[bytes, Position | None]:
+        def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
+            parts, is_complete = read_on(operations, message_id, position)
+            request_id = unscoped(request.identity.org, message_id)
+            stamped = [
+                (at, replace(part, epoch=server.epoch or part.epoch, request_id=request_id))
+                for at, part in parts
+            ]
+            return stream_page(stamped, position, is_complete=is_complete)
+
+        return _visible_read(server, request, read)
+
+    run = partial(server.read_for, request)
+    with heard(server, request.identity):
+        await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+    return None
+
+
+def stream_page(
+    parts: Sequence[tuple[Position, Part]], position: Position, *, is_complete: bool
+) -> tuple[bytes, Position | None]:
+    """The parts of an answer as events, until a page is full, and the last position; None at the end."""
+    data, sent = bytearray(), 0
+    while sent < len(parts) and len(data) < STREAM_PAGE_BYTES_MAX:
+        position, part = parts[sent]
+        data += sse(position.text, part.type, _encode(part))
+        sent += 1
+    return bytes(data), None if is_complete and sent == len(parts) else position
+
+
+async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
+    core = server.engine.core
+
+    def read(operations: Operations, message_id: str) -> str:
+        return explanation_of(operations, core.policy, message_id, core.services)
+
+    text = await _read_visible(server, request, read)
+    shown = unscoped_text(request.identity.org, text)
+    return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), shown)))
+
+
+async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
+    message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
+
+    def work(task_operations: TaskOperations) -> None:
+        operations = Operations(task_operations.transaction, policy)
+        cancel_allowed(request.identity, operations, message_id)
+
+    await server.writer.submit(work, request.identity, makes_room=True)
+    server.wake_streams()
+    server.server_log.write("cancelled", task_id=message_id, agent=request.identity.name)
+    return HttpReply(202, _encode(MessageAnswer(message_id)))
+
+
+def cancel_allowed(identity: Identity, operations: Operations, message_id: str) -> None:
+    """Cancel a message that the caller sees, unless the token could not have sent it."""
+    record = visible(operations, message_id, identity)
+    org_id = org_of(record.queue)
+    check_allowed(identity, "message.cancel", of_organization(org_id))
+    if identity.permissions.only_message:
+        stored = operations.loaded(record.message_id)
+        message = dlq.original_message(operations, stored) or {}
+        check_reach(identity, org_id, stored.envelope.type, message.get("payload"))
+    operations.cancel(record.message_id)
+
+
+def visible(operations: Operations, message_id: str, identity: Identity) -> Record:
+    """The record of a message that the caller may see. Raises `UnknownTask` for that of another organization.
+
+    Nothing but the record is read.
+    """
+    stored = stored_id(operations.transaction, identity.org, checked_message_id(message_id))
+    record = operations.transaction.record(stored)
+    org_id = "" if record is None else org_of(record.queue)
+    if record is None or not org_id or not permit(identity, "message.read", of_organization(org_id)):
+        raise unknown_message(message_id)
+    return record
+
+
+async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
+    return await server.read_for(request, lambda: _visible_read(server, request, read))
+
+
+def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
+    """Read about the message of the path, if the caller may see it."""
+    message_id = checked_message_id(request.path_param("id"))
+
+    def work(operations: Operations) -> T:
+        return read(operations, visible(operations, message_id, request.identity).message_id)
+
+    return _read(server, work)
+
+
+def _read(server: TaskServer, work: Callable[[Operations], T]) -> T:
+    policy = server.engine.policy
+    return server.engine.store.read(lambda transaction: work(Operations(transaction, policy)))
+
+
+# ---- dead letters ----------------------------------------------------------------------------------
+
+
+async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: LettersQuery = request.query
+    identity, filters = request.identity, query.filters
+    check_allowed(identity, "letter.list", of_organization(filters.get("org_id", identity.org)))
+    if identity.org:
+        filters["org_id"] = identity.org
+    wanted = dlq.checked_filters(filters)
+
+    def work(operations: Operations) -> list[dlq.DeadLetter]:
+        if wanted.after is not None:
+            after = visible(operations, wanted.after, identity).message_id
+            return dlq.letters(operations, replace(wanted, after=after), raw_value)
+        return dlq.letters(operations, wanted, raw_value)
+
+    found = await server.read_for(request, lambda: _read(server, work))
+    return HttpReply(200, _encode({"letters": [shown_letter(identity, letter) for letter in found]}))
+
+
+async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
+    letter = await _read_visible(server, request, partial(dlq.letter_by_id, read_value=raw_value))
+    return HttpReply(200, _encode(shown_letter(request.identity, letter)))
+
+
+def shown_letter(identity: Identity, letter: dlq.DeadLetter) -> dict[str, Any]:
+    """A dead letter as the caller sees it: with the ids that were given to it and its parent."""
+    fields = dlq.as_json(letter)
+    for holder in (fields, fields.get("original_message") or {}):
+        holder.update({name: unscoped(identity.org, holder[name]) for name in GIVEN_IDS if name in holder})
+    return fields
+
+
+async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: ReplayBody = request.body
+    chosen, filters = await _operated_letters(server, request, body, "letter.replay")
+    replayed = await server.engine.dlq.replay(chosen, dry_run=body.dry_run, priority=body.priority, **filters)
+    return _changed(server, request, "replayed", replayed, is_dry=body.dry_run)
+
+
+async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: PurgeBody = request.body
+    chosen, filters = await _operated_letters(server, request, body, "letter.purge")
+    purged = await server.engine.dlq.purge(chosen, dry_run=body.dry_run, **filters)
+    return _changed(server, request, "purged", purged, is_dry=body.dry_run)
+
+
+async def _operated_letters(
+    server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody, action: str
+) -> tuple[list[str] | None, dict[str, Any]]:
+    """The messages and the filters of a change. An operator of one organization changes only its letters."""
+    identity, filters = request.identity, body.filters
+    if visible_org(identity) is None:
+        return body.message_ids, filters
+    named = body.message_ids
+    if named is None:
+        return None, {**filters, "org_id": operated_org(identity, action, body.org_id or "")}
+
+    def work(operations: Operations) -> list[str]:
+        return [visible(operations, message_id, identity).message_id for message_id in named]
+
+    return await server.read_for(request, lambda: _read(server, work)), filters
+
+
+def operated_org(identity: Identity, action: str, org_id: str) -> str:
+    """The organization that an operator acts on; empty for all of them."""
+    org_id = org_id or identity.org
+    check_allowed(identity, action, of_organization(org_id))
+    return org_id
+
+
+def _changed(
+    server: TaskServer, request: HttpRequest, event: str, message_ids: list[str], *, is_dry: bool
+) -> HttpReply:
+    for message_id in () if is_dry else message_ids:
+        server.server_log.write(event, task_id=message_id, agent=request.identity.name)
+    org = request.identity.org
+    return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one) for one in message_ids])))
+
+
+# ---- the queue -------------------------------------------------------------------------------------
+
+
+async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
+    org_id = visible_org(request.identity)
+    found = await server.read_for(request, lambda: engine_status(server, org_id))
+    if org_id is not None:
+        return HttpReply(200, _encode(found.of_organization(org_id)))
+    return HttpReply(200, _encode(found.judged(await server.part_facts())))
+
+
+def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus:
+    """How the engine of a server stands. With `org_id`, breakers are those of this organization."""
+    return _read(server, lambda operations: status_of(operations, server.engine.policy, org_id))
+
+
+async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+    rules, org_id = server.engine.policy.token_rules, visible_org(request.identity)
+    found = await server.read_for(
+        request, lambda: _read(server, lambda operations: token_status_of(operations.transaction, rules))
+    )
+    return HttpReply(200, _encode(found if org_id is None else found.of_organization(org_id)))
+
+
+async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: PauseBody = request.body
+    org_id = operated_org(request.identity, "engine.pause", body.org_id)
+    await server.engine.pause(org_id=org_id, type=body.type, kill=body.kill)
+    return _scoped(server, request, org_id, "killed" if body.kill else "paused")
+
+
+async def resume(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: ResumeBody = request.body
+    org_id = operated_org(request.identity, "engine.pause", body.org_id)
+    await server.engine.resume(org_id=org_id, type=body.type)
+    return _scoped(server, request, org_id, "resumed")
+
+
+def _scoped(server: TaskServer, request: HttpRequest, org_id: str, event: str) -> HttpReply:
+    body: ResumeBody = request.body
+    server.server_log.write(event, agent=request.identity.name, org=org_id, type=body.type)
+    return HttpReply(202, _encode(ScopeAnswer(org_id, body.type)))

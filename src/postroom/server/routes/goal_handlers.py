@@ -1,0 +1,94 @@
+"""The handlers of the routes of goals, decisions and conflicts. All of them are for operators.
+
+Rule 1: an operator of one organization sees and decides only what belongs to it. Everything else is unknown.
+"""
+
+import msgspec
+
+from postroom.core.gate import of_organization, permit, visible_org
+from postroom.errors import UnknownDecision, UnknownGoal
+from postroom.goals.goal_cells import Decision
+from postroom.goals.rollback import goal_of
+from postroom.server.access.registry import Identity
+from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.engine_schemas import AnswerBody
+from postroom.stores.transaction import Transaction
+
+_encode = msgspec.json.Encoder().encode
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
+    found = await server.engine.decisions.list()
+    identity = request.identity
+    visible = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
+    return HttpReply(200, _encode({"decisions": visible}))
+
+
+async def decision(server: TaskServer, request: HttpRequest) -> HttpReply:
+    return HttpReply(200, _encode(await _decision(server, request)))
+
+
+async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
+    return HttpReply(202, _encode(await answered(server, request, request.body)))
+
+
+async def answered(server: TaskServer, request: HttpRequest, body: AnswerBody) -> Decision:
+    """Take the decision of a route, as a person."""
+    asked = await _decision(server, request)
+    taken = await server.engine.decisions.answer(asked.decision_id, body.choice)
+    server.server_log.write(
+        "decided", decision=asked.decision_id, choice=body.choice, agent=request.identity.name
+    )
+    return taken
+
+
+async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
+    decision_id = request.path_param("id")
+    found = await server.engine.decisions.show(decision_id)
+    if not permit(request.identity, "decision.read", of_organization(found.org_id)):
+        raise UnknownDecision(decision_id)
+    return found
+
+
+# ---- goals and conflicts ---------------------------------------------------------------------------
+
+
+async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
+    found = await server.engine.goals.list(visible_org(request.identity))
+    return HttpReply(200, _encode({"goals": found}))
+
+
+async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
+    goal_id = await _visible_goal(server, request)
+    return HttpReply(200, _encode(await server.engine.goals.status(goal_id)))
+
+
+async def checkpoints(server: TaskServer, request: HttpRequest) -> HttpReply:
+    goal_id = await _visible_goal(server, request)
+    return HttpReply(200, _encode({"checkpoints": await server.engine.goals.checkpoints(goal_id)}))
+
+
+async def _visible_goal(server: TaskServer, request: HttpRequest) -> str:
+    """The goal of the path, of which nothing but its record is read. Its organization never changes."""
+    goal_id, store = request.path_param("id"), server.engine.store
+    await server.read_for(
+        request, lambda: store.read(lambda transaction: check_goal(transaction, request.identity, goal_id))
+    )
+    return goal_id
+
+
+def check_goal(transaction: Transaction, identity: Identity, goal_id: str) -> None:
+    """Raises `UnknownGoal` for a goal that the caller may not see."""
+    if not permit(identity, "goal.read", of_organization(goal_of(transaction, goal_id).org_id)):
+        raise UnknownGoal(goal_id)
+
+
+async def conflicts(server: TaskServer, request: HttpRequest) -> HttpReply:
+    org_id = visible_org(request.identity)
+    active = await server.engine.conflicts.active(org_id)
+    waiting = await server.engine.conflicts.waiting(org_id)
+    return HttpReply(200, _encode({"active": active, "waiting": waiting}))

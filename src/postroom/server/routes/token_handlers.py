@@ -1,0 +1,131 @@
+"""Handlers of the HTTP routes for tokens. Only admins may send them.
+
+Rule 1: an admin of one organization sees and changes the tokens of that organization alone. Those of others
+        are answered like unknown ones.
+Rule 2: the names of agents that it gives to a token are those within its organization.
+Rule 3: a token is answered once, when it is made.
+Rule 4: each change is a line in the log of the server, without the token.
+Rule 5: a token ends at the latest with that of the admin who made or rotated it.
+"""
+
+from datetime import UTC, datetime
+
+import msgspec
+
+from postroom.core.gate import Owner, permit
+from postroom.errors import InvalidMessage, UnknownToken
+from postroom.server.access.tokens import MORE_RIGHTS, Permissions, RegisteredToken
+from postroom.server.http.messages import HttpReply, HttpRequest, check_allowed
+from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.task_schemas import (
+    MadeTokenAnswer,
+    NewTokenBody,
+    RevokedAnswer,
+    RotateBody,
+    TokenLine,
+    TokensAnswer,
+    permissions_of,
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+    identity, now = request.identity, datetime.now(UTC)
+
+    def listed() -> bytes:
+        known = server.agents.tokens.list()
+        seen = [each for each in known if permit(identity, "token.list", Owner(each.org))]
+        return _encode(TokensAnswer([_line(each, now) for each in seen]))
+
+    return HttpReply(200, await server.on_tokens(request, listed))
+
+
+async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: NewTokenBody = request.body
+    identity = request.identity
+    org = identity.org if body.org is None else body.org
+    check_allowed(identity, "token.create", Owner(org))
+    allowed = _permissions(body, org)
+    made = await server.on_tokens(
+        request,
+        lambda: server.agents.tokens.create(
+            body.role, org, body.agent or "", body.expires_s, allowed, body.rate, identity.token_id
+        ),
+    )
+    if not identity.org:
+        await server.on_tokens(request, lambda: server.agents.adopt(body.agent or "", org))
+    facts = {"role": body.role, "token_org": org, "token_agent": body.agent or ""}
+    _log(server, request, "token_created", token_id=made.token_id, **facts)
+    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
+
+
+async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:
+    ended = await _known(server, request)
+    await server.on_tokens(request, lambda: server.agents.tokens.revoke(ended.token_id))
+    server.open_calls.check()
+    _log(server, request, "token_revoked", **_facts(ended))
+    return HttpReply(202, _encode(RevokedAnswer(ended.token_id)))
+
+
+async def rotate(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: RotateBody = request.body
+    ended = await _known(server, request)
+    maker_id = request.identity.token_id
+    made = await server.on_tokens(
+        request, lambda: server.agents.tokens.rotate(ended.token_id, body.overlap_s, maker_id)
+    )
+    server.open_calls.check()
+    _log(server, request, "token_rotated", **_facts(ended), new_token_id=made.token_id)
+    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
+
+
+async def _known(server: TaskServer, request: HttpRequest) -> RegisteredToken:
+    """The token of the path, when the caller may see it. The organization of a token never changes."""
+    token_id, identity = request.path_param("id"), request.identity
+    for known in await server.on_tokens(request, server.agents.tokens.list):
+        if known.token_id == token_id and permit(identity, "token.end", Owner(known.org)):
+            return known
+    raise UnknownToken(token_id)
+
+
+def _log(server: TaskServer, request: HttpRequest, event: str, **facts: str) -> None:
+    """Log what an admin changed. Commands on the folder have no admin, and no log."""
+    admin = request.identity
+    server.server_log.write(event, agent=admin.name, admin_token_id=admin.token_id, **facts)
+
+
+def _facts(token: RegisteredToken) -> dict[str, str]:
+    return {
+        "token_id": token.token_id,
+        "role": token.role,
+        "token_org": token.org,
+        "token_agent": token.agent,
+    }
+
+
+def _permissions(body: NewTokenBody, org: str) -> Permissions:
+    given = [name for name in MORE_RIGHTS if getattr(body, name)]
+    if given and body.role != "agent" and not org:
+        raise InvalidMessage(f"{given[0]} has no effect: an {body.role} of all organizations has every right")
+    return permissions_of(body)
+
+
+def _line(token: RegisteredToken, now: datetime) -> TokenLine:
+    allowed = token.permissions
+    return TokenLine(
+        token_id=token.token_id,
+        role=token.role,
+        org=token.org,
+        agent=token.agent,
+        created=token.created,
+        expires=token.expires,
+        valid=not token.is_expired(now),
+        rate=token.rate,
+        may_send_to=(*token.may_send_to, *allowed.may_send_to),
+        may_claim=allowed.may_claim,
+        may_read=allowed.may_read,
+        only_message=allowed.only_message,
+        only_buses=allowed.only_buses,
+        read_only=allowed.is_read_only,
+    )

@@ -1,0 +1,1 @@
+"""`postroom up`: supervised parts, and the traffic of its demo."""

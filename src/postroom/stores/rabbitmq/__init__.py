@@ -1,0 +1,1 @@
+"""A store whose lanes are in RabbitMQ."""

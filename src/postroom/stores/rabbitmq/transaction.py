@@ -1,0 +1,469 @@
+"""A transaction whose lanes are in RabbitMQ: the ledger's transaction, and what the broker delivered.
+
+Rule 1: the ledger decides. A delivery whose record cannot be claimed is acknowledged and forgotten.
+Rule 2: messages are published, and deliveries acknowledged, after the commit. The sweep publishes messages
+        that a crash between the two left unpublished.
+Rule 3: only the messages of organizations go through the broker. Tasks of agents use the ledger's own lanes.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from postroom.core.lifecycle import lifecycle
+from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.errors import QueueFull, Unavailable
+from postroom.message import Envelope, Event, Record, Stored, org_of
+from postroom.stores.base import FOREVER_NS, LANE_COUNTS, ByIds, Change, Counted, Ending, Head, Limits, Pick
+from postroom.stores.rabbitmq.lanes import (
+    NANOS_PER_MS,
+    OWN_LANES_MAX,
+    STALE_S,
+    Deliveries,
+    Delivery,
+    Note,
+    Outgoing,
+    delay_step_ms,
+    is_shard,
+    shard_of,
+)
+from postroom.stores.store import Capabilities
+from postroom.stores.transaction import NO_DETAILS, Accepted, LimitsCache, Transaction
+
+HOMES = "amqp-home"
+"""The cells that name organizations with lanes of their own."""
+LATE_NS = NANOS_PER_S  # how long the ledger waits for the delivery of a message whose delay is over
+PARKED_NS_MIN = 3_650 * 24 * 3_600 * NANOS_PER_S  # a record with a longer delay waits for a decision
+DELAYED = ("SCHEDULED", "RETRYING")
+NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":', b'"context_ref":')
+"""One of these is in the payload of every message with a key, an order or an external body."""
+
+
+class Context(Protocol):
+    """What a transaction needs of its store."""
+
+    homes: dict[str, str]
+    deliveries: Deliveries
+    capabilities: Capabilities
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether claims go to the ledger, because the broker delivers nothing."""
+
+    @property
+    def broker_trouble(self) -> str:
+        """Why the broker cannot be used; empty when it can."""
+
+
+class RabbitTransaction(Transaction):
+    """One transaction of the ledger."""
+
+    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool = False) -> None:
+        super().__init__(inner.ids, LimitsCache(), inner.steady_ns, inner.wall_us)
+        self._inner = inner
+        self._context = context
+        self._deliveries = context.deliveries
+        self._is_reading = is_reading
+        self._direct: bool | None = True if is_reading else None
+        self._is_direct_claim = False
+        """Whether records were leased that the broker may still deliver."""
+        self._changed: set[str] = set()
+        """Messages of organizations that this transaction changed."""
+        self._gone: set[str] = set()
+        """Those of them that cannot be claimed."""
+        self._taken: list[Delivery] = []
+        self._stale: set[int] = set()
+        """The tags of deliveries to acknowledge whatever becomes of their records."""
+        self._seen: set[str] = set()
+        """The messages of those deliveries. Another delivery of such a message is a double."""
+        self._held: dict[tuple[str, int], list[Head]] = {}
+        """Records of the deliveries that were taken, by home and lane."""
+        self.outgoing: dict[str, Outgoing] = {}
+        self.new_homes: dict[str, str] = {}
+
+    # ---- the commit ----------------------------------------------------------------------------
+
+    @property
+    def changes(self) -> int:
+        return self._inner.changes
+
+    @changes.setter
+    def changes(self, value: int) -> None:
+        self._inner.changes = value
+
+    def prepare(self) -> None:
+        """Before the commit: pass on what the ledger has to know."""
+        inner = self._inner
+        inner.synced = self.synced = inner.synced or self.synced
+        inner.ended = self.ended = inner.ended or self.ended
+        inner.notable = self.notable = [*inner.notable, *self.notable]
+        self.ready |= inner.ready
+        self.ready = {queue for queue in self.ready if not org_of(queue)} | self._ready_directly()
+
+    def _ready_directly(self) -> set[str]:
+        """Queues of organizations whose workers have to be woken, because no delivery will wake them."""
+        return {queue for queue in self.ready if org_of(queue)} if self._context.broker_trouble else set()
+
+    def settled(self) -> list[Delivery]:
+        """After the commit: the deliveries to acknowledge. The others can be claimed again."""
+        done = [each for each in self._taken if self._is_settled(each)]
+        self._deliveries.put_back([each for each in self._taken if not self._is_settled(each)])
+        self._taken = []
+        if self._is_direct_claim:
+            done += self._deliveries.forget(self._gone)
+        return done
+
+    def _is_settled(self, delivery: Delivery) -> bool:
+        return delivery.tag in self._stale or delivery.note.message_id in self._changed
+
+    def undo(self) -> None:
+        """After a rollback: the deliveries can be claimed again."""
+        self._deliveries.put_back(self._taken)
+        self._taken = []
+
+    # ---- the ledger ----------------------------------------------------------------------------
+
+    def take_numbers(self, count: int) -> int:
+        return self._inner.take_numbers(count)
+
+    def find(self, pick: Pick) -> list[Record]:
+        return self._inner.find(pick)
+
+    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        return self._inner.records(message_ids)
+
+    def load(self, message_id: str) -> Stored | None:
+        return self._inner.load(message_id)
+
+    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        self._inner.save(changes, events)
+        for change in changes:
+            self._note(change.step.record)
+
+    def events(self, after: int, limit: int) -> list[Event]:
+        return self._inner.events(after, limit)
+
+    def stored_row(self, number: int) -> bytes:
+        return self._inner.stored_row(number)
+
+    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
+        self._inner.forget(records, events_up_to)
+
+    def exclusive(self, name: str) -> None:
+        self._inner.exclusive(name)
+
+    def look_ahead(
+        self,
+        cells: Sequence[tuple[str, int]] = (),
+        *,
+        lanes: bool = False,
+        heads: bool = True,
+    ) -> None:
+        heads = heads and lanes and self.is_direct
+        self._inner.look_ahead(cells, lanes=lanes, heads=heads)
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        if self.is_direct:
+            self._inner.look_ahead_pulls(pulls)
+
+    def cell(self, kind: str, key: str) -> bytes | None:
+        return self._inner.cell(kind, key)
+
+    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
+        self._inner.put_cell(kind, key, value)
+
+    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        return self._inner.cells(kind, after, limit)
+
+    def depth(self, queue: str) -> Mapping[Counted, int]:
+        return self._inner.depth(queue)
+
+    def queues(self, prefix: str = "") -> list[str]:
+        return self._inner.queues(prefix)
+
+    def total(self) -> dict[Counted, int]:
+        counts = self._inner.total()
+        if not self._is_reading:
+            for lane, what in enumerate(LANE_COUNTS):
+                if not counts.get(what):  # the deliveries of the lane are doubles, and fill its prefetch
+                    old = self._deliveries.take_old(time.monotonic() - STALE_S, lane)
+                    self._taken += old
+                    self._stale.update(each.tag for each in old)
+        return counts
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.depths()
+
+    def count_active(self) -> int:
+        return self._inner.count_active()
+
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.active_depths()
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        return self._inner.is_quiet(queue, most)
+
+    def oldest(self, lane: int) -> Record | None:
+        return self._inner.oldest(lane)
+
+    def limits(self, queue: str) -> Limits:
+        return self._inner.limits(queue)
+
+    def set_limits(self, queue: str, limits: Limits) -> None:
+        self._inner.set_limits(queue, limits)
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        return self._inner.payloads(message_ids)
+
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        return self._inner.heads(message_ids)
+
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
+        return self._inner.complete(results, details)
+
+    # ---- publishing ----------------------------------------------------------------------------
+
+    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        if not self._context.capabilities.keeps_all and all(
+            _needs_no_ledger(envelope) for envelope in envelopes
+        ):
+            return [self._publish_only(envelope) for envelope in envelopes]
+        accepted = self._inner.insert(envelopes)
+        for envelope, one in zip(envelopes, accepted, strict=True):
+            if not one.duplicate and org_of(envelope.queue):
+                self._send(envelope.queue, one.message_id, envelope.priority, envelope.delay_ns)
+        return accepted
+
+    def _note(self, record: Record) -> None:
+        """A record was saved: publish it if it can be claimed now or after a delay."""
+        if not org_of(record.queue):
+            return
+        message_id, state = record.message_id, record.state
+        self._changed.add(message_id)
+        if state == "QUEUED":
+            self._gone.discard(message_id)
+            self._send(record.queue, message_id, record.lane)
+            return
+        self._gone.add(message_id)
+        self.outgoing.pop(message_id, None)
+        if state in DELAYED and record.due - self.steady_ns < PARKED_NS_MIN:
+            self._send(record.queue, message_id, record.lane, max(1, record.due - self.steady_ns))
+
+    def _send(self, queue: str, message_id: str, lane: int, delay_ns: int = 0) -> None:
+        delay_ms = delay_step_ms(-(-delay_ns // NANOS_PER_MS)) if delay_ns else 0
+        note = Note(message_id, lane, is_delayed=bool(delay_ms))
+        self.outgoing[message_id] = Outgoing(self.home_of(queue), note, delay_ms)
+
+    def home_of(self, queue: str) -> str:
+        """The lanes of an organization. The first organizations get their own, the others share shards."""
+        home = self._context.homes.get(queue) or self.new_homes.get(queue)
+        if home is None:
+            is_own = self._has_own_lanes(queue) or self._takes_own_lanes(queue)
+            home = self.new_homes[queue] = queue if is_own else shard_of(queue)
+        return home
+
+    def _has_own_lanes(self, queue: str) -> bool:
+        return self.cell(HOMES, queue) is not None
+
+    def _takes_own_lanes(self, queue: str) -> bool:
+        """Give an organization lanes of its own, while there are some left."""
+        if not _has_lanes_left(self):  # there are never more again, so that no lock is needed
+            return False
+        self.exclusive(HOMES)  # from here on, no other process takes the last ones
+        if self._has_own_lanes(queue):
+            return True
+        if not _has_lanes_left(self):
+            return False
+        self.put_cell(HOMES, queue, b"1")
+        return True
+
+    # ---- claiming ------------------------------------------------------------------------------
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether this transaction claims from the ledger itself."""
+        if self._direct is None:
+            self._direct = self._context.is_direct or self._deliveries.take_new_home()
+        return self._direct
+
+    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        if self.is_direct or not org_of(queue):
+            return self._inner.pull(queue, lane, limit)
+        home = self.home_of(queue)
+        if is_shard(home):  # a delivery stands for any record of the shard, so that the ledger can be fair
+            tokens = self._deliveries.count(home, lane)
+            return self._inner.pull(queue, lane, min(limit, tokens)) if tokens else []
+        held = self._left(home, lane)
+        while len(held) < limit and (taken := self._deliveries.take(home, lane, limit - len(held))):
+            held += self._heads_of(taken)
+        return held[:limit]
+
+    def _left(self, home: str, lane: int) -> list[Head]:
+        """Records of deliveries that this transaction took and did not change."""
+        held = self._held.setdefault((home, lane), [])
+        held[:] = [head for head in held if head.record.message_id not in self._gone]
+        return held
+
+    def _heads_of(self, taken: Sequence[Delivery]) -> list[Head]:
+        """The records that deliveries name, as far as they can be claimed."""
+        self._taken += taken
+        for delivery in taken:
+            if delivery.note.envelope is not None:
+                self._accept_from_broker(delivery.note.envelope)
+        loaded = {
+            head.record.message_id: head for head in self.heads([each.note.message_id for each in taken])
+        }
+        found = {each: head for each, head in loaded.items() if each not in self._seen}
+        heads: list[Head] = []
+        for delivery in taken:
+            head = self._claimable(found.pop(delivery.note.message_id, None), delivery.note)
+            if head is not None:
+                self._seen.add(head.record.message_id)
+                heads.append(head)
+            elif delivery.note.envelope is None or delivery.note.message_id in loaded:
+                self._stale.add(delivery.tag)
+        return heads
+
+    def _claimable(self, head: Head | None, note: Note) -> Head | None:
+        if head is None or head.record.lane != note.lane:
+            return None  # a second delivery, or one from before a retry in another lane
+        record = head.record
+        if record.state == "QUEUED":
+            return head
+        if record.state not in DELAYED:
+            return None
+        left_ns = record.due - self.steady_ns
+        if left_ns <= 0:
+            [step] = self.apply(ByIds((record.message_id,)), lifecycle.wake)
+            return replace(head, record=step.record)
+        if left_ns < PARKED_NS_MIN:
+            self._send(record.queue, record.message_id, record.lane, left_ns)  # the next part of its delay
+        return None
+
+    def active(self, lane: int, after: str, limit: int) -> list[str]:
+        if self.is_direct:
+            return self._inner.active(lane, after, limit)
+        homes = {home for (home, each), held in self._held.items() if each == lane and held}
+        homes.update(self._deliveries.homes(lane))
+        is_after_own = not after or not is_shard(self.home_of(after))
+        found: list[str] = []
+        if is_after_own:  # organizations with lanes of their own come first in the fixed order
+            found = sorted(home for home in homes if not is_shard(home) and home > after)[:limit]
+        shards = {home for home in homes if is_shard(home)}
+        if shards and len(found) < limit:
+            found += self._active_in(shards, lane, "" if is_after_own else after, limit - len(found))
+        return found
+
+    def _active_in(self, shards: set[str], lane: int, after: str, limit: int) -> list[str]:
+        """Organizations with messages in shards that have deliveries."""
+        found: list[str] = []
+        at, page = after, max(limit, OWN_LANES_MAX)
+        while len(found) < limit:
+            queues = self._inner.active(lane, at, page)
+            found += [queue for queue in queues if self.home_of(queue) in shards]
+            if len(queues) < page:
+                break
+            at = queues[-1]
+        if not after and len(found) < limit:
+            self._drop_tokens(shards - {self.home_of(queue) for queue in found}, lane)
+        return found[:limit]
+
+    def _drop_tokens(self, shards: set[str], lane: int) -> None:
+        """Acknowledge deliveries of shards that have no message left in a lane."""
+        for shard in shards:
+            self._use_tokens(shard, lane, self._deliveries.count(shard, lane))
+
+    def _use_tokens(self, shard: str, lane: int, count: int) -> None:
+        taken = self._deliveries.take(shard, lane, count)
+        self._taken += taken
+        self._stale.update(each.tag for each in taken)
+
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        leased = self._inner.lease(heads, worker_id, lease_ns)
+        for head, _ in heads:
+            record = head.record
+            self._changed.add(record.message_id)
+            self._gone.add(record.message_id)
+            home = self.home_of(record.queue)
+            self._is_direct_claim = self.is_direct
+            if self.outgoing.pop(record.message_id, None) is None and is_shard(home) and not self.is_direct:
+                self._use_tokens(home, record.lane, 1)
+        return leased
+
+    # ---- deadlines -----------------------------------------------------------------------------
+
+    def put_back(self, limit: int) -> int:
+        if not self.is_direct:
+            for delivery in self._deliveries.take_pending(limit):
+                self._left(delivery.home, delivery.note.lane).extend(self._heads_of([delivery]))
+        if not self._inner.has_overdue():
+            return 0
+        steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
+        due = [
+            record.message_id
+            for record in self.find(Ending("delay", self.steady_ns, limit))
+            if self._is_overdue(record)
+        ]
+        steps += self.apply(ByIds(tuple(due)), lifecycle.wake)
+        return len(steps)
+
+    def _is_overdue(self, record: Record) -> bool:
+        return record.due + self._late_ns(record) <= self.steady_ns
+
+    def _late_ns(self, record: Record) -> int:
+        """How long the ledger waits for the delivery of a record whose delay is over."""
+        return LATE_NS if org_of(record.queue) and not self._context.is_direct else 0
+
+    def next_deadline_ns(self) -> int | None:
+        ends = [record.due + self._late_ns(record) for record in self.find(Ending("delay", FOREVER_NS, 1))]
+        ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
+        return max(0, min(ends) - self.steady_ns) if ends else None
+
+    # ---- P0 that only the broker has -----------------------------------------------------------
+
+    def _publish_only(self, envelope: Envelope) -> Accepted:
+        """Accept a message without the ledger: only the broker stores it."""
+        if self._context.broker_trouble:
+            raise Unavailable(
+                f"{self._context.broker_trouble}, and with p0=broker-only only the broker stores P0 messages"
+            )
+        message_id = str(uuid4())
+        note = Note(message_id, envelope.priority, envelope=replace(envelope, message_id=message_id))
+        self.outgoing[message_id] = Outgoing(self.home_of(envelope.queue), note)
+        return Accepted(message_id, duplicate=False)
+
+    def _accept_from_broker(self, envelope: Envelope) -> None:
+        """Store a message that only the broker has. Its id makes a second delivery a duplicate."""
+        with suppress(QueueFull):  # then the ledger does not have it, and a later claim tries again
+            [accepted] = self._inner.insert([envelope])
+            if not accepted.duplicate:
+                self._changed.add(accepted.message_id)
+                self._send(envelope.queue, accepted.message_id, envelope.priority)
+
+
+def own_homes(transaction: Transaction) -> set[str]:
+    """Every organization with lanes of its own."""
+    homes: list[str] = []
+    while page := transaction.cells(HOMES, homes[-1] if homes else "", OWN_LANES_MAX):
+        homes += (queue for queue, _ in page)
+    return {*homes}
+
+
+def _has_lanes_left(transaction: Transaction) -> bool:
+    return len(transaction.cells(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX
+
+
+def _needs_no_ledger(envelope: Envelope) -> bool:
+    """Whether a message may exist in the broker alone: P0 without a key, an order or a delay."""
+    return (
+        envelope.priority == 0
+        and bool(org_of(envelope.queue))
+        and not (envelope.message_id or envelope.key or envelope.delay_ns)
+        and not any(word in envelope.payload for word in NEEDS_LEDGER)
+    )

@@ -1,0 +1,1 @@
+"""Keys, encryption of values at rest, and TLS."""
