@@ -1,6 +1,5 @@
 """One Spark session for all tests of the pipeline and its commands, and tables that are made once."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ MESSAGES, SEED = 1_500, 8  # of which the history with faults tells every kind o
 YOUNG = "-Xmn1300m"  # plans live shortly: few collections, each of which finds little
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """What Spark does by itself."""
-DELTA_JAR = os.environ.get("POSTROOM_DELTA_JAR")
-"""The jar of Delta's connector for this version of Spark, if there is one."""
-CONNECTOR = {"spark.jars": DELTA_JAR, "spark.databricks.delta.snapshotPartitions": "1"} if DELTA_JAR else {}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -44,7 +40,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             "spark.sql.shuffle.partitions": "2",  # rows of one key have to meet
             "spark.connect.grpc.binding.address": LOOPBACK,
             "spark.connect.grpc.binding.port": "0",
-            **CONNECTOR,
         },
     )
     yield session

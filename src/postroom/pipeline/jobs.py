@@ -122,7 +122,6 @@ class Pipeline:
         lineage: JobRun | None = None,
     ) -> None:
         """`lineage` emits a run for each table that changes; its own run is the caller's."""
-        tables.open_in(spark)
         self.spark = spark
         self.tables = tables
         self.level: Level = level

@@ -20,7 +20,6 @@ from postroom.cli.pipeline.pipeline_options import (
     spark_options,
     tables_option,
     with_lineage,
-    writer_option,
 )
 from postroom.cli.pipeline.pipeline_queries import check, expect, register, report, sql
 from postroom.cli.pipeline.stopping import beside_spark, follower
@@ -154,7 +153,6 @@ def prepare(shell: Shell, anew: bool) -> None:
 @pipeline.command()
 @events_option()
 @tables_option
-@writer_option
 @skip_option
 @spark_options
 @redaction_option
@@ -229,7 +227,6 @@ def _is_small(tables: TablesPlace, events: tuple[str, ...], *, skip_missing: boo
 @pipeline.command()
 @events_option(required=False)
 @tables_option
-@writer_option
 @spark_options
 @redaction_option
 @lineage_option
@@ -267,7 +264,6 @@ def backfill(
 @pipeline.command()
 @events_option()
 @tables_option
-@writer_option
 @click.option(
     "--every",
     "every_s",

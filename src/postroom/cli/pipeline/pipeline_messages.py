@@ -14,7 +14,6 @@ from postroom.cli.pipeline.pipeline_options import (
     spark_options,
     tables_option,
     with_lineage,
-    writer_option,
 )
 from postroom.cli.pipeline.stopping import beside_spark
 from postroom.cli.shell import Shell, path_option
@@ -28,7 +27,6 @@ DAYS = click.IntRange(1, 36_500)
 
 @click.command()
 @tables_option
-@writer_option
 @click.option(
     "--keep-days",
     type=DAYS,

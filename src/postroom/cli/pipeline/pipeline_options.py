@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from postroom.pipeline.lineage import JobRun
 
 Command = Callable[..., Any]
-DELTA_RS, DELTA_SPARK = "delta-rs", "delta-spark"
 
 
 class TablesPlace(NamedTuple):
@@ -30,7 +29,6 @@ class TablesPlace(NamedTuple):
     place: str
     storage: Mapping[str, str]
     mounts: Mapping[str, str]
-    writer: str = DELTA_RS
 
     def __str__(self) -> str:
         return self.place
@@ -42,7 +40,7 @@ class TablesPlace(NamedTuple):
         from postroom.pipeline.delta.storage import Access
         from postroom.pipeline.delta.tables import Tables
 
-        return Tables(self.place, Access(self.storage, self.mounts), writer=self.writer)
+        return Tables(self.place, Access(self.storage, self.mounts))
 
     def streams(self, events: tuple[str, ...]) -> "list[EventStream]":
         from postroom.pipeline.delta.storage import Access, Storage
@@ -110,26 +108,6 @@ def tables_option(command: Command) -> Command:
         return command(*arguments, tables=TablesPlace(tables, storage, mount), **options)
 
     return _tables_options(with_place)
-
-
-def writer_option(command: Command) -> Command:
-    """Who commits to the tables. For commands with `tables_option`, below it, that write tables."""
-
-    @wraps(command)
-    def with_writer(*arguments: Any, tables: TablesPlace, writer: str, **options: Any) -> Any:
-        if writer == DELTA_SPARK and options["remote"] is not None:
-            raise click.UsageError(
-                "--writer delta-spark has no --remote: it commits in the JVM of the driver; use --master"
-            )
-        return command(*arguments, tables=tables._replace(writer=writer), **options)
-
-    return click.option(
-        "--writer",
-        type=click.Choice([DELTA_RS, DELTA_SPARK]),
-        default=DELTA_RS,
-        show_default=True,
-        help="Who commits to the tables. delta-spark is Delta's own connector: the session needs its jar.",
-    )(with_writer)
 
 
 def _master_option(default: str | None, text: str) -> Callable[[Command], Command]:

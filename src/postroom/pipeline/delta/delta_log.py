@@ -6,7 +6,6 @@ Rule 2: other writers are expected. Rows that were computed from one version are
         version. If another writer was faster, the commit is tried again on top of a version that differs only
         by maintenance of other files, and refused (`TableChanged`) otherwise.
 Rule 3: the files of a large table stay in Arrow. Only the chosen ones become Python objects.
-Rule 4: a `LogWriter` commits at exactly one version. Whether a lost commit is tried again is decided here.
 """
 
 import json
@@ -16,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 from urllib.parse import unquote
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -119,19 +118,6 @@ class Change(NamedTuple):
         return "WRITE" if kinds or self.mode == "overwrite" else "PROGRESS"
 
 
-class LogWriter(Protocol):
-    """Commits a change at exactly one version of a table."""
-
-    def create(self, storage: Storage, name: str, change: Change) -> None:
-        """Commit the first version. Raises `DeltaError` if there is one already."""
-
-    def write(self, storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
-        """Commit the version after that of `delta`; false if this has to be tried on top of the last one.
-
-        An overwrite may change the columns and the partitions of a table.
-        """
-
-
 class FileList:
     """The files of one version of a table."""
 
@@ -215,12 +201,9 @@ class FileList:
 class Logs:
     """The logs of the tables of one folder, each in a folder of its own name."""
 
-    def __init__(
-        self, folder: Path | str | Storage, access: Access = NO_ACCESS, writer: LogWriter | None = None
-    ) -> None:
-        """The folder is a path, or an address such as `s3a://bucket/tables`. delta-rs commits by default."""
+    def __init__(self, folder: Path | str | Storage, access: Access = NO_ACCESS) -> None:
+        """The folder is a path, or an address such as `s3a://bucket/tables`."""
         self.storage = folder if isinstance(folder, Storage) else Storage(folder, access)
-        self._writer: LogWriter = DeltaRs() if writer is None else writer
         self._listed: dict[str, dict[tuple[str, int], FileList]] = {}
         """The files of some versions of each table, which never change."""
         self._newest: dict[str, DeltaTable] = {}
@@ -431,14 +414,23 @@ class Logs:
                 self._require_harmless(name, range(base + 1, delta.version() + 1), removed)
             if mode == "append":
                 _need_partitions(name, delta, partition_by)
-            if self._writer.write(self.storage, name, delta, change):
+            if _write(self.storage, name, delta, change):
                 return None
             delta = self._latest(name)
         raise TableChanged(name)
 
     def _create(self, name: str, change: Change) -> None:
+        if self.storage.local is not None:
+            (self.storage.local / name).mkdir(parents=True, exist_ok=True)
         try:
-            self._writer.create(self.storage, name, change)
+            create_table_with_add_actions(
+                self.storage.uri_of(name),
+                change.columns,
+                cast("list[AddAction]", list(change.actions)),
+                partition_by=list(change.partition_by),
+                storage_options=self.storage.options,
+                commit_properties=_properties(change),
+            )
         except DeltaError:
             if self._latest(name) is None:
                 raise
@@ -458,40 +450,28 @@ class Logs:
                 raise TableChanged(name)
 
 
-class DeltaRs:
-    """Commits by the `deltalake` wheel."""
+def _write(storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
+    """Commit the version after that of `delta`; false if this has to be tried on top of the last one.
 
-    def create(self, storage: Storage, name: str, change: Change) -> None:
-        if storage.local is not None:
-            (storage.local / name).mkdir(parents=True, exist_ok=True)
-        create_table_with_add_actions(
-            storage.uri_of(name),
-            change.columns,
-            cast("list[AddAction]", list(change.actions)),
-            partition_by=list(change.partition_by),
-            storage_options=storage.options,
+    New columns, and the other partitions of an overwrite, are a commit before it.
+    """
+    is_overwrite = change.mode == "overwrite"
+    try:
+        if not is_overwrite and (new := _missing_columns(delta, change.columns)):
+            delta.alter.add_columns(new)
+            return False
+        if is_overwrite and not _has_partitions(delta, change.partition_by):
+            delta = _emptied(storage, name, delta.version(), change)
+        delta.create_write_transaction(
+            list(change.actions),
+            change.mode,
+            change.columns if is_overwrite else delta.schema(),
+            list(change.partition_by),
             commit_properties=_properties(change),
         )
-
-    def write(self, storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
-        """Commit the version after that of `delta`. New columns or partitions are a commit before it."""
-        is_overwrite = change.mode == "overwrite"
-        try:
-            if not is_overwrite and (new := missing_columns(delta, change.columns)):
-                delta.alter.add_columns(new)
-                return False
-            if is_overwrite and not has_partitions(delta, change.partition_by):
-                delta = _emptied(storage, name, delta.version(), change)
-            delta.create_write_transaction(
-                list(change.actions),
-                change.mode,
-                change.columns if is_overwrite else delta.schema(),
-                list(change.partition_by),
-                commit_properties=_properties(change),
-            )
-        except CommitFailedError:  # another writer was faster
-            return False
-        return True
+    except CommitFailedError:  # another writer was faster
+        return False
+    return True
 
 
 def _emptied(storage: Storage, name: str, version: int, change: Change) -> DeltaTable:
@@ -537,7 +517,7 @@ def log_file(version: int) -> str:
 
 def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> None:
     """Raise if the partitioning differs: a table cannot have files of both."""
-    if not has_partitions(delta, wanted):
+    if not _has_partitions(delta, wanted):
         known = delta.metadata().partition_columns
         raise InvalidMessage(
             f"table {name} of an earlier version is partitioned by {', '.join(known) or 'nothing'}, not by"
@@ -546,12 +526,12 @@ def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> Non
         )
 
 
-def has_partitions(delta: DeltaTable, wanted: Sequence[str]) -> bool:
+def _has_partitions(delta: DeltaTable, wanted: Sequence[str]) -> bool:
     """Whether a table is partitioned by these columns."""
     return delta.metadata().partition_columns == list(wanted)
 
 
-def missing_columns(delta: DeltaTable, wanted: Schema) -> list[Field]:
+def _missing_columns(delta: DeltaTable, wanted: Schema) -> list[Field]:
     """The columns that a table of an earlier version lacks. They are NULL in its old rows."""
     known = {field.name for field in delta.schema().fields}
     return [field for field in wanted.fields if field.name not in known]

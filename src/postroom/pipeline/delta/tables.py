@@ -1,7 +1,5 @@
 """Delta tables without a JVM jar: Spark writes the Parquet files, the `deltalake` wheel commits them.
 
-Where a session has the jar of Delta's connector, the connector may commit instead; see `delta_spark`.
-
 Rule 1: a file is visible when a commit names it. Files that a killed job left behind are invisible to
         readers, and `vacuum` deletes them.
 Rule 2: Spark writes files to their place in the table, under names that begin with a unique one. Nothing is
@@ -35,12 +33,11 @@ from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import StructType
 
-from postroom.errors import InvalidSetting, Unavailable
+from postroom.errors import Unavailable
 from postroom.pipeline import paths
 from postroom.pipeline.delta import arrow_files
 from postroom.pipeline.delta.arrow_files import FILE, NO_VALUE, ROW
 from postroom.pipeline.delta.delta_log import NANOS_PER_MS, DataFile, FileAction, Logs, Mode, Txn, removals
-from postroom.pipeline.delta.delta_spark import Connector
 from postroom.pipeline.delta.storage import NO_ACCESS, Access, Storage, StoredFile
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.spark.session import CONNECTOR
@@ -85,7 +82,6 @@ WRITE_OPTIONS: Final = {
 KEEP_HOURS: Final = 168  # `vacuum` keeps the files of versions of this age, for their readers
 COMPACT_BYTES: Final = 128 << 20
 FOOTERS_AT_ONCE: Final = 16  # files whose footers are read at a time
-WRITERS: Final = ("delta-rs", "delta-spark")
 
 
 class Staged(NamedTuple):
@@ -126,21 +122,10 @@ class Split(NamedTuple):
 class Tables(Logs):
     """The tables of one folder: their logs, and their rows by Spark."""
 
-    def __init__(
-        self, folder: Path | str | Storage, access: Access = NO_ACCESS, *, writer: str = "delta-rs"
-    ) -> None:
-        """`writer` commits: `delta-rs`, or `delta-spark`, which is Delta's connector in the Spark session."""
-        if writer not in WRITERS:
-            raise InvalidSetting(f"{writer!r} is no writer of tables: it is {' or '.join(WRITERS)}")
-        self._connector = Connector() if writer == "delta-spark" else None
-        super().__init__(folder, access, self._connector)
+    def __init__(self, folder: Path | str | Storage, access: Access = NO_ACCESS) -> None:
+        super().__init__(folder, access)
         self._rows: dict[tuple[str, ...], DataFrame] | None = None
         """The rows of files that were read since `small` was opened; None while it is not."""
-
-    def open_in(self, spark: SparkSession) -> None:
-        """Commit in this session, if delta-spark is the writer. Raises if the session has no connector."""
-        if self._connector is not None:
-            self._connector.open(spark, self.storage)
 
     def pinned(self) -> Self:
         """The same tables, each of them at the version that is the last one when it is first used."""
