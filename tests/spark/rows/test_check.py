@@ -20,11 +20,10 @@ from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.query import check as checking
 from postroom.pipeline.query import local_check
 from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check, check_tables
-from postroom.pipeline.query.local_check import check_locally
+from postroom.pipeline.query.local_check import check_locally, spark_hash
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.spark.spark_hash import xxhash64
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.stories import events_in
@@ -149,7 +148,7 @@ def test_the_hash_of_a_text_is_that_of_spark(spark: SparkSession) -> None:
     by_spark = {
         row["text"]: row["hash"] for row in rows.selectExpr("text", "xxhash64(text) AS hash").collect()
     }
-    assert {text: xxhash64(text.encode()) for text in texts} == by_spark
+    assert {text: spark_hash(text) for text in texts} == by_spark
 
 
 def both(spark: SparkSession, folder: Path, rows: DataFrame, deleted: DataFrame | None = None) -> CheckResult:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
+import xxhash
 
 from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
 from postroom.core.history.history_checker import gone, ids_of, lost
@@ -22,7 +23,6 @@ from postroom.pipeline.query.check import HORIZON_S, RULES, SAMPLES_MAX, CheckRe
 from postroom.pipeline.query.database import Database, text_in_sql
 from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.schema import NOT_IN_LINE
-from postroom.pipeline.spark.spark_hash import xxhash64
 
 if TYPE_CHECKING:
     from postroom.pipeline.delta.tables import Tables
@@ -31,6 +31,7 @@ _DELAYED: Final = ("created", "deferred", "retry_scheduled")
 """Kinds of events whose `detail` may have a delay."""
 Numbers: TypeAlias = "array[int]"
 HELD_MAX: Final = 2 * SAMPLES_MAX  # samples of a rule in memory
+SPARK_SEED: Final = 42  # of `xxhash64`
 
 
 class _Found:
@@ -191,9 +192,14 @@ def _check_message(rows: list[dict[str, Any]], source: _Source, horizon_us: int,
 def _has_returned(message_id: str, returned: Numbers) -> bool:
     if not returned:
         return False
-    wanted = xxhash64(message_id.encode())
+    wanted = spark_hash(message_id)
     at = bisect_left(returned, wanted)
     return at < len(returned) and returned[at] == wanted
+
+
+def spark_hash(text: str) -> int:
+    """Spark's `xxhash64` of a text, a signed number."""
+    return int.from_bytes(xxhash.xxh64_digest(text.encode(), seed=SPARK_SEED), "big", signed=True)
 
 
 def _report(

@@ -252,6 +252,7 @@ def need_packages() -> None:
         import duckdb  # noqa: F401, PLC0415 - only checked
         import jinja2  # noqa: F401, PLC0415 - only checked
         import pyspark  # noqa: F401, PLC0415 - only checked
+        import xxhash  # noqa: F401, PLC0415 - only checked
     except ImportError as error:
         raise InvalidSetting(
             f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
