@@ -56,13 +56,13 @@ def do(step: str, spark: SparkSession, tables: Tables) -> None:
     elif job == "retain":
         RetentionJob(spark, tables, Policy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell).run()
     elif job == "check":
-        proven(spark, tables)
+        proven(tables)
     else:
         raise ValueError(step)
 
 
-def proven(spark: SparkSession, tables: Tables) -> None:
-    verdict = check_tables(spark, tables)
+def proven(tables: Tables) -> None:
+    verdict = check_tables(tables)
     print(verdict.events, verdict.messages, *sorted(verdict.counts.items()))
     for sample in verdict.samples:
         print(*sample)

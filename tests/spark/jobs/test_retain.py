@@ -287,14 +287,14 @@ def test_a_killed_pass_can_be_run_again(
     assert rows_of(tables, deleted_numbers.TABLE) == rows_of(whole.tables, deleted_numbers.TABLE)
     # Or silver is made anew instead, of what bronze has left.
     Pipeline(spark, early, gold={}).backfill()
-    assert checked(spark, early) == set()
+    assert checked(early) == set()
 
 
 # ---- what leaves is not missed ---------------------------------------------------------------------------
 
 
-def checked(spark: SparkSession, tables: Tables) -> set[ViolationSample]:
-    return set(check_tables(spark, tables).samples)
+def checked(tables: Tables) -> set[ViolationSample]:
+    return set(check_tables(tables).samples)
 
 
 def test_after_each_pass_the_checker_gives_the_same_result_for_the_rest(
@@ -302,13 +302,13 @@ def test_after_each_pass_the_checker_gives_the_same_result_for_the_rest(
 ) -> None:
     """Also where numbers never came in: that is still told, and told once."""
     tables = copy_of(tables_of(faults=True)[1], tmp_path / "tables")
-    before, messages = checked(spark, tables), messages_of(tables)
+    before, messages = checked(tables), messages_of(tables)
     policy, now_us = policy_for(messages), middle_us(messages) + 7 * DAY_US
     gone: set[str] = set()
     for pass_us in (now_us - DAY_US, now_us):
         gone |= leaving(messages, policy, pass_us)
         RetentionJob(spark, tables, policy, now_us=pass_us).run()
-        assert checked(spark, tables) == {one for one in before if one.message_id not in gone}
+        assert checked(tables) == {one for one in before if one.message_id not in gone}
     assert gone & {one.message_id for one in before}
     assert {one.rule for one in before if one.message_id == ""} == {"gap"}
 
@@ -322,11 +322,11 @@ def test_a_later_pass_records_only_new_numbers(spark: SparkSession, whole: Pass,
     runs = [row for row in records(tables, deleted_numbers.TABLE) if row["message"] is None]
     sources = {row["source"] for row in runs}
     assert len(runs) == len(sources)  # each is one run by now
-    assert checked(spark, tables) == set()
+    assert checked(tables) == set()
 
 
 def test_the_command_finds_nothing_missing(commands: Commands, whole: Pass) -> None:
-    done = commands("check", "--tables", whole.tables.folder, "--master", "local[2]")
+    done = commands("check", "--tables", whole.tables.folder)
     assert (done.code, done.stdout) == (0, ""), done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The checker on Spark finds what was planted, and says word for word what the checker of the core says."""
+"""The checker of tables finds what was planted, and says word for word what the checker of the core says."""
 
 import json
 import random
@@ -18,11 +18,9 @@ from postroom.core.history.history_checker import History, Violation
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.query import check as checking
-from postroom.pipeline.query import local_check
-from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check, check_tables
-from postroom.pipeline.query.local_check import check_locally, spark_hash
+from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check_tables, spark_hash
 from postroom.pipeline.retention import deleted_numbers
-from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
+from postroom.pipeline.retention.deleted_numbers import deleted_runs, merged
 from postroom.pipeline.schema import EVENTS
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
@@ -68,7 +66,7 @@ def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else
     """`make crash` does it with five million, by the commands."""
     generate(tmp_path / "events", MESSAGES, 3, faults=True)
     lines = events_in(spark, tmp_path / "events").persist()
-    found = check(lines, lines.dropDuplicates(["event_id"]))
+    found = checked(tmp_path, lines, silver=lines.dropDuplicates(["event_id"]))
     lines.unpersist()
     assert found.events > EVENTS_MIN
     assert set(found.counts) == set(RULES)
@@ -76,9 +74,9 @@ def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else
     assert is_all_that_was_planted(found, faults_in(tmp_path / "events"))
 
 
-def test_a_clean_history_is_clean(spark: SparkSession, tables_of: TablesOf) -> None:
+def test_a_clean_history_is_clean(tables_of: TablesOf) -> None:
     _, tables = tables_of()
-    found = check(tables.read(spark, "bronze_events"), tables.read(spark, "silver_events"))
+    found = check_tables(tables)
     assert (found.counts, found.samples, found.violations) == ({}, [], 0)
     assert found.events > found.messages > 1400
 
@@ -87,7 +85,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     tables_of: TablesOf, commands: Commands
 ) -> None:
     folder, tables = tables_of(faults=True)
-    done = commands("check", "--tables", tables.folder, "--master", "local[2]")
+    done = commands("check", "--tables", tables.folder)
     assert done.code == 1, done.stderr
     samples = [
         ViolationSample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
@@ -99,47 +97,34 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     assert f"{len(samples)} violations in" in done.stderr
 
 
-@pytest.mark.parametrize("faults", [True, False])
-def test_tables_are_checked_without_spark_with_the_same_result(
-    spark: SparkSession, tables_of: TablesOf, faults: bool
-) -> None:
-    _, tables = tables_of(faults=faults)
-    assert check_locally(tables) == check_tables(spark, tables)
-    assert check_locally(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
-
-
 def test_of_many_violations_the_first_of_each_rule_are_shown_and_all_are_counted(
-    spark: SparkSession, tables_of: TablesOf, monkeypatch: pytest.MonkeyPatch
+    tables_of: TablesOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, tables = tables_of(faults=True)
-    whole = check_locally(tables)
-    for module in (checking, local_check):
-        monkeypatch.setattr(module, "SAMPLES_MAX", 2)
-    monkeypatch.setattr(local_check, "HELD_MAX", 4)
-    found = check_locally(tables)
-    assert found == check_tables(spark, tables)
-    shown = sum(min(2, count) for count in whole.counts.values())
-    assert (found.counts, len(found.samples)) == (whole.counts, shown)
+    whole = check_tables(tables)
+    monkeypatch.setattr(checking, "SAMPLES_MAX", 2)
+    monkeypatch.setattr(checking, "HELD_MAX", 4)
+    found = check_tables(tables)
+    shown = [[one for one in whole.samples if one.rule == rule][:2] for rule in sorted(RULES)]
+    assert (found.counts, found.samples) == (whole.counts, [one for first in shown for one in first])
 
 
-def test_the_command_asks_spark_only_if_it_is_told_to(
-    spark: SparkSession, tables_of: TablesOf, commands: Commands, tmp_path: Path
+def test_deleted_events_are_checked_as_those_of_the_whole_history(
+    spark: SparkSession, tables_of: TablesOf, tmp_path: Path
 ) -> None:
-    """Also after `retain`: events are deleted, and their numbers recorded."""
-    folder = tmp_path / "tables"
-    shutil.copytree(tables_of(faults=True)[1].folder, folder)
-    tables = Tables(folder)
+    """The violations of messages that lost no event stay the same."""
+    tables = Tables(tmp_path / "tables")
+    shutil.copytree(tables_of(faults=True)[1].folder, tables.folder)
+    before = check_tables(tables).samples
     events = tables.read(spark, "silver_events").localCheckpoint()
-    leaves = events.select("message_id").distinct().orderBy("message_id").limit(300)
+    leaves = events.select("message_id").distinct().orderBy("message_id").limit(300).localCheckpoint()
     gone = events.join(leaves, "message_id", "left_semi").where("seq < 400").localCheckpoint()
     tables.replace(deleted_numbers.TABLE, merged(deleted_runs(gone)))
     tables.replace("silver_events", events.join(gone, ["source", "seq"], "left_anti"), partition_by=["day"])
-    done = commands("check", "--tables", folder)
-    assert "starting Spark" not in done.stderr
-    by_spark = commands("check", "--tables", folder, "--master", "local[2]")
-    assert "starting Spark" in by_spark.stderr
-    assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
-    assert done.stdout.count("\n") > len(RULES)
+    touched = {row["message_id"] for row in leaves.collect()}
+    after = check_tables(tables).samples
+    stay = [[one for one in samples if one.message_id not in touched] for samples in (before, after)]
+    assert stay[0] == stay[1] != []
 
 
 def test_the_hash_of_a_text_is_that_of_spark(spark: SparkSession) -> None:
@@ -151,16 +136,16 @@ def test_the_hash_of_a_text_is_that_of_spark(spark: SparkSession) -> None:
     assert {text: spark_hash(text) for text in texts} == by_spark
 
 
-def both(spark: SparkSession, folder: Path, rows: DataFrame, deleted: DataFrame | None = None) -> CheckResult:
-    """What both checkers find in tables of these rows."""
+def checked(
+    folder: Path, rows: DataFrame, deleted: DataFrame | None = None, *, silver: DataFrame | None = None
+) -> CheckResult:
+    """What the checker finds in tables of these rows."""
     tables = Tables(folder / f"tables-{uuid.uuid4().hex}")
-    for name in ("bronze_events", "silver_events"):
-        tables.append(name, rows)
+    tables.append("bronze_events", rows)
+    tables.append("silver_events", rows if silver is None else silver)
     if deleted is not None:
         tables.append(deleted_numbers.TABLE, deleted)
-    found = check(rows, rows, deleted)
-    assert check_locally(tables) == found
-    return found
+    return check_tables(tables)
 
 
 KINDS = (
@@ -226,7 +211,7 @@ def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSessi
     events = [event for history in histories for event in history]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
     rows = spark.read.schema(EVENTS).json(str(tmp_path / "events.jsonl"))
-    found, said = told(both(spark, tmp_path, rows).samples), told(by_the_core(events))
+    found, said = told(checked(tmp_path, rows).samples), told(by_the_core(events))
     assert found == said
     assert {one[0] for one in said} == set(RULES)
 
@@ -241,11 +226,7 @@ def test_two_events_of_one_number_are_found_beside_honest_repeats(
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(b"".join(told_lines))
         rows = spark.read.schema(EVENTS).json(str(file))
-        assert check(rows, rows.limit(1)).counts.get("gap", 0) == n
-
-
-def test_what_is_judged_is_what_the_core_judges() -> None:
-    assert set(checking._JUDGED) == set(message_checker.Lives._checks)
+        assert checked(tmp_path, rows, silver=rows.limit(1)).counts.get("gap", 0) == n
 
 
 # ---- what `retain` let leave -----------------------------------------------------------------------------
@@ -287,12 +268,12 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     whole = rows_of_events(spark, gone + there, tmp_path / "whole")
     left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, there, tmp_path / "there")
-    found = both(spark, tmp_path, rows, left)
+    found = checked(tmp_path, rows, left)
     sentences = [f"of source s, {seq} is missing" for seq in (11, 16, 7)]
     assert [one.sentence for one in found.samples] == sentences
-    assert (found.samples, found.counts) == (check(whole, whole).samples, {"gap": 3})
+    assert (found.samples, found.counts) == (checked(tmp_path, whole).samples, {"gap": 3})
     # What was noted and stayed after all, as after a kill, changes nothing.
-    assert check(whole, whole, left).samples == found.samples
+    assert checked(tmp_path, whole, left).samples == found.samples
 
 
 def test_a_deleted_message_with_later_events_is_not_reported_as_unknown(
@@ -307,7 +288,7 @@ def test_a_deleted_message_with_later_events_is_not_reported_as_unknown(
     real = life("nobody", [17, 18], "dequeued", "execution_completed")
     left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, back + real, tmp_path / "back")
-    assert [(one.rule, one.message_id) for one in both(spark, tmp_path, rows, left).samples] == [
+    assert [(one.rule, one.message_id) for one in checked(tmp_path, rows, left).samples] == [
         ("unknown", "nobody")
     ]
 
@@ -318,7 +299,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
     later = [msgspec.structs.replace(one, ts_us=2 * HORIZON_US) for one in life("a", [2, 3, 4, 5], *DONE)]
     left = merged(deleted_runs(rows_of_events(spark, later, tmp_path / "later")))
     rows = rows_of_events(spark, held, tmp_path / "held")
-    assert both(spark, tmp_path, rows, left).counts == {"lost": 1}
+    assert checked(tmp_path, rows, left).counts == {"lost": 1}
 
 
 def test_ranges_of_numbers_are_merged_within_their_block(
@@ -332,4 +313,3 @@ def test_ranges_of_numbers_are_merged_within_their_block(
     for found in (runs, again):
         told_runs = sorted((row["first_seq"], row["last_seq"], row["newest_us"]) for row in found.collect())
         assert told_runs == [(1, 7, 7), (8, 12, 12), (17, 20, 20)]
-    assert [tuple(row) for row in holes_between(runs).collect()] == [("s", 12, 17)]

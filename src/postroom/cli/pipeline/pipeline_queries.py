@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from postroom.pipeline.delta.tables import Tables
     from postroom.pipeline.lineage import JobRun
-    from postroom.pipeline.query.check import CheckResult
 
 CHECK_HORIZON_S = 86_400.0
 PRIORITIES = range(4)
@@ -177,18 +176,15 @@ def _session(shell: Shell, tables: TablesPlace, where: dict[str, Any]) -> "Itera
     metavar="S",
     help="How long an open message may have no event before it counts as lost.",
 )
-@optional_spark_options
 @click.pass_obj
-@beside_spark
-def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) -> int:
+def check(shell: Shell, /, tables: TablesPlace, horizon_s: float) -> int:
     """Check all events of the tables, and print every violation of a guarantee.
 
     The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
     message never overlap, a message ends once, and no number of a source is missing or used twice. The output
     is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
     `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Needs no Spark:
-    DuckDB sorts the events, and one process checks them. With --master, Spark checks large tables on many
-    cores.
+    DuckDB sorts the events, on the disk if they are many, and one process checks them.
 
     \b
     Example:
@@ -197,7 +193,10 @@ def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) 
     from postroom.pipeline.paths import need_tables
 
     need_tables(tables.place)
-    verdict = _verdict(shell, tables, horizon_s, where)
+    there = tables.open()
+    from postroom.pipeline.query.check import check_tables
+
+    verdict = check_tables(there, horizon_s=horizon_s)
     rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
     history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
     shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
@@ -205,19 +204,6 @@ def check(shell: Shell, /, tables: TablesPlace, horizon_s: float, **where: Any) 
         counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
         warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
     return EXIT_RUNTIME if verdict.violations else EXIT_OK
-
-
-def _verdict(shell: Shell, folder: TablesPlace, horizon_s: float, where: dict[str, Any]) -> "CheckResult":
-    """By DuckDB and Python, unless Spark is asked."""
-    if asks_spark(where):
-        with pipeline_on_spark(shell, folder, where) as job:
-            from postroom.pipeline.query.check import check_tables
-
-            return check_tables(job.spark, job.tables, horizon_s=horizon_s)
-    tables = folder.open()
-    from postroom.pipeline.query.local_check import check_locally
-
-    return check_locally(tables, horizon_s=horizon_s)
 
 
 @click.command()

@@ -95,36 +95,6 @@ def merged(runs: DataFrame) -> DataFrame:
     )
 
 
-def holes_between(runs: DataFrame) -> DataFrame:
-    """One row for each gap of a source: the last number before it, and the first after it.
-
-    Numbers are sorted within blocks, so that no source has to fit into one task. Between blocks only their
-    ends are compared.
-    """
-    pieces = runs.select("source", "first_seq", "last_seq", _block().alias("block"))
-    # Ranges may overlap, so the one that ends last need not be the previous one.
-    in_block = Window.partitionBy("source", "block").orderBy("first_seq")
-    inside = pieces.withColumn(
-        "before", F.max("last_seq").over(in_block.rowsBetween(Window.unboundedPreceding, -1))
-    )
-    ends = pieces.groupBy("source", "block").agg(
-        F.min("first_seq").alias("first_seq"), F.max("last_seq").alias("last_seq")
-    )
-    by_block = Window.partitionBy("source").orderBy("block")
-    between = ends.withColumn("before", F.lag("last_seq").over(by_block))
-    return (
-        inside.select("source", "before", "first_seq")
-        .unionByName(between.select("source", "before", "first_seq"))
-        .where(F.col("first_seq") - F.col("before") > 1)
-        .select("source", "before", F.col("first_seq").alias("behind"))
-    )
-
-
-def returned(recorded: DataFrame) -> DataFrame:
-    """Grain: source and message hash of messages whose first events were deleted."""
-    return recorded.where("message IS NOT NULL").select("source", "message").distinct()
-
-
 def _unfinished(events: DataFrame) -> DataFrame:
     """The messages of stores that may have later events: open ones, and those that may be replayed."""
     of_stores = events.where(F.col("contract").isin(*LEASED) & F.col("message_id").isNotNull())

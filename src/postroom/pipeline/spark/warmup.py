@@ -19,7 +19,6 @@ from postroom.errors import Unavailable
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.query.check import check_tables
 from postroom.pipeline.spark.class_archive import cache, found, making_archive, name_of
 from postroom.pipeline.spark.session import DRIVER_OPTIONS, SETTINGS, spark_errors, spark_session
 from postroom.system.atomic import make_folder
@@ -45,12 +44,11 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def as_commands_do(spark: SparkSession, folder: Path) -> None:
-    """Run `run`, `sql` and `check` on a tiny history."""
+    """Run `run` and `sql` on a tiny history."""
     generate(folder / "events", MESSAGES, 1)
     job = Pipeline(spark, Tables(folder / "tables"))
     job.run(folder / "events")
     list(job.answers(QUERY))
-    check_tables(spark, job.tables)
 
 
 def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None) -> Prepared:
