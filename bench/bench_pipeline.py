@@ -286,23 +286,14 @@ def cold(bench: Bench) -> Iterator[Figure]:
 
 
 def answer(bench: Bench) -> Iterator[Figure]:
-    """From a query to its rows, with the start of Python and of the JVM: without and with the archive."""
+    """From a query to its rows, with the start of Python."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
         events = history(bench.folder, MILLION)
         bench.stop()
         spent_by([*COMMAND, "run", "--events", str(events), "--tables", folder])
-        for name in ("cold", "cold, prepared"):
-            with own_cache(bench):
-                if name != "cold":
-                    spent_by([*COMMAND, "prepare"])
-                command = [*COMMAND, "sql", "--tables", folder, "--master", "local[*]", QUERY]
-                taken = median([spent_by(command) for _ in range(bench.repeats)])
-            yield Figure(
-                f"postroom pipeline sql --master, 1M events, {name}", taken.wall_s, "s", taken.cores()
-            )
         command = [*COMMAND, "sql", "--tables", folder, QUERY]
         taken = median([spent_by(command) for _ in range(bench.repeats)])
-        yield Figure("postroom pipeline sql, 1M events, DuckDB", taken.wall_s, "s", taken.cores())
+        yield Figure("postroom pipeline sql, 1M events", taken.wall_s, "s", taken.cores())
 
 
 def small(bench: Bench) -> Iterator[Figure]:

@@ -1,8 +1,7 @@
 """`attack-pipeline`: statements for `sql` that try to write, to read foreign files or to run code.
 
-Every statement runs through the real command, with one JVM for all of them. A trap detects its effects: files
-that must stay unchanged, a secret that must not be printed, places that must stay empty, and a property of
-the JVM that must not be set.
+Every statement runs through the real command. A trap detects its effects: files that must stay unchanged, a
+secret that must not be printed, and places that must stay empty.
 """
 
 # ruff: noqa: S608 - the statements are attacks on purpose
@@ -14,7 +13,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from pyspark.sql import SparkSession
 
@@ -23,7 +21,6 @@ from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.spark.session import spark_session
 from tests.crash.ledger import Tally
-from tests.crash.memory import peak_mb
 from tests.spark.commands import Commands, Done
 from tests.spark.quick import QUICK
 
@@ -35,33 +32,25 @@ REFUSED = 2
 
 QUESTIONS = (
     "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n",
-    "-- INSERT OVERWRITE DIRECTORY '/x' SELECT 1\nSELECT r'\\' AS a, 'DROP TABLE silver_events' AS b",
+    "-- COPY (SELECT 1) TO '/x'\nSELECT '\\' AS a, 'DROP TABLE silver_events' AS b",
+    "WITH a AS (FROM silver_events), b AS (SELECT count(*) AS n FROM a WHERE seq > 1) SELECT * FROM b",
     (
-        "WITH a AS (SELECT * FROM silver_events), b AS (FROM a |> WHERE seq > 1 |> AGGREGATE count(*) AS n)"
-        " SELECT * FROM b"
+        "SELECT type, row_number() OVER (PARTITION BY type ORDER BY created_us) AS n FROM silver_messages,"
+        " unnest([1, 2]) AS e WHERE message_id IN (SELECT message_id FROM silver_spans)"
     ),
-    (
-        "SELECT type, row_number() OVER (PARTITION BY type ORDER BY created_us) AS n FROM silver_messages"
-        " LATERAL VIEW explode(array(1, 2)) AS e WHERE message_id IN (SELECT message_id FROM silver_spans)"
-    ),
-    (
-        "SELECT transform(histogram, b -> b.n) AS h, percentile_cont(0.5) WITHIN GROUP (ORDER BY n) OVER ()"
-        " AS p FROM gold_latency"
-    ),
-    "SELECT DISTINCT input_file_name() IS NULL AS f FROM silver_spans JOIN range(2) AS r(i)",
-    "SELECT * FROM gold_sla UNPIVOT (v FOR name IN (n, within)) ORDER BY ALL LIMIT 1 OFFSET 1",
+    "SELECT list_transform(histogram, lambda b: b.n) AS h, median(n) OVER () AS p FROM gold_latency",
+    "SELECT DISTINCT stack IS NULL AS f FROM silver_spans JOIN range(2) AS r(i) ON true",
+    "UNPIVOT (SELECT n, within FROM gold_sla) ON n, within ORDER BY ALL LIMIT 1 OFFSET 1",
     "VALUES (1, 'INSERT INTO a')",
     "SHOW TABLES",
     "DESCRIBE silver_spans",
-    "EXPLAIN SELECT * FROM silver_spans",
+    "SUMMARIZE silver_spans",
 )
-"""Statements that Spark has to answer."""
-BY_SPARK = ("--master", "local[2]")
-BY_DUCKDB = ()
+"""Statements that have to be answered."""
 
 
 def duckdb_attacks(bait: Path, place: Path) -> list[str]:
-    """The same in the dialect of DuckDB."""
+    """Statements in the dialect of DuckDB that have to be refused."""
     reads = [
         f"{function}('{bait}')"
         for function in (
@@ -105,7 +94,7 @@ def duckdb_attacks(bait: Path, place: Path) -> list[str]:
 
 
 def attacks(bait: Path, place: Path) -> list[str]:
-    """Statements that have to be refused. `bait` is a file with a secret, and `place` should stay empty."""
+    """The same in the dialect of Spark. `bait` is a file with a secret, and `place` should stay empty."""
     write = f"INSERT OVERWRITE DIRECTORY '{place}' USING csv SELECT 1"
     reads = [
         f"SELECT * FROM {form}.`{bait}`"
@@ -240,14 +229,13 @@ def attacks(bait: Path, place: Path) -> list[str]:
 
 
 class Trap:
-    """Files, a secret and a property that a statement must not touch."""
+    """Files and a secret that a statement must not touch."""
 
-    def __init__(self, folder: Path, tables: Path, spark: SparkSession) -> None:
+    def __init__(self, folder: Path, tables: Path) -> None:
         self.bait = folder / "bait.csv"
         self.bait.write_text(f"{SECRET}\n")
         self.place = folder / "place"
         self._tables = tables
-        self._system = _jvm(spark).java.lang.System
         self._before = self._state()
 
     def harm(self, done: Done) -> str:
@@ -258,8 +246,6 @@ class Trap:
             return "changed the tables"
         if SECRET in done.stdout or SECRET in done.stderr:
             return "read a foreign file"
-        if self._system.getProperty(PROPERTY) is not None:
-            return "ran code"
         return ""
 
     def _state(self) -> str:
@@ -268,10 +254,6 @@ class Trap:
             status = path.stat()
             digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
-
-
-def _jvm(spark: SparkSession) -> Any:
-    return spark.sparkContext._jvm
 
 
 def changed(statement: str, rng: random.Random) -> str:
@@ -299,18 +281,16 @@ def changed(statement: str, rng: random.Random) -> str:
 
 def statements(count: int, rng: random.Random, bait: Path, place: Path) -> Iterator[str]:
     """Every attack, and variations of some."""
-    known = attacks(bait, place)
+    known = duckdb_attacks(bait, place) + attacks(bait, place)
     yield from known
     for _ in range(count * VARIANTS):
         yield changed(rng.choice(known), rng)
 
 
-def attack(
-    commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally, engine: tuple[str, ...]
-) -> None:
+def attack(commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally) -> None:
     """Run each statement through the command, and check whether it did any harm."""
     for statement in each:
-        done = commands("sql", "--tables", tables, *engine, "--", statement)
+        done = commands("sql", "--tables", tables, "--", statement)
         harm = trap.harm(done)
         if harm:
             tally.breaks(f"{statement!r} {harm}")
@@ -322,27 +302,23 @@ def attack(
 
 
 def run(count: int, seed: int, tick: Callable[[int], None] = lambda _: None) -> Tally:
-    """Attack the command with one session for all statements."""
+    """Attack the command."""
     tally = Tally()
     with tempfile.TemporaryDirectory() as name, _session(Path(name)) as spark:
         folder = Path(name)
         generate(folder / "events", MESSAGES, seed)
         tables = Tables(folder / "tables")
         Pipeline(spark, tables).run(folder / "events")
-        commands, trap = Commands(spark), Trap(folder, tables.folder, spark)
-        for engine in (BY_SPARK, BY_DUCKDB):
-            each = statements(count, random.Random(seed), trap.bait, trap.place)
-            attack(commands, tables.folder, trap, each, tally, engine)
-        each = iter(duckdb_attacks(trap.bait, trap.place))
-        attack(commands, tables.folder, trap, each, tally, BY_DUCKDB)
+        commands, trap = Commands(spark), Trap(folder, tables.folder)
+        each = statements(count, random.Random(seed), trap.bait, trap.place)
+        attack(commands, tables.folder, trap, each, tally)
         for question in QUESTIONS:
-            done = commands("sql", "--tables", tables.folder, *BY_SPARK, "--", question)
+            done = commands("sql", "--tables", tables.folder, "--", question)
             tally.acknowledged += done.code == 0 and bool(done.stdout)
             if done.code:
                 tally.breaks(f"{question!r} was refused: {done.stderr.splitlines()[-1]}")
             if harm := trap.harm(done):
                 tally.breaks(f"{question!r} {harm}")
-        tally.count("memory_mb", _peak_mb(spark))
     tick(count)
     return tally
 
@@ -363,9 +339,3 @@ def _session(folder: Path) -> Iterator[SparkSession]:
         yield spark
     finally:
         spark.stop()
-
-
-def _peak_mb(spark: SparkSession) -> int:
-    """The peak memory of the JVM."""
-    pid = _jvm(spark).java.lang.ProcessHandle.current().pid()
-    return peak_mb(pid)

@@ -15,7 +15,6 @@ from typing import Final
 
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
@@ -50,7 +49,6 @@ from postroom.pipeline.ingest.segments import (
 )
 from postroom.pipeline.lineage import Datasets, JobRun, dataset, emitting
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
-from postroom.pipeline.query import queries
 from postroom.pipeline.schedule import Dependencies, run_in_order
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
@@ -211,19 +209,6 @@ class Pipeline:
             if every_s is None:
                 return
             time.sleep(every_s)
-
-    def answers(self, query: str) -> Iterator[str]:
-        """The rows of an SQL query over the tables, each as JSON. `queries` says what a query may contain."""
-        self.tables.require_tables()
-        session = queries.read_only(self.spark)
-        checked = queries.checked(session, query, self.tables.names())
-        with self.tables.queried():
-            for name in sorted(checked.tables):
-                self.tables.read(session, name).createOrReplaceTempView(name)
-        found = queries.execute(session, checked)
-        rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
-        for row in rows.toLocalIterator():
-            yield row[0]
 
     def _checkpoint(self, streams: Sequence[EventStream]) -> str:
         name = "+".join(stream.storage.place.strip("/").replace("/", "-") for stream in streams)

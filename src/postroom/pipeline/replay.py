@@ -1,8 +1,8 @@
 """Replay: submits past messages again, to the store that they came from or to a sandbox.
 
-Rule 1: `silver_messages` selects and orders the messages. Their payloads come from the store, or from the
-        encrypted field of the stream. A payload that may be redacted is never submitted, but counted as
-        refused. So is a message that cannot be a task.
+Rule 1: `silver_messages` selects and orders the messages, in a sealed database. Their payloads come from the
+        store, or from the encrypted field of the stream. A payload that may be redacted is never submitted,
+        but counted as refused. So is a message that cannot be a task.
 Rule 2: a message is submitted under the key (replay id, message id). The replay id is a hash of the request,
         so the same command, killed and repeated, submits the rest and nothing twice.
 """
@@ -15,22 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import duckdb
 import msgspec
-from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.audit.cipher import PREFIX, Cipher, UnreadablePayload
 from postroom.core.formats.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
-from postroom.pipeline.query import queries
+from postroom.pipeline.query.database import Database
 from postroom.pipeline.spark.session import first_sentence
 from postroom.pipeline.submission import COMMIT_MESSAGES, ReplayMessage, Submitter, chunks, is_fit
 from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:
-    from pyspark.sql import Row
-
     from postroom.pipeline.delta.tables import Tables
     from postroom.stores.store import Store
 
@@ -38,7 +34,6 @@ ID_CHARS: Final = 12
 COMMITS_A_S: Final = 10  # at a limited rate
 REPORT_EVERY_S: Final = 1.0
 SAMPLES_MAX: Final = 5
-_COLUMNS: Final = ("message_id", "queue", "type", "parent_message_id")
 
 Progress = Callable[[str], None]
 
@@ -84,21 +79,20 @@ class ReplayResult(msgspec.Struct):
     refused_samples: list[str] = []
 
 
-def replay(
-    spark: SparkSession, tables: "Tables", request: ReplayRequest, progress: Progress = lambda _: None
-) -> ReplayResult:
+def replay(tables: "Tables", request: ReplayRequest, progress: Progress = lambda _: None) -> ReplayResult:
     """Submit the messages in the order in which they were created."""
     if request.store is None and request.key_file is None:
         raise InvalidSetting(
             "the source of the payloads is missing: a store that has them, or the keys of the stream"
         )
     found = ReplayResult(request.resolved_id(), refused_samples=[])
-    rows = selection(spark, tables, request)
-    found.selected = rows.count()
+    database = selection(tables, request)
+    found.selected = database.rows("SELECT count(*) AS n FROM chosen")[0]["n"]
     progress(f"{found.replay_id}: {found.selected:,} messages")
     with ExitStack() as stack:
         payload = _payloads(request, stack)
-        messages = _messages(rows.toLocalIterator(), payload, found)
+        rows = database.each(_ROWS if request.key_file is None else _ROWS_WITH_EVENTS)
+        messages = _messages(rows, payload, found)
         if request.dry_run:
             found.submitted = sum(1 for _ in messages)
         else:
@@ -108,38 +102,46 @@ def replay(
     return found
 
 
-def selection(spark: SparkSession, tables: "Tables", request: ReplayRequest) -> DataFrame:
-    """Grain: message_id, in the order of creation. With keys, it has the `created` event as well."""
-    session = queries.read_only(spark)
-    messages = tables.read(session, "silver_messages")
-    born = F.coalesce("created_us", "first_us")
+def selection(tables: "Tables", request: ReplayRequest) -> Database:
+    """A database with the view `chosen` of messages. DuckDB parses the condition as one expression."""
+    database = Database(tables, ("silver_messages",), with_partitions=True)
+    if request.key_file is not None:
+        database.open(tables, "silver_events", with_partitions=True)
+    database.seal()
+    conditions = [request.where]
     if request.since_us is not None:
-        messages = messages.where(born >= request.since_us)
+        conditions.append(f"coalesce(created_us, first_us) >= {request.since_us}")
     if request.until_us is not None:
-        messages = messages.where(born < request.until_us)
+        conditions.append(f"coalesce(created_us, first_us) < {request.until_us}")
     try:
-        where = queries.condition(session, request.where)
-        chosen = messages.where(where).select(*_COLUMNS, "day", born.alias("born_us"))
-    except (AnalysisException, ParseException) as error:
+        database.select("chosen", "silver_messages", conditions)
+    except duckdb.Error as error:
         raise InvalidMessage(
             f"{request.where!r} is no condition on silver_messages: {first_sentence(str(error))}"
         ) from None
-    if request.key_file is not None:
-        chosen = chosen.join(_created(tables.read(session, "silver_events")), ["day", "message_id"], "left")
-    return chosen.orderBy("born_us", "message_id").drop("day", "born_us")
+    return database
 
 
-def _created(events: DataFrame) -> DataFrame:
-    """Grain: message_id. The day is that of its message, so that Spark opens no other days."""
-    event = F.struct("ts_us", "event_id", "payload")
-    created = events.where("kind = 'created' AND message_id IS NOT NULL")
-    first = created.groupBy("day", "message_id").agg(F.min(event).alias("event"))
-    return first.select("day", "message_id", "event.event_id", "event.payload")
+_ROWS: Final = """
+    SELECT message_id, queue, type, parent_message_id FROM chosen
+    ORDER BY coalesce(created_us, first_us), message_id
+"""
+"""The messages in the order of their creation."""
+_ROWS_WITH_EVENTS: Final = """
+    SELECT message_id, queue, type, parent_message_id, event.event_id, event.payload
+    FROM chosen LEFT JOIN (
+        SELECT day, message_id, min({'ts_us': ts_us, 'event_id': event_id, 'payload': payload}) AS event
+        FROM silver_events SEMI JOIN chosen USING (day, message_id) WHERE kind = 'created' GROUP BY ALL
+    ) USING (day, message_id)
+    ORDER BY coalesce(created_us, first_us), message_id
+"""
+"""The same with their `created` events, which are in the day of their message."""
 
 
 # ---- payloads ------------------------------------------------------------------------------------------
 
-Payload = Callable[["Row"], str | None]
+Row = dict[str, Any]
+Payload = Callable[[Row], str | None]
 
 
 def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
@@ -155,18 +157,18 @@ def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
     if request.key_file is not None:
         places.append(partial(_revealed, Cipher.from_file(request.key_file)))
 
-    def payload(row: "Row") -> str | None:
+    def payload(row: Row) -> str | None:
         return next((said for place in places if (said := place(row)) is not None), None)
 
     return payload
 
 
-def _stored(store: "Store", row: "Row") -> str | None:
+def _stored(store: "Store", row: Row) -> str | None:
     stored = store.load(row["message_id"])
     return None if stored is None else stored.envelope.payload.decode()
 
 
-def _revealed(cipher: Cipher, row: "Row") -> str | None:
+def _revealed(cipher: Cipher, row: Row) -> str | None:
     """The decrypted payload. A payload that is not encrypted may have been redacted."""
     if not (row["payload"] or "").startswith(PREFIX):
         return None

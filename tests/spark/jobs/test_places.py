@@ -26,7 +26,6 @@ from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver.tables import SILVER
-from tests.crash.attack_pipeline import BY_DUCKDB, BY_SPARK
 from tests.spark.commands import Commands
 from tests.spark.comparison import differing
 from tests.spark.conftest import TablesOf
@@ -188,17 +187,11 @@ def test_commands_answer_at_an_address_as_in_a_folder_without_a_jvm(
     assert pages[0].read_text() == pages[1].read_text()
 
 
-def test_spark_answers_at_an_address_as_duckdb_does(
-    moved: tuple[Path, list[str]], commands: Commands
-) -> None:
+def test_spark_counts_rows_at_an_address(moved: tuple[Path, list[str]], commands: Commands) -> None:
     """Spark gets small tables from this process, so that it needs no jar for S3."""
     _, there = moved
-    for command, *words in (ANSWERS[0], ANSWERS[5]):
-        own, by_spark = (commands(command, *there, *engine, *words) for engine in (BY_DUCKDB, BY_SPARK))
-        assert own.code == by_spark.code
-        assert list(map(json.loads, own.stdout.splitlines())) == [
-            json.loads(line) for line in by_spark.stdout.splitlines()
-        ]
+    by_spark = commands("status", *there, "--master", "local[2]")
+    assert (by_spark.code, by_spark.stdout) == (0, commands("status", *there).stdout)
 
 
 class Killed(Exception):

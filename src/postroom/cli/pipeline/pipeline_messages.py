@@ -145,9 +145,7 @@ def retain(
     help="The name of the replay.  [default: made of --where, --since, --until and --to]",
 )
 @click.option("--dry-run", is_flag=True, help="Only count, change nothing.")
-@spark_options
 @click.pass_obj
-@beside_spark
 def replay(
     shell: Shell,
     /,
@@ -161,13 +159,12 @@ def replay(
     rate: float | None,
     replay_id: str,
     dry_run: bool,
-    **where: Any,
 ) -> None:
-    """Submit past messages again, in the order in which they were created.
+    """Submit past messages again, in the order in which they were created. Needs no Spark.
 
     A message is refused and counted if only its redacted payload is known, or if no task can have its queue
     or id; the exit code is then 1. Running the same command again submits only missing messages: a store
-    remembers a replay for 30 days. Does not work with --remote: Spark's own parser checks the condition.
+    remembers a replay for 30 days. DuckDB evaluates the condition, in its dialect.
 
     \b
     Example:
@@ -178,25 +175,23 @@ def replay(
 
     from postroom.pipeline.paths import need_tables
 
-    if where["remote"] is not None:
-        raise click.UsageError("replay has no --remote: its condition is checked by Spark's own parser")
     need_tables(tables.place)
-    with pipeline_on_spark(shell, tables, where) as job:
-        from postroom.pipeline.replay import ReplayRequest
-        from postroom.pipeline.replay import replay as submit
+    there = tables.open()
+    from postroom.pipeline.replay import ReplayRequest
+    from postroom.pipeline.replay import replay as submit
 
-        wanted = ReplayRequest(
-            where=condition,
-            to=to,
-            since_us=since,
-            until_us=until,
-            store=store,
-            key_file=key_file,
-            rate=rate,
-            replay_id=replay_id,
-            dry_run=dry_run,
-        )
-        found = submit(job.spark, job.tables, wanted, progress_on_stderr(shell))
+    wanted = ReplayRequest(
+        where=condition,
+        to=to,
+        since_us=since,
+        until_us=until,
+        store=store,
+        key_file=key_file,
+        rate=rate,
+        replay_id=replay_id,
+        dry_run=dry_run,
+    )
+    found = submit(there, wanted, progress_on_stderr(shell))
     word = "would be submitted" if dry_run else "submitted"
     shell.output.facts(
         msgspec.to_builtins(found),

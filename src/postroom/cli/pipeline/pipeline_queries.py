@@ -37,43 +37,27 @@ PRIORITIES = range(4)
 
 @click.command()
 @tables_option
-@optional_spark_options
 @click.argument("query", metavar="QUERY")
 @click.pass_obj
-@beside_spark
-def sql(shell: Shell, /, tables: TablesPlace, query: str, **where: Any) -> None:
+def sql(shell: Shell, /, tables: TablesPlace, query: str) -> None:
     """Query the tables with SQL; prints JSON lines. Needs no Spark.
 
-    DuckDB answers, in its own dialect. With --master, Spark SQL answers instead: its functions, and tables
-    that do not fit one machine. Allowed are queries over the tables of the folder, SHOW TABLES and DESCRIBE;
-    with Spark also SHOW COLUMNS and EXPLAIN. Everything else is refused: statements that change data, files
-    named by their path, functions that run code. Does not work with --remote: Spark's own parser checks the
-    query, and a Spark Connect client has no parser.
+    DuckDB answers, in its own dialect. Allowed are queries over the tables of the folder, SHOW TABLES,
+    DESCRIBE and SUMMARIZE. Everything else is refused: statements that change data, files named by their
+    path, table functions that read files.
 
     \b
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
-      postroom pipeline sql --tables tables --master 'local[*]' "SELECT typeof(day) FROM gold_cost LIMIT 1"
     """
-    if where["remote"] is not None:
-        raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
     from postroom.pipeline.paths import need_tables
 
     need_tables(tables.place)
-    for line in _answers(shell, tables, query, where):
+    there = tables.open()
+    from postroom.pipeline.query.sql import answers
+
+    for line in answers(there, query):
         shell.output.text(line)
-
-
-def _answers(shell: Shell, folder: TablesPlace, query: str, where: dict[str, Any]) -> "Iterator[str]":
-    """The rows of a query, by DuckDB unless Spark is asked."""
-    tables = folder.open()
-    if asks_spark(where):
-        with pipeline_on_spark(shell, folder, where) as job:
-            yield from job.answers(query)
-    else:
-        from postroom.pipeline.query.local_sql import answers
-
-        yield from answers(tables, query)
 
 
 _rules_option = path_option(

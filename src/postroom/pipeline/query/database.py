@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -86,6 +87,14 @@ class Database:
         self._con.execute("SET enable_external_access = false")
         self._con.execute("SET lock_configuration = true")
 
+    def select(self, name: str, table: str, conditions: Iterable[str]) -> None:
+        """Copy the rows of a view for which all conditions hold. Each is parsed as a single expression."""
+        rows = self._con.view(table)
+        for condition in conditions:
+            rows = rows.filter(condition)
+        with _reading():
+            rows.create(name)
+
     def rows(self, query: str) -> list[dict[str, Any]]:
         """The rows of a query, each as a dictionary from column name to value."""
         return list(self.each(query))
@@ -118,10 +127,16 @@ class Database:
         self._executed(query)
 
     def _executed(self, query: str) -> duckdb.DuckDBPyConnection:
-        try:
+        with _reading():
             return self._con.execute(query)
-        except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
-            raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
+        raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
 
 
 def _rows_of(tables: "Tables", name: str, *, with_partitions: bool) -> str:

@@ -1,13 +1,12 @@
 """The tables of a folder as views of a Spark session, for queries that DuckDB answers unless Spark is asked.
 
 Rule 1: a view has the files of one version of its table.
-Rule 2: the views are in a read-only session of their own. Behind Spark Connect they are in the client's.
+Rule 2: the views are in a session of their own. Behind Spark Connect they are in the client's.
 """
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from postroom.pipeline.query import queries
 from postroom.pipeline.spark.session import is_classic, table_errors
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class SparkDatabase:
     unnest = "explode"
 
     def __init__(self, spark: "SparkSession", tables: "Tables", names: Iterable[str]) -> None:
-        self._session = queries.read_only(spark) if is_classic(spark) else spark
+        self._session = spark.newSession() if is_classic(spark) else spark
         with tables.queried():
             for name in names:
                 with table_errors(name):

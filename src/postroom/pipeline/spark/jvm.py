@@ -2,8 +2,6 @@
 
 import logging
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from py4j.java_gateway import JavaClass  # type: ignore[import-untyped]
@@ -58,21 +56,6 @@ def disable_checksum_files(spark: "SparkSession") -> None:
     local = jvm_of(spark).java.net.URI("file:///")
     configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - there is no public way
     hadoop.FileSystem.get(local, configuration).setWriteChecksum(False)
-
-
-@contextmanager
-def active_session(spark: "SparkSession", internals: Any) -> Iterator[Any]:
-    """Make a session of the JVM the active session of this thread."""
-    sessions = jvm_of(spark).org.apache.spark.sql.classic.SparkSession
-    before = sessions.getActiveSession()
-    sessions.setActiveSession(internals)
-    try:
-        yield internals
-    finally:
-        if before.isDefined():
-            sessions.setActiveSession(before.get())
-        else:
-            sessions.clearActiveSession()
 
 
 def jvm_of(spark: "SparkSession") -> Any:

@@ -28,7 +28,6 @@ MESSAGES: Final = 50  # of the history; its size has no effect on the classes
 WRITE_TIMEOUT_S: Final = 300.0
 MAKING: Final = "making"  # a folder of the cache
 LOCK: Final = "making.lock"
-QUERY: Final = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n"
 
 Work = Callable[[SparkSession, Path], None]
 """Loads the classes of the commands, with files in a folder."""
@@ -44,11 +43,9 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def as_commands_do(spark: SparkSession, folder: Path) -> None:
-    """Run `run` and `sql` on a tiny history."""
+    """Run `run` on a tiny history."""
     generate(folder / "events", MESSAGES, 1)
-    job = Pipeline(spark, Tables(folder / "tables"))
-    job.run(folder / "events")
-    list(job.answers(QUERY))
+    Pipeline(spark, Tables(folder / "tables")).run(folder / "events")
 
 
 def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None) -> Prepared:

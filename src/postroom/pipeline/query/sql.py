@@ -1,10 +1,10 @@
-"""Queries of `sql` without a JVM: DuckDB answers them over the files of the tables.
+"""Queries of `sql`: DuckDB answers them over the files of the tables.
 
 Rule 1: only a single SELECT statement is executed, with SHOW, DESCRIBE and SUMMARIZE, which DuckDB parses as
         such. It names tables of the folder, its own WITH names, and table functions of an allow-list.
 Rule 2: the database is a second barrier. It lies in memory, opens only the files of the named tables, and its
         settings are locked before the query runs.
-Rule 3: a row is printed as Spark's `to_json` prints it, so that both engines give equal answers.
+Rule 3: a row is printed as Spark's `to_json` prints it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -28,7 +28,6 @@ TABLE_FUNCTIONS: Final = frozenset({"generate_series", "range", "unnest"})
 """Table functions that compute with their arguments alone."""
 SHOWN: Final = frozenset({'"tables"', '"all_tables"'})
 """The subjects of SHOW, apart from a table."""
-ASK_SPARK: Final = "; --master 'local[*]' asks Spark, which has other functions and its own words"
 
 
 class ParsedQuery(NamedTuple):
@@ -53,7 +52,7 @@ def answers(tables: "Tables", query: str) -> Iterator[str]:
     try:
         yield from map(_as_json, database.each_named(query))
     except duckdb.Error as error:
-        raise InvalidMessage(f"DuckDB refuses it: {first_sentence(str(error))}{ASK_SPARK}") from None
+        raise InvalidMessage(f"DuckDB refuses it: {first_sentence(str(error))}") from None
 
 
 # ---- what a query may contain ----------------------------------------------------------------------------
@@ -76,7 +75,7 @@ def parse(query: str) -> ParsedQuery:
 def _refusal(tree: dict[str, Any]) -> str:
     if tree["error_type"] == "not implemented":
         return "sql answers queries over the tables and changes nothing: this is not a SELECT"
-    return f"DuckDB refuses it: {first_sentence(tree['error_message'])}{ASK_SPARK}"
+    return f"DuckDB refuses it: {first_sentence(tree['error_message'])}"
 
 
 class _Walk:
