@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         Backpressure,
         Breaker,
         Coordinator,
-        Engine,
         Guard,
         Handle,
         Organization,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     )
     from postroom.goals.advisers.adviser import Adviser, RuleAdviser
     from postroom.goals.advisers.http_adviser import HttpAdviser
+    from postroom.goals.engine import Engine
     from postroom.goals.graph.graph import Graph
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
     from postroom.sandbox import Sandbox
@@ -144,7 +144,7 @@ _HOME = {
     "Organization": "postroom.engine",
     "Handle": "postroom.engine",
     "Guard": "postroom.engine",
-    "Engine": "postroom.engine",
+    "Engine": "postroom.goals.engine",
     "Breaker": "postroom.engine",
     "Backpressure": "postroom.engine",
     "ValidationError": "postroom.errors",

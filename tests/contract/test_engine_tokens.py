@@ -433,10 +433,11 @@ def test_a_jump_of_the_wall_clock_begins_no_window(make: Make, jump_s: float) ->
     assert model_of(engine).resets_in_s == before
 
 
-def test_stream_is_cut_at_the_reservation(make: Make) -> None:
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_stream_is_cut_at_the_reservation(make: Make, pool: str) -> None:
     engine = make()
 
-    @engine.engine.handler("tool_call")
+    @engine.engine.handler("tool_call", pool=pool)
     async def handle(message: Any, ctx: Any) -> None:
         for number in range(100):
             ctx.use_tokens(100)

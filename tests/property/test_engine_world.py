@@ -24,6 +24,7 @@ from postroom.engine.rules import token_budgets as token_books
 from postroom.engine.rules.cells import EFFECTS, KEYS
 from postroom.engine.rules.claims import Claims
 from postroom.engine.rules.outcomes import Outcomes
+from postroom.goals.registry import OperationRegistry
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World
@@ -158,7 +159,7 @@ def ignore_open_breakers(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_operations(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Claims, "_operation_admits", lambda *_: True)
+    patch.setattr(OperationRegistry, "admits", lambda *_: True)
 
 
 def count_usage_twice(patch: pytest.MonkeyPatch) -> None:

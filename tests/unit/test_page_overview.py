@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
+from postroom import Engine
 from postroom.core.health.health import HealthFacts, Verdict
-from postroom.engine import Engine
 from postroom.engine.inspection import BreakerStatus
 from postroom.engine.rules.operations import Operations
 from postroom.message import Event

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec import json
 
+from postroom import Engine
 from postroom.core.lifecycle import lifecycle
-from postroom.engine import Engine, dlq
+from postroom.engine import dlq
 from postroom.engine.dlq import DeadLetter, Found
 from postroom.engine.inspection import BreakerStatus, EngineStatus
 from postroom.engine.rules.operations import Operations

@@ -86,7 +86,7 @@ def _reader(
         finally:
             client.close()
         return
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
     from postroom.page.terminal import StoreReader
 
     shell.show_warnings()

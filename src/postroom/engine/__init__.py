@@ -1,8 +1,9 @@
-"""`Engine`, the global queue: see `engine`.
+"""The global queue, without goals and sandboxes: `goals.engine` adds them.
 
-`message_input` checks submitted messages, `operations` are the verbs inside one transaction, `claims` decides
-which messages a worker gets, `worker` runs handlers, and `policy` holds every rule that can be set. `agents`
-are the verbs of agents, and `coordinator` hands agents the answers to their requests.
+`message_input` checks submitted messages, `rules.operations` are the verbs inside one transaction,
+`rules.claims` decides which messages a worker gets, `work.worker` runs handlers, and `rules.policy` holds
+every rule that can be set. `agents.agent_operations` are the verbs of agents, and `agents.coordinator` hands
+agents the answers to their requests. `rules.extensions` is where the layers above add to transactions.
 """
 
 from postroom.core.agents import AgentRules
@@ -10,7 +11,7 @@ from postroom.core.lifecycle.backpressure import Backpressure
 from postroom.core.lifecycle.breaker import Breaker
 from postroom.core.lifecycle.retry import Retry
 from postroom.engine.agents.coordinator import Coordinator
-from postroom.engine.engine import Engine
+from postroom.engine.global_queue import GlobalQueue
 from postroom.engine.handle import Handle
 from postroom.engine.rules.policy import Guard, Organization, Policy
 
@@ -19,7 +20,7 @@ __all__ = [
     "Backpressure",
     "Breaker",
     "Coordinator",
-    "Engine",
+    "GlobalQueue",
     "Guard",
     "Handle",
     "Organization",

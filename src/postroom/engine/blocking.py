@@ -2,18 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from postroom.engine.handle import Handle
+from postroom.engine.handle import BlockingHandle, Wait
 from postroom.system.handles import reset_after_fork
 
 if TYPE_CHECKING:
-    from postroom.engine.engine import Engine
+    from postroom.engine.global_queue import GlobalQueue
 
 CLOSE_TIMEOUT_S = 10.0
-
-Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class LoopThread:
@@ -68,42 +66,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class BlockingHandle:
-    """A message that was submitted. Each call waits."""
-
-    def __init__(self, handle: Handle, wait: Wait) -> None:
-        self._handle = handle
-        self._wait = wait
-        self.message_id = handle.message_id
-        self.duplicate = handle.duplicate
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """As `Handle.result`."""
-        return self._wait(self._handle.result(timeout_s=timeout_s))
-
-    def cancel(self) -> None:
-        """As `Handle.cancel`."""
-        self._wait(self._handle.cancel())
-
-    def explain(self) -> str:
-        """As `Handle.explain`."""
-        return str(self._wait(self._handle.explain()))
-
-    def __iter__(self) -> Iterator[Any]:
-        """The parts of the answer as they come."""
-        parts = aiter(self._handle)
-
-        async def following() -> Any:
-            return await anext(parts, None)
-
-        while (part := self._wait(following())) is not None:
-            yield part
-
-
 class BlockingDeadLetters:
     """`engine.dlq` for plain code."""
 
-    def __init__(self, engine: "Engine", wait: Wait) -> None:
+    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
         self._dlq = engine.dlq
         self._wait = wait
 
@@ -127,7 +93,7 @@ class BlockingDeadLetters:
 class BlockingTokens:
     """`engine.tokens` for plain code."""
 
-    def __init__(self, engine: "Engine", wait: Wait) -> None:
+    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
         self._tokens = engine.tokens
         self._wait = wait
 
@@ -139,7 +105,7 @@ class BlockingTokens:
 class BlockingBounces:
     """`engine.bounces` for plain code."""
 
-    def __init__(self, engine: "Engine", wait: Wait) -> None:
+    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
         self._bounces = engine.bounces
         self._wait = wait
 
@@ -155,7 +121,7 @@ class BlockingBounces:
 class Blocking:
     """`engine.blocking`: the verbs of an engine for plain code."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "GlobalQueue") -> None:
         self._engine = engine
         self._thread = LoopThread()
         self.wait = self._thread.wait

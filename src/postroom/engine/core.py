@@ -1,4 +1,8 @@
-"""What the parts of an engine share: its store, its rules, its handlers, commits and wake-ups."""
+"""What the parts of an engine share: its store, its rules, its handlers, commits and wake-ups.
+
+Rule 1: this module imports none of those parts. `GlobalQueue` gives it their handlers, and the layers above
+        give it their additions.
+"""
 
 import asyncio
 import time
@@ -18,16 +22,13 @@ from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.policy import PAYLOAD_KEYS, REQUEST_TYPES, Policy
 from postroom.engine.rules.retention import Purge
 from postroom.engine.telemetry import EngineTelemetry
+from postroom.engine.work.additions import Additions
 from postroom.engine.work.commits import Commits
-from postroom.engine.work.default_handlers import default_handlers
 from postroom.engine.work.end_waiters import EndWaiters
 from postroom.engine.work.handlers import Handler
-from postroom.engine.work.mcp_tools import McpServers
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError
-from postroom.goals.goal_retention import purge as purge_goals
 from postroom.message import Stored, org_of
 from postroom.nudges.notifier import QUIET_S
-from postroom.sandbox.pools import Sandboxes
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -49,18 +50,13 @@ class EngineCore:
             REQUEST_TYPES, urgent="group" if is_lost else "os", payload_keys=PAYLOAD_KEYS
         )
         self.handlers: dict[str, Handler] = {}
-        self._default_handlers = default_handlers(self)
-        self.mcp_servers = McpServers()
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
         self.built_in: dict[str, Handler] = {}
-        """Handlers of the engine itself. A handler of the application takes precedence."""
-        self.hooks: dict[str, dict[str, Callable[..., Any]]] = {}
-        """Functions that run after the completion of messages: type -> name -> function."""
-        self.recovery_tools: dict[str, Callable[..., Any]] = {}
-        self.context_provider: Any = None
-        """The `ContextProvider` of the engine."""
-        self.sandboxes = Sandboxes(self)
+        """Handlers of postroom itself. A handler of the application takes precedence."""
+        self.own_runs: list[Callable[..., Any]] = []
+        """Functions of postroom among the handlers of the application."""
+        self.additions = Additions()
         self.telemetry: EngineTelemetry | None = None
         """None while nothing is exported."""
         self._commits = Commits(store)
@@ -70,7 +66,6 @@ class EngineCore:
         self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
-        self._goals_purged_to: dict[str, str] = {}
         store.add_commit_listener(self._committed)
 
     @property
@@ -81,20 +76,15 @@ class EngineCore:
     def share(self, other: "EngineCore") -> None:
         """Use the types, handlers and services of another engine, also those registered later."""
         self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
-        self.mcp_servers = other.mcp_servers
-        self.hooks, self.recovery_tools = other.hooks, other.recovery_tools
+        self.own_runs = other.own_runs
 
     def handler_of(self, type_name: str) -> Handler | None:
         """The handler of a message type: the registered one, or the default one of the type."""
-        return (
-            self.handlers.get(type_name)
-            or self.built_in.get(type_name)
-            or self._default_handlers.get(type_name)
-        )
+        return self.handlers.get(type_name) or self.built_in.get(type_name)
 
     def is_own(self, type_name: str, handler: Handler) -> bool:
         """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
-        return self.handlers.get(type_name) is not handler or handler.run == self.mcp_servers.handle
+        return self.handlers.get(type_name) is not handler or handler.run in self.own_runs
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
@@ -195,9 +185,6 @@ class EngineCore:
     async def purge(self) -> None:
         """Forget what has passed its retention. Workers do this by themselves."""
         await self._purge.run()
-        self._goals_purged_to = await self.write_raw(
-            lambda transaction: purge_goals(transaction, self._goals_purged_to), makes_room=True
-        )
 
     # ---- waking up -----------------------------------------------------------------------------
 

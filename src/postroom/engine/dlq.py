@@ -16,7 +16,6 @@ from postroom.engine.results import error_history
 from postroom.engine.rules import bodies
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
-from postroom.goals.advisers.questions import patterns
 from postroom.message import Record, Stored
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = "list[DeadLetter]"
-Patterns: TypeAlias = list[dict[str, Any]]
 
 LETTERS_MAX = 1_000
 LETTERS_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one list, and one more payload
@@ -69,10 +67,6 @@ class DeadLetters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         wanted = checked_filters(filters)
         return await self._core.read(lambda operations: letters(operations, wanted))
-
-    async def patterns(self, **filters: Any) -> Patterns:
-        """What the adviser says about dead letters of the same type and error: keep, replay or purge."""
-        return await patterns(self._core, await self.list(**filters))
 
     async def show(self, message_id: str) -> DeadLetter:
         """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""

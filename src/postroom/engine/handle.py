@@ -1,8 +1,8 @@
 """What `submit` returns: a handle to wait for the answer, to cancel, and to ask why nothing happens."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from postroom.engine.agents.parts import Position, read_on
 from postroom.engine.explanation import explain
@@ -11,6 +11,8 @@ from postroom.engine.rules.cells import Part
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
+
+Wait: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 
 LOOK_S = 0.1  # how often a reader of parts looks for new ones
 
@@ -63,3 +65,35 @@ async def follow(core: "EngineCore", message_id: str) -> AsyncIterator[Part]:
             return
         if not parts:
             await core.wait_for_news(message_id, LOOK_S)
+
+
+class BlockingHandle:
+    """A message that was submitted. Each call waits."""
+
+    def __init__(self, handle: Handle, wait: Wait) -> None:
+        self._handle = handle
+        self._wait = wait
+        self.message_id = handle.message_id
+        self.duplicate = handle.duplicate
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """As `Handle.result`."""
+        return self._wait(self._handle.result(timeout_s=timeout_s))
+
+    def cancel(self) -> None:
+        """As `Handle.cancel`."""
+        self._wait(self._handle.cancel())
+
+    def explain(self) -> str:
+        """As `Handle.explain`."""
+        return str(self._wait(self._handle.explain()))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The parts of the answer as they come."""
+        parts = aiter(self._handle)
+
+        async def following() -> Any:
+            return await anext(parts, None)
+
+        while (part := self._wait(following())) is not None:
+            yield part

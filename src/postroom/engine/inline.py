@@ -8,7 +8,6 @@ from typing import Any
 
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
-from postroom.engine.engine import Engine
 from postroom.engine.messages import Message
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Submitted
@@ -18,7 +17,6 @@ from postroom.engine.work.context import Context
 from postroom.engine.work.handlers import Handler, completed, limited, timeout_of
 from postroom.engine.work.worker import Worker
 from postroom.stores.base import FOREVER_NS, Ending
-from postroom.stores.memory import MemoryStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import ManualClock
@@ -105,30 +103,6 @@ class InlineCore(EngineCore):
 
     def _held(self) -> set[str]:
         return {message_id for worker in self.workers for message_id in worker.held()}
-
-
-class InlineEngine(Engine):
-    """As `Engine`, with the handlers of another engine. `clock` is the clock that tests move."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.clock = ManualClock()
-        super().__init__(MemoryStore(clock=self.clock), engine.policy)
-        self._core.share(engine.core)
-
-    def _new_core(self, store: Any, policy: Any) -> EngineCore:
-        core = InlineCore(store, policy)
-        core.clock = self.clock
-        self._inline = core
-        return core
-
-    async def drain(self) -> None:
-        """Run handlers until nothing can run without moving the clock."""
-        await self._inline.drain()
-
-    async def advance(self, seconds: float) -> None:
-        """Move the clock, and run what becomes due."""
-        self.clock.advance(seconds)
-        await self.drain()
 
 
 def _next_s(transaction: Transaction, held: Collection[str]) -> float | None:

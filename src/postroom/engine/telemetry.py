@@ -2,20 +2,14 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Submitted
 from postroom.engine.rules.outcomes import Outcome
 
-if TYPE_CHECKING:
-    from postroom.engine.engine import Engine
-
 Submit: TypeAlias = Callable[[list[Mapping[str, Any]]], Awaitable[list[Submitted]]]
 NoteOutcome: TypeAlias = Callable[[Outcome | None], None]
-
-on_work: Final[list[Callable[["Engine"], None]]] = []
-"""Called with an engine without telemetry that begins to work. An exporter registers itself here."""
 
 
 class EngineTelemetry(Protocol):

@@ -1,25 +1,24 @@
 """The built-in handlers of an engine: memory in the knowledge graph, and the background work of goals."""
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
+from postroom.engine.core import EngineCore
+from postroom.engine.inspection import info_of
 from postroom.engine.messages import Message
 from postroom.engine.rules.cells import SEPARATOR, Cells
 from postroom.engine.work.handlers import Handler
 from postroom.errors import Rejected, UnknownDecision, ValidationError
 from postroom.goals import decisions
 from postroom.goals.goal_cells import STATES
+from postroom.goals.goals import Goals
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import Node
-from postroom.goals.graph.graph import View
+from postroom.goals.graph.graph import Graphs, View
+from postroom.goals.hooks import Hooks
 from postroom.goals.internal import WORK
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
-    from postroom.goals.goals import Goals
-    from postroom.goals.graph.graph import Graphs
-    from postroom.goals.recovery import Recovery
+from postroom.goals.recovery import Recovery
 
 FOUND_MAX: Final = 100
 LOOKED_MAX: Final = 10_000
@@ -28,8 +27,11 @@ LOOKED_MAX: Final = 10_000
 class BuiltIn:
     """The handlers of one engine."""
 
-    def __init__(self, core: "EngineCore", goals: "Goals", graphs: "Graphs", recovery: "Recovery") -> None:
+    def __init__(
+        self, core: EngineCore, goals: Goals, graphs: Graphs, recovery: Recovery, hooks: Hooks
+    ) -> None:
         self._core = core
+        self._hooks = hooks
         self._goals = goals
         self._graphs = graphs
         self._recovery = recovery
@@ -136,11 +138,7 @@ class BuiltIn:
         return (await decisions.ask(self._core, decision)).choice
 
     async def _hook(self, type_name: str, name: str, message_id: str) -> None:
-        from postroom.engine.inspection import info_of  # noqa: PLC0415 - it imports much
-
-        run = self._core.hooks.get(type_name, {}).get(name)
-        if run is None:
-            raise ValidationError(f"there is no hook {name!r} for {type_name} in this process")
+        run = self._hooks.named(type_name, name)
         info = await self._core.read(lambda operations: info_of(operations, message_id))
         result = run(info, info.result)
         if hasattr(result, "__await__"):

@@ -6,19 +6,17 @@ Rule 2: a part that is left out is named in the digest, so that the model can as
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import Message
 from postroom.errors import InvalidMessage
 from postroom.goals.goal_cells import CONTEXTS, PROMPTS, STATES
 from postroom.goals.graph import branches
+from postroom.goals.graph.graph import Graphs
 from postroom.stores.transaction import Transaction
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
-    from postroom.goals.graph.graph import Graphs
 
 CHARS_A_TOKEN: Final = 4  # an estimate for English text and JSON
 TOKEN_BUDGET: Final = 4_000
@@ -48,7 +46,7 @@ class ContextProvider(ABC):
 class GoalContextProvider(ContextProvider):
     """What failed before, additions to the prompt, the context of the goal and the message, and the graph."""
 
-    def __init__(self, core: "EngineCore", graphs: "Graphs") -> None:
+    def __init__(self, core: EngineCore, graphs: Graphs) -> None:
         self._core = core
         self._graphs = graphs
 

@@ -7,12 +7,13 @@ Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, be
         organization. It never applies to another organization.
 """
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import LEARNED_AFTER, Advice, Question
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import new_id
 from postroom.engine.rules.policy import Policy
 from postroom.errors import InvalidMessage, UnknownDecision, WrongState
@@ -30,9 +31,6 @@ from postroom.goals.goal_cells import (
 )
 from postroom.message import ENGINE_PREFIX
 from postroom.stores.transaction import Transaction
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
 
 MICROS_PER_S: Final = 1_000_000
 DECISIONS_LISTED_MAX: Final = 1_000
@@ -218,7 +216,7 @@ def waiting(transaction: Transaction) -> list[Decision]:
 # ---- outside ---------------------------------------------------------------------------------------
 
 
-async def ask(core: "EngineCore", decision: Decision) -> Decision:
+async def ask(core: EngineCore, decision: Decision) -> Decision:
     """Ask the adviser about a recorded question, and commit the decision."""
     said, by = await asked(core.policy.adviser, decision.question)
 
@@ -238,7 +236,7 @@ Rules: TypeAlias = list[LearnedRule]
 class Decisions:
     """`engine.decisions`: questions that wait for a person, decisions that were taken, and learned rules."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
 
     async def list(self, *, decided: bool = False) -> Taken:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.goals import advice
 from postroom.core.lifecycle import lifecycle
 from postroom.core.names import is_name
+from postroom.engine.core import EngineCore
 from postroom.engine.message_input import CONTEXT_BYTES_MAX
 from postroom.engine.messages import new_id
 from postroom.engine.rules.cells import SEPARATOR, Cells
@@ -46,9 +47,6 @@ from postroom.goals.graph.branches import NodeConflict
 from postroom.goals.graph.graph import Graph
 from postroom.goals.rollback import goal_of
 from postroom.stores.transaction import Transaction
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ Questions: TypeAlias = list[Decision]
 class Goals:
     """`engine.goals`."""
 
-    def __init__(self, core: "EngineCore", graph: Graph) -> None:
+    def __init__(self, core: EngineCore, graph: Graph) -> None:
         self._core = core
         self._graph = graph
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from postroom.core.goals import advice
-from postroom.core.goals.advice import ReversalClass
+from postroom.core.goals.advice import ReversalClass, checked_reversal
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import Body, body_of
-from postroom.engine.rules.cells import SEPARATOR, joined
+from postroom.engine.rules.cells import SEPARATOR, Effect, joined
 from postroom.engine.rules.policy import Policy
-from postroom.errors import GoalEnded, InvalidMessage
+from postroom.errors import GoalEnded
 from postroom.goals import internal, rollback
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
@@ -38,7 +38,6 @@ LONG_S: Final = 10.0
 CHECKPOINTS_MAX: Final = 1_000
 ERROR_CHARS_MAX: Final = 1_000
 MICROS_PER_S: Final = 1_000_000
-REVERSAL_CLASSES: Final[tuple[ReversalClass, ...]] = ("REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE")
 DEAD: Final = ("DEAD_LETTER", "QUARANTINED")
 
 
@@ -53,8 +52,14 @@ def check(transaction: Transaction, messages: Sequence[Prepared]) -> None:
             raise GoalEnded(goal_id, goal.state, "submit to")
 
 
-def accepted(transaction: Transaction, org_id: str, body: Body, message_id: str) -> None:
-    """A message was accepted. It belongs to its goal when the goal was started."""
+def accepted(transaction: Transaction, message: Prepared, message_id: str) -> None:
+    """A message was accepted."""
+    if message.body.in_goal:
+        joined_goal(transaction, message.org_id, message.body, message_id)
+
+
+def joined_goal(transaction: Transaction, org_id: str, body: Body, message_id: str) -> None:
+    """A message names a goal. It belongs to the goal when that was started."""
     goal = STATES.get(transaction, body.goal_id)
     if goal is None or goal.org_id != org_id or goal.ended_us:
         return
@@ -66,7 +71,13 @@ def accepted(transaction: Transaction, org_id: str, body: Body, message_id: str)
     OPEN.put(transaction, True, body.goal_id, body.task_id, message_id)  # noqa: FBT003
 
 
-def completed(transaction: Transaction, policy: Policy, message_id: str) -> None:
+def completed(transaction: Transaction, policy: Policy, message_id: str, body: Body, _result: bytes) -> None:
+    """A message was completed."""
+    if body.in_goal:
+        step_completed(transaction, policy, message_id)
+
+
+def step_completed(transaction: Transaction, policy: Policy, message_id: str) -> None:
     """A message of a goal, or a compensation, was completed."""
     undone = UNDOES.get(transaction, message_id)
     if undone is not None:
@@ -193,31 +204,20 @@ def note(transaction: Transaction, goal_id: str, goal: Goal, **facts: Any) -> No
 # ---- effects ---------------------------------------------------------------------------------------
 
 
-def checked_reversal(reversal: object) -> dict[str, Any] | None:
-    """A reversal: the type and the payload of the message that undoes an effect."""
-    if reversal is None:
-        return None
-    if not isinstance(reversal, dict) or not isinstance(reversal.get("type"), str):
-        raise InvalidMessage('reversal is {"type": …, "payload": …}: the message that undoes the effect')
-    if not isinstance(reversal.get("payload", {}), dict):
-        raise InvalidMessage("the payload of a reversal is a JSON object")
-    return {"type": reversal["type"], "payload": reversal.get("payload", {})}
-
-
 def effect_begun(
     transaction: Transaction,
     message_id: str,
     key: str,
-    reversal: Any,
+    intent: Effect,
     reversal_class: ReversalClass | None,
-) -> int:
-    """An effect of a message begins. Returns its number in the goal; 0 when the message has no live goal."""
+) -> Effect:
+    """An effect of a message begins. It gets a number when the message has a live goal."""
     line = GOAL_OF.get(transaction, message_id)
     goal_id = "" if line is None else line.partition(SEPARATOR)[0]
     goal = STATES.get(transaction, goal_id) if goal_id else None
     if goal is None or goal.ended_us:
-        return 0
-    undo = checked_reversal(reversal)
+        return intent
+    undo = checked_reversal(intent.reversal)
     if reversal_class is None:
         asked = advice.question("reversal_class", {"key": key, "has_reversal": undo is not None})
         reversal_class = advice.advise(asked).choice  # type: ignore[assignment]
@@ -227,11 +227,11 @@ def effect_begun(
     number = goal.effects + 1
     STATES.put(transaction, replace(goal, effects=number), goal_id)
     EFFECTS.put(transaction, GoalEffect(message_id, key, reversal_class, undo), goal_id, number)  # type: ignore[arg-type]
-    return number
+    return replace(intent, number=number)
 
 
-def effect_dropped(transaction: Transaction, message_id: str, number: int) -> None:
+def effect_dropped(transaction: Transaction, message_id: str, effect: Effect) -> None:
     """An effect did not happen."""
     line = GOAL_OF.get(transaction, message_id)
-    if line is not None and number:
-        EFFECTS.put(transaction, None, line.partition(SEPARATOR)[0], number)
+    if line is not None and effect.number:
+        EFFECTS.put(transaction, None, line.partition(SEPARATOR)[0], effect.number)

@@ -6,12 +6,13 @@ Rule 2: a goal uses at most `Guard.recoveries` tools. After that, an alert asks 
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import PERSON, RESTART, ROLLBACK
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import body_of
 from postroom.engine.results import error_history
 from postroom.engine.rules.cells import SEPARATOR
@@ -30,12 +31,9 @@ from postroom.goals.goal_cells import (
     Goal,
     Rollback,
 )
+from postroom.goals.goals import Goals
 from postroom.goals.rollback import goal_of, later_effects
 from postroom.stores.transaction import Transaction
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
-    from postroom.goals.goals import Goals
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -51,9 +49,10 @@ ROOTS_MAX: Final = 1_000
 class Recovery:
     """The recovery tools of an engine."""
 
-    def __init__(self, core: "EngineCore", goals: "Goals") -> None:
+    def __init__(self, core: EngineCore, goals: Goals) -> None:
         self._core = core
         self._goals = goals
+        self.registered: dict[str, Callable[..., Any]] = {}
         self._built_in: dict[str, Callable[..., Any]] = {
             ROLLBACK: self.rollback_to_checkpoint,
             RESTART: self.restart_entire_goal,
@@ -66,13 +65,13 @@ class Recovery:
         name = getattr(run, "__name__", "")
         if not callable(run) or not name.isidentifier() or name == PERSON:
             raise InvalidSetting("a recovery tool is a function with a name")
-        self._core.recovery_tools[name] = run
+        self.registered[name] = run
         return run
 
     @property
     def tools(self) -> dict[str, Callable[..., Any]]:
         """The tools by name; one of the application replaces a built-in one."""
-        return self._built_in | self._core.recovery_tools
+        return self._built_in | self.registered
 
     # ---- a step has failed ---------------------------------------------------------------------
 

@@ -9,27 +9,24 @@ Rule 3: a message that waits is deferred to the end of the other's lease at the 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from postroom.core.goals import advice, conflicts
 from postroom.core.goals.advice import Advice
 from postroom.core.goals.conflicts import Conflict, Operation
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import Body, body_of, digest_of
+from postroom.engine.rules import ends, ordering
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.policy import Policy
-from postroom.goals import decisions
+from postroom.goals import decisions, progress
 from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING, Active, Decision, Waiting
 from postroom.message import Record, org_of
 from postroom.stores.base import ByIds, Head
 from postroom.stores.transaction import Transaction
 
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
-
-OPERATION: Final = b'"operation":'
-"""Every body with an operation contains this; a payload may contain it, too."""
 CONFLICTS_A_CLAIM_MAX: Final = 20  # conflicts of one message that one claim resolves
 WAIT_S_MIN: Final = 0.05
 NANOS_PER_MS: Final = 1_000_000
@@ -37,7 +34,9 @@ PERSON_OPTIONS: Final = ("run", "wait", "merge", "cancel")
 
 
 class OperationRegistry:
-    """The registry inside the transaction of one claim."""
+    """The registry inside the transaction of one claim, as a `Gate`."""
+
+    marker: Final = b'"operation":'
 
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self._transaction = transaction
@@ -45,15 +44,13 @@ class OperationRegistry:
         self._entered: dict[str, Active] = {}
         """Operations that this claim lets run, and whose messages it has not leased yet."""
 
-    def admits(self, head: Head, body: Body | None) -> bool:
+    def admits(self, head: Head, body: Body) -> bool:
         """Whether the operation of a message may run now. Otherwise the message is deferred or cancelled."""
-        if body is None or body.operation is None:
-            return True
-        return self._resolved(head, body, body.operation)
+        return body.operation is None or self._resolved(head, body, body.operation)
 
-    def enter(self, head: Head, body: Body | None) -> None:
+    def enter(self, head: Head, body: Body) -> None:
         """The message of an admitted operation is about to be leased."""
-        if body is None or body.operation is None:
+        if body.operation is None:
             return
         record, transaction = head.record, self._transaction
         if record.place != record.seq:  # else the message has never waited for anything
@@ -151,8 +148,6 @@ class OperationRegistry:
         """Defer, merge or cancel a message that cannot run now."""
         transaction = self._transaction
         if choice == "cancel":
-            from postroom.engine.rules import ends  # noqa: PLC0415 - it imports this module
-
             for step in transaction.apply(ByIds((record.message_id,)), lifecycle.cancel):
                 ends.ended(transaction, self._policy, step.record)
             return
@@ -222,7 +217,18 @@ def _stop_waiting(transaction: Transaction, message_id: str) -> None:
 # ---- the end of an operation -----------------------------------------------------------------------
 
 
-def released(transaction: Transaction, policy: Policy, message_id: str, result: bytes | None = None) -> None:
+def completed(transaction: Transaction, policy: Policy, message_id: str, body: Body, result: bytes) -> None:
+    """A message was completed."""
+    if body.operation is not None:
+        _release(transaction, policy, message_id, result)
+
+
+def released(transaction: Transaction, policy: Policy, record: Record) -> None:
+    """An attempt of a message has ended without a result."""
+    _release(transaction, policy, record.message_id, None)
+
+
+def _release(transaction: Transaction, policy: Policy, message_id: str, result: bytes | None) -> None:
     """The lease of a message has ended: wake messages that wait for its operation.
 
     `result` is the result of a completed message; None when it was not completed.
@@ -249,15 +255,14 @@ def _complete_with(
     transaction: Transaction, policy: Policy, message_id: str, other: str, result: bytes
 ) -> None:
     """Complete a message with the result of the operation that it was merged into."""
-    from postroom.engine.rules import ends  # noqa: PLC0415 - it imports this module
-
     record = transaction.record(message_id)
     if record is None or record.state != "QUEUED":
         return
     head = Head(record, b"", "", "")
     [leased] = transaction.lease([(head, record.lane)], f"merged with {other}", NANOS_PER_S)
     transaction.complete({message_id: (leased.lease, result)})
-    ends.completed(transaction, policy, message_id)
+    ordering.ended(transaction, transaction.record(message_id) or leased)
+    progress.step_completed(transaction, policy, message_id)
 
 
 # ---- decisions -------------------------------------------------------------------------------------
@@ -303,7 +308,7 @@ def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
 class Conflicts:
     """`engine.conflicts`."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
 
     async def active(self, org_id: str | None = None) -> list[Active]:

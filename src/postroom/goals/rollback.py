@@ -14,10 +14,12 @@ from msgspec.structs import replace
 
 from postroom.core.lifecycle import lifecycle
 from postroom.core.times import utc_text
+from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.messages import body_of, new_id
 from postroom.engine.rules import bodies, ordering
 from postroom.engine.rules.cells import EFFECTS as OUTCOMES
 from postroom.engine.rules.cells import PARTS, SEPARATOR, Part, joined
+from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
 from postroom.errors import GoalEnded, RollbackRefused, UnknownCheckpoint, UnknownGoal
 from postroom.goals import internal
@@ -161,15 +163,11 @@ def cancel_some(
 
 def cancel(transaction: Transaction, policy: Policy, record: Record) -> None:
     """Cancel a message of a goal."""
-    from postroom.engine.rules.operations import Operations  # noqa: PLC0415 - it imports this module
-
     Operations(transaction, policy).cancel(record.message_id)
 
 
 def _notify_agent(transaction: Transaction, policy: Policy, goal_id: str, stored: Stored, text: str) -> None:
     """Put a part into the inbox of the agent of a message, once for each rollback."""
-    from postroom.engine.agents.agent_operations import AgentOperations  # noqa: PLC0415 - it imports this module
-
     body = body_of(stored.envelope.payload)
     agent_id = "" if body is None else body.agent_id
     if not agent_id.isprintable() or not agent_id or NOTIFIED.get(transaction, goal_id, agent_id):
@@ -354,4 +352,4 @@ def _submit_again(
         "max_retries": stored.record.max_retries,
     }
     new = internal.insert(transaction, policy, fields)
-    progress.accepted(transaction, goal.org_id, body, new)
+    progress.joined_goal(transaction, goal.org_id, body, new)

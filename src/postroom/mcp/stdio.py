@@ -11,8 +11,8 @@ from mcp.server.stdio import stdio_server
 
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.names import checked_name
-from postroom.engine import Engine
 from postroom.errors import NotAllowed, PostroomError
+from postroom.goals.engine import Engine
 from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBackend
 from postroom.mcp.presence import Presence, beat
 from postroom.mcp.server import create_server

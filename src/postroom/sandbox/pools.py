@@ -8,11 +8,12 @@ Rule 3: a forked process never uses the warm sandboxes of its parent.
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from postroom.core.goals.sandbox_rules import needs_sandbox
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import Message
 from postroom.engine.rules.cells import SEPARATOR, Kind
 from postroom.errors import InvalidMessage, SandboxUnavailable, TooMany, Unavailable, shown
@@ -21,9 +22,6 @@ from postroom.sandbox.sandbox import Sandbox, SandboxKind
 from postroom.stores.transaction import Transaction
 from postroom.system.handles import reset_after_fork
 from postroom.system.log import library_log
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
 
 _log = library_log("postroom.sandbox")
 
@@ -47,7 +45,7 @@ NEEDS: Final = Kind("sandbox.need", SandboxNeed)
 class Sandboxes:
     """`engine.sandboxes`: warm sandboxes of this process, one pool for each agent that needs it."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self.kind: SandboxKind = "auto"
         """The kind of the sandboxes: see `Sandbox.open`."""

@@ -28,8 +28,8 @@ from starlette.types import Message, Receive, Scope, Send
 from postroom.contracts.tasks.task_input import LEASE_S_MAX, LEASE_S_MIN
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.times import checked_seconds
-from postroom.engine import Engine
 from postroom.errors import PostroomError, Unavailable
+from postroom.goals.engine import Engine
 from postroom.message import Durability
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Agents

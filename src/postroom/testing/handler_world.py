@@ -23,12 +23,12 @@ from msgspec.structs import replace
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
-from postroom.engine.engine import Engine
 from postroom.engine.inline import InlineCore, InlineWorker
 from postroom.engine.messages import Message
 from postroom.engine.rules.bodies import Apart
 from postroom.engine.work.handlers import Handler
 from postroom.engine.work.worker import Worker
+from postroom.goals.engine import Engine
 from postroom.message import State
 from postroom.stores.base import FOREVER_NS, Ending
 from postroom.stores.transaction import Transaction

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
+import postroom.goals.extensions  # noqa: F401 - the world checks operations, too
 from postroom.core.formats.events import of_store
 from postroom.core.goals import conflicts
 from postroom.core.history.history_checker import History

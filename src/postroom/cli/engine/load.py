@@ -87,7 +87,7 @@ async def measured(url: str, terms: dict[str, Any]) -> "LoadReport":
     """Run a worker and a load in this process."""
     import asyncio
 
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
     from postroom.server.up.engine_load import register_probe, run_load
 
     async with Engine.open(url) as engine:

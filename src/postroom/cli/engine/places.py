@@ -15,7 +15,7 @@ from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.client import EngineClient
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
 
 
 class Folder:
@@ -220,7 +220,7 @@ def open_place(
 
 def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: bool) -> "Engine":
     """The engine of a data folder, with the types and the rules of an app; else the app's own engine."""
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
 
     if data is None:
         from postroom.server.harness.engine_workers import load_app

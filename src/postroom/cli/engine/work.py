@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
     import postroom.server.telemetry.worker_telemetry  # noqa: F401 - it registers itself
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
 
 WORKERS = click.IntRange(1, 1_000)
 MIN_WORKERS_DEFAULT = 2

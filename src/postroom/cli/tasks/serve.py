@@ -27,7 +27,7 @@ from postroom.system.log import library_log
 if TYPE_CHECKING:
     from postroom.contracts.tasks.tasks import LeasedTask, Tasks
     from postroom.core.redaction import Redactor
-    from postroom.engine import Engine
+    from postroom.goals.engine import Engine
     from postroom.settings import AuditSettings
 
 PORT_DEFAULT = 8800

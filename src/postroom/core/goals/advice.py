@@ -5,14 +5,17 @@ Rule 2: the rules are total: each kind of question gets the same answer for the 
 Rule 3: the safe default of a question changes nothing that cannot be changed back.
 """
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
+
+from postroom.errors import InvalidMessage
 
 QuestionKind: TypeAlias = Literal[
     "demotion", "recovery", "reversal_class", "merge", "conflict", "dead_letter"
 ]
 ReversalClass: TypeAlias = Literal["REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE"]
+REVERSAL_CLASSES: Final[tuple[ReversalClass, ...]] = get_args(ReversalClass)
 
 CONFIDENCE_MIN: Final = 0.5
 LEARNED_AFTER: Final = 5
@@ -23,7 +26,7 @@ PERSON: Final = "person"
 OPTIONS: Final[dict[QuestionKind, tuple[str, ...]]] = {
     "demotion": ("demote", "keep"),
     "recovery": (ROLLBACK, RESTART, PERSON),
-    "reversal_class": ("REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE"),
+    "reversal_class": REVERSAL_CLASSES,
     "merge": ("branch", "main", "base"),
     "conflict": ("run", "wait", "merge", "cancel", "escalate"),
     "dead_letter": ("keep", "replay", "purge"),
@@ -168,3 +171,14 @@ def _dead_letter(facts: dict[str, Any]) -> Advice:
     if facts.get("error_type") in _TRANSIENT and not facts.get("is_poison"):
         return Advice("replay", 1.0, "the error was of a service that was not available for a while")
     return Advice("keep", 1.0, "the same message would meet the same error")
+
+
+def checked_reversal(reversal: object) -> dict[str, Any] | None:
+    """A reversal: the type and the payload of the message that undoes an effect."""
+    if reversal is None:
+        return None
+    if not isinstance(reversal, dict) or not isinstance(reversal.get("type"), str):
+        raise InvalidMessage('reversal is {"type": …, "payload": …}: the message that undoes the effect')
+    if not isinstance(reversal.get("payload", {}), dict):
+        raise InvalidMessage("the payload of a reversal is a JSON object")
+    return {"type": reversal["type"], "payload": reversal.get("payload", {})}

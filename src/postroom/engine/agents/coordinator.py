@@ -28,7 +28,7 @@ from postroom.system.log import library_log
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
-    from postroom.engine.engine import Engine
+    from postroom.engine.global_queue import GlobalQueue
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Coordinator:
         print(await agent.request(type="model_call", payload={"prompt": "hello"}, timeout_s=60))
     """
 
-    def __init__(self, engine: "Engine", *, name: str = "") -> None:
+    def __init__(self, engine: "GlobalQueue", *, name: str = "") -> None:
         self.core: EngineCore = engine.core
         self.name = name or socket.gethostname()[:64]
         """The name of the server. Two coordinators of the same name may overlap during an upgrade."""

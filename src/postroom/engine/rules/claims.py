@@ -21,9 +21,9 @@ from postroom.engine.messages import Body, body_of
 from postroom.engine.rules import ends, ordering
 from postroom.engine.rules.breakers import Breakers, Service, service_called
 from postroom.engine.rules.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
+from postroom.engine.rules.extensions import on_claim
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import TokenBooks, short_text
-from postroom.goals.registry import OPERATION, OperationRegistry
 from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
@@ -71,7 +71,7 @@ class Claims:
         self._grants: dict[str, tuple[Grant, Body]] = {}
         """Tokens of messages that are about to be leased, and their bodies."""
         self._held_back = 0
-        self._operations = OperationRegistry(transaction, policy)
+        self._gates = [new_gate(transaction, policy) for new_gate in on_claim]
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._breakers = Breakers(transaction, policy)
@@ -241,16 +241,22 @@ class Claims:
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif OPERATION in head.payload:
-            body = body_of(head.payload)
-            may_run = self._is_next(head) and self._operation_admits(head, body) and self._admits(head)
-            if may_run:
-                self._operations.enter(head, body)
-                return True
-        elif self._is_next(head) and self._admits(head):
+        elif self._is_next(head) and self._passes_gates(head):
             return True
         self._held_back += 1
         return False
+
+    def _passes_gates(self, head: Head) -> bool:
+        """Whether no gate holds a message back, and it has its tokens and may call its service."""
+        gates = [gate for gate in self._gates if gate.marker in head.payload]
+        body = body_of(head.payload) if gates else None
+        if body is None:
+            return self._admits(head)
+        if not all(gate.admits(head, body) for gate in gates) or not self._admits(head):
+            return False
+        for gate in gates:
+            gate.enter(head, body)
+        return True
 
     def _is_paused(self, org_id: str, type_name: str) -> bool:
         """Whether a type is paused. Pauses are read again, after transactions that change them have ended."""
@@ -272,10 +278,6 @@ class Claims:
     def _is_next(self, head: Head) -> bool:
         """Whether no older message of the same ordering key is left."""
         return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
-
-    def _operation_admits(self, head: Head, body: Body | None) -> bool:
-        """Whether no operation that is under way conflicts with that of a message."""
-        return self._operations.admits(head, body)
 
     def _admits(self, head: Head) -> bool:
         """Whether a message has its tokens, and its service may be called."""
@@ -358,7 +360,8 @@ class Claims:
             return []
         chosen = [(head, self._class_of(head.record)) for head in heads]
         leased = self._transaction.lease(chosen, self._worker_id, self._lease_ns)
-        self._operations.leased(leased)
+        for gate in self._gates:
+            gate.leased(leased)
         if self._grants:
             return self._with_tokens(chosen, leased)
         return [

@@ -36,6 +36,14 @@ from postroom.engine.rules.cells import (
     WorkerInfo,
     joined,
 )
+from postroom.engine.rules.extensions import (
+    on_accept,
+    on_effect,
+    on_effect_dropped,
+    on_forget,
+    on_replay,
+    on_submit,
+)
 from postroom.engine.rules.given_ids import with_stored_ids
 from postroom.engine.rules.outcomes import Outcome, Outcomes
 from postroom.engine.rules.policy import Policy
@@ -50,7 +58,6 @@ from postroom.errors import (
     UnknownTask,
     WrongState,
 )
-from postroom.goals import progress
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
 from postroom.stores.transaction import Accepted, Decide, Transaction
@@ -100,7 +107,8 @@ class Operations:
             self._check_contents(named, known_ids)
             for org_id, count in Counter(message.org_id for message in named).items():
                 storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
-            progress.check(self.transaction, named)
+            for check in on_submit:
+                check(self.transaction, named)
             Admission(self.transaction, self._policy).check(named)
             for (index, _), accepted in zip(new, self._insert(named), strict=True):
                 answers[index] = Submitted(accepted.message_id, accepted.duplicate)
@@ -179,8 +187,8 @@ class Operations:
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
-        if body.in_goal:
-            progress.accepted(transaction, message.org_id, body, message_id)
+        for note_message in on_accept:
+            note_message(transaction, message, message_id)
         if body.ordering_key:
             [record] = transaction.find(ByIds((message_id,)))
             ordering.join(
@@ -249,9 +257,10 @@ class Operations:
         if known is not None and not runs_unknown:
             raise EffectUnknown(message_id, key)
         number = 0 if known is None else known.number
-        if known is None:
-            number = progress.effect_begun(self.transaction, message_id, key, reversal, reversal_class)
         intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal, number=number)
+        if known is None:
+            for note_intent in on_effect:
+                intent = note_intent(self.transaction, message_id, key, intent, reversal_class)
         EFFECTS.put(self.transaction, intent, message_id, key)
         self._sync(record)
         return None
@@ -270,7 +279,8 @@ class Operations:
         self._sync(self._held(message_id, lease))
         known = EFFECTS.get(self.transaction, message_id, key)
         if known is not None:
-            progress.effect_dropped(self.transaction, message_id, known.number)
+            for note_drop in on_effect_dropped:
+                note_drop(self.transaction, message_id, known)
         EFFECTS.put(self.transaction, None, message_id, key)
 
     def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
@@ -314,7 +324,8 @@ class Operations:
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
         org_id = org_of(step.record.queue)
-        progress.reopened(self.transaction, message_id)
+        for note_replay in on_replay:
+            note_replay(self.transaction, message_id)
         PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
         if body is not None and body.ordering_key:
             ordering.rejoin(
@@ -401,7 +412,8 @@ class Operations:
             RECEIPTS.put(transaction, None, record.message_id)
             storage.forget(transaction, org_of(record.queue), record.message_id)
             ordering.leave(transaction, record)
-            progress.forgotten(transaction, record)
+            for forget_more in on_forget:
+                forget_more(transaction, record)
         if records:
             transaction.forget(records)
             transaction.emit("deleted", detail={"records": len(records)})

@@ -1,4 +1,4 @@
-"""The outcomes of attempts, applied to records, breakers, token budgets, ordering keys and goals.
+"""The outcomes of attempts, applied to records, breakers, token budgets and ordering keys.
 
 Rule 1: an outcome whose lease is over changes nothing.
 """
@@ -18,10 +18,10 @@ from postroom.engine.messages import Body
 from postroom.engine.rules import ends, ordering, storage
 from postroom.engine.rules.breakers import Breakers, Service
 from postroom.engine.rules.cells import GOALS, GoalUse
+from postroom.engine.rules.extensions import on_complete, on_release
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import NOTHING, Spent, TokenBooks
 from postroom.errors import StaleLease, UnknownTask, WrongState
-from postroom.goals import progress, registry
 from postroom.message import Moment, Record, Step
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Decide, Transaction
@@ -114,7 +114,7 @@ class Outcomes:
         return True
 
     def _after_success(self, outcomes: Sequence[Outcome], new: Sequence[str]) -> None:
-        """Update breakers, ordering keys and goals. `new` are the messages that were not completed before."""
+        """Update what depends on completed messages. `new` are those that were not completed before."""
         for outcome in outcomes:
             if outcome.service is not None:
                 self._breakers.succeeded(outcome.service, outcome.message_id)
@@ -122,7 +122,7 @@ class Outcomes:
                 self._ended(outcome.message_id)
             if outcome.message_id in new:
                 storage.add(self.transaction, outcome.org_id, outcome.message_id, len(outcome.result))
-                self._after_work(outcome)
+                self._note_result(outcome)
         if self._books is not None:
             for outcome in outcomes:
                 if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
@@ -130,15 +130,10 @@ class Outcomes:
         if self._policy.guard.is_set:
             self._count_usage([one for one in outcomes if one.message_id in new])
 
-    def _after_work(self, outcome: Outcome) -> None:
-        """Update the registry of operations and the goal of a completed message."""
-        body = outcome.body
-        if body is None:
-            return
-        if body.operation is not None:
-            registry.released(self.transaction, self._policy, outcome.message_id, outcome.result)
-        if body.in_goal:
-            progress.completed(self.transaction, self._policy, outcome.message_id)
+    def _note_result(self, outcome: Outcome) -> None:
+        if outcome.body is not None:
+            for note in on_complete:
+                note(self.transaction, self._policy, outcome.message_id, outcome.body, outcome.result)
 
     def _count_usage(self, outcomes: Sequence[Outcome]) -> None:
         """Add what messages cost to the use of their goals."""
@@ -221,7 +216,8 @@ class Outcomes:
             if step.record.state in lifecycle.ENDED:
                 ends.ended(self.transaction, self._policy, step.record)
             else:
-                registry.released(self.transaction, self._policy, step.record.message_id)
+                for note_release in on_release:
+                    note_release(self.transaction, self._policy, step.record)
         return bool(steps)
 
     def _ended(self, message_id: str) -> None:

@@ -8,9 +8,9 @@ Rule 3: every commit looks again: a message that was replayed meanwhile stays.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.rules.cells import (
@@ -26,14 +26,12 @@ from postroom.engine.rules.cells import (
     Kind,
     PurgeTurn,
 )
+from postroom.engine.rules.extensions import Forget, on_purge
 from postroom.engine.rules.operations import MICROS_PER_S, Operations
 from postroom.engine.rules.policy import FAILED_KEPT_FACTOR, KEEP_GOALS_S, Policy
 from postroom.message import Record, org_of
 from postroom.stores.base import Listing
 from postroom.stores.transaction import NUMBER_MAX, Transaction
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
 
 T = TypeVar("T")
 
@@ -46,12 +44,26 @@ TURN_S: Final = 60.0
 QUIET_NS: Final = 3_600 * NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
 
 
+class Commits(Protocol):
+    """What a purge needs of an engine."""
+
+    policy: Policy
+
+    async def read(self, work: Callable[[Operations], T]) -> T:
+        """Run `work` on committed values."""
+
+    async def write(self, work: Callable[[Operations], T], *, makes_room: bool = False) -> T:
+        """Run `work` and commit it."""
+
+
 class Purge:
     """Forgets what has passed its retention in one store."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: Commits) -> None:
         self._core = core
         self._name = os.urandom(8).hex()
+        self._purged_to: dict[str, str] = {}
+        """Where the functions of `on_purge` continue, by kind of cell."""
 
     async def run(self) -> None:
         """Forget everything that has passed its retention, unless another process is doing that."""
@@ -62,6 +74,8 @@ class Purge:
         await self._events()
         for kind in (CIRCUITS, RATES, WORKERS, GOALS):
             await self._cells(kind)
+        for forget in on_purge:
+            self._purged_to |= await self._commit(partial(_forget_more, forget=forget, after=self._purged_to))
         await self._core.write(partial(end_turn, name=self._name), makes_room=True)
 
     async def _records(self) -> None:
@@ -256,3 +270,7 @@ def _is_quiet(kind: Kind[Any], value: Any, transaction: Transaction) -> bool:
     else:
         used_ns = value.next_ns if kind is RATES else value.seen_ns
     return bool(used_ns < transaction.steady_ns - QUIET_NS)
+
+
+def _forget_more(operations: Operations, forget: Forget, after: Mapping[str, str]) -> Mapping[str, str]:
+    return forget(operations.transaction, after)

@@ -2,35 +2,81 @@
 
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from postroom.contracts.tasks.task_input import checked_text, encoded
-from postroom.core.goals.advice import ReversalClass
+from postroom.core.goals.advice import REVERSAL_CLASSES, ReversalClass, checked_reversal
 from postroom.core.tokens.provider_headers import observed
 from postroom.core.tokens.tokens import Grant
-from postroom.engine.handle import Handle
+from postroom.engine.handle import BlockingHandle, Handle, Wait
 from postroom.engine.messages import Message
+from postroom.engine.rules.cells import Effect
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Usage
 from postroom.engine.work.part_writer import PartWriter
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
-from postroom.goals.advisers.questions import context_of, prompt_additions, reversal_class_of
-from postroom.goals.context_provider import TOKEN_BUDGET, BuiltContext
-from postroom.goals.progress import REVERSAL_CLASSES, checked_reversal
-from postroom.sandbox.pools import BorrowedSandbox
-from postroom.sandbox.sandbox import BlockingSandbox
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
+
+T = TypeVar("T")
 
 EFFECT_KEY_CHARS_MAX = 512
 EFFECT_BYTES_MAX = 64 * 1024
 USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
+
+
+class Calls:
+    """What a handler writes under the lease of its message, committed by this process."""
+
+    def __init__(self, core: "EngineCore", message_id: str, lease: int, attempt: int) -> None:
+        self.core = core
+        self.message_id = message_id
+        self.lease = lease
+        self.parts = PartWriter(core, message_id, lease, attempt)
+
+    async def progress(self, share: float, text: str) -> None:
+        """Send a progress report."""
+        await self.parts.add("progress", progress=share, message=text)
+
+    async def stream(self, chunk: Any) -> None:
+        """Send a part of the answer."""
+        await self.parts.add("stream_chunk", chunk=chunk, chunk_index=self.parts.chunks)
+
+    async def submit(self, fields: dict[str, Any]) -> Handle:
+        """Submit a child."""
+        [submitted] = await self.core.submit([fields])
+        return Handle(self.core, submitted.message_id, duplicate=submitted.duplicate)
+
+    async def begin_effect(
+        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+    ) -> Effect | None:
+        """As `Operations.begin_effect`."""
+        return await self._write(
+            lambda operations: operations.begin_effect(
+                self.message_id,
+                self.lease,
+                key,
+                runs_unknown=runs_unknown,
+                reversal=reversal,
+                reversal_class=reversal_class,
+            )
+        )
+
+    async def end_effect(self, key: str, outcome: Any) -> None:
+        """As `Operations.end_effect`."""
+        await self._write(lambda operations: operations.end_effect(self.message_id, self.lease, key, outcome))
+
+    async def drop_effect(self, key: str) -> None:
+        """As `Operations.drop_effect`."""
+        await self._write(lambda operations: operations.drop_effect(self.message_id, self.lease, key))
+
+    async def _write(self, work: Callable[[Operations], T]) -> T:
+        return await self.core.write(work, makes_room=True)
 
 
 class Context:
@@ -46,8 +92,8 @@ class Context:
     ) -> None:
         self._core = core
         self._grant = grant
-        self._lease = lease
-        self._parts = PartWriter(core, message.message_id, lease, attempt)
+        self.calls = Calls(core, message.message_id, lease, attempt)
+        """Where the attempt writes: a forked process has another one."""
         self.message = message
         self.attempt = attempt
         self.cancelled = False
@@ -58,25 +104,25 @@ class Context:
         """Report to readers of the answer how far the work is: a number from 0 to 1, and perhaps a text."""
         if type(share) not in (int, float) or not math.isfinite(share):
             raise InvalidMessage(f"progress must be a number from 0 to 1, not {shown(share)}")
-        message = checked_text("the text of a progress report", text, limit=None)
-        await self._parts.add("progress", progress=float(share), message=message)
+        said = checked_text("the text of a progress report", text, limit=None)
+        await self.calls.progress(float(share), said)
 
     async def stream(self, chunk: Any) -> None:
         """Send a part of the answer. It is stored before the message completes."""
-        await self._parts.add("stream_chunk", chunk=chunk, chunk_index=self._parts.chunks)
+        await self.calls.stream(chunk)
 
     @property
     def chunks(self) -> int:
         """How many chunks were streamed in this attempt."""
-        return self._parts.chunks
+        return self.calls.parts.chunks
 
     async def flush(self) -> None:
         """Return when every progress report and chunk is stored."""
-        await self._parts.flush()
+        await self.calls.parts.flush()
 
     def store_at_once(self) -> None:
         """From now on, each progress report and chunk is stored before its call returns."""
-        self._parts.waits = True
+        self.calls.parts.waits = True
 
     def usage(
         self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
@@ -149,9 +195,7 @@ class Context:
 
     async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
         """Submit a child: it inherits organization, goal, trace and the limits of the goal."""
-        child = {"type": type, "payload": payload, **self._inherited(fields)}
-        [submitted] = await self._core.submit([child])
-        return Handle(self._core, submitted.message_id, duplicate=submitted.duplicate)
+        return await self.calls.submit({"type": type, "payload": payload, **self._inherited(fields)})
 
     def _inherited(self, fields: dict[str, Any]) -> dict[str, Any]:
         message = self.message
@@ -200,8 +244,8 @@ class Context:
         _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
         if reversal_class is None:
-            reversal_class = await reversal_class_of(self._core, self.message, key, reversal)
-        begin = partial(self._begin, key, reversal, reversal_class)
+            reversal_class = await self._reversal_class(key, reversal)
+        begin = partial(self.calls.begin_effect, key, reversal, reversal_class)
         try:
             known = await begin(runs_unknown=runs_unknown)
         except EffectUnknown:
@@ -218,55 +262,22 @@ class Context:
         except _UNCERTAIN:
             raise
         except Exception:
-            await self._drop(key)
+            await self.calls.drop_effect(key)
             raise
         return await self._end(key, outcome)
 
-    async def _begin(
-        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
-    ) -> Any:
-        return await self._write(
-            lambda operations: operations.begin_effect(
-                self.message.message_id,
-                self._lease,
-                key,
-                runs_unknown=runs_unknown,
-                reversal=reversal,
-                reversal_class=reversal_class,
-            )
-        )
-
-    async def goal_context(self) -> tuple[Any, int]:
-        """The context of the goal, and its version: see `engine.goals.context`."""
-        return await context_of(self._core, self.message.goal_id, self.message.org_id)
-
-    async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
-        """What fits into a budget of tokens: see `ContextProvider`."""
-        built: BuiltContext = await self._core.context_provider.build(self.message, token_budget)
-        return built
-
-    def sandbox(self) -> BorrowedSandbox:
-        """A sandbox for the work of this message, in an `async with` block: see `engine.sandboxes`."""
-        return self._core.sandboxes.sandbox(self.message)
-
-    async def prompt_additions(self) -> list[str]:
-        """What recovery has added to the prompt of the message's agent."""
-        return await prompt_additions(self._core, self.message)
+    async def _reversal_class(self, _key: str, _reversal: Any) -> ReversalClass | None:
+        """The class of an effect whose handler gives none; None leaves it to the rules."""
+        return None
 
     async def _end(self, key: str, outcome: Any) -> Any:
         _check_size("the outcome", key, outcome)
-        await self._write(
-            lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
-        )
+        await self.calls.end_effect(key, outcome)
         return outcome
 
-    async def _drop(self, key: str) -> None:
-        await self._write(
-            lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
-        )
-
-    async def _write(self, work: Callable[[Operations], Any]) -> Any:
-        return await self._core.write(work, makes_room=True)
+    def in_thread(self, wait: Wait) -> "ThreadContext":
+        """This context for a plain handler. `wait` runs a coroutine to its end."""
+        return ThreadContext(self, wait)
 
 
 def _check_size(what: str, key: str, value: Any) -> None:
@@ -290,7 +301,7 @@ async def _called(call: Callable[[], Any]) -> Any:
 class ThreadContext:
     """As `Context`, for a plain handler, which runs in a thread. Its calls block."""
 
-    def __init__(self, context: Context, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def __init__(self, context: Context, wait: Wait) -> None:
         self._context = context
         self._wait = wait
         self.message = context.message
@@ -342,34 +353,8 @@ class ThreadContext:
 
     def submit(self, *, type: str, payload: Any, **fields: Any) -> Any:  # noqa: A002
         """As `Context.submit`; returns a handle that blocks."""
-        from postroom.engine.blocking import BlockingHandle  # noqa: PLC0415 - it imports this module
-
         handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
         return BlockingHandle(handle, self._wait)
-
-    def goal_context(self) -> tuple[Any, int]:
-        """As `Context.goal_context`."""
-        found: tuple[Any, int] = self._wait(self._context.goal_context())
-        return found
-
-    def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
-        """As `Context.build_context`."""
-        built: BuiltContext = self._wait(self._context.build_context(token_budget))
-        return built
-
-    @contextmanager
-    def sandbox(self) -> Iterator[BlockingSandbox]:
-        """As `Context.sandbox`, for a `with` block."""
-        borrowed = self._context.sandbox()
-        sandbox = self._wait(borrowed.__aenter__())
-        try:
-            yield BlockingSandbox(sandbox, self._wait)
-        finally:
-            self._wait(borrowed.__aexit__())
-
-    def prompt_additions(self) -> list[str]:
-        """As `Context.prompt_additions`."""
-        return list(self._wait(self._context.prompt_additions()))
 
     def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
         """As `Context.effect`."""

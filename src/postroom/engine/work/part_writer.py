@@ -27,7 +27,7 @@ class PartWriter:
         self._core = core
         self._message_id = message_id
         self._lease = lease
-        self._attempt = attempt
+        self.attempt = attempt
         self._pending: list[Part] = []
         self._stored = 0
         self._bytes = 0
@@ -43,7 +43,7 @@ class PartWriter:
         if self._stored + len(self._pending) >= PARTS_MAX:
             raise InvalidMessage(f"one attempt may send at most {PARTS_MAX} progress reports and chunks")
         timestamp = utc_text(self._core.store.wall_us() * 1000)
-        part = Part(self._message_id, kind, timestamp, attempt=self._attempt, **facts)
+        part = Part(self._message_id, kind, timestamp, attempt=self.attempt, **facts)
         self._count_bytes(part)
         self._pending.append(part)
         self.chunks += kind == "stream_chunk"

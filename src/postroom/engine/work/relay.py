@@ -18,11 +18,11 @@ import msgspec
 from postroom import errors
 from postroom.core.goals.advice import ReversalClass
 from postroom.engine.handle import Handle
-from postroom.engine.work.context import Context
+from postroom.engine.rules.cells import Effect
+from postroom.engine.work.context import Calls
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
-    from postroom.engine.rules.cells import Effect
 
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
 _LENGTH: Final = struct.Struct("!I")
@@ -79,39 +79,40 @@ class Line:
         return bytes(data)
 
 
-class RelayContext(Context):
-    """As `Context`, for a forked process. Its calls block, and the worker carries them out."""
+class RelayedCalls(Calls):
+    """As `Calls`, in a forked process. Each call blocks, and the worker carries it out."""
 
-    def __init__(self, context: Context, line: Line) -> None:
-        super().__init__(context._core, context.message, context._lease, context.attempt)  # noqa: SLF001
+    def __init__(self, calls: Calls, line: Line) -> None:
+        super().__init__(calls.core, calls.message_id, calls.lease, calls.parts.attempt)
         self._line = line
 
-    async def progress(self, share: float, text: str = "") -> None:
-        """As `Context.progress`."""
+    async def progress(self, share: float, text: str) -> None:
+        """As `Calls.progress`."""
         self._line.ask("progress", share, text)
 
     async def stream(self, chunk: Any) -> None:
-        """As `Context.stream`."""
+        """As `Calls.stream`."""
         self._line.ask("stream", chunk)
+        self.parts.chunks += 1
 
-    async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
-        """As `Context.submit`."""
-        message_id, duplicate = self._line.ask("submit", {"type": type, "payload": payload, **fields})
-        return RelayHandle(self._core, self._line, message_id, duplicate=duplicate)
+    async def submit(self, fields: dict[str, Any]) -> Handle:
+        """As `Calls.submit`."""
+        message_id, duplicate = self._line.ask("submit", fields)
+        return RelayHandle(self.core, self._line, message_id, duplicate=duplicate)
 
-    async def _begin(
+    async def begin_effect(
         self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
-    ) -> "Effect | None":
-        from postroom.engine.rules.cells import Effect  # noqa: PLC0415
-
+    ) -> Effect | None:
+        """As `Calls.begin_effect`."""
         known = self._line.ask("begin", key, reversal, reversal_class, runs_unknown)
         return None if known is None else msgspec.convert(known, Effect)
 
-    async def _end(self, key: str, outcome: Any) -> Any:
+    async def end_effect(self, key: str, outcome: Any) -> None:
+        """As `Calls.end_effect`."""
         self._line.ask("end", key, outcome)
-        return outcome
 
-    async def _drop(self, key: str) -> None:
+    async def drop_effect(self, key: str) -> None:
+        """As `Calls.drop_effect`."""
         self._line.ask("drop", key)
 
 
@@ -148,7 +149,7 @@ def _raised(failure: Failure) -> Exception:
 # ---- in the worker ---------------------------------------------------------------------------------
 
 
-async def serve(connection: socket.socket, context: Context) -> None:
+async def serve(connection: socket.socket, calls: Calls) -> None:
     """Carry out the calls of a forked handler until it ends."""
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
@@ -157,7 +158,7 @@ async def serve(connection: socket.socket, context: Context) -> None:
             if length > FRAME_BYTES_MAX:
                 return
             verb, *arguments = _decode(await reader.readexactly(length))
-            answer = _encode(await _answered(context, verb, arguments))
+            answer = _encode(await _answered(calls, verb, arguments))
             writer.write(_LENGTH.pack(len(answer)) + answer)
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -166,9 +167,9 @@ async def serve(connection: socket.socket, context: Context) -> None:
         writer.close()
 
 
-async def _answered(context: Context, verb: str, arguments: list[Any]) -> Answer:
+async def _answered(calls: Calls, verb: str, arguments: list[Any]) -> Answer:
     try:
-        return Answer(await _carried_out(context, verb, arguments))
+        return Answer(await _carried_out(calls, verb, arguments))
     except Exception as error:  # noqa: BLE001 - the handler gets it
         facts = {
             name: value for name, value in vars(error).items() if isinstance(value, str | int | float | list)
@@ -176,24 +177,22 @@ async def _answered(context: Context, verb: str, arguments: list[Any]) -> Answer
         return Answer(failure=Failure(type(error).__name__, str(error), facts))
 
 
-async def _carried_out(context: Context, verb: str, arguments: list[Any]) -> Any:
+async def _carried_out(calls: Calls, verb: str, arguments: list[Any]) -> Any:
     match verb, arguments:
         case "progress" | "stream", _:
-            return await getattr(context, verb)(*arguments)
+            return await getattr(calls, verb)(*arguments)
         case "submit", [fields]:
-            submitted = await context.submit(**fields)
+            submitted = await calls.submit(fields)
             return submitted.message_id, submitted.duplicate
         case "begin", [key, reversal, reversal_class, runs_unknown]:
-            known = await context._begin(  # noqa: SLF001
-                key, reversal, reversal_class, runs_unknown=runs_unknown
-            )
+            known = await calls.begin_effect(key, reversal, reversal_class, runs_unknown=runs_unknown)
             return None if known is None else msgspec.to_builtins(known)
         case "end", [key, outcome]:
-            return await context._end(key, outcome)  # noqa: SLF001
+            return await calls.end_effect(key, outcome)
         case "drop", [key]:
-            return await context._drop(key)  # noqa: SLF001
+            return await calls.drop_effect(key)
         case _:
-            return await _asked(Handle(context._core, arguments[0]), verb, arguments[1:])  # noqa: SLF001
+            return await _asked(Handle(calls.core, arguments[0]), verb, arguments[1:])
 
 
 async def _asked(handle: Handle, verb: str, arguments: list[Any]) -> Any:

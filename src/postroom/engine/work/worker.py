@@ -31,10 +31,9 @@ from postroom.engine.rules.cells import WorkerInfo
 from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
-from postroom.engine.rules.policy import CONTROL_TYPES
 from postroom.engine.telemetry import noted
 from postroom.engine.work.batches import Batches, only_result
-from postroom.engine.work.context import Context, ThreadContext
+from postroom.engine.work.context import Context
 from postroom.engine.work.handlers import (
     CUT,
     Handler,
@@ -48,7 +47,7 @@ from postroom.engine.work.handlers import (
     timeout_of,
 )
 from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_process, run_alone
-from postroom.engine.work.relay import Line, RelayContext, serve
+from postroom.engine.work.relay import Line, RelayedCalls, serve
 from postroom.engine.work.waits import set_soon, wait_for_event
 from postroom.errors import (
     PostroomError,
@@ -57,8 +56,6 @@ from postroom.errors import (
     Unavailable,
     ValidationError,
 )
-from postroom.goals.advisers.questions import keeps_priority
-from postroom.goals.hooks import note_completed
 from postroom.stores.transaction import Transaction
 from postroom.system.log import library_log
 
@@ -149,8 +146,9 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        keep_warm = self._core.sandboxes.keep_warm
-        loops = (self._keep_leases, self._watch, self._report, self._purge, keep_warm)
+        loops = (
+            self._keep_leases, self._watch, self._report, self._purge, *self._core.additions.loops
+        )  # fmt: skip
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
             with self._core.listening_for_work(partial(set_soon, loop, self._wake)):
@@ -258,14 +256,14 @@ class Worker:
         free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
-        services, hooks = self._core.services, self._core.hooks
+        services, on_finish = self._core.services, self._core.additions.on_finish
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
             operations = Operations(transaction, policy)
             stale = operations.finish(outcomes) if outcomes else []
-            if hooks:
-                note_completed(transaction, policy, outcomes, stale, hooks)
+            for note_outcomes in on_finish:
+                note_outcomes(transaction, policy, outcomes, stale)
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
             return stale, found, [bodies.apart(transaction, one.body) for one in found]
 
@@ -358,6 +356,7 @@ class Worker:
         if claimed.body is None:
             text = "the stored message cannot be decoded"
             return failed(claimed, None, ValueError(text), error_type="Undecodable")
+        additions = self._core.additions
         message: Message | None = None
         try:
             shaped = self._core.registry.shaped(claimed.type, apart.payload or bytes(claimed.body.payload))
@@ -366,11 +365,12 @@ class Worker:
             message = message_of(
                 record, claimed.type, claimed.parent_message_id, claimed.body, shaped, context_apart
             )
-            context = running.context = Context(
+            new_context = additions.new_context or Context
+            context = running.context = new_context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if claimed.type in CONTROL_TYPES:
-                await self._core.sandboxes.follow(message)
+            if claimed.type in additions.before:
+                await additions.before[claimed.type](message)
             if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
@@ -387,12 +387,11 @@ class Worker:
 
     async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
         """A failure whose retry keeps its priority when the adviser says so."""
-        if message is None or outcome.kind != "failed" or outcome.is_final or outcome.keeps_priority:
+        keeps_priority = self._core.additions.keeps_priority
+        is_open = outcome.kind == "failed" and not outcome.is_final and not outcome.keeps_priority
+        if keeps_priority is None or message is None or not is_open:
             return outcome
-        if not message.metadata.get("critical") and self._core.policy.adviser is None:
-            return outcome  # the rules demote every other message
-        keeps = await keeps_priority(self._core, message, error)
-        return msgspec.structs.replace(outcome, keeps_priority=keeps)
+        return msgspec.structs.replace(outcome, keeps_priority=await keeps_priority(message, error))
 
     def _failure(
         self,
@@ -425,9 +424,9 @@ class Worker:
             return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
         if isinstance(context, list):
-            plain: Any = [ThreadContext(each, wait) for each in context]
+            plain: Any = [each.in_thread(wait) for each in context]
         else:
-            plain = ThreadContext(context, wait)
+            plain = context.in_thread(wait)
         run: Callable[[], Any] = partial(called, handler.run, message, plain)
         if self._core.telemetry is not None:  # a thread does not see the current span otherwise
             run = partial(copy_context().run, run)
@@ -456,16 +455,17 @@ class Worker:
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         """Run the handler in a process of its own, which may crash."""
         ours, theirs = socket.socketpair() if self._core.is_in_memory else (None, None)
-        serving = None if ours is None else asyncio.create_task(serve(ours, context))
+        serving = None if ours is None else asyncio.create_task(serve(ours, context.calls))
 
         telemetry = self._core.telemetry
 
         def call() -> bytes:
             limit_memory(message)
-            own = context if theirs is None else RelayContext(context, Line(theirs))
+            if theirs is not None:
+                context.calls = RelayedCalls(context.calls, Line(theirs))
             if telemetry is not None:
                 telemetry.in_child()
-            made = self._in_child(claimed, handler, message, own)
+            made = self._in_child(claimed, handler, message, context)
             return _encode((made, b"" if telemetry is None else telemetry.from_child()))
 
         try:
@@ -489,7 +489,7 @@ class Worker:
             if handler.is_async:
                 result = asyncio.run(awaited(handler.run(messages, [context] if takes_batch else context)))
             else:
-                plain = ThreadContext(context, asyncio.run)
+                plain = context.in_thread(asyncio.run)
                 result = called(handler.run, messages, [plain] if takes_batch else plain)
             if takes_batch:
                 result = only_result(result)

@@ -1,10 +1,10 @@
 """Questions to the adviser whose answers a running handler or a worker waits for."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question, ReversalClass
+from postroom.engine.core import EngineCore
 from postroom.engine.messages import Message
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.goals import decisions, rollback
@@ -13,17 +13,11 @@ from postroom.goals.goal_cells import CONTEXTS, GOAL_OF, PROMPTS, DecidedBy
 from postroom.stores.transaction import Transaction
 from postroom.system.log import library_log
 
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
-
-PATTERNS_MAX: Final = 100
-EXAMPLES_MAX: Final = 5
-
 _log = library_log("postroom.engine")
 
 
 async def reversal_class_of(
-    core: "EngineCore", message: Message, key: str, reversal: Any
+    core: EngineCore, message: Message, key: str, reversal: Any
 ) -> ReversalClass | None:
     """The class of an effect of a goal by the adviser; None leaves it to the rules."""
     adviser = core.policy.adviser
@@ -37,8 +31,10 @@ async def reversal_class_of(
     return await _decided(core, question, message)  # type: ignore[return-value]
 
 
-async def keeps_priority(core: "EngineCore", message: Message, error: BaseException) -> bool:
+async def keeps_priority(core: EngineCore, message: Message, error: BaseException) -> bool:
     """Whether the retry of a message keeps its priority."""
+    if not message.metadata.get("critical") and core.policy.adviser is None:
+        return False  # the rules demote every other message
     facts = {
         "type": message.type,
         "priority": message.priority,
@@ -51,7 +47,7 @@ async def keeps_priority(core: "EngineCore", message: Message, error: BaseExcept
     return await _decided(core, question, message) == "keep"
 
 
-async def _decided(core: "EngineCore", question: Question, message: Message) -> str:
+async def _decided(core: EngineCore, question: Question, message: Message) -> str:
     """Decide a question about a message at once. The decision is recorded, unless the rules alone decide."""
     policy, org_id = core.policy, message.org_id
     if policy.adviser is None or policy.adviser.is_pure:
@@ -59,7 +55,7 @@ async def _decided(core: "EngineCore", question: Question, message: Message) -> 
     said = await core.read(lambda operations: decisions.learned(operations.transaction, org_id, question))
     by: DecidedBy = "learned"
     if said is None:
-        said, by = await _said(core, question)
+        said, by = await said_at_once(core, question)
     subject, taken = {"message_id": message.message_id}, said
     try:
         await core.write_raw(
@@ -71,7 +67,7 @@ async def _decided(core: "EngineCore", question: Question, message: Message) -> 
     return said.choice
 
 
-async def _said(core: "EngineCore", question: Question) -> tuple[Advice, DecidedBy]:
+async def said_at_once(core: EngineCore, question: Question) -> tuple[Advice, DecidedBy]:
     """An advice and its source, when there is no time for a person to decide.
 
     The safe default replaces an advice below `Policy.adviser_confidence_min`.
@@ -83,9 +79,7 @@ async def _said(core: "EngineCore", question: Question) -> tuple[Advice, Decided
     return said, "adviser" if by == "adviser" else "rule"
 
 
-async def context_of(
-    core: "EngineCore", goal_id: str, org_id: str | None = None
-) -> tuple[dict[str, Any], int]:
+async def context_of(core: EngineCore, goal_id: str, org_id: str | None = None) -> tuple[dict[str, Any], int]:
     """The context of a goal, and its version. A goal of another organization is unknown."""
 
     def work(transaction: Transaction) -> tuple[dict[str, Any], int]:
@@ -98,30 +92,7 @@ async def context_of(
     return await core.read(lambda operations: work(operations.transaction))
 
 
-async def patterns(core: "EngineCore", letters: Sequence[Any]) -> list[dict[str, Any]]:
-    """What the adviser says about dead letters of the same type and error type."""
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for letter in letters:
-        last = letter.error_history[-1] if letter.error_history else {"error_type": letter.state, "error": ""}
-        kind = str(letter.original_message.get("type", ""))
-        groups.setdefault((kind, last["error_type"]), []).append(letter)
-    found = []
-    for (kind, error_type), alike in list(groups.items())[:PATTERNS_MAX]:
-        last = alike[-1].error_history[-1:] or [{"error": ""}]
-        facts = {
-            "type": kind,
-            "error_type": error_type,
-            "error": last[0]["error"],
-            "count": len(alike),
-            "is_poison": any(letter.state == "QUARANTINED" for letter in alike),
-        }
-        said, _ = await _said(core, advice.question("dead_letter", facts, pattern=f"{kind} {error_type}"))
-        examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
-        found.append({**facts, "advice": said.choice, "reasoning": said.reasoning, "message_ids": examples})
-    return found
-
-
-async def prompt_additions(core: "EngineCore", message: Message) -> list[str]:
+async def prompt_additions(core: EngineCore, message: Message) -> list[str]:
     """What recovery added to the prompt of the agent of a message."""
     return await core.read(
         lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from postroom.core.goals.merge import Edge
 from postroom.core.names import checked_name
+from postroom.engine.core import EngineCore
 from postroom.engine.rules.cells import Cells
 from postroom.errors import InvalidSetting, UnknownGoal
 from postroom.goals.graph import branches
@@ -16,9 +17,6 @@ from postroom.goals.graph.branches import (
     checked_properties,
     checked_scope,
 )
-
-if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
 
 T = TypeVar("T")
 
@@ -57,7 +55,7 @@ class LedgerGraph(Graph):
 
     is_embedded = True
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
 
     async def read(self, work: Callable[[Cells], T]) -> T:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Mapping
 from typing import Final, Self
 
-from postroom.engine import Engine
 from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.rules.cells import WantedProgram
 from postroom.errors import PostroomError
+from postroom.goals.engine import Engine
 from postroom.server.up.supervisor import Supervisor
 from postroom.system.log import library_log
 

@@ -20,11 +20,11 @@ from typing import Final
 import msgspec
 
 from postroom.core.lifecycle.backpressure import SCALE_DOWN_COOLDOWN_S, SCALE_UP_COOLDOWN_S, wanted_workers
-from postroom.engine import Engine
 from postroom.engine.inspection import EngineStatus, promoted_share, status_of
 from postroom.engine.rules.operations import Operations
 from postroom.engine.work.worker import DRAIN_S, new_worker_id
 from postroom.errors import InvalidSetting, PostroomError
+from postroom.goals.engine import Engine
 from postroom.system.heartbeat import HEARTBEAT
 from postroom.system.log import library_log
 

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from postroom.contracts.tasks.task_input import LEASE_S_MAX, checked_terms
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.health.health import HealthFacts
-from postroom.engine import Coordinator, Engine
+from postroom.engine import Coordinator
 from postroom.engine.agents.agent import Agent
 from postroom.engine.inspection import status_of
 from postroom.engine.rules.operations import Operations
+from postroom.goals.engine import Engine
 from postroom.server.access.rates import Rates
 from postroom.server.access.refusal_events import RefusalEvents
 from postroom.server.access.registry import Agents, Identity

@@ -18,7 +18,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from postroom.engine import Engine
+from postroom.engine.global_queue import GlobalQueue
 from postroom.engine.inspection import EngineStatus, status_of
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Operations, Submitted
@@ -194,7 +194,7 @@ class EngineGauges:
     """The depth of each lane of each organization, and the workers, whenever metrics are exported."""
 
     def __init__(self, meter: Meter) -> None:
-        self.engines: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+        self.engines: WeakKeyDictionary[GlobalQueue, bool] = WeakKeyDictionary()
         """Engine -> whether its store is only read while the engine works: a program may have closed it."""
         self._statuses: list[EngineStatus] = []
         self._looked = -STATUS_KEPT_S
@@ -225,7 +225,7 @@ class EngineGauges:
             yield Observation(len(status.workers))
 
 
-def _status(engine: Engine) -> list[EngineStatus]:
+def _status(engine: GlobalQueue) -> list[EngineStatus]:
     policy = engine.policy
     try:
         return [engine.store.read(lambda found: status_of(Operations(found, policy), policy))]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -16,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from postroom.engine import Engine
+from postroom.engine.global_queue import GlobalQueue
 from postroom.server.telemetry.child_spans import ChildSpans
 from postroom.server.telemetry.engine_spans import EngineGauges, EngineSpans, TaskSpans
 from postroom.server.telemetry.export import Signal, protocol_of
@@ -24,9 +24,6 @@ from postroom.server.telemetry.http_spans import TracedApp
 from postroom.server.telemetry.log_records import OtelHandler, line_emitter
 from postroom.server.telemetry.redaction import redacted_resource, redacting
 from postroom.server.telemetry.server_log import ServerLog
-
-if TYPE_CHECKING:
-    from postroom.server.app import TasksApp
 
 SCOPE = "postroom"
 FLUSH_MS = 5_000  # for the last export at the end of a process
@@ -43,6 +40,12 @@ def _exporter(signal: Signal, environ: Mapping[str, str]) -> Any:
     module, name = _EXPORTERS[signal]
     exporter = getattr(import_module(f"opentelemetry.exporter.otlp.proto.{library}.{module}"), name)
     return redacting(exporter, signal)()
+
+
+class SpannedApp(Protocol):
+    """An ASGI app whose task queues note spans."""
+
+    task_spans: TaskSpans | None
 
 
 class Telemetry:
@@ -84,7 +87,7 @@ class Telemetry:
         self._closers += [lambda: logger.removeHandler(handler), provider.shutdown]
         return provider
 
-    def attach(self, engine: Engine, *, while_working: bool = False) -> None:
+    def attach(self, engine: GlobalQueue, *, while_working: bool = False) -> None:
         """Trace and measure an engine. `while_working` reads its store only while it works."""
         tracer = (self._traces or trace.NoOpTracerProvider()).get_tracer(SCOPE)
         meter = (self._metrics or metrics.NoOpMeterProvider()).get_meter(SCOPE)
@@ -110,14 +113,14 @@ class Telemetry:
         if self._logs is not None:
             server_log.listener = line_emitter(self._logs.get_logger(SCOPE))
 
-    def serving(self, app: "TasksApp", engine: Engine, server_log: ServerLog) -> Any:
+    def serving(self, app: SpannedApp, engine: GlobalQueue, server_log: ServerLog) -> Any:
         """An app whose requests, engine and log are exported."""
         self.attach(engine)
         app.task_spans = self.task_spans()
         self.follow(server_log)
         return self._traced(app)
 
-    def _traced(self, app: "TasksApp") -> Any:
+    def _traced(self, app: SpannedApp) -> Any:
         """An ASGI app with a span for each request; the app itself when spans are not exported."""
         return app if self._traces is None else TracedApp(app, self._traces.get_tracer(SCOPE))
 

@@ -24,8 +24,9 @@ from typing import Any, Final
 
 from postroom.client import EngineClient, TaskClient
 from postroom.client.mail import Mail
-from postroom.engine import Breaker, Engine, Policy
+from postroom.engine import Breaker, Policy
 from postroom.errors import PostroomError, ValidationError
+from postroom.goals.engine import Engine
 from postroom.server.access.tokens import Permissions, Tokens
 from postroom.system.log import library_log
 from postroom.system.parent import stop_with_stdin

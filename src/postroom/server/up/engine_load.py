@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.engine import Engine, Handle
+from postroom.engine import Handle
 from postroom.errors import InvalidSetting, MessageFailed, Overloaded
+from postroom.goals.engine import Engine
 from postroom.stores.base import LANES
 
 PROBE_TYPE: Final = "load_probe"

@@ -1,15 +1,14 @@
-"""`Engine`: the global queue of an agent system, with priorities, retries, dead letters and policies.
+"""`GlobalQueue`: the queue of an agent system, with priorities, retries, dead letters and policies.
 
 The store remembers what was done. A message is leased to one worker at a time, and delivered at least once.
 An effect of a handler happens once (`ctx.effect`).
+
+Rule 1: this class knows messages and their handlers. `goals.engine` adds goals and sandboxes to it.
 """
 
-import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-from msgspec.structs import replace
+from typing import Any, Final, Self, TypeVar
 
 from postroom.contracts.tasks.task_input import checked_text
 from postroom.core.lifecycle.versions import Migration
@@ -26,45 +25,28 @@ from postroom.engine.handle import Handle
 from postroom.engine.inspection import EngineStatus, MessageInfo
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
-from postroom.engine.telemetry import on_work
 from postroom.engine.token_status import Tokens
+from postroom.engine.work.default_handlers import default_handlers
 from postroom.engine.work.handlers import Handler, check_shape, checked_handler
+from postroom.engine.work.mcp_tools import McpServers
 from postroom.engine.work.worker import DRAIN_S, Worker
 from postroom.errors import InvalidMessage, InvalidSetting, clipped, shown
-from postroom.goals.advisers.adviser import Adviser
-from postroom.goals.builtin_handlers import BuiltIn
-from postroom.goals.context_provider import ContextProvider, GoalContextProvider
-from postroom.goals.decisions import Decisions
-from postroom.goals.goals import Goals
-from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph
-from postroom.goals.recovery import Recovery
-from postroom.goals.registry import Conflicts
-from postroom.sandbox.pools import Sandboxes
-from postroom.stores.open import open_store
 from postroom.stores.store import Store
-from postroom.system.clock import Clock
 from postroom.system.handles import Closing
 
-if TYPE_CHECKING:
-    from postroom.engine.inline import InlineEngine
-
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+
+on_work: Final[list[Callable[["GlobalQueue"], None]]] = []
+"""Called with a queue without telemetry that begins to work. An exporter registers itself here."""
 
 
-class Engine(Closing):
+class GlobalQueue(Closing):
     """The messages of all organizations in one store, and the workers of this process."""
 
-    def __init__(
-        self,
-        store: Store,
-        policy: Policy | None = None,
-        *,
-        adviser: Adviser | None = None,
-        graph: Graph | str | None = None,
-    ) -> None:
-        rules = Policy() if policy is None else policy
-        self._core = self._new_core(store, rules if adviser is None else replace(rules, adviser=adviser))
+    def __init__(self, store: Store, policy: Policy | None = None) -> None:
+        self._core = self._new_core(store, Policy() if policy is None else policy)
+        self._core.built_in |= default_handlers(self._core)
+        self.mcp_servers = McpServers()
         self.dlq = DeadLetters(self._core)
         self.tokens = Tokens(self._core)
         self.bounces = Bounces(self._core)
@@ -72,44 +54,14 @@ class Engine(Closing):
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
         self._workers: list[Worker] = []
-        place = Graph.open(graph) if isinstance(graph, str) else graph
-        self._place = LedgerGraph(self._core) if place is None else place
-        self.goals = Goals(self._core, self._place)
-        self.graph = Graphs(self._place, self.goals)
-        self.decisions = Decisions(self._core)
-        self.conflicts = Conflicts(self._core)
-        self.recovery = Recovery(self._core, self.goals)
-        self._core.context_provider = GoalContextProvider(self._core, self.graph)
-        BuiltIn(self._core, self.goals, self.graph, self.recovery).register()
 
     def _new_core(self, store: Store, policy: Policy) -> EngineCore:
         return EngineCore(store, policy)
-
-    def on(self, store: Store) -> "Engine":
-        """An engine with the same rules, types and handlers on another store."""
-        engine = Engine(store, self.policy, graph=None if self._place.is_embedded else self._place)
-        engine.core.share(self.core)
-        return engine
 
     @property
     def core(self) -> EngineCore:
         """The inside of the engine, for servers."""
         return self._core
-
-    @property
-    def sandboxes(self) -> Sandboxes:
-        """Warm sandboxes of the agents in this process."""
-        return self._core.sandboxes
-
-    @property
-    def context_provider(self) -> ContextProvider:
-        """Builds the context of a message. An application may set its own."""
-        provider: ContextProvider = self._core.context_provider
-        return provider
-
-    @context_provider.setter
-    def context_provider(self, provider: ContextProvider) -> None:
-        self._core.context_provider = provider
 
     @property
     def policy(self) -> Policy:
@@ -120,25 +72,6 @@ class Engine(Closing):
     def store(self) -> Store:
         """The store of the engine."""
         return self._core.store
-
-    @classmethod
-    def open(
-        cls,
-        url: str,
-        policy: Policy | None = None,
-        clock: Clock | None = None,
-        adviser: Adviser | None = None,
-        graph: Graph | str | None = None,
-        key_file: str | os.PathLike[str] | None = None,
-    ) -> Self:
-        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
-
-        `adviser` answers questions instead of the rules. `graph` is the knowledge graph, such as
-        `falkordb://host:port/name`, when it is not in the store. `key_file` encrypts what is stored.
-        """
-        if not isinstance(url, str):
-            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
-        return cls(open_store(url, clock=clock, key_file=key_file), policy, adviser=adviser, graph=graph)
 
     # ---- types and handlers --------------------------------------------------------------------
 
@@ -190,35 +123,11 @@ class Engine(Closing):
         The server is a command that speaks MCP over its stdin and stdout, with `env` in its environment, or
         an address, called with `headers`. The payload is `{"tool": name, "arguments": {...}}`.
         """
-        servers = self._core.mcp_servers
-        servers.add(name, command, url, headers, env)
-        if getattr(self._core.handlers.get("tool_call"), "run", None) != servers.handle:
-            self.handler("tool_call")(servers.handle)
-
-    def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
-        """Register a function that runs after each completed message of a type, as a message of its own.
-
-        It is called with what `get` returns and with the result, at least once.
-        """
-
-        def register(run: Callable[..., T]) -> Callable[..., T]:
-            name = getattr(run, "__name__", "")
-            if not callable(run) or not name:
-                raise InvalidSetting(f"a hook is a function with a name, not {shown(run)}")
-            self._core.hooks.setdefault(type, {})[name] = run
-            return run
-
-        if not isinstance(type, str) or not is_name(type):
-            raise InvalidSetting(f"a message type is a name, not {shown(type)}")
-        return register
-
-    def recovery_tool(self, run: F) -> F:
-        """Register a function that the adviser may choose when a step of a goal fails for good.
-
-        It is called with those of goal_id, message_id, checkpoint_id, agent_id, task, specialized_for,
-        prompt_additions, failure and decision_id that its signature names.
-        """
-        return self.recovery.tool(run)
+        run = self.mcp_servers.handle
+        self.mcp_servers.add(name, command, url, headers, env)
+        if run not in self._core.own_runs:
+            self.handler("tool_call")(run)
+            self._core.own_runs.append(run)
 
     def migration(self, from_major: int) -> Callable[[Migration], Migration]:
         """Register a function that turns the fields of one major version into those of the next."""
@@ -283,8 +192,8 @@ class Engine(Closing):
         finally:
             self._workers.remove(worker)
             if not self._workers:
-                await self._core.mcp_servers.close()
-                await self._core.sandboxes.close()
+                for close in (self.mcp_servers.close, *self._core.additions.closing):
+                    await close()
 
     @property
     def is_working(self) -> bool:
@@ -368,16 +277,9 @@ class Engine(Closing):
         """Put back, wake and expire overdue messages; returns how many. Workers do this by themselves."""
         return await self._core.write(lambda operations: operations.sweep(), makes_room=True)
 
-    def testing(self) -> "InlineEngine":
-        """An engine in memory with the same handlers, which runs them inline on a clock that tests move."""
-        from postroom.engine.inline import InlineEngine  # noqa: PLC0415 - it imports this module
-
-        return InlineEngine(self)
-
     def close(self) -> None:
         """Close files and threads. The next call opens them again."""
         self.blocking.close()
-        self._place.close()
         self._core.close()
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,140 @@
+"""`Engine`: the global queue with goals, the knowledge graph, decisions, recovery, hooks and sandboxes."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from msgspec.structs import replace
+
+import postroom.goals.extensions  # noqa: F401 - it adds goals to the transactions of the engine
+from postroom.engine.global_queue import GlobalQueue
+from postroom.engine.rules.policy import CONTROL_TYPES, Policy
+from postroom.errors import InvalidMessage, shown
+from postroom.goals.advisers.adviser import Adviser
+from postroom.goals.advisers.dead_letters import AdvisedDeadLetters
+from postroom.goals.advisers.questions import keeps_priority
+from postroom.goals.builtin_handlers import BuiltIn
+from postroom.goals.context_provider import ContextProvider, GoalContextProvider
+from postroom.goals.decisions import Decisions
+from postroom.goals.goals import Goals
+from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph
+from postroom.goals.handler_context import HandlerContext
+from postroom.goals.hooks import Hooks
+from postroom.goals.recovery import Recovery
+from postroom.goals.registry import Conflicts
+from postroom.sandbox.pools import Sandboxes
+from postroom.stores.open import open_store
+from postroom.stores.store import Store
+from postroom.system.clock import Clock
+
+if TYPE_CHECKING:
+    from postroom.goals.inline import InlineEngine
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Engine(GlobalQueue):
+    """The messages and goals of all organizations in one store, and the workers of this process."""
+
+    dlq: AdvisedDeadLetters
+
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy | None = None,
+        *,
+        adviser: Adviser | None = None,
+        graph: Graph | str | None = None,
+    ) -> None:
+        rules = Policy() if policy is None else policy
+        super().__init__(store, rules if adviser is None else replace(rules, adviser=adviser))
+        place = Graph.open(graph) if isinstance(graph, str) else graph
+        self._place = LedgerGraph(self.core) if place is None else place
+        self.dlq = AdvisedDeadLetters(self.core)
+        self.goals = Goals(self.core, self._place)
+        self.graph = Graphs(self._place, self.goals)
+        self.decisions = Decisions(self.core)
+        self.conflicts = Conflicts(self.core)
+        self.recovery = Recovery(self.core, self.goals)
+        self.sandboxes = Sandboxes(self.core)
+        """Warm sandboxes of the agents in this process."""
+        self.context_provider: ContextProvider = GoalContextProvider(self.core, self.graph)
+        """Builds the context of a message. An application may set its own."""
+        self.hooks = Hooks()
+        BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks).register()
+        self._extend_work()
+
+    def _extend_work(self) -> None:
+        additions = self.core.additions
+        additions.new_context = partial(HandlerContext, self)
+        additions.keeps_priority = partial(keeps_priority, self.core)
+        additions.on_finish.append(self.hooks.note_completed)
+        additions.before = dict.fromkeys(CONTROL_TYPES, self.sandboxes.follow)
+        additions.loops.append(self.sandboxes.keep_warm)
+        additions.closing.append(self.sandboxes.close)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        adviser: Adviser | None = None,
+        graph: Graph | str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`.
+
+        `adviser` answers questions instead of the rules. `graph` is the knowledge graph, such as
+        `falkordb://host:port/name`, when it is not in the store. `key_file` encrypts what is stored.
+        """
+        if not isinstance(url, str):
+            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
+        return cls(open_store(url, clock=clock, key_file=key_file), policy, adviser=adviser, graph=graph)
+
+    def on(self, store: Store) -> "Engine":
+        """An engine with the same rules, types and handlers on another store."""
+        engine = Engine(store, self.policy, graph=None if self._place.is_embedded else self._place)
+        engine.share(self)
+        return engine
+
+    def share(self, other: "Engine") -> None:
+        """Use the types, handlers, hooks and tools of another engine, also those registered later."""
+        self.core.share(other.core)
+        self.mcp_servers = other.mcp_servers
+        self.hooks.functions = other.hooks.functions
+        self.recovery.registered = other.recovery.registered
+
+    def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
+        """Register a function that runs after each completed message of a type, as a message of its own.
+
+        It is called with what `get` returns and with the result, at least once.
+        """
+
+        def register(run: Callable[..., T]) -> Callable[..., T]:
+            self.hooks.add(type, run)
+            return run
+
+        self.hooks.check(type)
+        return register
+
+    def recovery_tool(self, run: F) -> F:
+        """Register a function that the adviser may choose when a step of a goal fails for good.
+
+        It is called with those of goal_id, message_id, checkpoint_id, agent_id, task, specialized_for,
+        prompt_additions, failure and decision_id that its signature names.
+        """
+        return self.recovery.tool(run)
+
+    def testing(self) -> "InlineEngine":
+        """An engine in memory with the same handlers, which runs them inline on a clock that tests move."""
+        from postroom.goals.inline import InlineEngine  # noqa: PLC0415 - it imports this module
+
+        return InlineEngine(self)
+
+    def close(self) -> None:
+        """Close files and threads. The next call opens them again."""
+        super().close()
+        self._place.close()
