@@ -231,18 +231,17 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
-def test_every_decision_page_has_a_row_with_its_title_and_status() -> None:
+def test_every_decision_page_has_a_row_with_its_title_and_the_three_headings() -> None:
     folder = ROOT / "docs" / "decisions"
-    row = re.compile(r"^\| (\d{4}) \| \[(.+)\]\((\S+)\) \| (?:stands|changed|replaced)\b", re.MULTILINE)
-    rows = {
-        (number, title, page)
-        for number, title, page in row.findall((folder / "README.md").read_text("utf-8"))
-    }
-    pages = [
-        (page.name[:4], page.read_text("utf-8").partition("\n")[0], page.name)
-        for page in folder.glob("0*.md")
-    ]
-    assert rows == {(number, heading.removeprefix("# "), page) for number, heading, page in pages}
+    subjects, _, designs = (folder / "README.md").read_text("utf-8").partition("## Designs")
+    row = re.compile(r"^\| \[(.+)\]\((\S+)\) \| \S", re.MULTILINE)
+    for rows, headings in ((subjects, ["Context", "Decision", "Consequences"]), (designs, None)):
+        for title, page in row.findall(rows):
+            text = (folder / page).read_text("utf-8")
+            assert text.startswith(f"# {title}\n"), page
+            assert headings is None or re.findall(r"^## (.+)$", text, re.MULTILINE) == headings, page
+    listed = [page for _, page in row.findall(subjects + designs)]
+    assert sorted(listed) == sorted(page.name for page in folder.glob("*.md") if page.name != "README.md")
 
 
 # ---- limits, errors and methods ----------------------------------------------------------------
