@@ -366,7 +366,8 @@ def call(contract: type, name: str) -> str:
 )
 def test_every_public_method_is_on_its_contract_page(contract: type, page: str) -> None:
     text = (CONTRACTS / page).read_text("utf-8")
-    public = {found: value for found, value in vars(contract).items() if not found.startswith("_")}
+    members = {found: value for one in reversed(contract.__mro__) for found, value in vars(one).items()}
+    public = {found: value for found, value in members.items() if not found.startswith("_")}
     methods = [found for found, value in public.items() if isinstance(value, types.FunctionType)]
     calls = {call(contract, found) for found in ["__init__", *methods] if found not in INTERNAL}
     properties = {found for found, value in public.items() if isinstance(value, property)}

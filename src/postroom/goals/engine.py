@@ -97,10 +97,10 @@ class Engine(GlobalQueue):
     def on(self, store: Store) -> "Engine":
         """An engine with the same rules, types and handlers on another store."""
         engine = Engine(store, self.policy, graph=None if self._place.is_embedded else self._place)
-        engine.share(self)
+        engine._share(self)
         return engine
 
-    def share(self, other: "Engine") -> None:
+    def _share(self, other: "Engine") -> None:
         """Use the types, handlers, hooks and tools of another engine, also those registered later."""
         self.core.share(other.core)
         self.mcp_servers = other.mcp_servers

@@ -15,7 +15,7 @@ class InlineEngine(Engine):
     def __init__(self, engine: Engine) -> None:
         self.clock = ManualClock()
         super().__init__(MemoryStore(clock=self.clock), engine.policy)
-        self.share(engine)
+        self._share(engine)
 
     def _new_core(self, store: Store, policy: Policy) -> EngineCore:
         self._inline = InlineCore(store, policy)
