@@ -1475,15 +1475,25 @@ def test_handler_timeout_is_retried(url: str) -> None:
     soon(scenario())
 
 
-def test_leases_are_renewed_while_a_handler_runs(url: str) -> None:
+def test_leases_are_renewed_while_a_handler_runs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renew, renewed = Operations.heartbeat, []
+
+    def counting(operations: Operations, leases: Any) -> list[str]:
+        renewed.append(leases)
+        return renew(operations, leases)
+
+    monkeypatch.setattr(Operations, "heartbeat", counting)
+
     async def scenario() -> None:
-        async with Engine.open(url, Policy(lease_s=0.6)) as engine:
+        async with Engine.open(url, Policy(lease_s=4.0)) as engine:
             runs = []
 
             @engine.handler("tool_call")
             async def run(_message: Any, _ctx: Any) -> str:
                 runs.append(1)
-                await asyncio.sleep(2)
+                begun = time.monotonic()
+                while len(renewed) < 3 or time.monotonic() < begun + 4.5:  # noqa: ASYNC110 - no event tells it
+                    await asyncio.sleep(0.1)
                 return "done"
 
             worker = asyncio.create_task(engine.run())
@@ -1505,7 +1515,7 @@ def test_heartbeats_continue_after_an_error(url: str, monkeypatch: pytest.Monkey
         return renew(operations, leases)
 
     monkeypatch.setattr(Operations, "heartbeat", failing_once)
-    test_leases_are_renewed_while_a_handler_runs(url)
+    test_leases_are_renewed_while_a_handler_runs(url, monkeypatch)
     assert not errors
 
 

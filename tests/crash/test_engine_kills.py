@@ -13,7 +13,7 @@ import pytest
 
 from postroom.engine.rules.operations import Operations
 from tests.crash import engines
-from tests.crash.engineprograms import OnUnknown, effects_file, open_engine, register
+from tests.crash.engineprograms import FINISH_LEASE_S, OnUnknown, effects_file, open_engine, register
 from tests.crash.engines import finish
 from tests.crash.ledger import Tally
 
@@ -101,7 +101,7 @@ def test_worker_killed_at_each_point_of_an_effect(point: str, on_unknown: OnUnkn
     with open_engine(tmp_path) as engine:
         handle = engine.blocking.submit(type="tool_call", org_id="acme", payload={"token": TOKEN})
     assert worker_that_dies(tmp_path, point, on_unknown) == -signal.SIGKILL
-    with open_engine(tmp_path) as engine:
+    with open_engine(tmp_path, FINISH_LEASE_S) as engine:
         register(engine, tmp_path, on_unknown)
         finish(engine)
         info = engine.blocking.get(handle.message_id)

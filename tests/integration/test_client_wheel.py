@@ -77,4 +77,5 @@ def test_the_client_of_the_wheel_works_for_a_real_harness(python: Path, tmp_path
 def test_the_wheel_holds_the_queries_and_the_types(python: Path) -> None:
     (package,) = python.parents[1].glob("lib/python*/site-packages/postroom")
     assert (package / "py.typed").exists()
-    assert list((package / "stores" / "sql").glob("*.sql"))
+    assert list((package / "stores" / "sqlite" / "sql").glob("*.sql"))
+    assert list((package / "stores" / "postgres" / "sql").glob("*.sql"))
