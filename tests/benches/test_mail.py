@@ -38,7 +38,7 @@ def await_ping(connection: socket.socket) -> None:
     assert connection.recv(1, socket.MSG_PEEK) == b"P"
 
 
-def test_a_subscriber_that_counts_bytes_answers_pings_and_does_not_count_them() -> None:
+def test_byte_counting_subscriber_answers_pings_without_counting_them() -> None:
     with (
         servers.nats_server(OFTEN) as server,
         servers.connected(server, b"SUB a 1\r\n") as subscriber,

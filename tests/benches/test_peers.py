@@ -9,7 +9,7 @@ import figures as shared
 import pytest
 
 
-def test_each_broker_has_figures_and_ends_with_its_block_and_all_its_processes(
+def test_each_broker_has_figures_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shared, "REPEATS", 1)

@@ -189,7 +189,7 @@ def publish(data: Path, copy: Path) -> None:
         shipping.once()
 
 
-def test_a_shipper_that_is_killed_after_its_last_steps_loses_and_repeats_nothing(
+def test_shipper_killed_after_its_last_steps_loses_and_repeats_nothing(
     tmp_path: Path, no_child_left: None
 ) -> None:
     data, copy, steps = tmp_path / "run", tmp_path / "copy", 0

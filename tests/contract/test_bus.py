@@ -228,7 +228,7 @@ def test_quoted_id_at_a_window_edge_is_not_taken_for_a_record(bus: Bus) -> None:
         assert post(Bus(bus.path, clock=lambda: NOON - timedelta(days=1))) > made
 
 
-def test_records_across_window_ends_are_whole_whatever_their_bodies_begin_with(bus: Bus) -> None:
+def test_records_across_window_ends_are_read_whole(bus: Bus) -> None:
     sent = [f"msg_id: {number:0300}" for number in range(3000)]
     bus.append_many([{"type": "t", "project_id": "p", "body": body} for body in sent])
     assert bodies(bus.read()) == sent
@@ -262,9 +262,7 @@ def test_ids_increase_across_a_rotation_and_a_clock_that_stepped_back(bus: Bus, 
     assert second > first
 
 
-def test_ids_increase_when_a_writer_was_killed_in_the_first_bytes_of_a_new_file(
-    bus: Bus, clock: Clock
-) -> None:
+def test_ids_increase_after_a_writer_was_killed_at_the_start_of_a_file(bus: Bus, clock: Clock) -> None:
     first = post(bus)
     bus.rotate()
     bus.path.write_bytes(b"---\nms")

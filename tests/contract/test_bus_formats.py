@@ -166,7 +166,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("header", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_header_that_cannot_be_read_is_reported_and_not_part_of_the_body_before(
+def test_unreadable_header_is_reported_and_not_part_of_the_previous_body(
     tmp_path: Path, header: str, end: str
 ) -> None:
     bad = f"---\n{header}---\nlost\n"
@@ -211,7 +211,7 @@ FORGED = [
 
 @pytest.mark.parametrize("body", FORGED)
 @pytest.mark.parametrize("following", [plain("next", SECOND), sorted_keys("next", SECOND)])
-def test_a_body_of_ours_forges_nothing_even_when_a_byte_of_its_record_is_damaged(
+def test_body_forges_no_record_when_a_byte_of_its_record_is_damaged(
     tmp_path: Path, body: str, following: str
 ) -> None:
     bus = Bus(tmp_path / "bus.yaml")
@@ -344,7 +344,7 @@ def test_a_file_reads_the_same_with_and_without_the_fast_path(records: list[tupl
 
 
 @pytest.mark.parametrize("excess", range(-24, 24, 3))
-def test_headers_around_the_limit_read_the_same_with_and_without_the_fast_path(excess: int) -> None:
+def test_headers_near_the_limit_read_the_same_on_both_paths(excess: int) -> None:
     header = plain("", FIRST).replace("run_id: r\n", f"run_id: {'r' * buswire.HEADER_BYTES_MAX}\n")
     surplus = len(header.partition("---\n")[2].partition("---\n")[0]) - buswire.HEADER_BYTES_MAX - excess
     long = header.replace("r" * surplus, "", 1)

@@ -181,7 +181,7 @@ def test_replace_gives_the_chunks_of_the_next_attempt_without_an_error(url: str)
     soon(scenario())
 
 
-def test_a_failed_message_raises_for_request_and_is_the_last_part_of_a_stream(url: str) -> None:
+def test_failed_message_raises_in_request_and_ends_a_stream(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
             agent = await coordinator.register("planner", "acme")

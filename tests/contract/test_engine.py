@@ -719,7 +719,7 @@ def die_alone(world: EngineUnderTest, claimed: Claimed) -> None:
     world.finish(ended(claimed, "crashed", "the process of the handler died with signal 9"))
 
 
-def test_deaths_of_own_processes_are_counted_separately_from_retries_and_end_in_quarantine(
+def test_process_deaths_count_apart_from_retries_and_quarantine(
     world: EngineUnderTest,
 ) -> None:
     handle = world.submit()

@@ -59,7 +59,7 @@ def test_status_shows_the_breakers_of_all_organizations(world: EngineUnderTest) 
     assert breakers(world)["calendar"].organizations == names
 
 
-def test_message_that_names_the_service_of_a_handler_counts_for_its_organization(
+def test_message_naming_a_handler_service_counts_for_its_organization(
     world: EngineUnderTest,
 ) -> None:
     for name in ("one", "two", "three", "four"):

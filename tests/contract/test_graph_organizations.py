@@ -77,7 +77,7 @@ def test_the_same_node_id_in_two_organizations_is_two_nodes(place: Any) -> None:
         run(engine, story(engine))
 
 
-def test_the_application_finds_the_node_of_the_only_organization_that_has_it(engine: Any) -> None:
+def test_application_finds_a_node_that_only_one_organization_has(engine: Any) -> None:
     async def story() -> None:
         main = engine.graph.main()
         await engine.graph.main("acme").save("fact", {"x": 1})
@@ -92,7 +92,7 @@ def test_the_application_finds_the_node_of_the_only_organization_that_has_it(eng
     run(engine, story())
 
 
-def test_facts_of_a_branch_do_not_become_shared_by_a_node_that_was_shared_later(engine: Any) -> None:
+def test_branch_facts_stay_private_when_their_node_is_shared_later(engine: Any) -> None:
     async def story() -> None:
         await engine.goals.start("acme", "g")
         await engine.graph.branch("g").save("salary", {"eur": 9})

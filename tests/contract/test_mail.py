@@ -156,7 +156,7 @@ def test_names_with_a_dash_or_upper_case_are_allowed(harness: Harness) -> None:
 # ---- priorities --------------------------------------------------------------------------------
 
 
-def test_replay_is_critical_then_urgent_then_normal_and_in_order_inside_each(harness: Harness) -> None:
+def test_replay_is_by_priority_and_in_order_within_each(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     words = ["", "critical", "urgent", "normal", "low", "high", "critical", ""]
@@ -237,7 +237,7 @@ def test_without_a_folder_everything_works_and_nothing_is_kept() -> None:
 # ---- store first -------------------------------------------------------------------------------
 
 
-def test_a_critical_message_is_neither_pushed_nor_answered_before_it_is_on_the_disk(
+def test_critical_message_is_synced_before_push_and_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tmp_path, normal="memory")
@@ -302,7 +302,7 @@ def test_callbacks_after_one_fsync_run_in_bounded_pieces_and_in_order(
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
 
 
-def test_callers_that_wait_for_the_disk_are_answered_when_the_service_closes(
+def test_callers_waiting_for_the_disk_are_answered_at_close(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = eighty_wait_for_one_fsync(harness, monkeypatch)
@@ -409,7 +409,7 @@ def test_a_second_create_succeeds_and_changes_nothing(harness: Harness) -> None:
     assert harness.request(link, LIST + "q")["code"] == 410
 
 
-def test_the_remaining_time_survives_a_restart_and_counts_on_while_the_server_is_down(
+def test_ttl_keeps_running_while_the_server_is_down(
     harness: Harness,
 ) -> None:
     link = FakeLink()
@@ -426,7 +426,7 @@ def test_the_remaining_time_survives_a_restart_and_counts_on_while_the_server_is
     assert harness.request(link, LIST + mail_id)["code"] == 410
 
 
-def test_setting_the_wall_clock_ends_nothing_and_prolongs_nothing_over_a_restart(harness: Harness) -> None:
+def test_ttl_ignores_wall_clock_changes_across_a_restart(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=100)
     harness.clock.step_wall(10_000)
@@ -437,7 +437,7 @@ def test_setting_the_wall_clock_ends_nothing_and_prolongs_nothing_over_a_restart
     assert harness.request(link, LIST + mail_id)["code"] == 410
 
 
-def test_an_expired_mailbox_stays_expired_when_the_clock_is_set_back_before_a_restart(
+def test_expired_mailbox_stays_expired_when_the_clock_is_set_back(
     harness: Harness,
 ) -> None:
     link = FakeLink()
@@ -448,7 +448,7 @@ def test_an_expired_mailbox_stays_expired_when_the_clock_is_set_back_before_a_re
     assert harness.request(link, LIST + mail_id)["code"] == 404
 
 
-def test_a_name_created_again_after_its_end_starts_empty_with_new_message_ids(harness: Harness) -> None:
+def test_recreated_mailbox_starts_empty_with_new_message_ids(harness: Harness) -> None:
     link, worker = FakeLink(), FakeLink()
     harness.create(link, ttl=10, public=True, name="q")
     first = harness.send(link, "q", b"old", "critical")
@@ -480,7 +480,7 @@ def test_ten_thousand_mailboxes_end_in_bounded_pieces(harness: Harness) -> None:
 # ---- discovery ---------------------------------------------------------------------------------
 
 
-def test_the_public_list_has_existing_mailboxes_then_created_and_expired_ones(harness: Harness) -> None:
+def test_public_list_has_existing_mailboxes_then_changes(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, ttl=50, public=True, name="vision.results", desc="images")
     harness.create(link, ttl=50)
@@ -543,7 +543,7 @@ def test_a_send_to_an_unknown_mailbox_is_refused_and_stores_nothing(harness: Har
     assert harness.kinds() == ["rejected", "rejected"]
 
 
-def test_a_private_id_appears_in_no_event_no_refusal_and_no_strangers_answer(tmp_path: Path) -> None:
+def test_private_id_appears_in_no_event_refusal_or_foreign_answer(tmp_path: Path) -> None:
     harness = Harness(tmp_path, receipts=True, dead_letter_after=1, quota_messages=3)
     link, other, spy = FakeLink(), FakeLink(), FakeLink()
     mail_id = harness.create(link, ttl=60)
@@ -710,7 +710,7 @@ def test_only_a_list_with_payloads_ends_at_the_size_limit_of_a_reply(harness: Ha
 # ---- how a message looks -----------------------------------------------------------------------
 
 
-def test_a_raw_client_gets_the_senders_bytes_and_headers_and_the_id_in_a_header(harness: Harness) -> None:
+def test_raw_client_gets_the_bytes_and_headers_of_the_sender(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     headers = b"NATS/1.0\r\nTrace: 1\r\nmq9-Msg-ID: 666\r\n\r\n"
@@ -721,7 +721,7 @@ def test_a_raw_client_gets_the_senders_bytes_and_headers_and_the_id_in_a_header(
     assert (link.got[0].headers, link.got[0].payload) == (expected, b'{"msg_id": 9}')
 
 
-def test_a_client_without_headers_finds_the_id_in_the_reply_subject_which_deletes(harness: Harness) -> None:
+def test_client_without_headers_gets_the_id_in_the_reply_subject(harness: Harness) -> None:
     link, plain = FakeLink(), FakeLink(headers=False)
     mail_id = harness.create(link, ttl=60)
     stored = harness.send(link, mail_id, b"0", "urgent")
@@ -811,7 +811,7 @@ def test_an_acknowledgement_covers_fetched_letters_and_no_others(harness: Harnes
     assert fetch_ids(harness, link, "q", group_name="g") == normal[2:]
 
 
-def test_an_acknowledgement_does_not_cover_later_letters_that_were_fetched_earlier(harness: Harness) -> None:
+def test_ack_does_not_cover_later_letters_fetched_earlier(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True)
     normal = [harness.send(link, "q", b"n") for _ in range(3)]
@@ -1213,7 +1213,7 @@ def test_compaction_keeps_live_records_and_shrinks_the_log(
     assert fetch(harness, link, mail_id, deliver="earliest")[-1] == b"later"
 
 
-def test_after_a_failed_fsync_nothing_is_acknowledged_until_a_new_segment_is_safe(
+def test_failed_fsync_stops_acknowledgements_until_a_new_segment_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tmp_path, normal="memory")
@@ -1391,7 +1391,7 @@ def test_compaction_keeps_records_that_are_not_synced_yet(
     assert link.take() == [b"on its way"]
 
 
-def test_a_segment_that_cannot_be_removed_keeps_later_segments_with_its_deletes(
+def test_segments_with_deletes_stay_while_an_earlier_one_cannot_be_removed(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -1429,7 +1429,7 @@ def test_a_segment_that_cannot_be_removed_keeps_later_segments_with_its_deletes(
     assert not first.exists()
 
 
-def test_a_mailbox_survives_records_of_an_earlier_one_left_by_a_crash_in_compaction(
+def test_mailbox_survives_stale_records_left_by_a_crashed_compaction(
     harness: Harness,
 ) -> None:
     link = FakeLink()

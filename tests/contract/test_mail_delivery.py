@@ -114,7 +114,7 @@ def test_an_urgent_message_does_not_wait_for_a_window_of_less_urgent_ones(harnes
     assert len(worker.got) == 1 + 2 * WINDOW  # a window of normal and one of critical messages
 
 
-def test_a_member_that_has_deleted_nothing_holds_one_window_of_all_priorities(harness: Harness) -> None:
+def test_member_without_deletes_holds_one_window_of_all_priorities(harness: Harness) -> None:
     sender, mail_id = filled(harness, 2 * WINDOW, "low")
     worker = joined(harness, mail_id)
     for word in ("normal", "high", "critical"):
@@ -207,7 +207,7 @@ def test_an_ended_subscription_leaves_no_state(harness: Harness) -> None:
     assert len(joined(harness, mail_id).got) == WINDOW  # no member holds anything
 
 
-def test_a_member_that_has_deleted_nothing_holds_a_window_however_long_it_takes(harness: Harness) -> None:
+def test_member_without_deletes_keeps_one_window_for_any_time(harness: Harness) -> None:
     _, mail_id = filled(harness, 2_000)
     slow = joined(harness, mail_id)
     for _ in range(30):
@@ -269,7 +269,7 @@ def test_a_critical_message_overtakes_the_backlog_of_a_live_subscriber(harness: 
     assert slow.payloads()[-1] == b"live"
 
 
-def test_a_critical_message_overtakes_backlogs_of_other_subscriptions_of_a_connection(
+def test_critical_message_overtakes_backlogs_of_other_subscriptions(
     harness: Harness,
 ) -> None:
     sender, first = filled(harness, 50)
@@ -332,7 +332,7 @@ def test_a_slow_connection_has_little_before_a_critical_message(tmp_path: Path) 
     serve(tmp_path, work)
 
 
-def test_a_connection_that_reads_nothing_is_handed_32_messages_before_a_critical_one(tmp_path: Path) -> None:
+def test_stalled_connection_holds_32_messages_before_a_critical_one(tmp_path: Path) -> None:
     async def work(server: NatsServer, connect: Connect) -> None:
         sender = await connect()
         mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
@@ -391,7 +391,7 @@ def test_the_public_list_is_sent_as_the_connection_drains(harness: Harness) -> N
     assert found == [("created", f"box.{number}") for number in range(100)]
 
 
-def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once(harness: Harness) -> None:
+def test_changes_during_the_public_list_are_announced_once(harness: Harness) -> None:
     owner = listed(harness, 50, ttl=60)
     harness.clock.advance(30)
     for number in range(50, 100):
@@ -412,7 +412,7 @@ def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once
     assert link.drain(harness) == [("created", "live")]
 
 
-def test_a_long_public_list_leaves_turns_to_others_and_ends_with_its_subscription(
+def test_long_public_list_yields_turns_and_ends_with_its_subscription(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(public_list, "ENTRIES_A_TURN_MAX", 10)

@@ -244,7 +244,7 @@ def test_a_full_disk_refuses_sends_and_recovers_without_loss(small_disk: Path) -
     serve(folder, look)
 
 
-def test_a_server_starts_on_a_full_disk_and_stores_again_when_there_is_space(small_disk: Path) -> None:
+def test_server_starts_on_a_full_disk_and_stores_when_there_is_space(small_disk: Path) -> None:
     folder, subject = small_disk / "mail", f"{MSG}box.urgent"
 
     async def begin(_: NatsServer, connect: Connect) -> None:

@@ -77,7 +77,7 @@ def test_each_organization_has_mailboxes_of_its_own_under_the_same_name(world: W
         harness.reopen()
 
 
-def test_a_client_of_all_organizations_finds_a_mailbox_of_none_first_and_then_the_only_one(
+def test_global_client_resolves_a_shared_mailbox_before_the_only_owned_one(
     world: World,
 ) -> None:
     harness = world.harness
@@ -157,7 +157,7 @@ def test_dead_letters_stay_in_the_organization(tmp_path: Path) -> None:
 # ---- the share of one organization -----------------------------------------------------------------
 
 
-def test_one_organization_stores_half_of_the_bytes_however_many_clients_it_has(tmp_path: Path) -> None:
+def test_one_organization_stores_at_most_half_of_the_bytes(tmp_path: Path) -> None:
     world = World(tmp_path / "mail", stored_bytes_max=40_000)
     harness = world.harness
     of_acme, of_other = harness.create(world.acme), harness.create(world.other)
@@ -323,7 +323,7 @@ def ada_who_may_message(*names: str) -> Identity:
     return Identity("ada", "agent", org="acme", permissions=Permissions(only_message=names))
 
 
-def test_a_token_that_may_message_one_agent_sends_into_the_mailboxes_of_that_agent(world: World) -> None:
+def test_only_message_token_sends_to_the_mailboxes_of_its_agents(world: World) -> None:
     harness = world.harness
     of_amy, of_ada = harness.create(world.friend), harness.create(world.acme)
     harness.create(world.operator, name="help", public=True)
@@ -399,7 +399,7 @@ def test_calls_for_a_foreign_agent_are_those_for_an_unknown_one(world: World) ->
     assert world.ask(world.other, "AGENT.REGISTER", name="spy", mailbox="box", text="y")["error"] == ""
 
 
-def test_a_name_of_no_organization_is_taken_until_it_lapses_and_then_belongs_to_one(world: World) -> None:
+def test_shared_name_is_taken_until_it_expires_then_can_be_owned(world: World) -> None:
     world.ask(world.operator, "AGENT.REGISTER", name="helper", text="of all")
     assert world.ask(world.acme, "AGENT.REGISTER", name="helper", text="of acme")["code"] == 409
     world.harness.close_link(world.operator)
@@ -427,7 +427,7 @@ def without_last(record: Record) -> bytes:
     return msgspec.msgpack.encode(fields[:-1] if fields[0] in (1, 7) else fields)
 
 
-def test_a_log_of_an_earlier_version_loses_nothing_and_belongs_to_no_organization(
+def test_log_of_an_earlier_version_is_kept_without_an_organization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Harness(tmp_path / "mail").service.close()

@@ -133,9 +133,7 @@ def test_shipping_goes_on_into_the_same_stream_after_a_move(
     assert numbers == list(range(1, newest + 1))
 
 
-def test_target_must_be_empty_and_a_failed_move_leaves_the_source_as_it_was(
-    tmp_path: Path, database: str
-) -> None:
+def test_move_needs_an_empty_target_and_a_failure_keeps_the_source(tmp_path: Path, database: str) -> None:
     source = f"sqlite:///{tmp_path}/queue.db"
     filled(source)
     with Tasks.open(database) as tasks:

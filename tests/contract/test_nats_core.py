@@ -517,9 +517,7 @@ def test_connections_leave_files_for_everything_else(tmp_path: Path) -> None:
             assert wire.rest() == b"-ERR 'maximum connections exceeded'\r\n"
 
 
-def test_a_subscription_above_the_limit_is_refused_and_the_connection_stays(
-    kind: str, tmp_path: Path
-) -> None:
+def test_subscription_above_the_limit_is_refused_without_disconnect(kind: str, tmp_path: Path) -> None:
     with running(kind, tmp_path, Wanted(subscriptions_max=2)) as server, Wire(server) as wire:
         answer = wire.ask(b"SUB a 1\r\nSUB b 2\r\nSUB c 3\r\n")
         assert answer == b"-ERR 'maximum subscriptions exceeded'\r\n"

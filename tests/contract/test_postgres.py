@@ -221,7 +221,7 @@ def test_payloads_are_shown_as_json_where_jsonb_can_hold_them(database: str) -> 
     store.close()
 
 
-def test_partitions_of_past_months_are_dropped_when_their_events_are_forgotten(database: str) -> None:
+def test_partitions_of_past_months_are_dropped_with_their_events(database: str) -> None:
     store = PostgresStore(database)
     insert(store, 3)
     sql(
@@ -345,7 +345,7 @@ def test_queue_near_its_limit_is_never_overfilled_by_several_handles(database: s
         store.close()
 
 
-def test_a_connection_that_is_in_use_when_the_store_closes_is_closed_after_it(database: str) -> None:
+def test_connection_in_use_is_closed_after_the_store(database: str) -> None:
     begun, go_on = threading.Event(), threading.Event()
     found: list[Any] = []
 
@@ -378,7 +378,7 @@ def test_forked_child_uses_its_own_connections(database: str, no_child_left: Non
     store.close()
 
 
-def test_clock_is_calculated_from_the_last_answer_and_read_again_after_a_while(
+def test_clock_follows_the_last_answer_and_is_read_again_later(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, uptime = PostgresStore(database), ManualClock()

@@ -1763,9 +1763,7 @@ def test_inspecting_a_copy_changes_nothing(queue: Queue, root: Path, tmp_path: P
     assert [path.name for path in sorted(copy.rglob("*")) if path.is_file()] == ["messages.jsonl"]
 
 
-def test_inspection_takes_the_lock_after_an_interrupted_compaction_or_damage(
-    queue: Queue, root: Path
-) -> None:
+def test_inspection_takes_the_lock_after_damage_or_a_cut_compaction(queue: Queue, root: Path) -> None:
     queue.send("ask", "x")
     with Queue(root, lock_timeout_s=0.01) as other, queue._session(None).locked():
         journal = root / "sessions" / "default" / "expire.journal"

@@ -141,7 +141,7 @@ def test_a_folder_of_another_user_is_no_damage() -> None:
         run(as_another_user)
 
 
-def test_ids_of_an_earlier_version_stay_and_new_ones_hide_their_number_after_a_day(tmp_path: Path) -> None:
+def test_upgraded_store_keeps_old_ids_and_hides_numbers_in_new_ones(tmp_path: Path) -> None:
     clock, path = ManualClock(), tmp_path / "queue.db"
 
     def insert(store: sqlite.SqliteStore) -> str:

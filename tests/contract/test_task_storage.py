@@ -124,9 +124,7 @@ def test_a_purge_gives_back_what_its_tasks_took_up(tasks: Tasks, clock: ManualCl
     tasks.enqueue(agent=ACME, payload=LARGE)
 
 
-def test_an_organization_at_its_number_of_queues_uses_those_that_hold_tasks(
-    tasks: Tasks, clock: ManualClock
-) -> None:
+def test_organization_at_its_queue_limit_still_uses_its_queues(tasks: Tasks, clock: ManualClock) -> None:
     first, second = scoped("acme", "first"), scoped("acme", "second")
     tasks.enqueue(agent=first, payload=1)
     tasks.enqueue(agent=first, payload=1, idempotency_key="key")

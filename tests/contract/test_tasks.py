@@ -333,7 +333,7 @@ def test_the_status_names_the_holders(tasks: Tasks, clock: ManualClock) -> None:
 # ---- failures --------------------------------------------------------------------------------------
 
 
-def test_four_attempts_then_a_dead_letter_with_all_errors_and_a_manual_retry(
+def test_four_failed_attempts_make_a_dead_letter_that_can_be_retried(
     tasks: Tasks, clock: ManualClock
 ) -> None:
     task_id = tasks.enqueue(agent="a", payload=1)
@@ -930,9 +930,7 @@ def test_completing_can_claim_the_next_tasks_in_the_same_commit(tasks: Tasks) ->
 # ---- keeping ---------------------------------------------------------------------------------------
 
 
-def test_finished_tasks_are_kept_for_a_week_and_dead_letters_for_ninety_days(
-    url: str, clock: ManualClock
-) -> None:
+def test_finished_tasks_stay_7_days_and_dead_letters_90(url: str, clock: ManualClock) -> None:
     tasks = Tasks.open(url, clock=clock)
     done, dead, waiting = (tasks.enqueue(agent="a", payload=number, max_retries=0) for number in range(3))
     tasks.complete(done, take(tasks).lease)

@@ -196,7 +196,7 @@ def test_an_isolated_handler_that_closes_its_pipe_and_lives_on_is_killed(tmp_pat
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_handler_in_a_process_of_its_own_uses_its_context_on_a_store_in_memory(is_async: bool) -> None:
+def test_forked_handler_uses_its_context_on_a_store_in_memory(is_async: bool) -> None:
     def plain(_message: Any, ctx: Any) -> Any:
         ctx.progress(0.5, "half")
         ctx.stream("chunk")

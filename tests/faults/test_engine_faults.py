@@ -121,7 +121,7 @@ def test_replayed_message_runs_after_a_younger_one_became_a_dead_letter(world: E
     assert claimed_ids(world) == [older.message_id]
 
 
-def test_resume_of_a_type_does_not_wake_a_replayed_message_that_waits_for_its_key(
+def test_resume_of_a_type_leaves_a_replayed_message_waiting_for_its_key(
     world: EngineUnderTest,
 ) -> None:
     older = world.submit(ordering_key="k")

@@ -99,7 +99,7 @@ def test_a_damaged_ciphertext_is_kept_and_the_shipper_goes_on(
     check_quarantined(data, ship(data), row, before[0] + 1, changed)
 
 
-def test_a_row_that_is_damaged_after_it_was_shipped_does_not_stop_the_shipper(data: Path) -> None:
+def test_row_damaged_after_shipping_does_not_stop_the_shipper(data: Path) -> None:
     _, (row, batch), *_ = use(data)
     shipped = ship(data)
     damage(data, row, DAMAGES["cut short"](batch))

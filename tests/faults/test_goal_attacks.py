@@ -100,7 +100,7 @@ def test_the_goal_of_another_organization_is_out_of_reach(world: EngineUnderTest
     assert node.properties == {"secret": 1}
 
 
-def test_a_rollback_does_not_stop_another_organization_with_the_same_goal_id(world: EngineUnderTest) -> None:
+def test_rollback_does_not_affect_the_same_goal_id_elsewhere(world: EngineUnderTest) -> None:
     engine = world.engine
 
     @engine.handler("tool_call")

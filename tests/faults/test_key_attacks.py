@@ -59,7 +59,7 @@ STEPS = ((key_file, "replace_file"), (SqliteStore, "convert"), (SqliteStore, "wi
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_rotation_that_is_killed_at_each_step_loses_nothing_and_ends_clean(
+def test_rotation_killed_at_each_step_loses_nothing(
     tmp_path: Path, keys: Path, no_child_left: None, monkeypatch: pytest.MonkeyPatch, *, after: bool
 ) -> None:
     monkeypatch.setattr(conversion, "CONVERSION_ROWS_MAX", 5)
@@ -81,9 +81,7 @@ def test_a_rotation_that_is_killed_at_each_step_loses_nothing_and_ends_clean(
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_an_encryption_that_is_killed_before_the_file_is_rewritten_rewrites_it_later(
-    tmp_path: Path, keys: Path
-) -> None:
+def test_encryption_killed_before_the_rewrite_rewrites_the_file_later(tmp_path: Path, keys: Path) -> None:
     data = tmp_path / "run"
     store_plain(data, text=MARKER * 1_000)
     with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:  # its pages are free, and keep the text

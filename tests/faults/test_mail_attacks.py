@@ -296,7 +296,7 @@ def agent(harness: Harness, link: FakeLink, verb: str, **body: Any) -> Any:
     return harness.request(link, AGENT + verb, json.dumps(body).encode())
 
 
-def test_a_name_that_another_client_holds_cannot_be_taken_changed_or_removed(harness: Harness) -> None:
+def test_name_held_by_a_client_cannot_be_taken_changed_or_removed(harness: Harness) -> None:
     holder, thief = FakeLink(), FakeLink()
     assert agent(harness, holder, "REGISTER", name="ada", mailbox="ada.in", text="mine")["error"] == ""
     for verb in ("REGISTER", "REPORT", "UNREGISTER"):
@@ -357,7 +357,7 @@ def test_the_same_login_needs_no_secret(harness: Harness) -> None:
     assert agent(harness, FakeLink(user="ada"), "UNREGISTER", name="a") == {"error": ""}
 
 
-def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(harness: Harness) -> None:
+def test_name_stays_with_its_address_after_disconnect_then_is_free(harness: Harness) -> None:
     first = FakeLink()
     agent(harness, first, "REGISTER", name="ada")
     stranger = FakeLink(address="192.0.2.2")
@@ -397,7 +397,7 @@ def test_reports_count_against_the_limit_of_all_cards(
     assert agent(harness, link, "REPORT", name="b", report_info="x" * 60_000) == {"error": ""}
 
 
-def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
+def test_one_client_cannot_use_up_agent_registrations_or_memory(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(harness.folder and harness.folder / "other", client_quota_agents=2)
@@ -523,7 +523,7 @@ def test_a_search_looks_at_a_limited_number_of_longer_words(
     assert len(looked) == 60
 
 
-def test_a_search_looks_at_a_limited_number_of_cards_those_with_rare_words_first(
+def test_search_reads_a_limited_number_of_cards_rare_words_first(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -666,7 +666,7 @@ def pass_time(harness: Harness, seconds: float, step_s: float = 5.0) -> None:
         harness.tick(step_s)
 
 
-def test_deleted_replaced_and_expired_messages_leave_the_disk_within_a_minute(harness: Harness) -> None:
+def test_deleted_replaced_and_expired_messages_leave_the_disk(harness: Harness) -> None:
     link = FakeLink()
     kept, short = harness.create(link, ttl=0), harness.create(link, ttl=10)
     numbers = [harness.send(link, kept, b"kept-%d" % number * 100, "critical") for number in range(20)]

@@ -108,7 +108,7 @@ def test_seeded_world_keeps_every_rule(url: str) -> None:
 
 
 @pytest.mark.usefixtures("probes_alone")
-def test_half_open_connections_are_found_by_the_locks_of_their_transactions(
+def test_half_open_connections_are_found_by_their_locks(
     bouncer: int, database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with TcpProxy(bouncer) as proxy:
@@ -150,7 +150,7 @@ def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int,
 
 
 @pytest.mark.usefixtures("probes_alone")
-def test_neither_a_working_server_nor_a_queue_for_its_sessions_is_interrupted(
+def test_watchdog_interrupts_no_working_server_and_no_session_queue(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A call that waits for a session of the pool is not half open: the probe waits behind it."""

@@ -101,7 +101,7 @@ def test_a_role_without_synchronous_commit_loses_nothing_that_was_promised(
     assert found == [(value,)]
 
 
-def test_a_server_without_synchronous_commit_is_killed_and_keeps_what_was_promised() -> None:
+def test_killed_postgres_without_synchronous_commit_keeps_its_promises() -> None:
     settings = {"synchronous_commit": "off", "wal_writer_delay": "10s"}
     classes: tuple[Durability, ...] = ("group", "fsync", "group")
     with running_postgres(settings) as server, closing(PostgresStore(server.new_store())) as store:
@@ -116,7 +116,7 @@ def _insert(envelope: Envelope, transaction: Transaction) -> None:
     transaction.insert([envelope])
 
 
-def test_the_pause_of_a_worker_needs_no_trip_and_ends_at_the_first_deadline(database: str) -> None:
+def test_worker_pause_needs_no_round_trip_and_ends_at_the_deadline(database: str) -> None:
     with closing(PostgresStore(database)) as store:
         assert store.known_deadline_ns() is None  # it has asked nothing yet
         store.write(lambda transaction: transaction.put_back(10))

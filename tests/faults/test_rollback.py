@@ -153,7 +153,7 @@ def test_an_effect_without_a_class_is_classified_by_the_rules(world: EngineUnder
     assert found == [("send-mail", "IRREVERSIBLE"), ("create-file", "REVERSIBLE")]
 
 
-def test_a_failed_compensation_is_a_dead_letter_with_an_alert_and_a_resume_finishes(
+def test_failed_compensation_alerts_and_a_resume_finishes_the_rollback(
     world: EngineUnderTest,
 ) -> None:
     log = effects_engine(world, fails=["two"])

@@ -78,7 +78,7 @@ def test_writers_of_the_original_and_ours_exclude_each_other(tmp_path: Path) -> 
     assert bus.verify().ok
 
 
-def test_followers_in_other_processes_see_everything_once_across_many_rotations(tmp_path: Path) -> None:
+def test_followers_see_every_message_once_across_rotations(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     ledgers = run("followed", bus.path)
     seen = [ledgers.pop("seen-1"), ledgers.pop("seen-2")]

@@ -280,7 +280,7 @@ def test_a_killed_restore_leaves_no_data_folder(tmp_path: Path) -> None:
 # ---- damage ------------------------------------------------------------------------------------------
 
 
-def test_truncated_and_flipped_archives_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_damaged_archive_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     data, out = filled_folder(tmp_path / "run"), tmp_path / "run.tar"
     assert postroom("backup", "--data", data, "--out", out).code == 0
     whole, again, bad = out.read_bytes(), tmp_path / "again", tmp_path / "bad.tar"

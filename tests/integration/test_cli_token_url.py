@@ -59,7 +59,7 @@ def test_a_token_is_made_listed_rotated_and_revoked_at_a_running_server(up: Runn
     until(lambda: not is_valid(up, turned.line["token"]))
 
 
-def test_the_bare_token_is_printed_and_the_environment_names_the_token_of_the_admin(
+def test_bare_token_is_printed_and_admin_token_comes_from_environment(
     up: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert up.token is not None

@@ -201,7 +201,7 @@ def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_unusable_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
     made = postroom("tls", "self-signed", "--out", tmp_path / "tls").line
     for words, said in {
         ("--tls-cert", made["key"]): f"there is no certificate in {made['key']}",
@@ -346,7 +346,7 @@ async def call(message, ctx):
 """
 
 
-def test_sigterm_lets_a_worker_finish_its_message_and_every_log_line_names_its_part(tmp_path: Path) -> None:
+def test_sigterm_lets_a_worker_finish_and_log_lines_name_their_part(tmp_path: Path) -> None:
     Path("slow.py").write_text(SLOW_APP)
     data = tmp_path / "run"
     with running(data, "--no-mail", "--no-audit", "--app", "slow:engine") as up:

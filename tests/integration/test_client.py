@@ -108,9 +108,7 @@ def test_a_wait_at_the_harness_ends_with_the_task(harness: Harness, agent: str) 
         assert task.task_id == task_id
 
 
-def test_stale_leases_unknown_tasks_and_wrong_tokens_have_errors_of_their_own(
-    harness: Harness, agent: str
-) -> None:
+def test_stale_leases_unknown_tasks_and_bad_tokens_raise_own_errors(harness: Harness, agent: str) -> None:
     with harness.client(agent) as client, harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1)
         first = client.next_task()

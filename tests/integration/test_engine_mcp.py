@@ -72,7 +72,7 @@ def test_tools_of_a_third_party_server_answer_tool_calls(tmp_path: Path) -> None
     run(engine, check)
 
 
-def test_progress_errors_and_cancellation_pass_between_the_message_and_the_tool(tmp_path: Path) -> None:
+def test_tool_call_passes_on_progress_errors_and_cancellation(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         parts = [part async for part in await engine.submit(**calling("count", steps=3))]
         reports = [(part.progress, part.message) for part in parts if part.type == "progress"]

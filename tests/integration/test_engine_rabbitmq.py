@@ -149,7 +149,7 @@ def echo(engine: Engine) -> list[tuple[str, int]]:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_messages_of_every_priority_and_two_organizations_are_delivered_once(any_url: str) -> None:
+async def test_messages_of_all_priorities_and_organizations_are_delivered_once(any_url: str) -> None:
     with Engine.open(any_url) as engine:
         seen = echo(engine)
         async with working(engine):
@@ -289,7 +289,7 @@ async def until_gone(channel: Any, exchange: str) -> Any:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_a_message_that_fails_too_often_is_a_dead_letter_and_can_be_replayed(url: str) -> None:
+async def test_failing_message_becomes_a_dead_letter_and_can_be_replayed(url: str) -> None:
     with Engine.open(url, Policy(retries={TYPE: Retry(max_retries=1, delay_s=0.1)})) as engine:
         is_healed = False
 
@@ -500,7 +500,7 @@ async def test_the_sweep_publishes_what_the_broker_lost(any_url: str, rabbit: Ra
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_messages_that_a_quorum_queue_drops_at_its_delivery_limit_are_published_again(
+async def test_messages_dropped_at_the_delivery_limit_are_published_again(
     rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = Topology._arguments

@@ -363,7 +363,7 @@ def test_in_order_a_dead_decision_does_not_block_the_next(live: Env) -> None:
     assert live.tasks.get(dead.task_id).parent == bad
 
 
-def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(env: Env) -> None:
+def test_decision_settled_elsewhere_does_not_block_the_next_in_order(env: Env) -> None:
     first, second = env.completed("first"), env.completed("second")
     executed: list[object] = []
 
@@ -852,7 +852,7 @@ def test_a_retry_of_an_organizations_decision_comes_after_its_pause(every: Env) 
     assert every.status(task_id) == "done"
 
 
-def test_a_harness_finds_the_decisions_of_organizations_that_another_one_has_opened(every: Env) -> None:
+def test_harness_finds_decision_queues_opened_by_another_harness(every: Env) -> None:
     task_id = every.completed("left", scoped("acme", "triage"))
 
     def end(_: LeasedTask) -> None:

@@ -310,9 +310,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
             assert [*agent.resume()] == []
 
 
-def test_a_call_without_a_session_uses_the_newest_registration_also_of_another_server(
-    server: Server, worker: Engine
-) -> None:
+def test_call_without_a_session_uses_the_newest_registration(server: Server, worker: Engine) -> None:
     body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S_MAX}
     assert server.post("planner", "/engine/request", **body).status == 200  # this server knows a session now
 

@@ -60,7 +60,7 @@ def shipped() -> int:
     return int(done.line["shipped"])
 
 
-def test_events_of_refusals_in_a_loop_reach_the_stream_and_count_every_call(tmp_path: Path) -> None:
+def test_refused_calls_in_a_loop_are_counted_in_the_stream(tmp_path: Path) -> None:
     calls = 500
     with serving(tmp_path / "data") as server, Mail(server.url, name="n" * 1_000) as mail:
         for _ in range(calls):

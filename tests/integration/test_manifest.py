@@ -219,7 +219,7 @@ def test_a_bus_that_is_removed_while_up_is_killed_is_missed(tmp_path: Path) -> N
     assert "buses/news.yaml" in postroom("verify", "--data", data).out
 
 
-def test_folder_of_an_earlier_release_gets_a_manifest_and_a_line_in_the_log(data: Path) -> None:
+def test_old_folder_gets_a_manifest_and_a_log_line(data: Path) -> None:
     forget_manifest(data)
     assert postroom("verify", "--data", data).code == 0
     up = start("postroom", "up", "--data", data, "--http-port", 0, "--nats-port", 0)
@@ -240,7 +240,7 @@ def forget_manifest(data: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_store, recreate_store])
-def test_folder_of_an_earlier_release_whose_stream_knows_a_lost_store_is_refused(
+def test_old_folder_is_refused_when_its_stream_names_a_lost_store(
     data: Path, damage: Callable[[Path], str]
 ) -> None:
     forget_manifest(data)

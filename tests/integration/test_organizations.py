@@ -198,7 +198,7 @@ def test_no_other_organization_sees_the_answer_to_a_request(world: World) -> Non
     assert seen == []
 
 
-def test_an_organization_does_not_hear_the_inbox_of_an_operator_that_asked_it(world: World) -> None:
+def test_organization_cannot_read_the_inbox_of_an_operator(world: World) -> None:
     seen: list[bytes] = []
 
     async def ask() -> list[bytes]:
@@ -536,7 +536,7 @@ def test_two_organizations_have_agents_of_the_same_name(world: World) -> None:
     assert world.call(tokens[ACME], "/queue/next", {})[0] == 204
 
 
-def test_an_operator_means_the_only_agent_of_a_name_unless_the_plain_queue_was_used(world: World) -> None:
+def test_operator_name_means_the_only_agent_unless_the_plain_queue_exists(world: World) -> None:
     assert world.up.token is not None
     status, sent = world.call(world.up.token, "/queue/enqueue", {"agent": "used", "payload": "for none"})
     assert (status, "'used'" in sent["warning"]) == (201, True)
@@ -697,7 +697,7 @@ def test_an_agent_of_a_plain_name_adds_to_the_share_of_its_organization(world: W
         assert used == StoredTasks(2, queues=1)
 
 
-def test_an_organization_that_stores_its_share_of_tasks_leaves_others_as_they_were(world: World) -> None:
+def test_organization_at_its_share_of_tasks_does_not_affect_others(world: World) -> None:
     def note(tasks: int) -> None:
         value = msgspec.json.encode(StoredTasks(tasks))
         with Tasks.open(f"sqlite:///{world.data}/queue.db") as opened:

@@ -235,9 +235,7 @@ def test_the_permissions_of_a_token_hold_on_the_page(world: PageWorld) -> None:
     assert call(world, "GET", "/page/buses", cookie=cookie)[0] == 401
 
 
-def test_an_operator_that_may_only_read_sees_every_view_and_changes_nothing(
-    world: PageWorld, browser: Browser
-) -> None:
+def test_read_only_operator_sees_every_view_and_changes_nothing(world: PageWorld, browser: Browser) -> None:
     token = world.agents.tokens.create("operator", permissions=Permissions(is_read_only=True)).token
     with opened(browser) as (_, page), no_errors(page):
         sign_in(page, world.url, token)
@@ -483,9 +481,7 @@ def test_a_waiting_message_is_cancelled_and_retried(world: PageWorld, page: Page
     expect(page.locator(".lead .state")).to_have_text("QUEUED")
 
 
-def test_dead_letters_of_an_earlier_filter_do_not_replace_those_of_a_later_one(
-    world: PageWorld, page: Page
-) -> None:
+def test_late_answer_of_an_earlier_filter_is_not_shown(world: PageWorld, page: Page) -> None:
     failing = {"payload": {"fail": "x"}, "max_retries": 0}
     hidden, shown = world.run({"org_id": "earlier", **failing}, {"org_id": "later", **failing})
     late: list[tuple[Route, APIResponse]] = []

@@ -83,9 +83,7 @@ def _named(served: ServedRoute) -> str:
 
 
 @pytest.mark.parametrize("served", SERVED, ids=_named)
-def test_a_route_refuses_whom_the_table_refuses_before_it_looks_at_anything(
-    world: World, served: ServedRoute
-) -> None:
+def test_route_refuses_by_the_table_before_any_read(world: World, served: ServedRoute) -> None:
     """Of objects that do not exist: nothing but the token decides."""
     path = re.sub(r"{\w+}", "none", served.route.path)
     for name, identity in world.callers.items():

@@ -91,9 +91,7 @@ def test_no_flipped_bit_of_a_side_file_delivers_a_wrong_body(root: Path) -> None
         assert message["body"] == "a body that is long enough"
 
 
-def test_a_file_truncated_at_any_byte_delivers_complete_lines_and_continues(
-    root: Path, quick_path: Path
-) -> None:
+def test_file_truncated_at_any_byte_delivers_complete_lines(root: Path, quick_path: Path) -> None:
     with opened(root) as queue:
         for number in range(2):
             queue.send("ask", f"{number}")
@@ -268,7 +266,7 @@ def test_the_durable_classes_sync_before_they_acknowledge(
 
 @pytest.mark.parametrize("durability", DURABLE)
 @pytest.mark.parametrize("body", ["short", "a body that is long enough"])
-def test_after_a_failed_fsync_of_the_queue_nothing_is_acknowledged_until_it_is_reopened(
+def test_queue_acknowledges_nothing_after_a_failed_fsync_until_reopened(
     root: Path, disk: Disk, durability: Durability, body: str
 ) -> None:
     with opened(root, durability) as queue:

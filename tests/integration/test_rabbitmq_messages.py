@@ -33,7 +33,7 @@ PREFETCH = 5
 
 
 @in_loop
-async def test_messages_are_persistent_in_durable_lanes_and_only_p0_is_not_confirmed(
+async def test_lanes_are_durable_and_only_p0_is_published_without_confirm(
     url: str, rabbit: RabbitServer
 ) -> None:
     with Engine.open(url) as engine:
@@ -92,7 +92,7 @@ async def test_a_process_holds_no_more_deliveries_of_a_lane_than_its_prefetch(ur
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_messages_that_the_broker_refuses_are_published_again_after_a_pause(
+async def test_messages_refused_by_the_broker_are_published_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "REFUSED_PAUSE_S", 3_600.0)

@@ -116,7 +116,7 @@ async def opened(tasks: Tasks, data: Path, monkeypatch: pytest.MonkeyPatch) -> A
         yield Place(app, data, tasks, monkeypatch)
 
 
-def test_what_another_organization_has_is_not_read_and_answered_like_nothing(
+def test_object_of_another_organization_is_answered_as_unknown(
     tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:

@@ -178,7 +178,7 @@ def test_a_malformed_login_over_nats_is_an_event(world: World) -> None:
     assert event["detail"]["address"].startswith("127.0.0.1:")
 
 
-def test_messages_above_the_rate_are_refused_over_nats_and_the_connection_stays(world: World) -> None:
+def test_nats_messages_above_the_rate_are_refused_without_disconnect(world: World) -> None:
     errors: list[str] = []
 
     async def flood() -> list[bytes]:

@@ -287,7 +287,7 @@ def test_the_variables_are_enough_for_a_program_that_runs_an_engine(over: Any) -
     assert any("failed in attempt 1: ZeroDivisionError" in text for text in receiver.log_texts())
 
 
-def test_a_program_that_runs_an_engine_exports_only_the_signals_that_are_wanted() -> None:
+def test_engine_exports_only_the_configured_signals() -> None:
     with receiving() as receiver:
         run_plain(
             OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_TRACES_EXPORTER="none", OTEL_LOGS_EXPORTER="none"
@@ -305,7 +305,7 @@ def test_a_program_that_runs_an_engine_exports_only_the_signals_that_are_wanted(
         {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
     ],
 )
-def test_without_an_exporter_nothing_is_imported_by_a_program_that_runs_an_engine(environ: Any) -> None:
+def test_engine_without_an_exporter_imports_no_telemetry(environ: Any) -> None:
     assert run_plain(**environ) == "[]"
 
 

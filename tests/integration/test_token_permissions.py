@@ -111,7 +111,7 @@ def test_a_token_uses_only_its_buses_and_messages_only_its_agents(world: World) 
             assert world.call(kept, path, message | waits)[0] == status
 
 
-def test_a_token_that_may_message_few_agents_neither_ends_nor_starts_others(world: World) -> None:
+def test_only_message_token_neither_starts_nor_ends_other_agents(world: World) -> None:
     kept, free = world.agent("kept", only_message=("lead",)).token, world.agent("free").token
     for kind in sorted(CONTROL_TYPES):
         message = {"type": kind, "payload": {"agent_id": "stranger"}}

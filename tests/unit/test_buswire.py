@@ -465,7 +465,7 @@ def test_a_foreign_header_that_never_ends_is_damage() -> None:
 # ---- legacy lines --------------------------------------------------------------------------------
 
 
-def test_legacy_lines_before_the_first_record_are_messages_with_their_line_number() -> None:
+def test_legacy_lines_before_the_first_record_are_messages() -> None:
     legacy = b"[2026-02-05 14:30:52] fact: started\n\n[2026-02-05T14:30:53Z] just: text: here\n"
     messages = read(legacy + b"\n" + wire("ours"))
     assert [(m.msg_id, m.type, m.body) for m in messages] == [
@@ -500,7 +500,7 @@ def test_other_text_before_the_first_record_is_damage(line: str) -> None:
     assert damage_of(data) == [(0, len(line) + 1, "text before the first record")]
 
 
-def test_a_legacy_line_after_the_first_record_belongs_to_the_body_or_is_damage() -> None:
+def test_legacy_line_after_a_record_is_body_or_damage() -> None:
     line = f"[{TS}] INFO: forged\n"
     assert bodies_in(foreign("hello\n" + line)) == ["hello\n" + line.rstrip()]
     assert bodies_in(wire("hello") + line.encode() + b"\n" + wire("x", SECOND)) == ["hello", "x"]

@@ -40,7 +40,7 @@ def everything(cards: dict[AgentKey, list[str]], words: list[str]) -> list[Agent
     return sorted(scores, key=lambda key: (-round(scores[key], 9), key[1], key[0]))
 
 
-def test_within_the_limits_a_search_finds_what_one_that_looks_at_everything_finds(
+def test_search_within_its_limits_equals_a_full_scan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(card_index, "BLOCK_TEXTS", 4)

@@ -810,7 +810,7 @@ def test_a_worker_that_is_stopping_claims_no_task_with_its_completion() -> None:
     assert "claim_next" not in server.requests[1].body
 
 
-def test_the_next_task_is_kept_alive_while_on_end_runs_and_released_when_that_raises() -> None:
+def test_prefetched_task_is_kept_during_on_end_and_released_if_it_raises() -> None:
     queue = Queue(1, 2)
     beaten = threading.Event()
 

@@ -77,7 +77,7 @@ def test_an_entry_allows_those_that_its_word_names(action: str) -> None:
 
 
 @pytest.mark.parametrize("action", GATE)
-def test_an_object_of_an_unknown_owner_is_for_operators_of_all_organizations(action: str) -> None:
+def test_object_of_an_unknown_owner_is_for_global_operators_only(action: str) -> None:
     found = {name for name, caller in ALL.items() if permit(caller, action, UNKNOWN)}
     assert found == ALLOWED[GATE[action].who] & {"boss", "hand"} or GATE[action].who in ("anybody", "caller")
 

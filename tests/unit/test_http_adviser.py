@@ -177,7 +177,7 @@ def test_the_key_is_in_no_error_log_or_representation(caplog: pytest.LogCaptureF
     assert not [text for text in texts if KEY in text]
 
 
-def test_facts_that_are_no_json_and_arguments_without_end_fall_back_to_the_rules() -> None:
+def test_adviser_falls_back_to_rules_on_bad_json_and_endless_arguments() -> None:
     with model(says('{"choice": "run", "confidence": 1}')) as (url, _):
         assert "could not be asked (TypeError)" in advice(url, {"x": object()}).reasoning
         assert "could not be asked (UnicodeEncodeError)" in advice(url, {"x": "\ud800"}).reasoning

@@ -181,7 +181,7 @@ def test_a_failure_follows_the_transition_table(arrow: Transition) -> None:
     assert (then.kind, then.state) == (arrow.kind, arrow.target)
 
 
-def test_a_promotion_is_an_event_of_the_lease_and_does_not_change_the_record() -> None:
+def test_promotion_is_an_event_and_leaves_the_record_unchanged() -> None:
     before = record_in("QUEUED", lease=0, lease_until=0, priority=3, lane=3)
     step = lifecycle.lease(before, LATER, "w", NANOS_PER_S, lane=1)
     promoted, dequeued = step.events

@@ -25,7 +25,7 @@ def notifier(tmp_path: Path) -> Iterator[Notifier]:
     notifier.close()
 
 
-def test_a_notification_arrives_in_the_same_process_with_or_without_a_folder(notifier: Notifier) -> None:
+def test_notification_arrives_in_process_with_or_without_a_folder(notifier: Notifier) -> None:
     for each in (notifier, Notifier(None)):
         heard = threading.Event()
         with each.subscribed("q", heard.set):

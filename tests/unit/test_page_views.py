@@ -150,7 +150,7 @@ def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(
     assert listed(engine, "nobody") == messages.Lines([], 0)
 
 
-def test_a_search_of_dead_letters_stops_at_its_bound_and_goes_on_from_there(engine: Engine) -> None:
+def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> None:
     ids = submitted(engine, 6)
     engine.store.write(
         lambda transaction: transaction.apply(

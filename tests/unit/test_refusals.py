@@ -89,7 +89,7 @@ def test_a_flood_of_refused_calls_makes_few_events_that_count_every_call() -> No
     assert EVENTS_EACH_MAX < EVENTS_ALL_MAX
 
 
-def test_a_rate_allows_the_calls_of_a_second_at_once_and_then_one_at_a_time() -> None:
+def test_rate_allows_a_burst_of_one_second_then_single_calls() -> None:
     found = allowance(0.0, 5.0, 8, 100.0)
     assert found.calls == 5
     assert allowance(found.paid_until_s, 5.0, 1, 100.0).calls == 0

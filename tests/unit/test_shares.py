@@ -35,7 +35,7 @@ def test_returned_units_can_be_taken_again() -> None:
     assert shares.used == 0
 
 
-def test_agents_of_two_organizations_with_the_same_name_have_shares_of_their_own() -> None:
+def test_agents_of_the_same_name_in_two_organizations_have_own_shares() -> None:
     shares = Shares("things", total_max=10, each_max=1, reserve=0)
     twins = [Identity("ada", "agent", org=org) for org in ("acme", "other")]
     for twin in twins:

@@ -305,7 +305,7 @@ def test_a_name_of_an_earlier_version_stays_with_its_organization(
     assert queue(tmp_path, pool.token) == "@evil:pool"
 
 
-def test_an_operator_without_an_agent_has_the_rights_of_its_token_also_as_the_second_one(
+def test_every_operator_without_an_agent_has_the_rights_of_its_token(
     tmp_path: Path,
 ) -> None:
     Tokens(tmp_path).create("operator", "acme")
@@ -313,7 +313,7 @@ def test_an_operator_without_an_agent_has_the_rights_of_its_token_also_as_the_se
     assert queue(tmp_path, second.token) == f"@globex:{second.token_id}"
 
 
-def test_a_name_stays_with_the_organization_of_a_registered_agent_that_is_removed(tmp_path: Path) -> None:
+def test_name_of_a_removed_agent_stays_with_its_organization(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     agents.add("bot", org="acme")
     foreign = agents.tokens.create("agent", "evil", "bot")

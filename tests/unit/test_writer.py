@@ -107,7 +107,7 @@ def test_an_exception_in_one_call_does_not_affect_the_others() -> None:
     run(work)
 
 
-def test_every_caller_gets_the_error_of_a_failed_commit_and_the_next_commit_works() -> None:
+def test_every_caller_of_a_failed_commit_gets_its_error() -> None:
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
         enqueue = enqueue_1
 

@@ -45,7 +45,7 @@ def test_a_job_is_monitored_unless_an_option_says_otherwise(
     assert (tmp_path / "tables" / FOLDER).exists() == is_on
 
 
-def test_the_ui_of_a_local_session_is_on_loopback_and_a_cluster_decides_itself(
+def test_spark_ui_of_a_local_session_listens_on_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SPARK_LOCAL_IP", raising=False)

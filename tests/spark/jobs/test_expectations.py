@@ -98,7 +98,7 @@ def broken_tables(tables: Tables, folder: Path) -> str:
     return f"silver_messages: 1 of {MESSAGES + 1:,} rows repeat another row's message_id"
 
 
-def test_a_breach_is_an_exit_code_a_line_a_finding_of_the_report_and_an_event(
+def test_breach_gives_an_exit_code_a_line_a_finding_and_an_event(
     tables_of: TablesOf, commands: Commands, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tables"

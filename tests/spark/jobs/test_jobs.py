@@ -118,7 +118,7 @@ def test_a_gold_table_of_another_form_is_rebuilt_and_keeps_its_id(old_forms: Old
     old_forms.run(few)
 
 
-def test_a_run_that_is_killed_while_it_changes_partitions_is_finished_by_the_next_one(
+def test_next_run_finishes_a_run_killed_while_it_changed_partitions(
     old_forms: OldForms, few: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -380,7 +380,7 @@ def test_late_events_rewrite_the_rows_of_their_hour(
     assert all_rows(tables) == all_rows(whole)
 
 
-def test_every_gold_table_with_hours_is_among_those_that_late_events_rewrite(tables_of: TablesOf) -> None:
+def test_late_events_rewrite_every_gold_table_with_hours(tables_of: TablesOf) -> None:
     _, tables = tables_of()
     hourly = {name for name in GOLD if {"hour_us", "minute_us"} & set(tables.schema(name).names)}
     assert hourly == set(BY_HOUR)
@@ -591,9 +591,7 @@ def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:
         assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") == (chosen or "default")
 
 
-def test_of_files_with_the_same_name_only_the_one_with_the_message_is_found(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_file_index_finds_only_the_file_that_holds_the_message(spark: SparkSession, tmp_path: Path) -> None:
     """A task gives its files of several days one name."""
     tables = Tables(tmp_path)
     day = F.date_add(F.lit("2025-01-01").cast("date"), F.col("id").cast("int"))
@@ -608,7 +606,7 @@ def test_of_files_with_the_same_name_only_the_one_with_the_message_is_found(
     assert found.partition == {"day": "2025-01-02"}
 
 
-def test_replaying_a_dead_letter_does_not_rewrite_files_of_finished_messages(
+def test_replay_does_not_rewrite_files_of_finished_messages(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_groups, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many

@@ -184,7 +184,7 @@ def oldest_segment(events: Path, folder: Path) -> Path:
     return folder
 
 
-def test_what_left_stays_away_when_its_segment_is_delivered_again_and_gold_keeps_it(
+def test_deleted_rows_stay_deleted_when_their_segment_is_ingested_again(
     spark: SparkSession, tables_of: TablesOf, whole: Pass, tmp_path: Path
 ) -> None:
     events, untouched = tables_of()

@@ -99,9 +99,7 @@ WHERE = (
 )
 
 
-def test_filters_are_answered_by_the_source_and_mean_what_they_mean_in_spark(
-    session: SparkSession, places: dict[str, Path]
-) -> None:
+def test_source_filters_mean_the_same_as_in_spark(session: SparkSession, places: dict[str, Path]) -> None:
     everything = read(session, places, "store")
     kept = session.createDataFrame(everything.collect(), EVENTS)
     for where in WHERE:

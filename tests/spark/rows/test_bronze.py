@@ -91,7 +91,7 @@ def test_a_segment_is_ingested_once_by_run_or_stream(story: Story) -> None:
     assert len(third.rows["bronze_events"]) == len(second.rows["bronze_events"]) + len(THIRD + AHEAD)
 
 
-def test_open_segments_and_other_files_are_left_alone_and_nothing_new_changes_nothing(story: Story) -> None:
+def test_ingest_skips_open_segments_and_unknown_files(story: Story) -> None:
     assert story.nothing_new.segments == 0
     assert story.chapters[3].versions == story.chapters[2].versions
 

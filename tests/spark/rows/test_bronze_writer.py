@@ -171,7 +171,7 @@ def test_a_line_that_lacks_a_field_is_noticed(spark: SparkSession, tmp_path: Pat
     assert (lines, rows, marks is not None) == (3, 2, True)
 
 
-def test_a_line_that_gets_lost_between_its_validation_and_its_table_is_noticed(
+def test_line_lost_between_validation_and_table_is_detected(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it is an event or a reject. Nothing is committed then."""

@@ -60,7 +60,7 @@ MESSAGES, EVENTS_MIN = 23_000, 100_000
 
 
 @pytest.mark.usefixtures("compiled")
-def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else(
+def test_check_finds_exactly_the_planted_faults_in_100_000_events(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """`make crash` does it with five million, by the commands."""
@@ -97,7 +97,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     assert f"{len(samples)} violations in" in done.stderr
 
 
-def test_of_many_violations_the_first_of_each_rule_are_shown_and_all_are_counted(
+def test_check_shows_the_first_violations_of_each_rule_and_counts_all(
     tables_of: TablesOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, tables = tables_of(faults=True)

@@ -199,7 +199,7 @@ def expected_gold(folder: Path, name: str) -> Rows:
     return in_order(plain(row) for row in database(folder).execute(ORACLE[name]).fetchall())
 
 
-def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table_or_of_named_events() -> None:
+def test_incremental_gold_tables_are_partitioned_by_day() -> None:
     following = [table for table in GOLD.values() if table.change is not None]
     assert {table.partition_by for table in following} == {("day",)}
     several = {table.inputs for table in following if len(table.inputs) > 1}

@@ -57,7 +57,7 @@ def patterns_of(spark: SparkSession, rows: list[tuple[int, str, str]]) -> list[A
     )
 
 
-def test_where_members_differ_anything_may_stand_and_other_classes_and_lengths_are_other_patterns(
+def test_pattern_uses_a_wildcard_where_members_differ(
     spark: SparkSession,
 ) -> None:
     rows = [(1, "A", "it is over"), (2, "B", "it is over"), (3, "A", "it is all over now")]

@@ -257,9 +257,7 @@ def test_the_report_matches_the_oracle(drawn: tuple[Path, Path, Path, ReportFact
     )
 
 
-def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_depth_of_a_shared_queue_counts_all_organizations(spark: SparkSession, tmp_path: Path) -> None:
     """Each is full at another time: the highest sum is neither the highest of one nor the sum of both."""
     minutes = [
         (0, "a", "shared", 5, 0), (1, "b", "shared", 3, 0), (2, "a", "shared", 0, 2),

@@ -43,9 +43,7 @@ def page(world: PageWorld) -> Iterator[Page]:
         browser.close()
 
 
-def test_the_report_of_new_tables_is_written_and_drawn_below_the_live_numbers(
-    world: PageWorld, page: Page
-) -> None:
+def test_report_of_new_tables_is_shown_below_the_live_numbers(world: PageWorld, page: Page) -> None:
     page.goto(f"{world.url}/#/report")
     frame = page.frame_locator("iframe")
     expect(frame.get_by_role("heading", name="Throughput")).to_be_visible()

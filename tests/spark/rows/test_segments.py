@@ -222,7 +222,7 @@ def test_segments_without_a_chain_wait_for_a_truncated_one_before_them(
     assert told(pending_segments(tmp_path, NONE)) == (list(existing), [], [])
 
 
-def test_segments_wait_for_a_truncated_one_before_the_first_line_of_a_damaged_chain(chained: Path) -> None:
+def test_segments_wait_for_a_truncated_one_before_a_damaged_chain_line(chained: Path) -> None:
     lines = (chained / CHAIN).read_bytes().splitlines(keepends=True)
     (chained / CHAIN).write_bytes(b"".join([b"damaged\n", *lines[1:]]))
     cut(chained, 1)

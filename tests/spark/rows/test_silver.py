@@ -46,7 +46,7 @@ def test_every_row_is_what_the_oracle_says(tables_of: TablesOf, name: str, fault
     assert stored(tables, f"silver_{name}", columns) == rows
 
 
-def test_late_repeated_shuffled_and_hostile_lines_of_all_contracts_end_in_the_tables_of_the_oracle(
+def test_tables_equal_the_oracle_for_late_repeated_and_hostile_lines(
     spark: SparkSession, real_history: RealHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All lines of two histories, a third of them twice, thrown together, and taken in two runs.

@@ -60,9 +60,7 @@ def test_other_programs_read_the_table_as_it_is(spark: SparkSession, tables: Tab
     assert sorted(deltalake.DeltaTable(folder).to_pyarrow_table()["ts_us"].to_pylist()) == want
 
 
-def test_small_tables_are_written_and_read_in_this_process_with_the_same_result(
-    spark: SparkSession, tables: Tables
-) -> None:
+def test_small_tables_in_process_equal_those_of_spark(spark: SparkSession, tables: Tables) -> None:
     rows = numbers(spark, 0, 9)
     with tables.small():
         tables.swap("t", rows, (), partition_by=("day",), split=by_parity())
@@ -227,9 +225,7 @@ def compact_elsewhere(tables: Tables, name: str) -> None:
     assert metrics["numFilesRemoved"] > 1
 
 
-def test_rows_are_not_committed_after_another_program_has_compacted_what_they_replace(
-    spark: SparkSession, tables: Tables
-) -> None:
+def test_commit_is_refused_when_replaced_files_were_compacted(spark: SparkSession, tables: Tables) -> None:
     for start in (0, 10, 20):
         tables.append("t", numbers(spark, start, start + 10).coalesce(1))
     base, first = tables.version("t"), tables.files("t")[:1]
