@@ -358,6 +358,7 @@ LAYER_MEANINGS = {
     "settings": "what can be configured",
     "message": "messages, records and events",
     "errors": "the tree of errors",
+    "calls": "the verbs: fields, route, permission, words of each",
     "client": "what an agent embeds: the standard library and msgspec alone",
 }
 """Every module of the import contract has its words here."""
