@@ -116,4 +116,4 @@ def test_a_row_of_the_first_version_is_read() -> None:
             {"seq": 2, "ts_us": 5, "kind": "enqueued", "queue": "q", "message_id": "t1-1", "state": "QUEUED"},
         ]
     )
-    assert list(unpack(row, OwnIds("t1"))) == events
+    assert list(unpack(row.encode(), OwnIds("t1"))) == events

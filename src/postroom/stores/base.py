@@ -30,6 +30,7 @@ BACKLOG_MAX_DEFAULT = 1_000_000
 CHUNKS = "engine.chunk"
 """The kind of cells that hold streamed answers. A backend may keep them in a table of their own: they are
 many and large."""
+KEY, LIMITS, MANIFEST, OUTBOX = "key", "limits", "manifest", "outbox"  # kinds of cells of every store
 LIVE_EVENTS = 10_000  # shipped events that stay for readers that follow the store itself
 
 Deadline: TypeAlias = Literal["lease", "delay", "expiry"]

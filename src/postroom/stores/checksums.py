@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
-from postroom.stores.encrypted import batch_place, cell_place, record_place
+from postroom.stores.codec import batch_place, cell_place, record_place
 from postroom.stores.sqlite.sql.queries import Reading
 
 CRC_BYTES = 4

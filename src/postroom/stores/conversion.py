@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from postroom.errors import KeyInUse, KeyMissing, UnreadableValue
-from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
+from postroom.stores.codec import PLAIN_CELLS, batch_place, cell_place, record_place
 from postroom.system.crypto.encryption import HEAD_BYTES, LINE_MARK, PLAIN, Encryption, KeysInUse, key_of
 
 CONVERSION_ROWS_MAX = 200  # rows that one transaction looks at

@@ -223,12 +223,12 @@ def alerts_for(row: StoredRow, reached: int, fault: str) -> Iterator[Event]:
         )
 
 
-def pack(parts: list[Part]) -> str:
-    """The stored form of a commit's events."""
-    return _encode(parts).decode()
+def pack(parts: list[Part]) -> bytes:
+    """A commit's events as JSON."""
+    return _encode(parts)
 
 
-def unpack(batch: str | bytes, ids: OwnIds) -> Iterator[Event]:
+def unpack(batch: bytes, ids: OwnIds) -> Iterator[Event]:
     """The events of a commit."""
     for part in _decode(batch):
         if memoryview(part)[0] == _OBJECT:

@@ -7,21 +7,25 @@ Rule 2: a backend may override a verb with a faster form of it. An equivalence t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from postroom.core.lifecycle import lifecycle
-from postroom.errors import InvalidMessage, QueueFull, UnknownTask
+from postroom.errors import InvalidMessage, QueueFull, UnknownTask, UnreadableValue
 from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
+    KEY,
     LANE_COUNTS,
     LANES,
+    LIMITS,
     LIVE_EVENTS,
     NEWEST,
+    OUTBOX,
     OVERDUE_A_CLAIM_MAX,
     RETRY_AFTER_S,
     ByIds,
@@ -42,13 +46,15 @@ from postroom.stores.base import (
 )
 from postroom.stores.event_quarantine import quarantine_events
 from postroom.stores.own_ids import OwnIds
+from postroom.system.log import library_log
 
 NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
 EVENTS_LOOKED_MAX: Final = 1_000_000  # events that one purge looks at
 NUMBERS_AHEAD = 1 << 36  # behind the newest one, which the store may give
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
-LIMITS, OUTBOX, KEY, MANIFEST = "limits", "outbox", "key", "manifest"  # kinds of cells
+
+_log = library_log("postroom.store")
 
 Decide: TypeAlias = Callable[[Record, Moment], Step | None]
 """A decision about one record; None when there is nothing to change."""
@@ -386,6 +392,12 @@ class Transaction(Ledger, Lanes):
 
     def _end_all(self, records: Sequence[Record], decide: Callable[[Record, Moment], Step]) -> None:
         self._save([Change(record, decide(record, self._moment(self.take_numbers(1)))) for record in records])
+
+    def quarantine(self, unreadable: Sequence[tuple[Record, UnreadableValue]]) -> None:
+        """Take records whose payloads cannot be read out of their lanes, so that they do not block them."""
+        for record, error in unreadable:
+            _log.error("%s is quarantined: %s", record.message_id, error)
+            self._end_all([record], partial(lifecycle.quarantine, error=str(error)))
 
     # ---- forgetting ----------------------------------------------------------------------------
 

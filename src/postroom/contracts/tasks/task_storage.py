@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from postroom.core.names import scoped, split_scoped
 from postroom.errors import Overloaded
 from postroom.message import Envelope, Record
-from postroom.stores.base import DEFAULT_LIMITS, PURGE_BATCH_MAX, Counted, Limits
-from postroom.stores.transaction import LIMITS, Accepted, Transaction
+from postroom.stores.base import DEFAULT_LIMITS, LIMITS, PURGE_BATCH_MAX, Counted, Limits
+from postroom.stores.transaction import Accepted, Transaction
 
 STORED_TASKS_MAX: Final = 5_000_000
 STORED_BYTES_MAX: Final = 8 * 1024**3

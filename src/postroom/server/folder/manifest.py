@@ -50,10 +50,10 @@ from postroom.logs.mail_log import compacted_up_to, is_log_segment, log_segments
 from postroom.server.access import registry, tokens
 from postroom.server.folder import bus_owners
 from postroom.server.folder.layout import AUDIT_FOLDER, DATABASE, MAIL_FOLDER
+from postroom.stores.base import MANIFEST
 from postroom.stores.disk_reserve import keep_control_reserve
 from postroom.stores.open import AMQP, MEMORY, SQLITE, open_store
 from postroom.stores.sqlite.snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
-from postroom.stores.transaction import MANIFEST
 from postroom.system import lock
 from postroom.system.atomic import open_safely, read_file, replace_file, size_of_whole_lines, sync_file
 from postroom.system.clock import SystemClock

@@ -6,7 +6,6 @@ Rule 2: ids, numbers, tokens and positions stay as they are, and the steady cloc
 """
 
 from collections.abc import Iterator
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -15,16 +14,15 @@ import msgspec
 from postroom.errors import InvalidMessage
 from postroom.message import Event, Record
 from postroom.stores.base import Counted, Kept, Listing
-from postroom.stores.encrypted import PLAIN_CELLS, batch_place, cell_place, record_place
+from postroom.stores.codec import Codec, codec_of
 from postroom.stores.event_runs import pack
 from postroom.stores.own_ids import IDS_FACT, OwnIds
 from postroom.stores.postgres.connection import ON_DISK
-from postroom.stores.postgres.rows import from_sql, to_sql
+from postroom.stores.postgres.rows import to_sql
 from postroom.stores.postgres.store import NANOS_PER_US, OFFSET, PostgresStore
 from postroom.stores.postgres.trips import Connection
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
-from postroom.system.crypto.encryption import Encryption
 
 PAGE = 1_000
 _NOW_US = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
@@ -34,7 +32,7 @@ def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
     """Copy `source`; nothing may write to it meanwhile. Returns how much of each kind was copied."""
     identity = source.identity()
     target.identity()  # creates the schema
-    queries, sealed = target.writing, _Sealed(identity, target.encryption)
+    queries, codec = target.writing, codec_of(identity, target.encryption)
     with target.connected() as connection, connection.transaction():
         connection.execute("SET LOCAL statement_timeout = 0")
         connection.execute(f"SELECT {ON_DISK}")
@@ -42,44 +40,14 @@ def import_store(target: PostgresStore, source: Store) -> dict[str, int]:
         if connection.execute(queries["is_used"]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
             raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
         copied = {
-            "records": _copy(connection, queries["copy_records"], sealed.records(source)),
-            "cells": _copy(connection, queries["copy_cells"], sealed.cells(source)),
-            "events": _copy_events(connection, queries["copy_events"], source, sealed),
+            "records": _copy(connection, queries["copy_records"], _record_rows(source, codec)),
+            "cells": _copy(connection, queries["copy_cells"], _cell_rows(source, codec)),
+            "events": _copy_events(connection, queries["copy_events"], source, codec),
         }
         _copy(connection, queries["copy_counts"], _count_rows(source))
         _continue(connection, queries, source, identity)
     target.reopen()
     return copied
-
-
-class _Sealed:
-    """Rows of the source as the target stores them: encrypted when the target is."""
-
-    def __init__(self, identity: str, encryption: Encryption | None) -> None:
-        self._identity = identity
-        self._encryption = encryption
-
-    def value(self, value: bytes, place: str) -> bytes:
-        return value if self._encryption is None else self._encryption.seal(value, place)
-
-    def batch(self, number: int, batch: bytes) -> bytes:
-        return self.value(batch, batch_place(self._identity, number))
-
-    def records(self, source: Store) -> Iterator[tuple[Any, ...]]:
-        for *facts, payload, result, trail in _record_rows(source):
-            place = partial(record_place, self._identity, seq=facts[0])
-            if result is not None:
-                result = self.value(result, place("result"))  # noqa: PLW2901 - the row is rebuilt
-            if trail is not None and self._encryption is not None:
-                line = self._encryption.seal_line(trail.decode(), place("trail"))
-                trail = f"{line}\n".encode()  # noqa: PLW2901 - as above
-            yield (*facts, self.value(payload, place("payload")), result, trail)
-
-    def cells(self, source: Store) -> Iterator[tuple[str, str, bytes]]:
-        for kind, key, value in _cell_rows(source):
-            name = from_sql(kind)
-            place = cell_place(self._identity, name, from_sql(key))
-            yield kind, key, value if name in PLAIN_CELLS else self.value(value, place)
 
 
 def is_empty(target: PostgresStore) -> bool:
@@ -98,12 +66,12 @@ def _copy(connection: Connection, query: str, rows: Iterator[tuple[Any, ...]]) -
     return count
 
 
-def _record_rows(source: Store) -> Iterator[tuple[Any, ...]]:
+def _record_rows(source: Store, codec: Codec) -> Iterator[tuple[Any, ...]]:
     ids = source.read(lambda transaction: transaction.ids)
     after = 0
     while page := _page_of(source, after):
         for record, kept in page:
-            yield _row(record, kept, ids)
+            yield _row(record, kept, ids, codec)
         after = page[-1][0].seq
 
 
@@ -115,7 +83,7 @@ def _page_of(store: Store, after: int) -> list[tuple[Record, Kept]]:
     return store.read(page)
 
 
-def _row(r: Record, kept: Kept, ids: OwnIds) -> tuple[Any, ...]:
+def _row(r: Record, kept: Kept, ids: OwnIds, codec: Codec) -> tuple[Any, ...]:
     is_own = r.message_id == ids.new(r.queue, r.seq, r.created_us)
     return (
         r.seq, None if is_own else to_sql(r.message_id), to_sql(r.queue), r.state, r.priority, r.lane,
@@ -123,30 +91,39 @@ def _row(r: Record, kept: Kept, ids: OwnIds) -> tuple[Any, ...]:
         r.lease_until, r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us,
         r.heartbeat_us, r.ended_us,
         to_sql(r.sender), to_sql(kept.type), to_sql(kept.parent_message_id), to_sql(kept.key), kept.delay_ns,
-        kept.ttl_ns, kept.payload, kept.result, kept.trail or None,
+        kept.ttl_ns,
+        codec.seal("payload", r.seq, kept.payload),
+        None if kept.result is None else codec.seal("result", r.seq, kept.result),
+        codec.seal_lines(r.seq, kept.trail.decode()).encode() if kept.trail else None,
     )  # fmt: skip
 
 
-def _cell_rows(source: Store) -> Iterator[tuple[str, str, bytes]]:
+def _cell_rows(source: Store, codec: Codec) -> Iterator[tuple[str, str, bytes]]:
+    for kind, key, value in _cells(source):
+        yield to_sql(kind), to_sql(key), codec.seal_cell(kind, key, value)
+
+
+def _cells(source: Store) -> Iterator[tuple[str, str, bytes]]:
     for kind in source.read(lambda transaction: transaction.kinds()):
         # A page begins behind a key. So the empty key, as of the shipper's position, is read by itself.
         after = ""
         nameless = source.read(lambda transaction, k=kind: transaction.cell(k, ""))  # type: ignore[misc]
         if nameless is not None:
-            yield to_sql(kind), "", nameless
+            yield kind, "", nameless
         while page := source.read(lambda transaction, k=kind, a=after: transaction.cells(k, a, PAGE)):  # type: ignore[misc]
-            yield from ((to_sql(kind), to_sql(key), value) for key, value in page)
+            yield from ((kind, key, value) for key, value in page)
             after = page[-1][0]
 
 
-def _copy_events(connection: Connection, query: str, source: Store, sealed: _Sealed) -> int:
+def _copy_events(connection: Connection, query: str, source: Store, codec: Codec) -> int:
     count, after = 0, 0
     with connection.cursor().copy(query) as copy:  # type: ignore[arg-type, unused-ignore]
         while page := source.events(after, PAGE):
             events: list[Event] = list(page)
             after = events[-1].seq
-            number, batch = events[0].seq, pack([*events]).encode()
-            copy.write_row((number, 0, len(events), after, sealed.batch(number, batch)))
+            number = events[0].seq
+            batch = codec.seal_batch(number, pack([*events]))
+            copy.write_row((number, 0, len(events), after, batch))
             count += len(events)
     return count
 
@@ -185,13 +162,13 @@ def differences(source: Store, target: Store) -> list[str]:
         found.append("the counters differ")
     if _events_digest(source) != _events_digest(target):
         found.append("the events differ")
-    if dict(_cells(source)) != dict(_cells(target)):  # their order is that of the stored keys
+    if _cell_digests(source) != _cell_digests(target):  # their order is that of the stored keys
         found.append("the cells differ")
     return found
 
 
-def _cells(store: Store) -> Iterator[tuple[tuple[str, str], bytes]]:
-    return ((row[:2], sha256(row[2]).digest()) for row in _cell_rows(store))
+def _cell_digests(store: Store) -> dict[tuple[str, str], bytes]:
+    return {(kind, key): sha256(value).digest() for kind, key, value in _cells(store)}
 
 
 def _events_digest(store: Store) -> tuple[int, str]:

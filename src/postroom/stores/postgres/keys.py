@@ -6,16 +6,27 @@ Rule 1: the keys in use are a fact of the database. Every handle looks at it wit
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
-from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, without_key
+from postroom.stores.codec import PLAIN_CELLS, cell_place
+from postroom.stores.conversion import (
+    PROGRESS_FACT,
+    Progress,
+    Table,
+    Value,
+    Values,
+    event_values,
+    progress_of,
+    record_values,
+    without_key,
+)
 from postroom.stores.postgres.connection import ON_DISK, Address
-from postroom.stores.postgres.encrypted import postgres_values
 from postroom.stores.postgres.known import Known
+from postroom.stores.postgres.rows import from_sql
 from postroom.stores.postgres.trips import Connection
 from postroom.stores.store import Store
 from postroom.system.crypto.encryption import KEYS_FACT, Encryption, KeysInUse, check_noted
@@ -145,3 +156,20 @@ class PostgresKeys(Store):
 
 def _asking(connection: Connection) -> Callable[[str, tuple[Any, ...]], list[Any]]:
     return lambda query, values: connection.execute(query, values).fetchall()  # type: ignore[arg-type, unused-ignore]
+
+
+def _cell_values(row: Sequence[Any], store_id: str) -> Iterator[Value]:
+    kind, key = from_sql(row[0]), from_sql(row[1])
+    if kind not in PLAIN_CELLS:
+        yield Value("set_cell", (row[0], row[1]), cell_place(store_id, kind, key), bytes(row[2]))
+
+
+def postgres_values(queries: Mapping[str, str], store_id: str, encryption: Encryption) -> Values:
+    """The values of a store."""
+    tables = (
+        Table(queries["values_of_records"], (0,), 1, record_values),
+        Table(queries["values_of_events"], (0,), 1, event_values),
+        Table(queries["values_of_cells"], ("", ""), 2, _cell_values),
+    )
+    updates = {name: queries[f"set_{name}"] for name in ("payload", "result", "trail", "batch")}
+    return Values(tables, {**updates, "set_cell": queries["set_cell"]}, store_id, encryption)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from postroom.core.formats.ids import IdRule
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.stores.base import FOREVER_NS
+from postroom.stores.codec import PLAIN, Codec
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import LimitsCache
 
@@ -30,8 +31,9 @@ class _Habits(threading.local):
 class Known(OwnIds):
     """The memory of one handle. A handle that loses it, as after a fork, stays correct."""
 
-    def __init__(self, store_id: str, rule: IdRule) -> None:
+    def __init__(self, store_id: str, rule: IdRule, codec: Codec = PLAIN) -> None:
         super().__init__(store_id, rule)
+        self.codec = codec
         self.limits = LimitsCache()
         self._spare: deque[tuple[int, int]] = deque(maxlen=1)
         """Numbers that were taken and not used: the first and the last."""

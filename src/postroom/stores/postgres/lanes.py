@@ -99,6 +99,16 @@ class PostgresLanes(PostgresLedger):
         return bool(few) and (len(few) < HEADS_PEEKED_MAX or limit <= HEADS_PEEKED_MAX)
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        heads = self._pull(queue, lane, limit)
+        if self.is_reading:  # for ages and depths, which need no payload
+            return heads
+        opened, unreadable = self.codec.open_heads(heads)
+        if not unreadable:
+            return opened
+        self.quarantine(unreadable)
+        return self.pull(queue, lane, limit)
+
+    def _pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         if self._has_peeked(queue, lane, limit):
             return self._peeked[queue, lane][:limit]
         pulled = self._pulled.pop((queue, lane, limit), None)
@@ -124,7 +134,10 @@ class PostgresLanes(PostgresLedger):
         found = {row[0]: self._head(row) for row in rows}
         wanted = set(message_ids)
         heads = [found[number] for number in numbers if number in found]
-        return [head for head in heads if head.record.message_id in wanted]
+        opened, unreadable = self.codec.open_heads([one for one in heads if one.record.message_id in wanted])
+        if not self.is_reading:
+            self.quarantine([one for one in unreadable if one[0].state == "QUEUED"])
+        return opened
 
     def filled(self) -> list[int]:
         return sorted(self._all_lanes().active)

@@ -59,7 +59,6 @@ NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
 _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED"})
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
-_kept_from: Callable[..., Kept] = Kept
 
 
 class ActiveLanes(NamedTuple):
@@ -93,6 +92,7 @@ class PostgresLedger(Transaction):
         """
         super().__init__(known, known.limits, *now)
         self._known = known
+        self.codec = known.codec
         self._connection = connection
         self._queries = queries
         self._number, self._number_end = taken or (1, 0)
@@ -121,6 +121,7 @@ class PostgresLedger(Transaction):
         self._inserts: list[tuple[Any, ...]] = []
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
+        """Changed cells in their stored form, as are those that were read."""
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
         self._scans: dict[tuple[str, str, int], list[Any]] = {**scans}
         """Cells that were read together: kind, after and limit -> rows."""
@@ -263,25 +264,23 @@ class PostgresLedger(Transaction):
         return None if record is None else stored_message(record, self.kept(record))
 
     def kept(self, record: Record) -> Kept:
-        kind, parent, key, *facts, trail = self.stored_facts(record.seq)
-        return _kept_from(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
-
-    def stored_facts(self, seq: int) -> tuple[Any, ...]:
-        """What a row holds besides its record."""
-        facts: tuple[Any, ...] = self._ask("stored", (seq,))[0]
-        return facts
+        codec, seq = self.codec, record.seq
+        [(kind, parent, key, delay_ns, ttl_ns, payload, result, trail)] = self._ask("stored", (seq,))
+        return Kept(
+            from_sql(kind), from_sql(parent), from_sql(key), delay_ns, ttl_ns,
+            codec.open("payload", seq, payload),
+            None if result is None else codec.open("result", seq, result),
+            codec.open_lines(seq, (trail or b"").decode()).encode(),
+        )  # fmt: skip
 
     def kinds(self) -> list[str]:
         return [from_sql(kind) for (kind,) in self._ask("kinds")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
-        found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
+        stored = dict(self._ask_records("payloads", ([*own],)))
+        found = {own[seq]: payload for seq, payload in self.codec.open_payloads(stored).items()}
         return found | super().payloads([each for each in message_ids if each not in found])
-
-    def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Payloads by the numbers of their records."""
-        return dict(self._ask_records("payloads", ([*numbers],)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self.changes += 1
@@ -291,7 +290,7 @@ class PostgresLedger(Transaction):
                 self._saved.add(r.seq)
                 if r.due:
                     self._ends_at(r.due)
-                self._inserts.append(new_row(r, e))
+                self._inserts.append(new_row(r, e, self.codec.seal("payload", r.seq, e.payload)))
                 continue
             if r.seq in self._saved:  # an earlier change of the record must reach the table first
                 self._write_records()
@@ -299,14 +298,13 @@ class PostgresLedger(Transaction):
             trail = [] if change.before is None else lifecycle.trail(change.before, step)
             if deadline_ns := r.lease_until or r.due:
                 self._ends_at(deadline_ns)
-            self._updates.append(changed_row(r, step.result, self.trail_lines(r.seq, trail)))
+            result = None if step.result is None else self.codec.seal("result", r.seq, step.result)
+            lines = "".join(f"{_encode(event).decode()}\n" for event in trail)
+            stored = self.codec.seal_lines(r.seq, lines).encode() if lines else None
+            self._updates.append(changed_row(r, result, stored))
         for (queue, what), n in count_changes(changes, events).items():
             self._count(queue, what, n)
         self._append(events, len(events))
-
-    def trail_lines(self, seq: int, events: Sequence[Event]) -> bytes | None:  # noqa: ARG002 - for encryption
-        """The stored form of events of a record; None without any."""
-        return b"".join(_encode(event) + b"\n" for event in events) or None
 
     def _append(self, parts: Sequence[Part], count: int) -> None:
         if self._new:
@@ -339,17 +337,17 @@ class PostgresLedger(Transaction):
 
     def _write_new(self) -> None:
         """Send new records, and keep their events."""
-        payloads = self.new_payloads(self._new_first)
         run, first, self._new = self._new, self._new_first, []
         e, now = run[0], self.steady_ns
+        step = 1 if e.delay_ns else EVENTS_PER_NEW
         values = {
-            "first": first, "step": 1 if e.delay_ns else EVENTS_PER_NEW, "queue": to_sql(e.queue),
+            "first": first, "step": step, "queue": to_sql(e.queue),
             "state": "SCHEDULED" if e.delay_ns else "QUEUED", "priority": e.priority,
             "max_retries": e.max_retries, "due": self._ends_at(now + e.delay_ns) if e.delay_ns else 0,
             "now": now, "expires": now + e.ttl_ns if e.ttl_ns else 0, "durability": e.durability,
             "wall_us": self.wall_us, "sender": to_sql(e.sender), "type": to_sql(e.type),
             "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
-            "payloads": payloads,
+            "payloads": self.codec.seal_payloads(first, step, [each.payload for each in run]),
         }  # fmt: skip
         self._pending.append((self._queries["insert_alike"], values))
         sizes = [len(each.payload) for each in run]
@@ -360,11 +358,7 @@ class PostgresLedger(Transaction):
                 facts,
             )
         )  # fmt: skip
-        self.event_count += len(run) * (1 if e.delay_ns else EVENTS_PER_NEW)
-
-    def new_payloads(self, first: int) -> list[bytes]:  # noqa: ARG002 - an encrypted payload needs its place
-        """The stored payloads of new records, the first of which has the number `first`."""
-        return [each.payload for each in self._new]
+        self.event_count += len(run) * step
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self.changes += 1
@@ -486,17 +480,17 @@ class PostgresLedger(Transaction):
     def cell(self, kind: str, key: str) -> bytes | None:
         name = kind, key
         if name in self._cells:
-            return self._cells[name]
-        if name in self._cells_read:
-            return self._cells_read[name]
-        rows = self._ask("cell", (to_sql(kind), to_sql(key)))
-        value = bytes(rows[0][0]) if rows else None
-        self._cells_read[name] = value
-        return value
+            stored = self._cells[name]
+        elif name in self._cells_read:
+            stored = self._cells_read[name]
+        else:
+            rows = self._ask("cell", (to_sql(kind), to_sql(key)))
+            stored = self._cells_read[name] = bytes(rows[0][0]) if rows else None
+        return None if stored is None else self.codec.open_cell(kind, key, stored)
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
-        self._cells[kind, key] = value
+        self._cells[kind, key] = None if value is None else self.codec.seal_cell(kind, key, value)
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         start = to_sql(after)
@@ -518,7 +512,8 @@ class PostgresLedger(Transaction):
                 found.pop(key, None)
             elif last is None or key <= last:
                 found[key] = own
-        return [(from_sql(key), value) for key, value in sorted(found.items())[:limit]]
+        page = [(from_sql(key), stored) for key, stored in sorted(found.items())[:limit]]
+        return self.codec.open_cells(kind, page)
 
     def _write_cells(self) -> None:
         """Send the changed cells, in the order of their keys. Raises `ConflictError`."""
@@ -572,7 +567,7 @@ class PostgresLedger(Transaction):
         first, fault = position - count + 1, ""
         seq = first - 1
         try:
-            for seq, event in enumerate(unpack(self.unpacked(number, batch), self.ids), first):
+            for seq, event in enumerate(unpack(self.codec.open_batch(number, bytes(batch)), self.ids), first):
                 yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
         except READ_ERRORS as error:
             fault = str(error)
@@ -585,14 +580,6 @@ class PostgresLedger(Transaction):
 
     def stored_row(self, number: int) -> bytes:
         [(_, batch)] = self._ask("event_row", (number,))
-        return bytes(batch)
-
-    def packed(self) -> bytes:
-        """The stored form of the events."""
-        return pack(self.parts).encode()
-
-    def unpacked(self, number: int, batch: bytes) -> bytes:  # noqa: ARG002 - encrypted, it needs its place
-        """The inverse of `packed`, for the row of a number."""
         return bytes(batch)
 
     # ---- the commit -----------------------------------------------------------------------------------
@@ -613,7 +600,9 @@ class PostgresLedger(Transaction):
         """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
         statements = self._unsent()
-        batch = self.packed()
+        batch = pack(self.parts)
+        if self.parts:  # a commit of cells alone has no number
+            batch = self.codec.seal_batch(self.last_number, batch)
         if changes:
             statements.append((self._queries["count"], tuple(map(list, zip(*changes, strict=True)))))
         values = self.last_number, writer, self.event_count, batch

@@ -27,15 +27,15 @@ def from_sql(text: str) -> str:
     return text
 
 
-def new_row(r: Record, e: Envelope) -> tuple[Any, ...]:
-    """The values of `insert`."""
+def new_row(r: Record, e: Envelope, payload: bytes) -> tuple[Any, ...]:
+    """The values of `insert`, with the stored form of the payload."""
     return (
         r.seq, to_sql(e.message_id) if e.message_id else None, to_sql(r.queue), r.state, r.priority, r.lane,
         r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, r.worker_id, r.lease_ns,
         r.lease_until, r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us,
         r.heartbeat_us, r.ended_us,
         to_sql(r.sender), to_sql(e.type), to_sql(e.parent_message_id), to_sql(e.key), e.delay_ns, e.ttl_ns,
-        e.payload,
+        payload,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from postroom.core.formats.ids import IdRule
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError, StoreDamaged, StoreRefused, Unavailable, WriteFailed
 from postroom.message import Event
+from postroom.stores.codec import codec_of
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.own_ids import IDS_FACT, first_rule
 from postroom.stores.postgres.connection import (
@@ -37,7 +38,6 @@ from postroom.stores.postgres.connection import (
     queries,
     unreachable,
 )
-from postroom.stores.postgres.encrypted import EncryptedPostgresReading, EncryptedPostgresTransaction
 from postroom.stores.postgres.keys import PostgresKeys
 from postroom.stores.postgres.known import DEADLINES_KNOWN_NS, ConflictError, Known
 from postroom.stores.postgres.ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
@@ -333,9 +333,7 @@ class PostgresStore(PostgresKeys):
             known.set_deadlines(answers.pop().rows[0], now[0])
         taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
         read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
-        if self.encryption is None:
-            return PostgresTransaction(known, connection, queries, now, taken, read)
-        return EncryptedPostgresTransaction(self.encryption, known, connection, queries, now, taken, read)
+        return PostgresTransaction(known, connection, queries, now, taken, read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
@@ -405,9 +403,7 @@ class PostgresStore(PostgresKeys):
 
     def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresReading:
         known, queries = self._opened(), self._read_only
-        if self.encryption is not None:
-            return EncryptedPostgresReading(self.encryption, known, connection, queries, now)
-        if time.monotonic() >= self._look_at_keys:
+        if self.encryption is None and time.monotonic() >= self._look_at_keys:
             self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
         return PostgresReading(known, connection, queries, now)
 
@@ -477,7 +473,7 @@ class PostgresStore(PostgresKeys):
             else:
                 self._set_clock(connection, self._clock)
             self._note_keys(connection)
-        return Known(store_id, IdRule.of(rule))
+        return Known(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
         """A fact, which is set when it is unknown."""

@@ -176,7 +176,9 @@ class PostgresTransaction(PostgresLanes):
         values: dict[str, Any] = {
             "wall_us": self.wall_us, "seqs": [*numbers], "places": [*range(first, first + len(numbers))]
         }  # fmt: skip
-        contents = [results[message_id][1] for message_id in numbers.values()]
+        contents = self.codec.seal_results(
+            [*numbers], [results[message_id][1] for message_id in numbers.values()]
+        )
         if len(set(contents)) == 1:  # most often they are all null
             self._pending.append((self._queries["complete_alike"], {**values, "result": contents[0]}))
         else:

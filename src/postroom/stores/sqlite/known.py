@@ -6,6 +6,7 @@ import msgspec
 
 from postroom.core.formats.ids import IdRule
 from postroom.stores.base import LANE_COUNTS, Counted
+from postroom.stores.codec import PLAIN, Codec
 from postroom.stores.event_runs import EVENTS_PER_NEW
 from postroom.stores.own_ids import EARLIER_RULE, OwnIds
 from postroom.stores.sqlite.sql import queries as sql
@@ -22,8 +23,9 @@ _decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
 class Known(OwnIds):
     """The memory of one handle. A handle that loses it reads the file again."""
 
-    def __init__(self, store_id: str = "", rule: IdRule = EARLIER_RULE) -> None:
+    def __init__(self, store_id: str = "", rule: IdRule = EARLIER_RULE, codec: Codec = PLAIN) -> None:
         super().__init__(store_id, rule)
+        self.codec = codec
         self.names: dict[int, str] = {}
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()

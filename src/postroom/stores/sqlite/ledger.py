@@ -91,6 +91,7 @@ class SqliteLedger(Transaction):
 
     is_implied = False
     """Whether the transaction only inserted one record, which implies its events."""
+    is_reading = False
 
     def __init__(self, known: Known, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # As in `Transaction.__init__`, without the call: this runs for every commit.
@@ -102,6 +103,7 @@ class SqliteLedger(Transaction):
         self._limits_known = known.limits
         self._limits: dict[str, Limits] = {}
         self._known = known
+        self.codec = known.codec
         self._raw_cursor = cursor
         self._number = known.newest + 1
         self.new_queues: dict[str, int] = {}
@@ -253,32 +255,30 @@ class SqliteLedger(Transaction):
         return None if record is None else stored_message(record, self.kept(record))
 
     def kept(self, record: Record) -> Kept:
-        *facts, trail = self.stored_facts(record.seq)
-        return _kept_from(*facts, (trail or "").encode())
-
-    def stored_facts(self, seq: int) -> tuple[Any, ...]:
-        """What a row holds besides its record."""
-        facts: tuple[Any, ...] = ask(self._cursor, sql.STORED, (seq,))[0]
-        return facts
+        codec, seq = self.codec, record.seq
+        *facts, payload, result, trail = ask(self._cursor, sql.STORED, (seq,))[0]
+        return _kept_from(
+            *facts,
+            codec.open("payload", seq, payload),
+            None if result is None else codec.open("result", seq, result),
+            codec.open_lines(seq, trail or "").encode(),
+        )
 
     def kinds(self) -> list[str]:
         return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}
-        found = {own[seq]: payload for seq, payload in self.own_payloads([*own]).items()}
+        stored = dict(ask(self._cursor, sql.PAYLOADS, (carray_of([*own]),)))
+        found = {own[seq]: payload for seq, payload in self.codec.open_payloads(stored).items()}
         return found | super().payloads([each for each in message_ids if each not in found])
-
-    def own_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Payloads by the numbers of their records."""
-        return dict(ask(self._cursor, sql.PAYLOADS, (carray_of(numbers),)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self.changes += 1
         rows: dict[str, list[tuple[Any, ...]]] = {}
         for change in changes:
             query, values = self._row(change)
-            rows.setdefault(query, []).append(_with_checksum(query, values))
+            rows.setdefault(query, []).append(values)
         for query, bindings in rows.items():
             self._cursor.executemany(query, bindings)
         for (queue, what), n in count_changes(changes, events).items():
@@ -286,15 +286,18 @@ class SqliteLedger(Transaction):
         self._append(*events)
 
     def _row(self, change: Change) -> tuple[str, tuple[Any, ...]]:
-        """A query and its values that write a changed record."""
-        step, r = change.step, change.step.record
+        """A query and its values that write a changed record, with checksums of what is stored."""
+        step, r, codec = change.step, change.step.record, self.codec
         queue = self._make_queue(r.queue)
         line, turn = self._line_and_turn(queue, r)
         if (e := change.envelope) is not None:
+            payload = codec.seal("payload", r.seq, e.payload)
+            crc = zlib.crc32(payload, start_of(e.type, e.parent_message_id, e.key, r.sender or ""))
             return sql.INSERT, (
                 r.seq, e.message_id or None, queue, r.state, r.priority, r.lane, r.place, 0, 0, 0,
                 r.max_retries, 0, "", 0, turn, r.ready_at, r.expires, r.durability, r.created_us, 0, 0, 0,
-                r.sender or None, line, e.type, e.parent_message_id, e.key, e.delay_ns, e.ttl_ns, e.payload,
+                r.sender or None, line, e.type, e.parent_message_id, e.key, e.delay_ns, e.ttl_ns, payload,
+                crc,
             )  # fmt: skip
         values = (
             r.state, r.lane, r.place, r.attempt, r.retries, r.crashes, r.lease, r.worker_id, r.lease_ns,
@@ -302,13 +305,12 @@ class SqliteLedger(Transaction):
         )  # fmt: skip
         trail = [] if change.before is None else lifecycle.trail(change.before, step)
         if trail:
-            return sql.UPDATE_TRAIL, (
-                *values,
-                "".join(f"{_encode(event).decode()}\n" for event in trail),
-                r.seq,
-            )
+            lines = codec.seal_lines(r.seq, "".join(f"{_encode(event).decode()}\n" for event in trail))
+            crcs = checksums(lines.encode().split(b"\n")[:-1], 0)
+            return sql.UPDATE_TRAIL, (*values, lines, crcs, r.seq)
         if step.result is not None:
-            return sql.UPDATE_RESULT, (*values, step.result, r.seq)
+            result = codec.seal("result", r.seq, step.result)
+            return sql.UPDATE_RESULT, (*values, result, zlib.crc32(result), r.seq)
         return sql.UPDATE, (*values, r.seq)
 
     def _line_and_turn(self, queue: int, record: Record) -> tuple[int | None, int]:
@@ -333,10 +335,6 @@ class SqliteLedger(Transaction):
             )
         )  # fmt: skip
 
-    def step_of_new(self) -> int:
-        """The distance between the numbers of new records: how many events each of them has."""
-        return 1 if self._new[0].delay_ns else EVENTS_PER_NEW
-
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""
         run, self._new, self._new_traits = self._new, [], None
@@ -352,13 +350,13 @@ class SqliteLedger(Transaction):
             e.durability, self.wall_us, line, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
         )  # fmt: skip
         given = start_of(e.type, e.parent_message_id, "", "") if e.type or e.parent_message_id else NO_TEXTS
+        payloads = self.codec.seal_payloads(first, step, [envelope.payload for envelope in run])
         if len(run) == 1:
-            crc = zlib.crc32(e.payload, given)
-            self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, e.payload, crc))
+            crc = zlib.crc32(payloads[0], given)
+            self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, payloads[0], crc))
         else:
-            payloads = tuple([envelope.payload for envelope in run])
             crcs = checksums(payloads, given)
-            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, apsw.carray(payloads), crcs, step))
+            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, apsw.carray(tuple(payloads)), crcs, step))
         return first
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
@@ -380,7 +378,7 @@ class SqliteLedger(Transaction):
         if (kind, key) in read:
             return read[kind, key]
         rows = ask(self._raw_cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
-        value = bytes(rows[0][0]) if rows else None
+        value = self.codec.open_cell(kind, key, bytes(rows[0][0])) if rows else None
         if len(read) < CELLS_KEPT_MAX and kind != CHUNKS:
             read[kind, key] = value
         return value
@@ -393,10 +391,10 @@ class SqliteLedger(Transaction):
         if value is None:
             self._raw_cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            crc = zlib.crc32(value, start_of(kind, key))
-            self._raw_cursor.execute(
-                sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value, crc)
-            )
+            stored = self.codec.seal_cell(kind, key, value)
+            crc = zlib.crc32(stored, start_of(kind, key))
+            query = sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL
+            self._raw_cursor.execute(query, (kind, key, stored, crc))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         if kind in self._no_cells:
@@ -404,13 +402,20 @@ class SqliteLedger(Transaction):
         found = ask(self._raw_cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
         if not found and not after:
             self._no_cells.add(kind)
-        return found
+        return self.codec.open_cells(kind, found)
 
     # ---- lanes ---------------------------------------------------------------------------------
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = ask(self._cursor, sql.PULL, (line_of(self._queue(queue), lane), limit))
-        return [Head(self._record(row), *row[23:]) for row in rows]
+        heads = [Head(self._record(row), *row[23:]) for row in rows]
+        if self.is_reading:  # for ages and depths, which need no payload
+            return heads
+        opened, unreadable = self.codec.open_heads(heads)
+        if not unreadable:
+            return opened
+        self.quarantine(unreadable)
+        return self.pull(queue, lane, limit)
 
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
         numbers = [self._known.own_number(message_id) for message_id in message_ids]
@@ -420,7 +425,10 @@ class SqliteLedger(Transaction):
         rows = [found[number] for number in numbers if number in found]
         heads = [Head(self._record(row), *row[23:]) for row in rows]
         wanted = set(message_ids)
-        return [head for head in heads if head.record.message_id in wanted]
+        opened, unreadable = self.codec.open_heads([one for one in heads if one.record.message_id in wanted])
+        if not self.is_reading:
+            self.quarantine([one for one in unreadable if one[0].state == "QUEUED"])
+        return opened
 
     def put_back(self, limit: int) -> int:
         return super().put_back(limit) if self.has_overdue() else 0
@@ -462,7 +470,7 @@ class SqliteLedger(Transaction):
         for last, batch in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
             reached, fault = 0, ""
             try:
-                for event in unpack(self.unpacked(last, batch), self.ids):
+                for event in unpack(self.codec.open_batch(last, batch), self.ids):
                     yield event
                     reached = event.seq
             except READ_ERRORS as error:
@@ -483,7 +491,8 @@ class SqliteLedger(Transaction):
         return self._damaged_row(number, 0).batch
 
     def _implied_runs(self, after: int, last: int) -> Iterator[OnesRun]:
-        return implied_runs(Implied(*row) for row in ask(self._cursor, sql.IMPLIED, (after, last)))
+        query = sql.IMPLIED if self.codec.is_plain else sql.IMPLIED_SEALED
+        return implied_runs(Implied(*row) for row in ask(self._cursor, query, (after, last)))
 
     def _append(self, *parts: Part) -> None:
         if self._new:
@@ -518,17 +527,10 @@ class SqliteLedger(Transaction):
             self.parts[:0] = self._implied_runs(known.stored, known.newest)
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
-            batch, counted = self.packed(last), _encode(counts)
-            crc = zlib.crc32(counted, zlib.crc32(batch if isinstance(batch, bytes) else batch.encode()))
-            self._raw_cursor.execute(sql.NEW_EVENTS, (last, self.wall_us, counted.decode(), batch, crc))
-
-    def packed(self, last: int) -> str | bytes:  # noqa: ARG002 - an encrypted batch is bound to its number
-        """The stored form of the events up to a number."""
-        return pack(self.parts)
-
-    def unpacked(self, last: int, batch: bytes) -> bytes:  # noqa: ARG002 - as in `packed`
-        """The inverse of `packed`."""
-        return batch
+            batch, counted = self.codec.seal_batch(last, pack(self.parts)), _encode(counts)
+            crc = zlib.crc32(counted, zlib.crc32(batch))
+            stored = batch.decode() if self.codec.is_plain else batch
+            self._raw_cursor.execute(sql.NEW_EVENTS, (last, self.wall_us, counted.decode(), stored, crc))
 
     def _fold(self, last: int) -> None:
         """Write the counters, so that they can be read without the events up to the last one."""
@@ -550,19 +552,6 @@ class SqliteLedger(Transaction):
         elif self.is_implied:
             for key, n in self.counts.items():
                 known.implied[key] = known.implied.get(key, 0) + n
-
-
-def _with_checksum(query: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of a query that writes a record, with the checksum of what it stores."""
-    if query is sql.INSERT:
-        sender, (type_, parent, key), payload = values[22], values[24:27], values[-1]
-        return (*values, zlib.crc32(payload, start_of(type_, parent, key, sender or "")))
-    if query is sql.UPDATE_RESULT:
-        return (*values[:-1], zlib.crc32(values[-2]), values[-1])
-    if query is sql.UPDATE_TRAIL:
-        lines = values[-2].encode().split(b"\n")[:-1]
-        return (*values[:-1], checksums(lines, 0), values[-1])
-    return values
 
 
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:

@@ -20,10 +20,10 @@ from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
 from postroom.stores.checksums import changed_values
+from postroom.stores.codec import PLAIN, Codec, codec_of
 from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT
 from postroom.stores.sqlite.conversion import sqlite_values
-from postroom.stores.sqlite.encrypted import EncryptedSqliteReading
 from postroom.stores.sqlite.file import (
     BUSY_TIMEOUT_S,
     OUR_TABLES,
@@ -124,9 +124,9 @@ class SqliteSnapshot:
         """The name of the store."""
         return self.fact("store_id")
 
-    def _known(self) -> Known:
+    def _known(self, codec: Codec = PLAIN) -> Known:
         rule = self.fact(IDS_FACT)
-        return Known(self.identity(), IdRule.of(rule) if rule else EARLIER_RULE)
+        return Known(self.identity(), IdRule.of(rule) if rule else EARLIER_RULE, codec)
 
     def fact(self, name: str) -> str:
         """A fact of the file; empty when it is unknown."""
@@ -162,11 +162,8 @@ class SqliteSnapshot:
         """Run `work` on the state. It must not write."""
         offset_ns = int(self.fact("clock_offset_ns") or 0) if self.has_clock else 0
         now_ns = offset_ns + self._clock.boot_ns()
-        known, cursor = self._known(), self._connection.cursor()
-        encryption = self._encryption()
-        if encryption is None:
-            return work(SqliteReading(known, cursor, now_ns, self._clock.wall_us()))
-        return work(EncryptedSqliteReading(known, cursor, now_ns, self._clock.wall_us(), encryption))
+        known = self._known(codec_of(self.identity(), self._encryption()))
+        return work(SqliteReading(known, self._connection.cursor(), now_ns, self._clock.wall_us()))
 
     def _encryption(self) -> Encryption | None:
         """The encryption by the key file of the environment, when the file needs one."""

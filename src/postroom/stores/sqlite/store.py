@@ -30,6 +30,7 @@ from postroom.errors import (
     StoreUnwritable,
     WriteFailed,
 )
+from postroom.stores.codec import codec_of
 from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress_of, wiped, without_key
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
@@ -37,7 +38,6 @@ from postroom.stores.own_ids import IDS_FACT, first_rule
 from postroom.stores.sqlite import checkpoints
 from postroom.stores.sqlite.checkpoints import Checkpoints
 from postroom.stores.sqlite.conversion import sqlite_values
-from postroom.stores.sqlite.encrypted import EncryptedSqliteReading, EncryptedSqliteTransaction
 from postroom.stores.sqlite.file import (
     BUSY_TIMEOUT_S,
     check_kind,
@@ -182,14 +182,7 @@ class SqliteStore(Store):
         if self._moved_to:
             raise StoreMoved(self.url, self._moved_to)
         now_ns = self._offset_ns + clock.boot_ns()
-        transaction: SqliteTransaction
-        if self.encryption is None:
-            transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
-        else:
-            transaction = EncryptedSqliteTransaction(
-                self._known, cursor, now_ns, clock.wall_us(), self.encryption
-            )
-        self._transaction = transaction
+        self._transaction = transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
         return transaction
 
     def _check_file(self, now: float) -> None:
@@ -408,16 +401,10 @@ class SqliteStore(Store):
             cursor, clock = reader.cursor(), self._clock
             now_ns = self._offset_ns + clock.boot_ns()
             with sql_transaction(reader, "DEFERRED"):
-                reading: SqliteReading
-                if self.encryption is not None:
-                    reading = EncryptedSqliteReading(
-                        self._known, cursor, now_ns, clock.wall_us(), self.encryption
-                    )
-                else:
-                    if (now := time.monotonic()) >= self._look_at_keys:
-                        self._check_keys(cursor)
-                        self._look_at_keys = now + FILE_LOOK_S
-                    reading = SqliteReading(self._known, cursor, now_ns, clock.wall_us())
+                if self.encryption is None and (now := time.monotonic()) >= self._look_at_keys:
+                    self._check_keys(cursor)
+                    self._look_at_keys = now + FILE_LOOK_S
+                reading = SqliteReading(self._known, cursor, now_ns, clock.wall_us())
                 reading.read_before = self._readers.counts
                 return work(reading)
 
@@ -540,7 +527,7 @@ class SqliteStore(Store):
             store_id = _fact(connection, "store_id", lambda: self._store_id or f"t{os.urandom(4).hex()}")
             rule = _fact(connection, IDS_FACT, lambda: self._first_rule(connection))
             self._note_keys(connection)
-        self._known = Known(store_id, IdRule.of(rule))
+        self._known = Known(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         connection.wal_autocheckpoint(0)

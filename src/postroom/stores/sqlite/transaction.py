@@ -12,6 +12,7 @@ from typing import Any
 import apsw
 
 from postroom.core.lifecycle import lifecycle
+from postroom.errors import UnreadableValue
 from postroom.message import Envelope, Record, org_of
 from postroom.stores.base import LANE_COUNTS, Counted, Head, waiting, within_bytes
 from postroom.stores.event_runs import (
@@ -31,6 +32,7 @@ from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each record: SQLite holds the payloads of a statement at once
 
+_PAYLOAD = 8  # the column of a row of HEADS
 _lane = itemgetter(1)  # of a row of HEADS
 _holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
 
@@ -127,7 +129,27 @@ class SqliteTransaction(SqliteLedger):
                 rows += within_bytes(cursor.execute(sql.HEADS, (line_of(queue, lane), limit)), _payload_bytes)
         if [row for row in rows if row[4]] or (ages and _is_any_promoted(rows, now, ages)):
             return super().claim(terms)  # a record can expire, or is promoted
-        return self._lease_rows(queue, within_bytes(rows[:limit], _payload_bytes), terms) if rows else []
+        rows = within_bytes(rows[:limit], _payload_bytes)
+        if not self.codec.is_plain:
+            rows, unreadable = self._opened(rows)
+            if unreadable:
+                self.quarantine(unreadable)
+                return self.claim(terms)
+        return self._lease_rows(queue, rows, terms) if rows else []
+
+    def _opened(self, rows: list[Any]) -> tuple[list[Any], list[tuple[Record, UnreadableValue]]]:
+        """Rows of HEADS with their payloads, and the records whose payloads cannot be read."""
+        opened: list[Any] = []
+        unreadable: list[tuple[Record, UnreadableValue]] = []
+        for row in rows:
+            try:
+                payload = self.codec.open("payload", row[0], row[_PAYLOAD])
+            except UnreadableValue as error:
+                [found] = ask(self._cursor, f"{sql.RECORD} WHERE seq = ?", (row[0],))
+                unreadable.append((self._record(found), error))
+            else:
+                opened.append((*row[:_PAYLOAD], payload, *row[_PAYLOAD + 1 :]))
+        return opened, unreadable
 
     def _lease_rows(self, queue: int, rows: list[Any], terms: Claim) -> list[Delivery]:
         first, until_ns = self._number, self._ends_at(self.steady_ns + terms.lease_ns)
@@ -212,7 +234,7 @@ class SqliteTransaction(SqliteLedger):
         return [*results]
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
-        first = self._number
+        first, results = self._number, self.codec.seal_results(numbers, results)
         if len(set(results)) == 1:  # most often they are all null
             values = (first, results[0], self.wall_us, zlib.crc32(results[0]))
             self._update(numbers, sql.COMPLETE_ONE, sql.COMPLETE_ROW, sql.COMPLETE_MANY, values)
@@ -246,6 +268,7 @@ class SqliteTransaction(SqliteLedger):
 class SqliteReading(SqliteTransaction):
     """One state of the file, through a reading connection."""
 
+    is_reading = True
     _read: Known | None = None
     read_before: MutableMapping[apsw.Connection, Known] | None = None
     """The counters as each connection read them last: the next read adds what was committed since."""
@@ -262,7 +285,7 @@ class SqliteReading(SqliteTransaction):
 
 
 def _payload_bytes(row: Any) -> int:
-    return len(row[8])
+    return len(row[_PAYLOAD])
 
 
 def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import apsw
 
 from postroom.message import State
+from postroom.system.crypto.encryption import MARK, OVERHEAD_BYTES
 
 TRAIL_CHARS_MAX = 256 * 1024  # of one record; later events are only in the audit stream
 ROOM_BYTES = 96  # what a claim and a short result add to a row
@@ -163,6 +164,10 @@ COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 IMPLIED = (
     "SELECT seq, name, priority, type, parent_message_id, created_us, length(payload) "
     "FROM records CROSS JOIN queues USING (queue) WHERE seq > ? AND seq <= ? ORDER BY seq"
+)
+IMPLIED_SEALED = IMPLIED.replace(
+    "length(payload)",
+    f"length(payload) - iif(substr(payload, 1, {len(MARK)}) = x'{MARK.hex()}', {OVERHEAD_BYTES}, 0)",
 )
 NEWEST_EVENT = (
     "SELECT coalesce((SELECT max(seq) + 1 FROM records WHERE seq > stored.last), stored.last) "
