@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, mailboxes, recovery, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, journal, mailboxes, subscriptions
 from postroom.contracts.mail.cards import card_registry
 from postroom.contracts.mail.mailboxes import hashed
 from postroom.core.mail import mq9
@@ -1339,7 +1339,7 @@ def test_other_calls_of_a_batch_run_one_by_one(harness: Harness) -> None:
 def test_a_batch_survives_a_restart_without_its_deleted_messages(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
 ) -> None:
-    monkeypatch.setattr(recovery, "ROW_BYTES_MAX", row_bytes_max)
+    monkeypatch.setattr(journal, "ROW_BYTES_MAX", row_bytes_max)
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     harness.service.published(

@@ -10,7 +10,7 @@ import pytest
 
 from postroom.contracts.mail import fetch, quotas
 from postroom.contracts.mail.cards import card_registry
-from postroom.contracts.mail.refusals import REFUSAL_EVENTS_ALL_MAX, REFUSAL_EVENTS_MAX
+from postroom.contracts.mail.requests import REFUSAL_EVENTS_ALL_MAX, REFUSAL_EVENTS_MAX
 from postroom.core.mail.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
 from postroom.logs.mail_records import AgentRecord, Opened, Put, Record
@@ -471,7 +471,7 @@ def test_the_organization_survives_compaction_and_encryption(tmp_path: Path) -> 
             mailboxes = harness.service._mailboxes
             log = mailboxes.journal.log
             assert log is not None
-            log.copy(mailboxes._live_records(), 0.0)
+            log.copy(mailboxes.journal.live_records(mailboxes.agents, mailboxes.by_key), 0.0)
             harness.settle()
             harness.reopen()
             assert len(harness.request(world.friend, LIST + private)["messages"]) == 1

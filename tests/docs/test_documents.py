@@ -291,7 +291,7 @@ LIMITED = (
     "contracts.mail.fetch",
     "contracts.mail.public_list",
     "logs.mail_records",
-    "contracts.mail.refusals",
+    "contracts.mail.requests",
     "logs.mail_log",
     "contracts.mail.mailboxes",
     "audit.shipper",

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import deadlines, fetch
+from postroom.contracts.mail import fetch, mailboxes
 from postroom.contracts.mail.cards import card_index, card_registry
 from postroom.contracts.mail.quotas import RECORD_BYTES
-from postroom.contracts.mail.refusals import (
+from postroom.contracts.mail.requests import (
     EVENT_TEXT_CHARS_MAX,
     REFUSAL_CLIENTS_MAX,
     REFUSAL_EVENTS_ALL_MAX,
@@ -246,11 +246,11 @@ def test_a_fetch_waits_no_longer_than_the_limit(harness: Harness) -> None:
 
 def test_ended_waits_leave_nothing_behind(harness: Harness) -> None:
     mail_id = harness.create(FakeLink(), ttl=0)
-    for _ in range(3 * deadlines.WAITS_TIDIED_FROM):
+    for _ in range(3 * mailboxes.WAITS_TIDIED_FROM):
         link = FakeLink()
         wait_for(harness, link, mail_id)
         harness.service.closed(link)
-    assert len(harness.service._mailboxes.deadlines._waits) <= deadlines.WAITS_TIDIED_FROM
+    assert len(harness.service._mailboxes.deadlines._waits) <= mailboxes.WAITS_TIDIED_FROM
     assert harness.service._fetches._waits == {}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from postroom.contracts.mail.cards import card_index
 from postroom.contracts.mail.cards.card_index import CardIndex, SortedTexts
-from postroom.contracts.mail.recovery import AgentKey
+from postroom.core.mail.mailbox import AgentKey
 
 
 def test_sorted_texts_are_those_of_a_sorted_set(monkeypatch: pytest.MonkeyPatch) -> None:

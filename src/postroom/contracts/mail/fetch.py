@@ -15,7 +15,6 @@ from typing import NamedTuple
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.requests import Request
-from postroom.contracts.mail.subscriptions import DeliveryFailed
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.clientshares import ClientShares
@@ -59,16 +58,8 @@ class _RunningQuery:
     """A query in progress: what it has found, and its position."""
 
     __slots__ = (
-        "_box",
-        "_found",
-        "_key",
-        "_limit",
-        "_rank",
-        "_since_us",
-        "_tags",
-        "_through",
-        "link",
-        "reply",
+        *("_box", "_found", "_key", "_limit", "_rank", "_since_us", "_tags", "_through"),
+        *("link", "reply"),
     )
 
     def __init__(self, link: Link, reply: str, box: Mailbox, body: mq9.Query) -> None:
@@ -87,7 +78,13 @@ class _RunningQuery:
             numbers = lanes[self._rank].next(self._through, left)
             for number in numbers:
                 letter = letters.get(number)
-                if letter is not None and self._wants(letter, now_ns):
+                if (
+                    letter is not None
+                    and letter.created_us >= self._since_us
+                    and (self._key is None or letter.key == self._key)
+                    and self._tags.issubset(letter.tags)
+                    and not 0 < letter.expires_ns <= now_ns
+                ):
                     self._found.append(letter)
                     if len(self._found) == self._limit:
                         return True
@@ -97,14 +94,6 @@ class _RunningQuery:
             else:
                 self._rank, self._through = self._rank + 1, 0
         return self._rank == len(lanes)
-
-    def _wants(self, letter: Letter, now_ns: int) -> bool:
-        return (
-            letter.created_us >= self._since_us
-            and (self._key is None or letter.key == self._key)
-            and self._tags.issubset(letter.tags)
-            and not 0 < letter.expires_ns <= now_ns
-        )
 
     def answer(self) -> bytes:
         if self._box.has_expired:
@@ -129,9 +118,7 @@ class Fetches:
         self,
         mailboxes: Mailboxes,
         run_soon: Callable[[Callable[[], None]], object],
-        delivery_failed: DeliveryFailed,
     ) -> None:
-        self._delivery_failed = delivery_failed
         self._mailboxes = mailboxes
         self._run_soon = run_soon
         self._waits: dict[int, dict[int, _Wait]] = {}
@@ -221,38 +208,24 @@ class Fetches:
 
     def _try(self, wait: _Wait) -> bool:
         """Answer with the available letters; False when there is none."""
-        letters = self._find(wait)
-        if not letters:
-            return False
-        if wait.group:
-            group = wait.box.groups[wait.group]
-            group.hand(letters, wait.link.number)
-            self._holding.setdefault(wait.link.number, set()).add((wait.box.serial, wait.group))
-        _answer(wait.link, wait.reply, replies.fetched(letters))
-        if self._mailboxes.options.receipts:
-            self._emit_delivered(wait, letters)
-        return True
-
-    def _find(self, wait: _Wait) -> list[Letter]:
         box, limit = wait.box, wait.limit
-        reader = box.groups.get(wait.group) if wait.group else None
-        if reader is not None:
-            limit = min(limit, max(0, _left_to_remember(reader.account)))
+        group = box.groups.get(wait.group) if wait.group else None
+        if group is not None:
+            reader, limit = group, min(limit, max(0, _left_to_remember(group.account)))
         else:
             reader = PullGroup(box.letters)
             reader.through = wait.through or [0] * len(box.lanes)
         found = reader.next(box.lanes, wait.link.number, limit, self._mailboxes.now_ns())
-        return replies.fitting(found, limit)
-
-    def _emit_delivered(self, wait: _Wait, letters: list[Letter]) -> None:
-        for letter in letters:
-            self._mailboxes.emit_event(
-                "delivered",
-                queue=wait.box.label,
-                message_id=f"{wait.box.label}/{letter.number}",
-                recipient=wait.group or wait.link.user or f"link-{wait.link.number}",
-                priority=letter.rank,
-            )
+        letters = replies.fitting(found, limit)
+        if not letters:
+            return False
+        if wait.group:
+            reader.hand(letters, wait.link.number)
+            self._holding.setdefault(wait.link.number, set()).add((wait.box.serial, wait.group))
+        _answer(wait.link, wait.reply, replies.fetched(letters))
+        recipient = wait.group or wait.link.user or f"link-{wait.link.number}"
+        self._mailboxes.emit_delivered(wait.box, letters, recipient)
+        return True
 
     def stored(self, box: Mailbox) -> None:
         """Answer waiting fetches after letters were stored, in the order in which they began to wait."""
@@ -277,16 +250,13 @@ class Fetches:
         if not waits:
             self._waits.pop(serial, None)
         if wait is not None:
-            self._forget_wait(wait, serial, number)
+            self._wait_count -= 1
+            self._client_waits.add(wait.client, -1)
+            of_link = self._link_waits[wait.link.number]
+            of_link.discard((serial, number))
+            if not of_link:
+                del self._link_waits[wait.link.number]
         return wait
-
-    def _forget_wait(self, wait: _Wait, serial: int, number: int) -> None:
-        self._wait_count -= 1
-        self._client_waits.add(wait.client, -1)
-        of_link = self._link_waits[wait.link.number]
-        of_link.discard((serial, number))
-        if not of_link:
-            del self._link_waits[wait.link.number]
 
     def is_waiting(self, serial: int, number: int) -> bool:
         return number in self._waits.get(serial, ())
@@ -307,7 +277,7 @@ class Fetches:
             for number in box.groups[name].lose(link.number):
                 letter = box.letters.get(number)
                 if letter is not None:
-                    self._delivery_failed(box, letter)
+                    self._mailboxes.delivery_failed(box, letter)
             self.stored(box)
 
     # ---- acknowledge ---------------------------------------------------------------------------

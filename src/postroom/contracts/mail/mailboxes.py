@@ -12,32 +12,31 @@ import hashlib
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from postroom.contracts.mail import Link
-from postroom.contracts.mail.deadlines import Deadline, Deadlines
-from postroom.contracts.mail.journal import Journal
-from postroom.contracts.mail.options import MailOptions
+from postroom.contracts.mail.journal import NANOS_PER_US, Journal, LogContents, letter_of, opened_record
+from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.quotas import RECORD_BYTES, Quotas
-from postroom.contracts.mail.recovery import (
-    NANOS_PER_US,
-    AgentKey,
-    LogContents,
-    letter_of,
-    opened_record,
-    put_record,
-    row_records,
-)
 from postroom.core.gate import Owner, permit
-from postroom.core.mail.mailbox import Letter, Mailbox, PullGroup, SortedNumbers, key_of, mailbox_cost
+from postroom.core.mail.mailbox import (
+    AgentKey,
+    Letter,
+    Mailbox,
+    PullGroup,
+    SortedNumbers,
+    cost_of,
+    key_of,
+    mailbox_cost,
+)
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 from postroom.logs import mail_records
-from postroom.logs.mail_log import SegmentLog
 from postroom.system.callbacks import attempt, report
 from postroom.system.clock import Clock
 
@@ -45,7 +44,57 @@ EXPIRED_KEPT_MAX = 10_000  # expired mailboxes that are remembered, to answer 41
 DEADLINES_A_TURN_MAX = 200
 EXPIRED_LETTERS_A_TURN_MAX = 20_000  # letters of expired mailboxes that are released in one turn
 LABEL_CHARS = 16
+DEAD_SUFFIX = ".dead"  # of the mailbox with the letters of another one that could not be delivered
+WAITS_TIDIED_FROM = 1_024  # number of wait deadlines from which those of ended waits are dropped
 MICROS_PER_S = 1_000_000
+
+
+Kind = Literal["box", "letter", "delayed", "wait"]
+
+
+class Deadline(NamedTuple):
+    """`number` is that of a letter or of a wait."""
+
+    due_ns: int
+    kind: Kind
+    serial: int
+    number: int
+
+
+class Deadlines:
+    """Two heaps. Waits have their own, because most of them end before their deadline."""
+
+    def __init__(self) -> None:
+        self.is_waiting: Callable[[int, int], bool] = lambda _serial, _number: True
+        """Whether a wait, by mailbox and number, has not ended."""
+        self._deadlines: list[Deadline] = []
+        self._waits: list[Deadline] = []
+        self._tidy_at = WAITS_TIDIED_FROM
+
+    def add(self, due_ns: int, kind: Kind, serial: int, number: int = 0) -> None:
+        heappush(self._deadlines, Deadline(due_ns, kind, serial, number))
+
+    def add_wait(self, due_ns: int, serial: int, number: int) -> None:
+        if len(self._waits) >= self._tidy_at:
+            self._waits = [wait for wait in self._waits if self.is_waiting(wait.serial, wait.number)]
+            heapify(self._waits)
+            self._tidy_at = max(WAITS_TIDIED_FROM, 2 * len(self._waits))
+        heappush(self._waits, Deadline(due_ns, "wait", serial, number))
+
+    def is_due(self, now_ns: int) -> bool:
+        return self._due_heap(now_ns) is not None
+
+    def pop_due(self, now_ns: int) -> Deadline | None:
+        heap = self._due_heap(now_ns)
+        return heappop(heap) if heap is not None else None
+
+    def _due_heap(self, now_ns: int) -> list[Deadline] | None:
+        """The heap with the earliest deadline that is over."""
+        found: list[Deadline] | None = None
+        for heap in (self._deadlines, self._waits):
+            if heap and heap[0].due_ns <= now_ns and (found is None or heap[0] < found[0]):
+                found = heap
+        return found
 
 
 class Emit(Protocol):
@@ -106,18 +155,8 @@ class Mailboxes:
         """Letters of expired mailboxes, which still count against their senders."""
         self._expired: dict[str, None] = {}
         self._is_scheduled = False
-        self.journal = Journal(folder, run_soon, options)
-        log = self.journal.log
-        self._append = log.append if log is not None else self.journal.append  # bound once, for every letter
-        if log is not None:
-            self._begin(log)
-
-    def _begin(self, log: SegmentLog) -> None:
-        try:
-            self.journal.begin(self._restore(log))
-        except BaseException:
-            log.close()  # releases the lock of the folder: the caller may try again
-            raise
+        self.journal = Journal(folder, run_soon, options, clock)
+        self.journal.begin(self._restore)
 
     def observe(self, observer: Observer) -> None:
         self._observer = observer
@@ -130,25 +169,31 @@ class Mailboxes:
         if self.emit is not None:
             self.emit(kind, **fields)
 
+    def emit_delivered(self, box: Mailbox, letters: list[Letter], recipient: str) -> None:
+        """Emit each delivery, if the options ask for receipts."""
+        if self.options.receipts:
+            for letter in letters:
+                self.emit_event(
+                    "delivered",
+                    queue=box.label,
+                    message_id=f"{box.label}/{letter.number}",
+                    recipient=recipient,
+                    priority=letter.rank,
+                )
+
     # ---- recovery ------------------------------------------------------------------------------
 
-    def _restore(self, log: SegmentLog) -> int:
-        """Rebuild everything from the log. Returns the count of this start of the server."""
-        contents = LogContents()
-        for record in log.read():
-            contents.add(record)
+    def _restore(self, contents: LogContents) -> None:
+        """Rebuild everything from the log."""
         self._serial = contents.last_serial()
         for opened in contents.live_mailboxes():
             self._restore_mailbox(opened, contents)
         self.agents = {key: agent for key, agent in contents.agents.items() if agent.card}
         for agent in self.agents.values():
             self.quotas.count_agent(agent.card, 1)
-        if contents.removed or contents.expired:
-            log.note_garbage()
-        for name, damage in log.damage:
+        for name, damage in contents.damage:
             detail = {"file": name, "offset": damage.offset, "bytes": damage.length}
             self.emit_event("quarantined", detail=detail)
-        return contents.start + 1
 
     def _restore_mailbox(self, opened: mail_records.Opened, contents: LogContents) -> None:
         now_us, now_ns = self.clock.wall_us(), self.now_ns()
@@ -284,7 +329,8 @@ class Mailboxes:
         """End a mailbox. Its letters are released a bounded number at a time."""
         box.has_expired = True
         del self.by_key[box.key], self.by_serial[box.serial]
-        self._drop_of_org(box)
+        if others := tuple(each for each in self._of_orgs.pop(box.mail_id, ()) if each is not box):
+            self._of_orgs[box.mail_id] = others
         if box.public:
             self.public.lost(self.by_serial)
         self.quotas.remove_mailbox(box)
@@ -299,30 +345,20 @@ class Mailboxes:
         if self._observer is not None:
             self._observer.expired(box)
 
-    def _drop_of_org(self, box: Mailbox) -> None:
-        others = tuple(each for each in self._of_orgs.pop(box.mail_id, ()) if each is not box)
-        if others:
-            self._of_orgs[box.mail_id] = others
-
     # ---- letters -------------------------------------------------------------------------------
 
     def write(self, box: Mailbox, letters: list[Letter], nbytes: int, *, droppable: bool = False) -> None:
         """Reserve room for letters of one sender and rank, and append durable ones to the log.
 
-        A letter of a larger batch has no key, lifetime, delay or headers. When the log cannot be written,
-        droppable letters are dropped, and the caller has to call `give_up` for them.
+        When the log cannot be written, droppable letters are dropped, and the caller has to call `give_up`
+        for them.
         """
         count, first = len(letters), letters[0]
         box.reserved += count
         box.reserved_bytes += nbytes
         self.quotas.count(first, count, nbytes)
-        if not first.durable:
-            return
-        if count == 1:
-            self._append(put_record(box, first, self.clock), droppable=droppable)
-            return
-        for record in row_records(box, letters, nbytes):
-            self._append(record, droppable=droppable)
+        if first.durable:
+            self.journal.put(box, letters, nbytes, droppable=droppable)
 
     def give_up(self, box: Mailbox, letters: list[Letter], nbytes: int) -> None:
         """Release reserved letters that could not be written, or whose mailbox has expired."""
@@ -373,18 +409,63 @@ class Mailboxes:
         if self._observer is not None:
             self._observer.removed(box, letter.number)
 
+    # ---- dead letters --------------------------------------------------------------------------
+
+    def delivery_failed(self, box: Mailbox, letter: Letter) -> bool:
+        """Count a failed delivery. True when the letter is being moved to the dead letters."""
+        limit = self.options.dead_letter_after
+        if not limit or box.mail_id.endswith(DEAD_SUFFIX):
+            return False
+        failures = box.failures.get(letter.number, 0) + 1
+        box.failures[letter.number] = failures
+        if failures < limit or self.journal.trouble:
+            return False
+        dead = self.by_key.get(box.key + DEAD_SUFFIX) or self._open_dead(box)
+        added = b"NATS/1.0\r\nMq9-Dead-Msg-Id: %d\r\nMq9-Dead-Deliveries: %d\r\n" % (letter.number, failures)
+        rest = letter.headers[letter.headers.find(b"\r\n") + 2 :] if letter.headers else b"\r\n"
+        moved = replace(
+            letter,
+            number=self.journal.next_numbers(1),
+            headers=added + rest,
+            cost=cost_of(len(letter.payload) + len(added) + len(rest), "", letter.tags),
+            expires_ns=0,
+            key="",
+        )
+        self.write(dead, [moved], moved.cost)
+        message_id = f"{box.label}/{letter.number}"
+        self.emit_event("dead_letter", queue=box.label, message_id=message_id, attempt=failures)
+        storage: Storage = self.journal.storage(letter.rank) if letter.durable else "memory"
+        self.journal.after_letters(dead, storage, self._moved_to_dead, box, letter, dead, moved)
+        return True
+
+    def _open_dead(self, box: Mailbox) -> Mailbox:
+        """Open the mailbox of the dead letters, which expires together with the mailbox."""
+        left_s = max(1.0, (box.expires_ns - self.now_ns()) / NANOS_PER_S) if box.expires_ns else 0.0
+        dead = self.open(
+            box.mail_id + DEAD_SUFFIX,
+            left_s,
+            public=box.public,
+            named=True,
+            desc="dead letters",
+            creator=box.creator,
+            client=box.account.client,
+            org=box.org,
+        )
+        dead.is_stored = True
+        return dead
+
+    def _moved_to_dead(self, box: Mailbox, letter: Letter, dead: Mailbox, moved: Letter) -> None:
+        if self.commit(dead, [moved], moved.cost) and not box.has_expired:
+            self.remove(box, letter.number)
+
     # ---- time ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Handle deadlines that are over: a bounded number now, the rest in the next turns."""
         if not self._is_scheduled:
             self._handle_due()
-        log = self.journal.log
-        if log is not None:
-            now_s = self.now_ns() / NANOS_PER_S
-            if log.wants_copy(self.quotas.log_bytes + RECORD_BYTES * len(self.by_key), now_s):
-                log.copy(self._live_records(), now_s)
-            log.tick()
+        live_bytes = self.quotas.log_bytes + RECORD_BYTES * len(self.by_key)
+        self.journal.tick(live_bytes, self.agents, self.by_key)
 
     def _handle_due(self) -> None:
         now_ns = self.now_ns()
@@ -398,8 +479,8 @@ class Mailboxes:
         if self._released or self.deadlines.is_due(now_ns):
             self._is_scheduled = True
             self._run_soon(self._handle_due)
-        elif self.journal.log is not None:
-            self.journal.log.flush()
+        else:
+            self.journal.flush()
 
     def _release_expired(self) -> None:
         left = EXPIRED_LETTERS_A_TURN_MAX
@@ -441,23 +522,6 @@ class Mailboxes:
             self.journal.supersede(mail_records.Removed(box.serial, [number]))
         storage = self.journal.storage(letter.rank)
         self.journal.after_letters(box, storage, self.commit, box, [letter], letter.cost)
-
-    # ---- compaction ----------------------------------------------------------------------------
-
-    def _live_records(self) -> Iterator[mail_records.Record]:
-        """Every record that the log has to keep. Mailboxes may change while the iterator is used."""
-        yield from list(self.agents.values())
-        for box in list(self.by_key.values()):
-            if box.has_expired:
-                continue
-            yield opened_record(box)
-            for name, group in list(box.groups.items()):
-                through, done, client = list(group.through), sorted(group.done), group.account.client
-                yield mail_records.Pulled(box.serial, name, group.turn, through, done, client)
-            for number, letter in [*box.letters.items(), *box.delayed.items()]:
-                is_live = number in box.letters or number in box.delayed
-                if letter.durable and is_live and not box.has_expired:
-                    yield put_record(box, letter, self.clock)
 
     # ---- agents --------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ Rule 2: an exception in one client's call affects no other call.
 Rule 3: events name a private mailbox by the hash of its id.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -15,14 +14,11 @@ from msgspec.structs import replace
 
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.cards.card_registry import AgentRegistry
-from postroom.contracts.mail.dead_letters import DeadLetters
 from postroom.contracts.mail.fetch import Fetches
 from postroom.contracts.mail.mailbox_calls import MailboxCalls
 from postroom.contracts.mail.mailboxes import Emit, Mailboxes
 from postroom.contracts.mail.options import MailOptions
-from postroom.contracts.mail.refusals import Refusals
 from postroom.contracts.mail.requests import Request, Responder, as_refusal
-from postroom.contracts.mail.sends import Sends
 from postroom.contracts.mail.subscriptions import Subscriptions
 from postroom.core.gate import entry_of
 from postroom.core.mail import mq9
@@ -74,21 +70,17 @@ class MailService:
         mailboxes = Mailboxes(folder, run_soon, options or MailOptions(), clock or SystemClock(), emit)
         self._mailboxes = mailboxes
         self._emit_stored = emit_stored
-        self._refusals = Refusals(mailboxes)
-        self._responder = Responder(mailboxes, self._refusals)
-        dead_letters = DeadLetters(mailboxes)
-        self._subscriptions = Subscriptions(mailboxes, run_soon, dead_letters.delivery_failed)
-        self._fetches = Fetches(mailboxes, run_soon, dead_letters.delivery_failed)
+        self._responder = Responder(mailboxes)
+        self._subscriptions = Subscriptions(mailboxes, run_soon)
+        self._fetches = Fetches(mailboxes, run_soon)
         self._agents = AgentRegistry(mailboxes)
         mailboxes.observe(self)
-        self._relief: asyncio.Future[None] | None = None
         self._trouble = ""
-        sends = Sends(mailboxes, self._responder)
         calls = MailboxCalls(mailboxes, self._subscriptions, self._responder)
         self._verbs: dict[Verb, Callable[[Request], None]] = {
             "create": calls.create,
-            "send": sends.send,
-            "send3": sends.send,
+            "send": calls.send,
+            "send3": calls.send,
             "list": calls.list,
             "delete": calls.delete,
             "delete3": calls.delete,
@@ -162,7 +154,7 @@ class MailService:
             self._subscriptions.subscribe(link, sid, subject, group)
         except Exception as raised:  # noqa: BLE001 - rule 2
             error = as_refusal(raised)
-            self._refusals.record(link, error, "subscribe")
+            self._responder.record(link, error, "subscribe")
             return f"{error} ({error.code})"
         self.flush()
         return None
@@ -185,38 +177,19 @@ class MailService:
     # ---- the log and time ----------------------------------------------------------------------
 
     def flush(self) -> Awaitable[None] | None:
-        log = self._mailboxes.journal.log
-        if log is None:
-            return None
-        log.flush()
-        if not log.overloaded or log.trouble:
-            return None
-        if self._relief is None or self._relief.done():
-            self._relief = asyncio.get_running_loop().create_future()
-        log.after_sync(self._relieve)
-        log.flush()
-        return self._relief
-
-    def _relieve(self) -> None:
-        """Let the server read from its publishers again."""
-        if self._relief is not None and not self._relief.done():
-            self._relief.set_result(None)
+        return self._mailboxes.journal.catch_up()
 
     def tick(self) -> None:
         self._mailboxes.tick()
         self._subscriptions.tick()
-        self._refusals.tick()
+        self._responder.tick()
         trouble = self._mailboxes.journal.trouble
-        if trouble == self._trouble:
-            return
-        self._trouble = trouble
-        if trouble:
-            self._relieve()
+        if trouble and trouble != self._trouble:
             self._mailboxes.emit_event("alert", type="mail-log", error=trouble)
+        self._trouble = trouble
 
     def close(self) -> None:
-        self._relieve()
-        self._refusals.close()
+        self._responder.end_window()
         self._mailboxes.journal.close()
 
     @property

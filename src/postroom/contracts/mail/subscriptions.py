@@ -29,9 +29,6 @@ from postroom.core.mail.mailbox import (
 REPLAY_STEP = 1_000  # messages delivered in one turn of the loop
 RUN_MAX = 250  # messages handed at once to a connection that has sent everything
 
-DeliveryFailed = Callable[[Mailbox, Letter], bool]
-"""Is called for a failed delivery; True when the letter was moved to the dead letters."""
-
 
 class Subscriptions:
     """All subscriptions of one server."""
@@ -40,11 +37,9 @@ class Subscriptions:
         self,
         mailboxes: Mailboxes,
         run_soon: Callable[[Callable[[], None]], object],
-        delivery_failed: DeliveryFailed,
     ) -> None:
         self._mailboxes = mailboxes
         self._run_soon = run_soon
-        self._delivery_failed = delivery_failed
         self._public_list = PublicList(mailboxes, run_soon)
         self._subscribers: dict[str, Subscribers] = {}
         """Subscribers by the key of the mailbox, as the other keys here."""
@@ -113,15 +108,13 @@ class Subscriptions:
             del self._subscribers[key]
         box = self._mailboxes.by_key.get(key)
         if box is not None and orphans:
-            self._redeliver(box, subscribers.queue_groups.get(subscription.queue_group), orphans)
+            group = subscribers.queue_groups.get(subscription.queue_group)
+            for number in orphans:
+                letter = box.letters.get(number)
+                is_dead = letter is None or self._mailboxes.delivery_failed(box, letter)
+                if letter is not None and not is_dead and group is not None:
+                    group.return_letter(letter)
             self._dispatch(key, subscription.queue_group)
-
-    def _redeliver(self, box: Mailbox, group: QueueGroup | None, orphans: list[int]) -> None:
-        """Return the letters of a lost member to its group, except those that become dead letters."""
-        for number in orphans:
-            letter = box.letters.get(number)
-            if letter is not None and not self._delivery_failed(box, letter) and group is not None:
-                group.return_letter(letter)
 
     # ---- deliveries ----------------------------------------------------------------------------
 
@@ -136,7 +129,10 @@ class Subscriptions:
         for name, group in list(subscribers.queue_groups.items()):
             for letter in letters:
                 group.arrived(letter)
-            self._promote_members(group, letters[0].rank)
+            for member in group.members.values():  # those in a backlog move forward for a letter they want
+                for subscription in member.subscriptions:
+                    if subscription.is_waiting and subscription.ranks & bit:
+                        self._backlogs[subscription.number].promote(subscription, letters[0].rank)
             self._dispatch(box.key, name)
 
     def _push_to(self, box: Mailbox, subscription: MailSubscription, letters: list[Letter]) -> None:
@@ -165,17 +161,7 @@ class Subscriptions:
             for letter, message in zip(letters, messages, strict=True):
                 link.deliver(sid, subject, replies.delete_subject(box.mail_id, letter.number), [message])
         if self._mailboxes.options.receipts:
-            self._emit_delivered(box, link, letters)
-
-    def _emit_delivered(self, box: Mailbox, link: Link, letters: list[Letter]) -> None:
-        for letter in letters:
-            self._mailboxes.emit_event(
-                "delivered",
-                queue=box.label,
-                message_id=f"{box.label}/{letter.number}",
-                recipient=link.user or f"link-{link.number}",
-                priority=letter.rank,
-            )
+            self._mailboxes.emit_delivered(box, letters, link.user or f"link-{link.number}")
 
     # ---- the backlog of a connection -----------------------------------------------------------
 
@@ -218,8 +204,15 @@ class Subscriptions:
     ) -> int:
         """Deliver at most `limit` letters of one priority, as many as fit. Returns how many."""
         box = self._mailboxes.by_key.get(subscription.key)
-        rank = RANK_COUNT if box is None else self._waiting_rank(box, subscription)
-        if box is None or rank == RANK_COUNT:
+        if box is None:
+            self._leave_backlog(subscription)
+            return 0
+        group = self._subscribers[subscription.key].queue_groups.get(subscription.queue_group)
+        if group is None:
+            rank = box.waiting_rank(subscription.through, subscription.ranks)
+        else:
+            rank = group.rank_for(subscription, box)
+        if rank == RANK_COUNT:
             self._leave_backlog(subscription)
             return 0
         is_next = rank <= subscription.queue_rank
@@ -227,27 +220,16 @@ class Subscriptions:
         backlog.put(subscription, rank)
         if not is_next:
             return 0
-        letters = self._next_run(box, subscription, rank, room_bytes, limit)
+        now_ns = self._mailboxes.now_ns()
+        if group is None:
+            limit = min(limit, max(1, _run_max(room_bytes)))
+            letters = box.next_run(subscription.through, rank, limit, room_bytes, now_ns)
+        else:
+            letter = group.take(subscription, rank, box, now_ns)
+            letters = [] if letter is None else [letter]
         if letters:
             self._deliver(box, subscription, letters)
         return len(letters)
-
-    def _waiting_rank(self, box: Mailbox, subscription: MailSubscription) -> int:
-        if not subscription.queue_group:
-            return box.waiting_rank(subscription.through, subscription.ranks)
-        groups = self._subscribers[subscription.key].queue_groups
-        return groups[subscription.queue_group].rank_for(subscription, box)
-
-    def _next_run(
-        self, box: Mailbox, subscription: MailSubscription, rank: int, room_bytes: int, limit: int
-    ) -> list[Letter]:
-        now_ns = self._mailboxes.now_ns()
-        if not subscription.queue_group:
-            limit = min(limit, max(1, _run_max(room_bytes)))
-            return box.next_run(subscription.through, rank, limit, room_bytes, now_ns)
-        group = self._subscribers[subscription.key].queue_groups[subscription.queue_group]
-        letter = group.take(subscription, rank, box, now_ns)
-        return [letter] if letter is not None else []
 
     def drained(self, link: Link) -> None:
         """A connection can take more."""
@@ -264,16 +246,13 @@ class Subscriptions:
 
     # ---- queue groups --------------------------------------------------------------------------
 
-    def _group(self, key: str, name: str) -> QueueGroup | None:
-        subscribers = self._subscribers.get(key)
-        return subscribers.queue_groups.get(name) if subscribers is not None else None
-
     def _dispatch(self, key: str, name: str) -> None:
         """Deliver the letters of a queue group to its members, as far as their windows allow."""
         if self._is_dispatching:  # a delivery has ended a subscription
             self._schedule_group(key, name)
             return
-        group, box = self._group(key, name), self._mailboxes.by_key.get(key)
+        subscribers, box = self._subscribers.get(key), self._mailboxes.by_key.get(key)
+        group = subscribers.queue_groups.get(name) if subscribers is not None else None
         if group is None or box is None:
             return
         self._is_dispatching = True
@@ -307,13 +286,6 @@ class Subscriptions:
         groups, self._groups_scheduled = self._groups_scheduled, {}
         for key, name in groups:
             self._dispatch(key, name)
-
-    def _promote_members(self, group: QueueGroup, rank: int) -> None:
-        """Move members in a backlog forward that want a new letter of this rank."""
-        for member in group.members.values():
-            for subscription in member.subscriptions:
-                if subscription.is_waiting and subscription.ranks & (1 << rank):
-                    self._backlogs[subscription.number].promote(subscription, rank)
 
     # ---- changes of mailboxes ------------------------------------------------------------------
 

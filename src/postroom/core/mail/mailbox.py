@@ -11,7 +11,7 @@ Rule 4: a pull group never gets an acknowledged letter again, and gets every oth
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterable, Iterator
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,9 @@ TAG_COST_BYTES = 64
 MAILBOX_COST_BYTES = 1_200  # 1,060 measured
 ORG_COST_BYTES = 250  # of the organization of a mailbox, besides its name: its key and its place in an index
 GROUP_COST_BYTES = 800  # of a pull group: 600 measured
+
+AgentKey: TypeAlias = tuple[str, str]
+"""The organization and the name of an agent."""
 
 Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 

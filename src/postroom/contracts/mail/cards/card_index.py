@@ -14,7 +14,7 @@ from heapq import merge, nsmallest
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
-from postroom.contracts.mail.recovery import AgentKey
+from postroom.core.mail.mailbox import AgentKey
 
 CARDS_LOOKED_MAX = 10_000  # cards that a search looks at; a card counts once for each word that it has
 PREFIX_WORDS_MAX = 3_200  # words that a search looks at for those that begin with its words, which share them

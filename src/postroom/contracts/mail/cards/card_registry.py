@@ -27,10 +27,9 @@ from postroom.contracts.mail.cards import card_index
 from postroom.contracts.mail.cards.card_index import CardIndex
 from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.quotas import ORGANIZATION_SHARE, share_used
-from postroom.contracts.mail.recovery import AgentKey
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
-from postroom.core.mail.mailbox import Account, Usage, size_of
+from postroom.core.mail.mailbox import Account, AgentKey, Usage, size_of
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import AgentRecord
 
