@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test quick check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage docs screenshots lock clean
+.PHONY: help setup demo test quick check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-coordinator bench-goals bench-up bench-pipeline crash simulate fuzz coverage structure docs screenshots lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -109,6 +109,9 @@ fuzz: $(STAMP) ## a million inputs for each parser (long)
 
 coverage: $(STAMP) ## branch coverage of the tests, child processes included
 	@$(PYTHON) tools/coverage_gate.py
+
+structure: $(STAMP) ## figures about the structure of src: files, functions, circles, classes
+	@$(PYTHON) tools/measure_structure.py
 
 docs: $(STAMP) ## write the generated pages: docs/reference and parts of docs/architecture.md
 	@$(PYTHON) tools/gen_reference.py
