@@ -610,7 +610,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
     assert next(follower).body == "0"
     bus.rotate()
     post(bus, "1")
-    real = busfile._open_position
+    real = busfile.open_position
     left = [3]
 
     def open_after_a_rotation(path: Path) -> Any:
@@ -621,7 +621,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
                 post(bus, f"after {left[0]}")
         return real(path)
 
-    monkeypatch.setattr(busfile, "_open_position", open_after_a_rotation)
+    monkeypatch.setattr(busfile, "open_position", open_after_a_rotation)
     assert bodies(list(itertools.islice(follower, 2))) == ["1", "after 2"]
     post(bus, "end")
     assert bodies(list(itertools.islice(follower, 2))) == ["end", "after 0"]
@@ -635,7 +635,7 @@ def test_follower_reads_messages_written_just_before_a_rotation(
     follower = bus.follow()
     post(bus, "0")
     assert next(follower).body == "0"
-    real = busfile._identity
+    real = busfile.identity
     pending = ["between"]
 
     def identity(path: Path) -> Any:
@@ -645,7 +645,7 @@ def test_follower_reads_messages_written_just_before_a_rotation(
             post(bus, "next")
         return real(path)
 
-    monkeypatch.setattr(busfile, "_identity", identity)
+    monkeypatch.setattr(busfile, "identity", identity)
     assert bodies(list(itertools.islice(follower, 2))) == ["between", "next"]
 
 

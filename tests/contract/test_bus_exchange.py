@@ -199,7 +199,7 @@ def test_a_foreign_record_that_outgrows_the_window_meanwhile_is_not_cut(
 
     bus = Bus(tmp_path / "bus.yaml")
     original_appends(bus.path, "line\n", "MSG-1")
-    real = busfile._settled_size
+    real = busfile.settled_size
     more = ["\n" * 2 * busfile.WINDOW_BYTES + "end\n"]  # the window always ends in a newline
 
     def settled_size(fd: int) -> int | None:
@@ -207,7 +207,7 @@ def test_a_foreign_record_that_outgrows_the_window_meanwhile_is_not_cut(
             writer.write(more.pop() if more else "")
         return real(fd)
 
-    monkeypatch.setattr(busfile, "_settled_size", settled_size)
+    monkeypatch.setattr(busfile, "settled_size", settled_size)
     assert [message.body.replace("\n", "") for message in bus.read()] == ["lineend"]
 
 

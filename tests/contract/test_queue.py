@@ -28,7 +28,7 @@ from postroom import (
 from postroom.contracts import queue as contract
 from postroom.core.formats import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting, UnsafePath
-from postroom.logs.queuefile import ReadProgress
+from postroom.logs.queuecursors import ReadProgress
 from postroom.nudges.watch import Watch
 from tests import children
 from tests.children import no_child_left

@@ -428,7 +428,7 @@ class CursorTarget(_Session):
         self._cursor.write_bytes(data if as_cursor else self.corpus[1])
         self._topics.write_bytes(data if not as_cursor else self.corpus[-1])
         try:
-            reading = self.files.progress_of(self.agent)
+            reading = self.files.cursors.read(self.agent)
         except DamagedState:
             return
         if as_cursor:

@@ -505,7 +505,7 @@ def test_nesting_of_any_depth_is_one_unreadable_line(
     assert queue.inbox("ada")["empty"]
 
     for text in (deep, f'{{"topics":{deep},"taken":[]}}', opening * depth):
-        (files.cursors / "ada.topics").write_text(text)
+        (files.cursors.folder / "ada.topics").write_text(text)
         with pytest.raises(DamagedState):
             queue.poll("ada")
         assert list(queue.check().cursors) == ["ada"]

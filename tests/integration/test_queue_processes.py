@@ -317,7 +317,7 @@ class Scene:
             files = queue._session(None)
             with files.locked():  # as `ask` does: a message out of order
                 offset = [at for at, _ in files.lines(0, 10**6)][10]
-                picky = files.progress_of("picky")
+                picky = files.cursors.read("picky")
                 files.write_progress("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))
         self.now += timedelta(seconds=5)
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from postroom.core.formats.queuewire import TOPICS
 from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
-from postroom.logs.queuefile import ReadProgress, SessionFiles
+from postroom.logs.queuecursors import ReadProgress
+from postroom.logs.queuefile import SessionFiles
+from postroom.system import lock
 
 SMALL_WINDOW_BYTES = 7
 
@@ -103,7 +105,7 @@ def test_empty_topic_set_starts_at_the_cursor() -> None:
 def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path) -> None:
     assert not files.exists()
     assert files.open_reader() == -1
-    assert files.agents_with_cursors() == []
+    assert files.cursors.agents() == []
     assert not folder.parent.exists()
 
 
@@ -179,21 +181,34 @@ def test_locking_gives_up_on_a_session_that_keeps_being_replaced(
     files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queuefile, "REOPENS_MAX", 3)
-    monkeypatch.setattr(files, "_lock_is_current", lambda: False)
+    removed_after_waits(monkeypatch, folder / ".lock", 3)
     with pytest.raises(Unavailable, match="replaced faster"):
         hold(files)
 
 
-def test_a_lock_file_replaced_during_the_wait_is_opened_again(files: SessionFiles, folder: Path) -> None:
-    with files.locked():
-        (folder / ".lock").unlink()
-        other = SessionFiles(folder, "os", 10.0)
-        with other.locked():
-            assert other._lock_is_current()
-        assert not files._lock_is_current()
-        (folder / ".lock").unlink()
-        assert not other._lock_is_current()
-        other.close()
+def test_a_lock_file_replaced_during_the_wait_is_opened_again(
+    files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed_after_waits(monkeypatch, folder / ".lock", 2)
+    other = SessionFiles(folder, "os", 0.01)
+    with files.locked(), pytest.raises(LockTimeout):  # both have the file that has the name now
+        hold(other)
+    other.close()
+
+
+def removed_after_waits(monkeypatch: pytest.MonkeyPatch, lock_file: Path, times: int) -> None:
+    """Remove the lock file each time that a process has just locked it."""
+    real = lock.take_turn
+    left = [times]
+
+    def take_turn(fd: int, timeout_s: float, path: Path) -> float:
+        ends = real(fd, timeout_s, path)
+        if left[0]:
+            left[0] -= 1
+            lock_file.unlink()
+        return ends
+
+    monkeypatch.setattr(lock, "take_turn", take_turn)
 
 
 def test_a_reopening_thread_waits_for_the_holder(files: SessionFiles) -> None:
@@ -257,14 +272,14 @@ def test_the_high_water_mark_is_the_end_of_the_last_whole_line(
 
 
 def test_an_agent_without_files_starts_at_the_beginning(files: SessionFiles) -> None:
-    assert files.progress_of("a") == ReadProgress()
+    assert files.cursors.read("a") == ReadProgress()
 
 
 @pytest.mark.parametrize("text", [b"4\n", b"4", b" 4 \n", b"0004\n"])
 def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
-    files.cursors.mkdir()
-    (files.cursors / "a.cursor").write_bytes(text)
+    files.cursors.folder.mkdir()
+    (files.cursors.folder / "a.cursor").write_bytes(text)
     with files.locked() as size:
         assert files.trusted_progress("a", size) == ReadProgress(4)
 
@@ -275,8 +290,8 @@ def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
 )
 def test_invalid_cursor_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
-    files.cursors.mkdir()
-    (files.cursors / "a.cursor").write_bytes(text)
+    files.cursors.folder.mkdir()
+    (files.cursors.folder / "a.cursor").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
         files.trusted_progress("a", size)
 
@@ -297,8 +312,8 @@ def test_invalid_cursor_is_damaged_state(files: SessionFiles, text: bytes) -> No
 )
 def test_invalid_topics_file_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
-    files.cursors.mkdir()
-    (files.cursors / "a.topics").write_bytes(text)
+    files.cursors.folder.mkdir()
+    (files.cursors.folder / "a.topics").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
         files.trusted_progress("a", size)
 
@@ -307,8 +322,8 @@ def test_invalid_topics_file_is_damaged_state(files: SessionFiles, text: bytes) 
 @pytest.mark.parametrize("kind", ["symlink", "folder"])
 def test_a_cursor_that_is_not_a_file_is_damaged(files: SessionFiles, name: str, kind: str) -> None:
     add(files, b"one\n")
-    files.cursors.mkdir()
-    path = files.cursors / name
+    files.cursors.folder.mkdir()
+    path = files.cursors.folder / name
     if kind == "symlink":
         path.symlink_to(files.messages)
     else:
@@ -322,21 +337,21 @@ def test_agents_are_found_by_their_cursors_alone(files: SessionFiles) -> None:
     place(files, "a", ReadProgress(4))
     place(files, "b.cursor", ReadProgress(0, {"ask": 4}))
     for name in (".hidden.cursor", "c.cursor.12.tmp", "d.cursor.damaged-1", "e", "-f.cursor"):
-        (files.cursors / name).touch()
-    assert files.agents_with_cursors() == ["a", "b.cursor"]
+        (files.cursors.folder / name).touch()
+    assert files.cursors.agents() == ["a", "b.cursor"]
 
 
 def test_progress_round_trips(files: SessionFiles) -> None:
     reading = ReadProgress(4, {"ask": 8, "answer": 12}, [16, 20])
     place(files, "a", reading)
-    assert files.progress_of("a") == reading
-    assert (files.cursors / "a.cursor").read_bytes() == b"4\n"
+    assert files.cursors.read("a") == reading
+    assert (files.cursors.folder / "a.cursor").read_bytes() == b"4\n"
 
 
 def test_entries_covered_by_the_cursor_are_dropped(files: SessionFiles) -> None:
     place(files, "a", ReadProgress(4, {"ask": 8}, [8]))
     place(files, "a", ReadProgress(12, {"ask": 8}, [8]))
-    assert [path.name for path in files.cursors.iterdir()] == ["a.cursor"]
+    assert [path.name for path in files.cursors.folder.iterdir()] == ["a.cursor"]
 
 
 OFFSETS = st.integers(0, 5).map(lambda line: line * 4)
@@ -366,10 +381,10 @@ def test_crash_never_moves_progress_back(
     for call in range(10):
         files = SessionFiles(folder / str(call), "os", 10.0)
         place(files, "a", before)
-        stored = files.progress_of("a")
+        stored = files.cursors.read("a")
         with crash_at(pytest.MonkeyPatch(), call, "replace", "unlink") as made, files.locked():
             files.write_progress("a", stored, after)
-        found = files.progress_of("a")
+        found = files.cursors.read("a")
         files.close()
         assert passed(before) <= passed(found) <= passed(after)
         if len(made) < call:
@@ -408,8 +423,8 @@ def filled(files: SessionFiles, tail: bytes = b"") -> None:
     for agent_id, reading in READERS.items():
         place(files, agent_id, reading)
     with files.locked():
-        files.write_body("drop-3", b"long")
-        files.write_body("keep-6", b"long")
+        files.bodies.write("drop-3", b"long")
+        files.bodies.write("keep-6", b"long")
     with files.messages.open("ab") as foreign:
         foreign.write(tail)
 
@@ -420,7 +435,7 @@ def compact(files: SessionFiles) -> int:
 
 
 def places(files: SessionFiles) -> dict[str, ReadProgress]:
-    return {agent_id: files.progress_of(agent_id) for agent_id in files.agents_with_cursors()}
+    return {agent_id: files.cursors.read(agent_id) for agent_id in files.cursors.agents()}
 
 
 def leftovers(files: SessionFiles) -> set[str]:
@@ -433,7 +448,7 @@ def test_compaction_keeps_every_other_byte_and_moves_every_cursor(files: Session
     assert compact(files) == 3
     assert files.messages.read_bytes() == KEPT + b"half a li"
     assert places(files) == MOVED
-    assert [path.name for path in files.bodies.iterdir()] == ["keep-6.txt"]
+    assert [path.name for path in files.bodies.folder.iterdir()] == ["keep-6.txt"]
     assert files.epoch() == 1
     assert leftovers(files) == set()
 
@@ -492,14 +507,14 @@ def test_interrupted_compaction_leaves_the_old_or_the_new_state(
         old = sender.messages.read_bytes() == b"".join(LINES) + b"keep-7\n"
         assert old or sender.messages.read_bytes() == KEPT + b"keep-7\n"
         assert places(sender) == (READERS if old else MOVED)
-        assert (sender.bodies / "keep-6.txt").exists()
-        assert (sender.bodies / "drop-3.txt").exists() or not old
+        assert (sender.bodies.folder / "keep-6.txt").exists()
+        assert (sender.bodies.folder / "drop-3.txt").exists() or not old
         assert not (folder / "expire.journal").exists()
         # Compaction can be repeated, and leaves no files behind.
         compact(sender)
         assert sender.messages.read_bytes() == KEPT + b"keep-7\n"
         assert places(sender) == MOVED
-        assert not (sender.bodies / "drop-3.txt").exists()
+        assert not (sender.bodies.folder / "drop-3.txt").exists()
         assert leftovers(sender) == set()
         sender.close()
         outcomes.append(old)
@@ -566,7 +581,7 @@ def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:
     filled(files)
     in_a_gap = STARTS[4] + 3
     for agent_id, text in {"text": b"x", "beyond": b"9999", "gap": b"%d" % in_a_gap, "line": b"3"}.items():
-        (files.cursors / f"{agent_id}.cursor").write_bytes(text)
+        (files.cursors.folder / f"{agent_id}.cursor").write_bytes(text)
     compact(files)
     with files.locked() as size:
         for agent_id in ("text", "beyond", "gap", "line"):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from postroom.core.formats import buswire, ids
 from postroom.core.times import NANOS_PER_S, checked_seconds, normal_utc, parse_utc, second_texts
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import busfile
-from postroom.logs.appendfile import AppendFile
+from postroom.logs.appendfile import AppendFile, opened
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
 from postroom.system import lock
-from postroom.system.atomic import absolute_path, is_path, open_safely, sync_folder
+from postroom.system.atomic import absolute_path, is_path, sync_folder
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 from postroom.system.log import library_log
@@ -36,6 +37,11 @@ REOPENS_MAX = 1000  # times that one append follows a path whose file keeps bein
 DURABILITIES = ("os", "group", "fsync")
 
 _log = library_log("postroom.bus")
+_APPEND_DEFAULTS = {
+    "type": "", "project_id": "", "task_id": "", "run_id": "", "parents": (), "attachment": None, "body": "",
+    "ts": None,
+}  # fmt: skip
+"""The keywords of `append`, in the order of `buswire.draft`."""
 _UNKNOWN = -2  # differs from every size and from -1, which means that the file was replaced
 _sequence = itertools.count(1)
 
@@ -179,22 +185,24 @@ class Bus(Closing):
         return self._write(batch) if batch.bodies else []
 
     def _draft_of(self, message: Mapping[str, Any]) -> buswire.Draft:
+        """Validate one message of `append_many`."""
         if not isinstance(message, Mapping):
             raise InvalidMessage(
                 f"a message must be given by append's keywords, not {type(message).__name__}"
             )
-        unknown = set(message) - _APPEND_KEYWORDS
+        fields = {**_APPEND_DEFAULTS, **message}
+        unknown = fields.keys() - _APPEND_DEFAULTS
         if unknown:
             raise InvalidMessage(f"unknown message fields: {', '.join(sorted(map(str, unknown)))}")
-        attachment, ts = message.get("attachment"), message.get("ts")
+        kind, project_id, task_id, run_id, parents, attachment, body, ts = fields.values()
         return buswire.draft(
-            message.get("type", ""),
-            message.get("project_id", ""),
-            message.get("task_id", ""),
-            message.get("run_id", ""),
-            message.get("parents", ()),
+            kind,
+            project_id,
+            task_id,
+            run_id,
+            parents,
             self._attachment(attachment) if attachment is not None else "",
-            message.get("body", ""),
+            body,
             normal_utc(ts) if ts is not None else "",
         )
 
@@ -233,44 +241,32 @@ class Bus(Closing):
 
     def _catch_up(self, size: int) -> int:
         """Update the known end after another process wrote; reopen the file when `size` is -1."""
-        if size < 0:
-            self._known_end = _UNKNOWN
-            size = self._lock_opened()
-        self._learn_end(size)
-        return size
-
-    def _lock_opened(self) -> int:
-        """Open and lock the file that the path names; repeat when it is replaced in between."""
         file = self._file
         for _ in range(REOPENS_MAX):
+            if size >= 0:
+                break
+            self._known_end = _UNKNOWN
             file.close()
             file.open()
             size = file.lock_end(self._lock_timeout_s)
-            if size >= 0:
-                return size
-        raise Unavailable(f"{self.path} is replaced faster than it can be locked")
-
-    def _learn_end(self, size: int) -> None:
-        """Learn the last id and the separator needed: an unfinished last line gets a newline of its own."""
+        if size < 0:
+            raise Unavailable(f"{self.path} is replaced faster than it can be locked")
+        found, self._separator = "", b""
         if size:
-            found, last_byte = busfile.last_id_and_byte(self._file.fd, size)
-            if not found and self._known_end == _UNKNOWN:
-                self._refuse_other_files()
+            found, last_byte = busfile.last_id_and_byte(file.fd, size)
+            if not found and self._known_end == _UNKNOWN:  # a wrong path must not damage another file
+                try:
+                    _need_bus(self.path, file.fd)
+                except UnsafePath:
+                    file.close()  # so that the next append checks again
+                    raise
+            # An unfinished last line gets a newline of its own.
             self._separator = b"\n" if last_byte == b"\n" else b"\n\n"
-        else:
-            found, self._separator = "", b""
         found = found or busfile.newest_archived_id(self._at)
         if found > self._last_id and ids.is_ordered(found):
             self._last_id = found
         self._known_end = size
-
-    def _refuse_other_files(self) -> None:
-        """Raise when the file is no bus, so that a wrong path does not damage it. The lock is held."""
-        try:
-            _need_bus(self.path, self._file.fd)
-        except UnsafePath:
-            self._file.close()  # so that the next append checks again
-            raise
+        return size
 
     def _settle(self, ticket: int) -> None:
         file = self._file
@@ -309,26 +305,22 @@ class Bus(Closing):
     def scan(self, since_id: str = "", *, archives: bool = False) -> Iterator[BusMessage]:
         """As `read`, but an iterator with bounded memory."""
         reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
-        return self._scan(reader)
 
-    def _scan(self, reader: busfile.BusReader) -> Iterator[BusMessage]:
-        try:
-            for batch in reader.batches():
-                yield from batch
-        finally:
-            reader.close()
+        def messages() -> Iterator[BusMessage]:
+            with closing(reader):
+                for batch in reader.batches():
+                    yield from batch
+
+        return messages()  # an unknown `since_id` raises here, and not at the first message
 
     def tail(self, n: int = 100) -> list[BusMessage]:
         """The last n messages. The cost depends on n, not on the size of the file."""
         n = _checked_limit("n", n)
         try:
-            fd = open_safely(self._at, os.O_RDONLY)
+            with opened(self._at) as fd:
+                return busfile.tail(fd, n, self._report)
         except FileNotFoundError:
             return []
-        try:
-            return busfile.tail(fd, n, self._report)
-        finally:
-            os.close(fd)
 
     def count(self) -> int:
         """The number of messages in the current file."""
@@ -376,8 +368,7 @@ class Bus(Closing):
     ) -> Iterator[Iterator[list[BusMessage]]]:
         """One iterator of batches per wake-up. Exhaust it before the next pass."""
         reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives, on_gap=on_gap)
-        watch = Watch(self._at, self._poll_interval_s)
-        try:
+        with closing(reader), closing(Watch(self._at, self._poll_interval_s)) as watch:
             while True:
                 watch.arm()
                 yield reader.batches()
@@ -385,9 +376,6 @@ class Bus(Closing):
                 if left_s <= 0 or (stop is not None and stop()):
                     return
                 watch.wait(left_s)
-        finally:
-            watch.close()
-            reader.close()
 
     def query(
         self,
@@ -418,15 +406,9 @@ class Bus(Closing):
 
     def need_bus(self) -> None:
         """Raise `UnsafePath` when the file holds something other than a bus. A missing file is fine."""
-        try:
-            fd = open_safely(self._at, os.O_RDONLY)
-        except FileNotFoundError:
-            return
-        try:
+        with suppress(FileNotFoundError), opened(self._at) as fd:
             if not busfile.last_id(fd):
                 _need_bus(self.path, fd)
-        finally:
-            os.close(fd)
 
     # ---- maintenance ---------------------------------------------------------------------------
 
@@ -461,13 +443,10 @@ class Bus(Closing):
     def verify(self) -> BusReport:
         """Read the whole file and report counts, and any damage with its location."""
         try:
-            fd = open_safely(self._at, os.O_RDONLY)
+            with opened(self._at) as fd:
+                return self._verify(fd)
         except FileNotFoundError:
             return BusReport(str(self.path), 0, 0, 0, 0, (), 0)
-        try:
-            return self._verify(fd)
-        finally:
-            os.close(fd)
 
     def _verify(self, fd: int) -> BusReport:
         messages = unchecked = end = 0
@@ -538,10 +517,11 @@ def discover(root: str | os.PathLike[str]) -> list[Path]:
     """The bus files below a folder, without archives."""
     found = []
     for folder, _, names in os.walk(root):
-        for name in names:
-            path = Path(folder, name)
-            if not name.endswith(".archived") and _looks_like_bus(path):
-                found.append(path)
+        for path in (Path(folder, name) for name in names if not name.endswith(busfile.ARCHIVE_SUFFIX)):
+            # On some special file systems a file can be opened but not read.
+            with suppress(OSError, UnsafePath), opened(path) as fd:
+                if buswire.opens_like_bus(os.pread(fd, DISCOVERY_BYTES, 0)):
+                    found.append(path)
     return sorted(found)
 
 
@@ -560,24 +540,6 @@ def _need_bus(path: Path, fd: int) -> None:
     """Raise `UnsafePath` unless a file in which no id was found can still be a bus."""
     if not buswire.may_be_bus(os.pread(fd, DISCOVERY_BYTES, 0)):
         raise UnsafePath(f"{path} is not a bus file: it is not empty and holds no bus record")
-
-
-def _looks_like_bus(path: Path) -> bool:
-    try:
-        fd = open_safely(path, os.O_RDONLY)
-    except (OSError, UnsafePath):
-        return False
-    try:
-        return buswire.opens_like_bus(os.pread(fd, DISCOVERY_BYTES, 0))
-    except OSError:  # on some special file systems a file can be opened but not read
-        return False
-    finally:
-        os.close(fd)
-
-
-_APPEND_KEYWORDS = frozenset(
-    {"type", "project_id", "task_id", "run_id", "parents", "attachment", "body", "ts"}
-)
 
 
 def _instant(value: datetime | str | None) -> datetime | None:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,10 @@ from postroom.errors import (
     QueueDisabledError,
     QueueError,
 )
+from postroom.logs.appendfile import opened
 from postroom.logs.auditfile import AuditFile
-from postroom.logs.queuefile import ReadProgress, SessionFiles
+from postroom.logs.queuecursors import ReadProgress
+from postroom.logs.queuefile import SessionFiles
 from postroom.message import Durability, QueueMessage
 from postroom.nudges.watch import Watch
 from postroom.settings import (
@@ -177,11 +179,15 @@ class Queue(Closing):
         data = wire.encode_line(line) if len(raw) <= self.body_threshold else b""
         externalized = not data or len(data) > wire.LINE_BYTES_MAX or body[:6] == wire.SIDE_FILE_MARK
         if externalized:
-            data = self._externalize(files, line, raw)
+            mark, checksum = wire.side_file_mark(msg_id), wire.body_checksum(raw)
+            named = msgspec.structs.replace(line, body=mark, body_bytes=len(raw), body_crc=checksum)
+            data = wire.encode_line(named)
+            files.bodies.write(msg_id, raw)  # before any line refers to it
         entry = SendEntry(
             ts, "send", files.name, msg_id, topic, to, sender, len(raw), externalized, ttl_s
         )  # fmt: skip
-        if to is not None and to not in wire.EVERYONE and self._is_unknown(files, to):
+        has_registry = to is not None and to not in wire.EVERYONE and os.path.isdir(files.agents_name)
+        if has_registry and not os.path.exists(f"{files.agents_name}/{to}"):
             entry = msgspec.structs.replace(entry, unknown_recipient=True)
             _log.warning("%s is sent to %r, which is not registered in session %r", msg_id, to, files.name)
         try:
@@ -190,17 +196,9 @@ class Queue(Closing):
                 files.settle(ticket)
         except PostroomError as error:
             if externalized and getattr(error, "rolled_back", True):
-                files.remove_body(msg_id)  # no line refers to it
+                files.bodies.remove(msg_id)  # no line refers to it
             raise
         return msg_id
-
-    def _externalize(self, files: SessionFiles, line: wire.Line, raw: bytes) -> bytes:
-        """Write the side file, and return the line that refers to it."""
-        mark, checksum = wire.side_file_mark(line.msg_id), wire.body_checksum(raw)
-        named = msgspec.structs.replace(line, body=mark, body_bytes=len(raw), body_crc=checksum)
-        data = wire.encode_line(named)
-        files.write_body(line.msg_id, raw)
-        return data
 
     # ---- receiving -----------------------------------------------------------------------------
 
@@ -284,7 +282,11 @@ class Queue(Closing):
                 message = wire.decode_line(line)
             except wire.UnreadableLine as error:
                 offsets = offsets or _offsets(lines, start)
-                self._report(files, offsets[index], line, str(error))
+                if line.strip():
+                    _log.warning(
+                        "%s: skipped an unreadable line of %d bytes at offset %d: %s",
+                        files.messages, len(line), offsets[index], error,
+                    )  # fmt: skip
                 continue
             to = message["to"]
             if (
@@ -294,7 +296,7 @@ class Queue(Closing):
                 and (offsets is None or not progress.has_read(message["topic"], offsets[index]))
             ):
                 if message["body"][:6] == wire.SIDE_FILE_MARK and wire.in_side_file(message):
-                    body_bytes += files.body_size(message["msg_id"])
+                    body_bytes += files.bodies.size(message["msg_id"])
                     if body_bytes > POLL_BYTES_MAX and found:
                         return found, _offsets(lines, start)[index]
                     message = self._with_body(files, message)
@@ -307,7 +309,7 @@ class Queue(Closing):
         """The message as its receiver gets it: with the body from its side file, if it has one."""
         if not wire.in_side_file(message):
             return message
-        fault, body = files.side_body(message)
+        fault, body = files.bodies.body(message)
         if fault:
             message["_body_error"] = fault
         else:
@@ -321,8 +323,7 @@ class Queue(Closing):
         """Repeat `attempt` whenever the queue file changes, until it has a result or `wait_s` is over."""
         deadline = time.monotonic() + wait_s
         make_folder(files.folder, self._durability)
-        watch = Watch(files.messages, POLL_INTERVAL_S)
-        try:
+        with closing(Watch(files.messages, POLL_INTERVAL_S)) as watch:
             while True:
                 watch.arm()
                 seen = _fingerprint(files.messages)
@@ -334,8 +335,6 @@ class Queue(Closing):
                 while _fingerprint(files.messages) == seen and (left_s := deadline - time.monotonic()) > 0:
                     watch.wait(left_s)
                     watch.arm()
-        finally:
-            watch.close()
 
     # ---- asking --------------------------------------------------------------------------------
 
@@ -422,13 +421,10 @@ class Queue(Closing):
         """The last n messages that are not expired. It moves no cursor and writes no audit line."""
         n = _checked_limit(n)
         files = self._session(session)
-        fd = files.open_reader() if n else -1
-        if fd < 0:
-            return []
-        try:
-            return [self._with_body(files, message) for message in self._last(fd, n, include_expired)]
-        finally:
-            os.close(fd)
+        if n:
+            with suppress(FileNotFoundError, NotADirectoryError), opened(files.messages) as fd:
+                return [self._with_body(files, message) for message in self._last(fd, n, include_expired)]
+        return []
 
     def _last(self, fd: int, n: int, include_expired: bool) -> list[QueueMessage]:
         """Read backward, a window at a time; each line is decoded once."""
@@ -491,9 +487,9 @@ class Queue(Closing):
                 counts["expired"] += wire.is_expired(message, now_ns)
                 topic = message["topic"]
                 counts["by_topic"][topic] = counts["by_topic"].get(topic, 0) + 1
-            for agent_id in view.agents_with_cursors():
+            for agent_id in view.cursors.agents():
                 with suppress(DamagedState):
-                    counts["cursors"][agent_id] = view.progress_of(agent_id).cursor
+                    counts["cursors"][agent_id] = view.cursors.read(agent_id).cursor
             return counts
 
         return files.inspect(count, lambda counts: not counts["unreadable"])
@@ -517,7 +513,7 @@ class Queue(Closing):
         while not waiting and start < high_water:
             found, start = self._scan(files, agent_id, None, progress, start, size, 1)
             waiting = bool(found)
-        if files.progress_of(agent_id) != progress:
+        if files.cursors.read(agent_id) != progress:
             raise DamagedState(f"the cursor of {agent_id!r} moved while it was inspected")
         return {
             "cursor": progress.cursor,
@@ -547,10 +543,6 @@ class Queue(Closing):
         except FileNotFoundError:
             return []
         return sorted(filter(is_name, names))
-
-    def _is_unknown(self, files: SessionFiles, agent_id: str) -> bool:
-        registry = files.agents_name
-        return os.path.isdir(registry) and not os.path.exists(f"{registry}/{agent_id}")
 
     # ---- maintenance ---------------------------------------------------------------------------
 
@@ -622,9 +614,8 @@ class Queue(Closing):
     def _session(self, session: str | None) -> SessionFiles:
         name = _default_session() if session is None else session
         files = self._sessions.get(name) if isinstance(name, str) else None
-        return files if files is not None else self._open_session(name)
-
-    def _open_session(self, name: str) -> SessionFiles:
+        if files is not None:
+            return files
         name = checked_name("session", name)
         with self._opening:
             if len(self._sessions) >= SESSIONS_OPEN_MAX:
@@ -633,13 +624,6 @@ class Queue(Closing):
             return self._sessions.setdefault(
                 name, SessionFiles(folder, self._durability, self._lock_timeout_s)
             )
-
-    def _report(self, files: SessionFiles, offset: int, line: bytes, reason: str) -> None:
-        if line.strip():
-            _log.warning(
-                "%s: skipped an unreadable line of %d bytes at offset %d: %s",
-                files.messages, len(line), offset, reason,
-            )  # fmt: skip
 
 
 # Looking up a missing variable in os.environ costs as much as writing a line. So every send and poll first

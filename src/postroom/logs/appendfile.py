@@ -1,24 +1,117 @@
 """One file that several processes append to; each append is written completely or not at all.
 
 The caller holds the file's lock while it calls `current_size` and `append`.
+
+Group commit: threads that wait for the disk at the same time share one fsync.
+
+Rule 1: a ticket is covered only by an fsync that began after its bytes were written.
+Rule 2: a failed fsync is final. The kernel may have dropped the pages and forgotten the error, so a second
+        fsync could succeed although the data is lost.
 """
 
 import errno
 import os
 import stat
+import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
 from postroom.errors import HandleDead, LockTimeout, UnsafePath, WriteFailed
-from postroom.logs.durability import GroupSync
 from postroom.message import Durability
 from postroom.system import lock
 from postroom.system.atomic import make_folder, open_safely, sync_folder, write_all
+
+
+class GroupSync:
+    """Issues a ticket per write; `wait` returns once an fsync has covered the ticket.
+
+    A group that replaces a failed one continues its numbering. A late waiter of the old group therefore
+    never mistakes an fsync of the new group for its own.
+    """
+
+    def __init__(self, first_ticket: int = 1) -> None:
+        self.first_ticket = first_ticket
+        self._changed = threading.Condition()
+        self._issued = first_ticket - 1
+        self._synced = first_ticket - 1
+        self._running = False
+        self._failure: OSError | None = None
+
+    @property
+    def next_ticket(self) -> int:
+        """The next ticket number. Read without the lock: in a forked child its holder may no longer exist."""
+        return self._issued + 1
+
+    def ticket(self) -> int:
+        """Issue a ticket. Call it after the bytes are written."""
+        with self._changed:
+            self._issued += 1
+            return self._issued
+
+    def covers(self, ticket: int) -> bool:
+        """Whether an fsync has covered this ticket."""
+        with self._changed:
+            return ticket <= self._synced
+
+    def flush(self, sync: Callable[[], None]) -> None:
+        """Wait until every ticket issued so far is covered."""
+        with self._changed:
+            newest = self._issued
+        self.wait(newest, sync)
+
+    def wait(self, ticket: int, sync: Callable[[], None]) -> None:
+        """Return when `ticket` is on disk. One waiter runs `sync` for all; a failure is raised in each."""
+        with self._changed:
+            while self._running and self._synced < ticket and self._failure is None:
+                self._changed.wait()
+            if self._synced >= ticket:
+                return
+            if self._failure is not None:
+                raise self._failure
+            self._running = True
+            covered = self._issued
+        self._lead(covered, sync)
+
+    def _lead(self, covered: int, sync: Callable[[], None]) -> None:
+        failure: OSError | None = None
+        done = False
+        try:
+            sync()
+            done = True
+        except OSError as error:
+            failure = error
+            raise
+        finally:
+            with self._changed:
+                self._running = False
+                self._failure = failure or self._failure
+                if done:  # after an interrupt, neither done nor failed, the next waiter runs `sync`
+                    self._synced = max(self._synced, covered)
+                self._changed.notify_all()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor for reading a file; symlinks are refused."""
+    fd = open_safely(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def truncated(fd: int, size: int) -> bool:
+    """Remove the bytes of a failed write. Returns whether that succeeded."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        return False
+    return True
 
 
 class _Unsynced(NamedTuple):
@@ -58,28 +151,22 @@ class AppendFile:
             raise HandleDead(self.path)
         if self.fd >= 0:
             return self.fd
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         try:
-            self._open_new()
+            self.fd = open_safely(self._name, flags, self._file_mode)
         except FileNotFoundError:
             make_folder(self.path.parent, self._durability, self._folder_mode)
-            self._open_new()
-        return self.fd
-
-    def _open_new(self) -> None:
-        self.fd = open_safely(self._name, os.O_RDWR | os.O_APPEND | os.O_CREAT, self._file_mode)
+            self.fd = open_safely(self._name, flags, self._file_mode)
         info = os.fstat(self.fd)
         self._device, self._inode = info.st_dev, info.st_ino
         if self._durability != "os":
-            self._sync_name()
-
-    def _sync_name(self) -> None:
-        """Sync the folder, even when another process made the file: it may not have synced the folder yet."""
-        try:
-            sync_folder(self.path.parent)
-        except OSError as error:
-            self.dead = True
-            self._drop()
-            raise WriteFailed(self.path, error) from error
+            try:  # also for a file of another process, which may not have synced the folder yet
+                sync_folder(self.path.parent)
+            except OSError as error:
+                self.dead = True
+                self._drop()
+                raise WriteFailed(self.path, error) from error
+        return self.fd
 
     def lock_end(self, timeout_s: float) -> int:
         """Take the file's lock. Returns the size, or -1 as `current_size` does, or when no file is open.
@@ -124,14 +211,15 @@ class AppendFile:
         """Write `data` at the end of the file, at offset `size`. Returns a ticket for `settle`, or 0."""
         try:
             if os.write(self.fd, data) != len(data):
-                self._write_rest(data, size)
+                # A short write. On a full disk this second write raises the error.
+                write_all(self.fd, data[os.fstat(self.fd).st_size - size :])
             if self._durability == "os":
                 return 0
             if self._durability == "fsync":
                 self._sync_now()
                 return 0
         except OSError as error:
-            rolled_back = self._roll_back(size)
+            rolled_back = truncated(self.fd, size)
             if self.dead:
                 self._drop()
             raise WriteFailed(self.path, error, rolled_back=rolled_back) from error
@@ -140,11 +228,6 @@ class AppendFile:
         ticket = self._group.ticket()
         self._unsynced.append(_Unsynced(ticket, size, size + len(data)))
         return ticket
-
-    def _write_rest(self, data: bytes, size: int) -> None:
-        """Continue after a short write. On a full disk this second write raises the error."""
-        written = os.fstat(self.fd).st_size - size
-        write_all(self.fd, data[written:])
 
     def _sync_now(self) -> None:
         try:
@@ -161,13 +244,6 @@ class AppendFile:
         except OSError:
             self._drop()
             raise
-
-    def _roll_back(self, size: int) -> bool:
-        try:
-            os.ftruncate(self.fd, size)
-        except OSError:
-            return False
-        return True
 
     def settle(self, ticket: int) -> None:
         """Return when the append is durable in its class. Call without the lock, so that others can join."""
@@ -201,7 +277,7 @@ class AppendFile:
         if not unsynced or not unbroken or self.current_size() != unsynced[-1].end:
             return False
         start = unsynced[0].start
-        return not was_read(start) and self._roll_back(start)
+        return not was_read(start) and truncated(self.fd, start)
 
     def close(self) -> None:
         """Close the descriptor, after a last group fsync where the durability class requires it."""

@@ -6,10 +6,12 @@ Rule 2: a saved position is valid only while its record is still at the same off
 Rule 3: after a rotation a reader finishes the old file before it opens the next.
 """
 
+import itertools
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,7 @@ from postroom.core.formats.buswire import (
     decode,
 )
 from postroom.errors import InvalidMessage, SinceIdNotFound, UnsafePath
+from postroom.logs.appendfile import opened
 from postroom.message import BusMessage, Damage
 from postroom.system import lock
 from postroom.system.atomic import open_safely
@@ -68,34 +71,25 @@ def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Dec
 
 
 def _decode_window(fd: int, position: int, wanted: int, legacy_line: int | None) -> tuple[bytes, Decoded]:
-    data = os.pread(fd, wanted, position)
-    decoded = _decode(data, position, wanted, legacy_line, settled=False)
+    """Read `wanted` bytes and decode them; fewer bytes are the end of the file."""
+
+    def attempt(length: int, *, settled: bool = False) -> tuple[bytes, Decoded]:
+        data = os.pread(fd, length, position)
+        at_end = len(data) < wanted
+        return data, decode(
+            data, offset=position, legacy_line=legacy_line, at_file_end=at_end, settled_tail=settled
+        )
+
+    data, decoded = attempt(wanted)
     if decoded.damaged:
         # An append that was rolled back and overwritten during this read looks like damage: read again.
-        data = os.pread(fd, wanted, position)
-        decoded = _decode(data, position, wanted, legacy_line, settled=False)
-    if decoded.held_back:
-        settled_size = _settled_size(fd)
-        if settled_size is not None:
-            readable = max(0, min(wanted, settled_size - position))
-            data = os.pread(fd, readable, position)
-            # The file may have outgrown the window since; then the window does not end at the file's end.
-            beyond = readable + 1 if readable < wanted else wanted
-            decoded = _decode(data, position, beyond, legacy_line, settled=True)
+        data, decoded = attempt(wanted)
+    if decoded.held_back and (size := settled_size(fd)) is not None:
+        data, decoded = attempt(max(0, min(wanted, size - position)), settled=True)
     return data, decoded
 
 
-def _decode(data: bytes, position: int, wanted: int, legacy_line: int | None, *, settled: bool) -> Decoded:
-    return decode(
-        data,
-        offset=position,
-        legacy_line=legacy_line,
-        at_file_end=len(data) < wanted,
-        settled_tail=settled,
-    )
-
-
-def _settled_size(fd: int) -> int | None:
+def settled_size(fd: int) -> int | None:
     """The size of the file at a moment without an active writer; None when writers never paused."""
     deadline = time.monotonic() + SETTLE_PATIENCE_S
     while True:
@@ -109,7 +103,7 @@ def _settled_size(fd: int) -> int | None:
 
 def find_record(fd: int, msg_id: str) -> int:
     """Offset of the record with this id, searched backward; -1 when there is none."""
-    start = _start_line(msg_id)
+    start = start_line(msg_id)
     marker = b"\n" + start
     for begin, data in _backward(fd, len(marker) - 1):
         found = len(data)
@@ -140,7 +134,7 @@ def find_unusual_record(fd: int, msg_id: str) -> int:
     return found
 
 
-def _start_line(msg_id: str) -> bytes:
+def start_line(msg_id: str) -> bytes:
     """The first bytes of the record with this id. An id that is not Unicode text matches no record."""
     return START + msg_id.encode("utf-8", "surrogatepass") + b"\n"
 
@@ -194,8 +188,8 @@ def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:
             start = position - len(_SEPARATOR) - data.endswith(b"\r", 0, position)
             if id_end < 0 or start < 0 or not data.startswith(_SEPARATOR, start):
                 continue
-            behind_newline = start > 0 and data[start - 1] == _NEWLINE
-            if begin + start == 0 or (behind_newline and _starts_record(fd, begin, data, start - 1)):
+            after_newline = start > 0 and data[start - 1] == _NEWLINE
+            if begin + start == 0 or (after_newline and _starts_record(fd, begin, data, start - 1)):
                 yield begin + start, data[id_start:id_end].removesuffix(b"\r").decode("utf-8", "replace")
 
 
@@ -229,48 +223,37 @@ def tail(fd: int, n: int, report: Report) -> list[BusMessage]:
 
 def archives(path: Path) -> list[Path]:
     """The rotated files of a bus, oldest first."""
-    return [archive for _, archive in sorted(_stamped_archives(path))]
+    return [archive for _, archive in _stamped_archives(path)]
 
 
 def _stamped_archives(path: Path) -> list[tuple[tuple[str, int], Path]]:
     found = []
-    try:
-        names = os.listdir(path.parent)
-    except FileNotFoundError:
-        return []
-    for name in names:
-        match = _ARCHIVE_TAIL.fullmatch(name[len(path.name) :]) if name.startswith(path.name) else None
-        if match is not None:
-            found.append(((match[1], int(match[2] or 0)), path.with_name(name)))
-    return found
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path.parent):
+            match = _ARCHIVE_TAIL.fullmatch(name[len(path.name) :]) if name.startswith(path.name) else None
+            if match is not None:
+                found.append(((match[1], int(match[2] or 0)), path.with_name(name)))
+    return sorted(found)
 
 
 def next_archive(path: Path, stamp: str) -> Path:
     """A free archive name that sorts after every other, even when the clock stepped back."""
-    newest = max((key for key, _ in _stamped_archives(path)), default=("", 0))
-    if stamp > newest[0]:
-        return path.with_name(f"{path.name}.{stamp}{ARCHIVE_SUFFIX}")
-    return path.with_name(f"{path.name}.{newest[0]}-{newest[1] + 1:04d}{ARCHIVE_SUFFIX}")
+    newest, number = max((key for key, _ in _stamped_archives(path)), default=("", 0))
+    name = stamp if stamp > newest else f"{newest}-{number + 1:04d}"
+    return path.with_name(f"{path.name}.{name}{ARCHIVE_SUFFIX}")
 
 
 def newest_archived_id(path: Path) -> str:
     """The last id in the archives; empty when there is none."""
-    for archive in reversed(archives(path)):
-        found = _last_id_of(archive)
-        if found:
-            return found
-    return ""
+    return next(filter(None, map(_last_id_of, reversed(archives(path)))), "")
 
 
 def _last_id_of(path: Path) -> str:
     try:
-        fd = open_safely(path, os.O_RDONLY)
+        with opened(path) as fd:
+            return last_id(fd)
     except (OSError, UnsafePath):
         return ""  # moved or replaced by a link: users may do that with archives
-    try:
-        return last_id(fd)
-    finally:
-        os.close(fd)
 
 
 # ---- a reader that keeps its position -----------------------------------------------------------------
@@ -313,7 +296,7 @@ class BusReader:
         if since_id:
             self._current = self._locate(since_id, search_archives=search_archives)
         elif not search_archives:
-            self._current = _open_position(path)
+            self._current = open_position(path)
         if self._current is None and not search_archives:
             # No file yet: every later archive holds messages written after this reader started.
             self._passed = frozenset(archives(path))
@@ -333,7 +316,8 @@ class BusReader:
             place = self._current
             if place is not None:
                 yield from self._read_on(place)
-                if not self._replaced(place):
+                current = identity(self._path)
+                if current == place.identity or (current is None and not self._archives_after(place)):
                     return
                 # Read again: messages may have been written between the last read and the rename.
                 yield from self._read_on(place)
@@ -369,7 +353,7 @@ class BusReader:
         """
         if place.last_start < 0 or self._last_id.startswith(LEGACY_PREFIX):
             return
-        expected = place.last_opening or _start_line(self._last_id)
+        expected = place.last_opening or start_line(self._last_id)
         whole = os.fstat(place.fd).st_size >= place.position
         if whole and os.pread(place.fd, len(expected), place.last_start) == expected:
             return
@@ -380,13 +364,6 @@ class BusReader:
                 return
         place.position, place.last_start = 0, -1
 
-    def _replaced(self, place: FilePosition) -> bool:
-        """Whether another file follows the current one: under the bus's name, or already archived."""
-        current = _identity(self._path)
-        if current is None:
-            return bool(self._archives_after(place))
-        return current != place.identity
-
     def _open_following(self, place: FilePosition | None) -> FilePosition | None:
         """The file after `place`; None while there is none.
 
@@ -395,21 +372,19 @@ class BusReader:
         """
         while True:
             later = self._archives_after(place)
-            following = _open_position(later[0] if later else self._path)
+            following = open_position(later[0] if later else self._path)
             if later and following is not None:
                 self._note_gap(place)
                 return following
             if not self._archives_after(place):
-                if place is not None and following is not None and not self._was_archived(place):
-                    self._continue_in_other_file(place, following)
+                # When an editor has rewritten the file, continue after the last message.
+                if place and following and not self._was_archived(place):
+                    found = _move_to_id(following, self._last_id)
+                    if not found:
+                        self._note_gap(place)
                 return following
             if following is not None:
                 os.close(following.fd)
-
-    def _continue_in_other_file(self, place: FilePosition, following: FilePosition) -> None:
-        """Continue in a file that was rewritten, for example by an editor; report a gap if it is another."""
-        if not _move_to_id(following, self._last_id):
-            self._note_gap(place)
 
     def _note_gap(self, place: FilePosition | None) -> None:
         """Call `on_gap` when the current file was removed: files after it may have been removed as well."""
@@ -417,20 +392,20 @@ class BusReader:
             self._on_gap(self._last_id)
 
     def _was_archived(self, place: FilePosition) -> bool:
-        return any(_identity(archive) == place.identity for archive in archives(self._path))
+        return any(identity(archive) == place.identity for archive in archives(self._path))
 
     def _archives_after(self, place: FilePosition | None) -> list[Path]:
         chain = archives(self._path)
         if place is None:
             return [archive for archive in chain if archive not in self._passed]
-        here = [archive for archive in chain if _identity(archive) == place.identity]
-        if here:
-            return chain[chain.index(here[0]) + 1 :]
+        for index, archive in enumerate(chain, 1):
+            if identity(archive) == place.identity:
+                return chain[index:]
         # The archive that was being read has been removed.
         return [archive for archive in chain if _last_id_of(archive) > self._last_id]
 
     def _locate(self, since_id: str, *, search_archives: bool) -> FilePosition | None:
-        current = _open_position(self._path)
+        current = open_position(self._path)
         if current is not None and _move_to_id(current, since_id):
             return current
         if current is not None:
@@ -438,7 +413,7 @@ class BusReader:
         chain = archives(self._path)
         for archive in reversed(chain):
             try:
-                place = _open_position(archive)
+                place = open_position(archive)
             except (OSError, UnsafePath):
                 if search_archives:
                     raise
@@ -455,7 +430,8 @@ class BusReader:
         raise SinceIdNotFound(since_id, self._path)
 
 
-def _open_position(path: Path) -> FilePosition | None:
+def open_position(path: Path) -> FilePosition | None:
+    """The start of a file; None when it does not exist."""
     try:
         fd = open_safely(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -466,8 +442,18 @@ def _open_position(path: Path) -> FilePosition | None:
 
 def _move_to_id(place: FilePosition, msg_id: str) -> bool:
     """Move to the record with this id, which reading then skips. Returns whether it was found."""
-    if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
-        return _move_after_legacy(place, msg_id)
+    number = msg_id.removeprefix(LEGACY_PREFIX)
+    if number != msg_id and number.isdecimal():
+        # The id of a legacy line is its number, so the position after it is found by counting.
+        if not any(
+            message.msg_id == msg_id for part in decode_from(place.fd, 0, 0) for message in part.messages
+        ):
+            return False
+        with open(os.dup(place.fd), "rb") as file:
+            file.seek(0)
+            place.position += sum(len(line) for line in itertools.islice(file, int(number)))
+        place.legacy_line = int(number)
+        return True
     found = find_record(place.fd, msg_id)
     if found >= 0:
         place.position = place.last_start = found
@@ -487,24 +473,8 @@ def _move_to(place: FilePosition, start: int) -> None:
     place.last_opening = os.pread(place.fd, OPENING_BYTES, start)
 
 
-def _move_after_legacy(place: FilePosition, msg_id: str) -> bool:
-    """Move past a legacy line. Its id is its line number, so the position is found by counting."""
-    wanted = msg_id.removeprefix(LEGACY_PREFIX)
-    for part in decode_from(place.fd, 0, 0):
-        ids = [message.msg_id for message in part.messages]
-        if msg_id in ids:
-            break
-    else:
-        return False
-    with open(os.dup(place.fd), "rb") as file:
-        file.seek(0)
-        for _ in range(int(wanted)):
-            place.position += len(file.readline())
-    place.legacy_line = int(wanted)
-    return True
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
+def identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file that a path names; None when there is none."""
     try:
         info = os.lstat(path)
     except FileNotFoundError:

@@ -29,6 +29,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from postroom.errors import LockTimeout
+from postroom.logs.appendfile import opened, truncated
 from postroom.logs.mail_records import SECRET_BYTES, Framing, Record, Started
 from postroom.message import Damage
 from postroom.system import lock
@@ -69,10 +70,6 @@ class _SyncJob(NamedTuple):
     suspect: tuple[Path, int] | None = None  # a segment to check, and how many bytes of it were synced
 
 
-def _nothing() -> None:
-    """A callback for callers that need only the fsync."""
-
-
 def is_log_segment(name: str) -> bool:
     """Whether a file of this name is a segment."""
     return _NAME.fullmatch(name) is not None
@@ -88,9 +85,18 @@ def log_segments(folder: Path) -> list[Path]:
 
 def segment_number(name: str) -> int:
     """The number of a segment, by its file name. Later segments have larger numbers."""
+    return _named(name)[1]
+
+
+def _named(name: str) -> tuple[str, int]:
+    """The secret in the name of a segment, and its number."""
     found = _NAME.fullmatch(name)
     assert found is not None  # noqa: S101 - the caller has checked the name
-    return int(found[2])
+    return found[1], int(found[2])
+
+
+def _framing_of(path: Path, encryption: Encryption | None = None) -> Framing:
+    return Framing(bytes.fromhex(_named(path.name)[0]), encryption)
 
 
 def compacted_up_to(folder: Path) -> int:
@@ -107,11 +113,9 @@ def damaged_stretches(folder: Path, encryption: Encryption | None = None) -> Ite
     A torn end is no damage: a server is writing it, or died before it acknowledged the record.
     """
     for path in log_segments(folder):
-        found = _NAME.fullmatch(path.name)
-        assert found is not None  # noqa: S101 - the names were found by this pattern
         with suppress(FileNotFoundError):  # compacted meanwhile
             data = read_file(path)
-            for item in Framing(bytes.fromhex(found[1]), encryption).scan(data):
+            for item in _framing_of(path, encryption).scan(data):
                 if isinstance(item, Damage) and item.offset + item.length < len(data):
                     yield path.name, item
 
@@ -120,22 +124,11 @@ def count_keys(folder: Path) -> dict[str, int]:
     """How many records of a log need each key, by fingerprint; "" for records that are not encrypted."""
     counts: dict[str, int] = {}
     for path in log_segments(folder):
-        found = _NAME.fullmatch(path.name)
-        assert found is not None  # noqa: S101 - the names were found by this pattern
         with suppress(FileNotFoundError):  # compacted meanwhile
-            for head in Framing(bytes.fromhex(found[1])).heads(read_file(path)):
+            for head in _framing_of(path).heads(read_file(path)):
                 key = key_of(head)
                 counts[key] = counts.get(key, 0) + 1
     return counts
-
-
-def _lock_folder(fd: int, folder: Path) -> None:
-    """Take the lock of the folder. Raises `LockTimeout`, which names the process that holds it."""
-    try:
-        lock.acquire(fd, LOCK_WAIT_S, folder)
-    except LockTimeout:
-        raise LockTimeout(folder, LOCK_WAIT_S, lock.holder(fd)) from None
-    lock.note_holder(fd)
 
 
 class SegmentLog:
@@ -153,7 +146,11 @@ class SegmentLog:
         self._folder = folder
         self._lock_fd = lock.open_lock_file(folder / "mail.lock")
         try:
-            _lock_folder(self._lock_fd, folder)
+            try:
+                lock.acquire(self._lock_fd, LOCK_WAIT_S, folder)
+            except LockTimeout:
+                raise LockTimeout(folder, LOCK_WAIT_S, lock.holder(self._lock_fd)) from None
+            lock.note_holder(self._lock_fd)
             self._old = log_segments(folder)
         except BaseException:
             os.close(self._lock_fd)
@@ -162,9 +159,9 @@ class SegmentLog:
         self.damage: list[tuple[str, Damage]] = []
         self.trouble = ""
         """Why nothing is acknowledged at present; empty when the log works."""
-        secret, self._sequence = self._last_name()
-        self._secret = secret
-        self._framing = Framing(bytes.fromhex(secret), encryption)
+        new = secrets.token_hex(SECRET_BYTES), 0
+        self._secret, self._sequence = _named(self._old[-1].name) if self._old else new
+        self._framing = Framing(bytes.fromhex(self._secret), encryption)
         self._path = folder
         self._fd = -1
         self._size = self._old_bytes = 0
@@ -176,8 +173,8 @@ class SegmentLog:
         self._sync_tasks: list[Callback] = []
         self._due: deque[Callback] = deque()  # callbacks whose bytes are synced
         self._is_scheduled = False  # whether these continue in the next turn
-        self._backlog_bytes = 0  # written but not synced,
-        self._unrequested_bytes = 0  # and those of them for which no fsync was requested
+        # Written but not synced, and those of them for which no fsync was requested.
+        self._backlog_bytes = self._unrequested_bytes = 0
         self._started = Started(0)
         self._head: bytes = b""
         self._copying: Iterator[Record] | None = None
@@ -198,18 +195,10 @@ class SegmentLog:
 
     # ---- start -------------------------------------------------------------------------------------
 
-    def _last_name(self) -> tuple[str, int]:
-        if not self._old:
-            return secrets.token_hex(SECRET_BYTES), 0
-        found = _NAME.fullmatch(self._old[-1].name)
-        assert found is not None  # noqa: S101 - the names were found by this pattern
-        return found[1], int(found[2])
-
     def read(self) -> Iterator[Record]:
         """Every record of earlier starts. Adds unreadable stretches to `damage`."""
         for path in self._old:
-            found = _NAME.fullmatch(path.name)
-            framing = Framing(bytes.fromhex(found[1]), self._encryption) if found else self._framing
+            framing = _framing_of(path, self._encryption)
             data = read_file(path)
             self._old_bytes += len(data)
             for item in framing.scan(data):
@@ -258,7 +247,7 @@ class SegmentLog:
         self._started = head
         self._head = self._framing.frame(head)
         self.append(head)
-        self.after_sync(_nothing)
+        self.after_sync(lambda: None)  # only for the fsync
 
     # ---- writing -----------------------------------------------------------------------------------
 
@@ -297,8 +286,21 @@ class SegmentLog:
         """Write the batch, run the callbacks of `after_write`, and request an fsync for the others."""
         if self.trouble or not (self._buffer or self._write_tasks or self._sync_tasks):
             return
-        if self._buffer and not self._write_batch():
-            return
+        if self._buffer:
+            chunk = b"".join(self._buffer)
+            try:
+                write_all(self._fd, chunk)
+            except OSError as error:
+                truncated(self._fd, self._size)  # a retry must not follow a torn record
+                self._mark_failed(error)
+                self._refuse_batch()
+                return
+            self._buffer.clear()
+            self._droppable.clear()
+            self._size += len(chunk)
+            self._backlog_bytes += len(chunk)
+            self._unrequested_bytes += len(chunk)
+            self._unsynced.append(chunk)
         written, self._write_tasks = self._write_tasks, []
         for call, facts, _ in written:
             attempt(call, *facts)
@@ -307,30 +309,18 @@ class SegmentLog:
         if self._size >= SEGMENT_BYTES_MAX:
             self._rotate()
 
-    def _write_batch(self) -> bool:
-        chunk = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
-        try:
-            write_all(self._fd, chunk)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._fd, self._size)  # a retry must not follow a torn record
-            self._mark_failed(error)
-            self._refuse_batch()
-            return False
-        self._buffer.clear()
-        self._droppable.clear()
-        self._size += len(chunk)
-        self._backlog_bytes += len(chunk)
-        self._unrequested_bytes += len(chunk)
-        self._unsynced.append(chunk)
-        return True
-
     def _refuse_batch(self) -> None:
         """Refuse callers with a `fail` callback. The records of the others wait for a new segment."""
         dropped = set(self._droppable)
         self._buffer = [frame for place, frame in enumerate(self._buffer) if place not in dropped]
         self._droppable.clear()
-        self._stop_copy()
+        if (
+            self._copying is not None
+        ):  # cancel the compaction, whose copy is incomplete; the old segments stay
+            self._copying, self._copy_requested = None, False
+            self._copy_stopped = self._has_garbage = True
+            self._old, self._copied = self._copied + self._old, []
+            self._old_bytes += self._replaced_bytes
         tasks = self._write_tasks + self._sync_tasks
         self._write_tasks = [task for task in self._write_tasks if task[2] is None]
         self._sync_tasks = [task for task in self._sync_tasks if task[2] is None]
@@ -369,16 +359,12 @@ class SegmentLog:
     def _run_thread(self) -> None:
         while (job := self._jobs.get()) is not None:
             jobs = [job]
-            stop = False
             while not self._jobs.empty():
-                more = self._jobs.get()
-                if more is None:
-                    stop = True
+                if (more := self._jobs.get()) is None:
+                    self._jobs.put(None)  # ends the thread after these jobs
                     break
                 jobs.append(more)
             self._sync_all(jobs)
-            if stop:
-                return
 
     def _sync_all(self, jobs: list[_SyncJob]) -> None:
         """One fsync for all jobs: the bytes of each job were written before it was queued."""
@@ -401,16 +387,6 @@ class SegmentLog:
         self._results.extend((job, error) for job in jobs)
         self._run_soon(self._drain)
 
-    def _note_compacted(self, up_to: Path) -> None:
-        """Note a segment as replaced before it is removed, in place: that takes no space."""
-        fd = open_safely(self._folder / COMPACTED, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.pwrite(fd, b"%08d\n" % segment_number(up_to.name), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        sync_folder(self._folder)
-
     def _finish_job(self, job: _SyncJob) -> None:
         if job.suspect is not None:
             path, safe = job.suspect
@@ -418,20 +394,21 @@ class SegmentLog:
                 self._check_segment(path, safe)
         with suppress(OSError):  # the next compaction tries the remaining ones again
             if job.remove:
-                self._note_compacted(job.remove[-1])
+                # Note the segments as replaced before they are removed, in place: that takes no space.
+                with open(open_safely(self._folder / COMPACTED, os.O_WRONLY | os.O_CREAT), "wb", 0) as file:
+                    os.pwrite(file.fileno(), b"%08d\n" % segment_number(job.remove[-1].name), 0)
+                    os.fsync(file.fileno())
+                sync_folder(self._folder)
             while job.remove:
                 self._retire(job.remove[0])
                 del job.remove[0]
 
     def _check_segment(self, path: Path, safe: int) -> None:
         """Read a segment whose handle died, bypassing the page cache if possible, and record its damage."""
-        fd = open_safely(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             data = os.read(fd, safe)
-        finally:
-            os.close(fd)
         for item in self._framing.scan(data):
             if isinstance(item, Damage):
                 self.damage.append((path.name, item))
@@ -478,40 +455,33 @@ class SegmentLog:
             self._jobs_pending -= 1
             self._old = job.remove + self._old
             if error is None:
-                self._forget_synced(job.nbytes)
+                self._backlog_bytes -= job.nbytes
+                nbytes = job.nbytes
+                while nbytes > 0:
+                    nbytes -= len(self._unsynced.popleft())
                 self._due += job.tasks
             else:
                 self._failed += job.tasks
                 self._dirty = list(dict.fromkeys(job.fds + self._dirty))
                 self._mark_failed(error)
 
-    def _forget_synced(self, nbytes: int) -> None:
-        self._backlog_bytes -= nbytes
-        while nbytes > 0:
-            nbytes -= len(self._unsynced.popleft())
-
     def _mark_failed(self, error: OSError) -> None:
         if not self.trouble:
             self.trouble = f"the mail log cannot be written: {error.strerror or error}"
 
-    def _look_at_keys(self, encryption: Encryption) -> None:
-        """Use a new key within a second. The next compaction then encrypts older records with it."""
-        if perf_counter() >= self._look_at_keys_s:
-            self._look_at_keys_s = perf_counter() + KEYS_LOOK_S
-            if encryption.reload_if_changed():
-                self._head = self._framing.frame(self._started)
-                self._has_garbage = True
-
     def tick(self) -> None:
-        """Reopen after a failure, or continue a compaction."""
-        if self._encryption is not None:
-            self._look_at_keys(self._encryption)
+        """Reopen after a failure, or continue a compaction. Use a new key within a second."""
+        if self._encryption is not None and perf_counter() >= self._look_at_keys_s:
+            self._look_at_keys_s = perf_counter() + KEYS_LOOK_S
+            if self._encryption.reload_if_changed():
+                self._head = self._framing.frame(self._started)
+                self._has_garbage = True  # the next compaction encrypts older records with the new key
         if self.trouble:
             if self._jobs_pending == 0:
                 self._reopen()
             return
         if self._copying is not None and not self.overloaded:
-            self._copy_some()
+            self._copy_some(self._copying)
         self.flush()
 
     def _reopen(self) -> None:
@@ -551,18 +521,13 @@ class SegmentLog:
             self._garbage_since_s = now_s
         if self._copy_requested or self.trouble:
             return False
-        return self._is_mostly_garbage(live_bytes) or self._is_garbage_due(live_bytes, now_s)
-
-    def _is_mostly_garbage(self, live_bytes: int) -> bool:
-        """A copy without gain is not repeated: the log has to outgrow the last copy as well."""
-        if self._copy_stopped or not self._old:
-            return False
-        alive = max(live_bytes, self._copy_bytes)
-        return self._old_bytes + self._size > max(COMPACT_FROM_BYTES, COMPACT_FACTOR * alive)
-
-    def _is_garbage_due(self, live_bytes: int, now_s: float) -> bool:
         pause_s = max(COMPACT_AFTER_S, live_bytes / COMPACT_BYTES_PER_S)
-        return now_s >= max(self._garbage_since_s + COMPACT_AFTER_S, self._copied_at_s + pause_s)
+        if now_s >= max(self._garbage_since_s + COMPACT_AFTER_S, self._copied_at_s + pause_s):
+            return True
+        # A copy without gain is not repeated: the log has to outgrow the last copy as well.
+        alive = max(live_bytes, self._copy_bytes)
+        is_mostly_garbage = self._old_bytes + self._size > max(COMPACT_FROM_BYTES, COMPACT_FACTOR * alive)
+        return is_mostly_garbage and bool(self._old) and not self._copy_stopped
 
     def copy(self, alive: Iterator[Record], now_s: float) -> None:
         """Start a compaction, which continues with each tick. At its end the current segments are removed."""
@@ -578,11 +543,10 @@ class SegmentLog:
         self._old = [path for path in self._old if path not in copied]
         self._old_bytes -= nbytes
 
-    def _copy_some(self) -> None:
-        assert self._copying is not None  # noqa: S101 - the caller checked
+    def _copy_some(self, alive: Iterator[Record]) -> None:
         ends = self._copy_bytes + COMPACT_STEP_BYTES
         records = 0
-        for record in islice(self._copying, COMPACT_STEP_RECORDS):
+        for record in islice(alive, COMPACT_STEP_RECORDS):
             self.append(record, droppable=True)
             self._copy_bytes += len(self._buffer[-1])
             records += 1
@@ -595,14 +559,6 @@ class SegmentLog:
                 self._copy_requested = False
                 self._request_sync(remove=self._copied)
                 self._copied = []
-
-    def _stop_copy(self) -> None:
-        """Cancel a compaction whose copy could not be written. The old segments stay."""
-        if self._copying is None:
-            return
-        self._copying, self._copy_requested, self._copy_stopped, self._has_garbage = None, False, True, True
-        self._old, self._copied = self._copied + self._old, []
-        self._old_bytes += self._replaced_bytes
 
     def close(self) -> None:
         """Write and sync everything, run the remaining callbacks, and end."""

@@ -212,20 +212,17 @@ class Framing:
             return None
         end = offset + _HEAD.size + len(body)
         try:
-            if self._encryption is not None or body[: len(MARK)] == MARK:
-                body = self._opened(body)
+            if self._encryption is not None:
+                self.is_outdated = self.is_outdated or not body.startswith(self._encryption.head)
+                body = self._encryption.open(body, self._place)
+            elif body[: len(MARK)] == MARK:
+                raise key_needed("the mail log")
             return _decode(body), end
         except UnreadableValue:
             self._unreadable = offset
             return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-
-    def _opened(self, body: bytes) -> bytes:
-        if self._encryption is None:
-            raise key_needed("the mail log")
-        self.is_outdated = self.is_outdated or not body.startswith(self._encryption.head)
-        return self._encryption.open(body, self._place)
 
     def _resume(self, data: bytes, offset: int) -> int:
         """The offset of the next whole frame; the end of the data when there is none."""

@@ -1,18 +1,15 @@
 """The files of one queue session: lines, side files, cursors, and the journal that makes compaction safe.
 
 Rule 1: every write is made under the session's lock.
-Rule 2: a cursor is on disk before the messages it passes are handed out.
-Rule 3: one rename commits a compaction. A journal without that rename is discarded; after the rename, the
+Rule 2: one rename commits a compaction. A journal without that rename is discarded; after the rename, the
         next process that takes the lock completes the steps in the journal.
 """
 
-import bisect
 import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -21,8 +18,9 @@ import msgspec
 
 from postroom.core.formats import queuewire as wire
 from postroom.core.names import checked_name
-from postroom.errors import DamagedState, InvalidName, Unavailable, UnsafePath, WriteFailed, reason
+from postroom.errors import DamagedState, Unavailable, UnsafePath, WriteFailed, reason
 from postroom.logs.appendfile import AppendFile
+from postroom.logs.queuecursors import CURSOR_DIGITS_MAX, Cursors, ReadProgress
 from postroom.message import Durability, QueueMessage
 from postroom.system import lock
 from postroom.system.atomic import (
@@ -33,49 +31,20 @@ from postroom.system.atomic import (
     open_safely,
     read_file,
     replace_file,
+    size_of_whole_lines,
     sync_folder,
     write_all,
 )
 from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 
 WINDOW_BYTES = 1024 * 1024
-CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
 CHECK_EVERY_S = 0.1  # for this long, a send may still go to a file that was replaced by hand
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process lacks resources; the file may be fine
+_UNKNOWN_PROGRESS = ReadProgress(-1, {"": -1}, [-1])
 T = TypeVar("T")
 
-CURSOR_SUFFIX = ".cursor"
-TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
-
-
-class ReadProgress(msgspec.Struct, frozen=True):
-    """How far one agent has read."""
-
-    cursor: int = 0
-    """Every message before this offset is read, in all topics."""
-    topics: dict[str, int] = {}
-    """Offsets of topics that are read further than the cursor."""
-    taken: list[int] = []
-    """Offsets of single messages that were delivered ahead of their topic."""
-
-    def has_read(self, topic: str, offset: int) -> bool:
-        """Whether the message of this topic at this offset was delivered or skipped."""
-        return offset < self.cursor or offset < self.topics.get(topic, 0) or offset in self.taken
-
-    def first_unread(self, topics: frozenset[str] | None) -> int:
-        """The lowest offset at which a message of these topics can be unread."""
-        if topics is None or not self.topics:
-            return self.cursor
-        return max(self.cursor, min((self.topics.get(topic, 0) for topic in topics), default=0))
-
-
-class _Topics(msgspec.Struct):
-    """The content of a `.topics` file."""
-
-    topics: dict[str, int]
-    taken: list[int]
 
 
 class RewriteJournal(msgspec.Struct):
@@ -96,6 +65,60 @@ class RewriteJournal(msgspec.Struct):
             checked_name("message id", msg_id)
 
 
+class SideFiles:
+    """The folder with the long bodies of one session."""
+
+    def __init__(self, folder: Path, durability: Durability) -> None:
+        self.folder = folder
+        self._durability: Durability = durability
+
+    def path(self, msg_id: str) -> Path:
+        """The side file of a message."""
+        return self.folder / f"{msg_id}{BODY_SUFFIX}"
+
+    def ids(self) -> set[str]:
+        """The messages with a side file."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise DamagedState(f"{self.folder} cannot be read: {error.strerror}") from error
+        return {name.removesuffix(BODY_SUFFIX) for name in names if name.endswith(BODY_SUFFIX)}
+
+    def write(self, msg_id: str, body: bytes) -> None:
+        """Write a side file, durable in its class, before any line refers to it."""
+        make_folder(self.folder, self._durability)
+        replace_file(self.path(msg_id), body, self._durability)
+
+    def remove(self, msg_id: str) -> None:
+        """Remove a side file whose line was not written."""
+        with suppress(OSError):
+            self.path(msg_id).unlink()
+
+    def size(self, msg_id: str) -> int:
+        """The size of a side file; 0 when it is missing."""
+        try:
+            return os.lstat(self.path(msg_id)).st_size
+        except OSError:
+            return 0
+
+    def body(self, message: QueueMessage) -> tuple[str, str]:
+        """The fault of a message's side file ("" for none), and its text."""
+        path = self.path(message["msg_id"])
+        try:
+            raw = read_file(path)
+            return wire.body_fault(message, raw), raw.decode()
+        except UnicodeDecodeError:
+            return "the side file is not UTF-8 text", ""
+        except UnsafePath as error:
+            return f"the side file cannot be read: {error}", ""
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                raise Unavailable(f"{path}: {error.strerror}") from error
+            return f"the side file cannot be read: {error.strerror or error}", ""
+
+
 class SessionFiles:
     """One session's folder. Files stay open; nothing is created before the first lock."""
 
@@ -105,8 +128,8 @@ class SessionFiles:
         self.folder = folder
         self.name = folder.name
         self.messages = folder / "messages.jsonl"
-        self.bodies = folder / "bodies"
-        self.cursors = folder / "cursors"
+        self.bodies = SideFiles(folder / "bodies", durability)
+        self.cursors = Cursors(folder / "cursors", durability)
         self.agents = folder / "agents"
         self.agents_name = str(self.agents)
         self._durability: Durability = durability
@@ -125,9 +148,7 @@ class SessionFiles:
         self._compactions = -1
 
     def __del__(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)  # as a file object does when it was not closed; the queue file closes itself
+        self._close_lock()  # as a file object does when it was not closed; the queue file closes itself
 
     # ---- the lock ------------------------------------------------------------------------------
 
@@ -178,18 +199,16 @@ class SessionFiles:
             self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self.folder)
             self._file.open()
             size = self._file.current_size()
-            if size >= 0 and self._lock_is_current():
-                return size
+            with suppress(FileNotFoundError):
+                if size >= 0 and os.path.samestat(os.lstat(self._lock_path), os.fstat(self._lock_fd)):
+                    return size
         raise Unavailable(f"{self.folder} is replaced faster than it can be locked")
-
-    def _lock_is_current(self) -> bool:
-        try:
-            return os.path.samestat(os.lstat(self._lock_path), os.fstat(self._lock_fd))
-        except FileNotFoundError:
-            return False
 
     def _drop(self) -> None:
         self._file.close()
+        self._close_lock()
+
+    def _close_lock(self) -> None:
         self._known_end = -1
         self._check_at = 0.0
         fd, self._lock_fd = self._lock_fd, -1
@@ -222,22 +241,16 @@ class SessionFiles:
             view = SessionFiles(self.folder, self._durability, self._lock_timeout_s)
             view._file.fd = fd
             try:
-                result = view._inspect_unlocked(work)
+                before = view._version()
+                result = work(view, os.fstat(fd).st_size)
+                if before is not None and view._version() == before and is_sound(result):
+                    return result
+            except (DamagedState, FileNotFoundError):
+                pass  # a compaction ran meanwhile, or the files seem damaged
             finally:
                 view._forget()
-            if result is not None and is_sound(result):
-                return result
         with self.locked() as size:
             return work(self, size)
-
-    def _inspect_unlocked(self, work: Callable[["SessionFiles", int], T]) -> T | None:
-        """The result of `work`; None when a compaction ran meanwhile, or the files seem damaged."""
-        try:
-            before = self._version()
-            result = work(self, os.fstat(self._file.fd).st_size)
-            return result if before is not None and self._version() == before else None
-        except (DamagedState, FileNotFoundError):
-            return None
 
     def _version(self) -> tuple[int, int] | None:
         """Equal as long as offsets stay valid; None while a compaction is running."""
@@ -268,11 +281,7 @@ class SessionFiles:
 
     def _forget(self) -> None:
         self._file.forget()
-        self._known_end = -1
-        self._check_at = 0.0
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._close_lock()
 
     # ---- lines ---------------------------------------------------------------------------------
 
@@ -305,7 +314,7 @@ class SessionFiles:
     def _was_read(self, offset: int) -> bool:
         """Whether some agent has read beyond this offset, or its progress is unknown."""
         try:
-            agents = [self.progress_of(agent_id) for agent_id in self.agents_with_cursors()]
+            agents = [self.cursors.read(agent_id) for agent_id in self.cursors.agents()]
         except (DamagedState, OSError):
             return True
         return any(
@@ -326,143 +335,36 @@ class SessionFiles:
 
     def high_water(self, size: int) -> int:
         """The end of the last complete line, with the lock held."""
-        end = size
-        while end > 0:
-            begin = max(0, end - WINDOW_BYTES)
-            found = self.read(begin, end).rfind(b"\n")
-            if found >= 0:
-                return begin + found + 1
-            end = begin
-        return 0
+        return size_of_whole_lines(self._file.fd, size)
 
-    # ---- side files ----------------------------------------------------------------------------
-
-    def body_path(self, msg_id: str) -> Path:
-        """The side file of a message."""
-        return self.bodies / f"{msg_id}{BODY_SUFFIX}"
-
-    def write_body(self, msg_id: str, body: bytes) -> None:
-        """Write a side file, durable in its class, before any line refers to it."""
-        make_folder(self.bodies, self._durability)
-        replace_file(self.body_path(msg_id), body, self._durability)
-
-    def remove_body(self, msg_id: str) -> None:
-        """Remove a side file whose line was not written."""
-        with suppress(OSError):
-            self.body_path(msg_id).unlink()
-
-    def body_size(self, msg_id: str) -> int:
-        """The size of a side file; 0 when it is missing."""
-        try:
-            return os.lstat(self.body_path(msg_id)).st_size
-        except OSError:
-            return 0
-
-    def side_body(self, message: QueueMessage) -> tuple[str, str]:
-        """The fault of a message's side file ("" for none), and its text."""
-        try:
-            raw = read_file(self.body_path(message["msg_id"]))
-            return wire.body_fault(message, raw), raw.decode()
-        except UnicodeDecodeError:
-            return "the side file is not UTF-8 text", ""
-        except (OSError, UnsafePath) as error:
-            if isinstance(error, OSError) and error.errno in _SHORTAGES:
-                raise Unavailable(f"{self.body_path(message['msg_id'])}: {error.strerror}") from error
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            return f"the side file cannot be read: {reason}", ""
-
-    # ---- cursors -------------------------------------------------------------------------------
-
-    def agents_with_cursors(self) -> list[str]:
-        """The agents with a cursor in this session."""
-        try:
-            names = os.listdir(self.cursors)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise DamagedState(f"{self.cursors} cannot be read: {error.strerror}") from error
-        agents = set()
-        for name in names:
-            stem, dot, suffix = name.rpartition(".")
-            if dot + suffix in (CURSOR_SUFFIX, TOPICS_SUFFIX):
-                with suppress(InvalidName):
-                    agents.add(checked_name("agent", stem))
-        return sorted(agents)
-
-    def progress_of(self, agent_id: str) -> ReadProgress:
-        """An agent's progress; `DamagedState` when its cursor files are invalid."""
-        cursor = self._read_cursor(self.cursors / f"{agent_id}{CURSOR_SUFFIX}")
-        path = self.cursors / f"{agent_id}{TOPICS_SUFFIX}"
-        try:
-            ahead = msgspec.json.decode(read_file(path), type=_Topics)
-        except FileNotFoundError:
-            return ReadProgress(cursor)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UnsafePath) as error:
-            raise DamagedState(
-                f"{path} cannot be read ({reason(error)}): repair it with `postroom queue repair`"
-            ) from error
-        return ReadProgress(cursor, ahead.topics, ahead.taken)
+    # ---- progress ------------------------------------------------------------------------------
 
     def trusted_progress(self, agent_id: str, size: int) -> ReadProgress:
         """An agent's progress; `DamagedState` when an offset is not the start of a line.
 
         Guessing the right offset could repeat or lose messages.
         """
-        progress = self.progress_of(agent_id)
+        progress = self.cursors.read(agent_id)
         for offset in (progress.cursor, *progress.topics.values()):
-            if not self._starts_line(offset, size):
+            is_start = offset == 0 or (0 < offset <= size and self.read(offset - 1, offset) == b"\n")
+            if not is_start:
                 raise DamagedState(
                     f"the cursor of {agent_id!r} in session {self.name!r} is damaged: offset {offset} is "
                     "not the start of a line; repair it with `postroom queue repair`"
                 )
         return progress
 
-    def _starts_line(self, offset: int, size: int) -> bool:
-        return offset == 0 or (0 < offset <= size and self.read(offset - 1, offset) == b"\n")
+    def write_progress(self, agent_id: str, before: ReadProgress, after: ReadProgress) -> None:
+        """Store an agent's new progress, after the lines that it passes.
 
-    def _read_cursor(self, path: Path) -> int:
-        try:
-            text = read_file(path).strip()
-        except FileNotFoundError:
-            return 0
-        except UnsafePath as error:
-            raise DamagedState(f"{error}: repair it with `postroom queue repair`") from error
-        if not (text.isdigit() and len(text) <= CURSOR_DIGITS_MAX):
-            raise DamagedState(f"{path} does not hold an offset: repair it with `postroom queue repair`")
-        return int(text)
-
-    def _sync_lines(self) -> None:
-        """Sync the lines before a cursor passes them: a power cut must not keep the cursor and lose lines."""
+        A power cut must not keep the cursor and lose the lines.
+        """
         if self._durability != "os":
             try:
                 self._file.sync()
             except OSError as error:
                 raise WriteFailed(self.messages, error, rolled_back=False) from error
-
-    def write_progress(self, agent_id: str, before: ReadProgress, after: ReadProgress) -> None:
-        """Store an agent's new progress, in an order in which no crash can cause a redelivery.
-
-        First the topics file with everything ahead of the old cursor, then the cursor, then the topics file
-        without the entries that the new cursor covers.
-        """
-        self._sync_lines()
-        make_folder(self.cursors, self._durability)
-        first = _ahead_of(min(before.cursor, after.cursor), after)
-        self._write_ahead(agent_id, _Topics(before.topics, before.taken), first)
-        if after.cursor != before.cursor:
-            cursor_path = self.cursors / f"{agent_id}{CURSOR_SUFFIX}"
-            replace_file(cursor_path, b"%d\n" % after.cursor, self._durability)
-            self._write_ahead(agent_id, first, _ahead_of(after.cursor, after))
-
-    def _write_ahead(self, agent_id: str, before: _Topics, after: _Topics) -> None:
-        path = self.cursors / f"{agent_id}{TOPICS_SUFFIX}"
-        if after == before:
-            return
-        if after.topics or after.taken:
-            replace_file(path, msgspec.json.encode(after), self._durability)
-        else:
-            with suppress(FileNotFoundError):
-                path.unlink()
+        self.cursors.write(agent_id, before, after)
 
     # ---- compaction ----------------------------------------------------------------------------
 
@@ -496,7 +398,7 @@ class SessionFiles:
     def _replace_without(self, gaps: list[tuple[int, int]], bodies: list[str], size: int) -> None:
         # A fixed name, safe under the lock: the next compaction overwrites the file of a killed one.
         temporary = self.messages.with_name(f"{self.messages.name}{TEMPORARY_SUFFIX}")
-        epoch, readings = self.epoch() + 1, self._remapped(gaps)
+        epoch, readings = self.epoch() + 1, self.cursors.without(gaps)
         try:
             fd = open_safely(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
@@ -542,27 +444,6 @@ class SessionFiles:
                 position += len(block)
             position = gap + length
 
-    def _remapped(self, gaps: list[tuple[int, int]]) -> dict[str, ReadProgress]:
-        """Every agent's progress in the file without the gaps. Damaged cursors are left out and stay."""
-        starts = [start for start, _ in gaps]
-        dropped = set(starts)
-        removed = [0, *accumulate(length for _, length in gaps)]
-
-        def moved(offset: int) -> int:
-            passed = bisect.bisect_left(starts, offset)
-            inside = passed > 0 and offset < sum(gaps[passed - 1])
-            return _INVALID if inside else offset - removed[passed]
-
-        readings = {}
-        for agent_id in self.agents_with_cursors():
-            with suppress(DamagedState):
-                old = self.progress_of(agent_id)
-                topics = {topic: moved(offset) for topic, offset in old.topics.items()}
-                cursor = _INVALID if _INVALID in topics.values() else moved(old.cursor)
-                taken = [moved(offset) for offset in old.taken if offset not in dropped]
-                readings[agent_id] = ReadProgress(cursor, topics, taken)
-        return readings
-
     def _finish_compaction(self) -> None:
         """Complete the steps of the journal, or discard it when the rename never happened. Idempotent."""
         try:
@@ -573,30 +454,16 @@ class SessionFiles:
                 "of this session with `postroom queue repair`"
             ) from error
         if os.lstat(self.messages).st_ino == journal.inode:  # the device number can change at a reboot
-            self._apply(journal)
+            if self._durability != "os":
+                sync_folder(self.folder)
+            for agent_id, progress in journal.readings.items():
+                self.write_progress(agent_id, _UNKNOWN_PROGRESS, progress)
+            replace_file(self._epoch_path, b"%d\n" % journal.epoch, self._durability)
+            for msg_id in journal.bodies:
+                self.bodies.path(msg_id).unlink(missing_ok=True)
         self._journal_path.unlink()
         if self._durability != "os":
             sync_folder(self.folder)  # before any cursor moves: a surviving journal would reset it
         self._file.close()
         self._file.open()
         self._known_end = -1
-
-    def _apply(self, journal: RewriteJournal) -> None:
-        if self._durability != "os":
-            sync_folder(self.folder)
-        for agent_id, progress in journal.readings.items():
-            self.write_progress(agent_id, _UNKNOWN_PROGRESS, progress)
-        replace_file(self._epoch_path, b"%d\n" % journal.epoch, self._durability)
-        for msg_id in journal.bodies:
-            with suppress(FileNotFoundError):
-                self.body_path(msg_id).unlink()
-
-
-_INVALID = -1  # written for an offset inside a dropped line: it was damaged before and must stay invalid
-_UNKNOWN_PROGRESS = ReadProgress(-1, {"": -1}, [-1])
-
-
-def _ahead_of(cursor: int, progress: ReadProgress) -> _Topics:
-    """The topics and taken offsets that are ahead of the cursor."""
-    topics = {topic: offset for topic, offset in progress.topics.items() if offset > cursor}
-    return _Topics(topics, sorted(offset for offset in progress.taken if offset >= cursor))

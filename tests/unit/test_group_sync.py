@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from postroom.logs.durability import GroupSync
+from postroom.logs.appendfile import GroupSync
 
 
 class Disk:
