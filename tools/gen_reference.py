@@ -370,7 +370,7 @@ SEAMS = (
     ("Log", "logs/appendfile.py", "AppendFile"),
     ("Nudge", "nudges/notifier.py", "Notifier"),
     ("", "nudges/watch.py", "Watch"),
-    ("Event sink", "audit/base.py", "Sink"),
+    ("Event sink", "audit/shipper.py", "Sink"),
     ("", "audit/shipper.py", "Feed"),
 )
 FORK_HOOKS = {"before_fork", "after_fork", "after_fork_in_parent"}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from deltalake.transaction import AddAction
 
-from postroom.audit.chain import NO_HASH, Entry, chain_line
+from postroom.audit.chain import NO_HASH, ChainEntry, chain_line
 from postroom.audit.layout import CHAIN, segment_name
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.log_summaries import SummarizedTables
@@ -65,8 +65,8 @@ def write_segments(folder: Path, days: int) -> None:
     (folder / CHAIN).write_bytes(b"".join(lines))
 
 
-def entry(n: int, name: str, sealed_us: int, prev: str) -> Entry:
-    return Entry(
+def entry(n: int, name: str, sealed_us: int, prev: str) -> ChainEntry:
+    return ChainEntry(
         n=n,
         name=name,
         events=0,

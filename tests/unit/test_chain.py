@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from postroom.audit import verify as verify_module
-from postroom.audit.chain import NO_HASH, Entry, chain_line, chain_lines, parse_chain, read_chain
+from postroom.audit.chain import NO_HASH, ChainEntry, chain_line, chain_lines, parse_chain, read_chain
 from postroom.audit.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
 from postroom.audit.reader import Segments
 from postroom.audit.segment_retention import retain, why_kept
@@ -79,7 +79,7 @@ def test_a_line_with_a_field_of_a_later_version_stays_as_it_is(tmp_path: Path) -
         b'{"n":1,"hash":"00"}',
         b"\xff\xfe",
         chain_line(
-            Entry(
+            ChainEntry(
                 n=1,
                 name="n",
                 events=1,

@@ -16,6 +16,7 @@ import msgspec
 from postroom.audit.layout import CHAIN
 from postroom.core.formats.jsoninput import guarded
 from postroom.errors import WriteFailed
+from postroom.logs.appendfile import truncated
 from postroom.system.atomic import open_safely, read_file, sync_folder, write_all
 
 NO_HASH = "0" * 64
@@ -25,7 +26,7 @@ _HASHED = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}', re.DOTALL)
 _CHECKPOINT = b'{"checkpoint":'
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChainEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sealed segment."""
 
     n: int
@@ -46,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hash: str = ""
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChainCheckpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Replaces the lines of the segments that retention removed."""
 
     checkpoint: int
@@ -74,8 +75,8 @@ class ChainFault(NamedTuple):
 class Chain(msgspec.Struct):
     """The content of a chain file."""
 
-    checkpoint: Checkpoint | None = None
-    entries: list[Entry] = []
+    checkpoint: ChainCheckpoint | None = None
+    entries: list[ChainEntry] = []
     lines: list[int] = []
     """The line number of each entry, counted from 1."""
     raw: dict[str, bytes] = {}
@@ -107,11 +108,11 @@ class Chain(msgspec.Struct):
 
 
 _encoder = msgspec.json.Encoder()
-_entry = guarded(msgspec.json.Decoder(Entry).decode)
-_checkpoint = guarded(msgspec.json.Decoder(Checkpoint).decode)
+_entry = guarded(msgspec.json.Decoder(ChainEntry).decode)
+_checkpoint = guarded(msgspec.json.Decoder(ChainCheckpoint).decode)
 
 
-def chain_line(link: Entry | Checkpoint) -> tuple[bytes, str]:
+def chain_line(link: ChainEntry | ChainCheckpoint) -> tuple[bytes, str]:
     """The line of an entry or checkpoint whose `hash` is still empty, and the hash."""
     body = _encoder.encode(link)
     digest = hashlib.sha256(body).hexdigest()
@@ -173,23 +174,14 @@ def append_line(folder: Path, line: bytes) -> None:
         try:
             write_all(fd, line)
         except OSError as error:
-            raise WriteFailed(path, error, rolled_back=_roll_back(fd, size)) from error
+            raise WriteFailed(path, error, rolled_back=truncated(fd, size)) from error
         try:
             os.fsync(fd)
             if is_new:
                 sync_folder(folder)
         except OSError as error:
-            _roll_back(
-                fd, size
-            )  # if this fails, recovery finds the line, which is valid: the segment is complete
+            # If this fails, recovery finds the line, which is valid: the segment is complete.
+            truncated(fd, size)
             raise WriteFailed(path, error, rolled_back=False) from error
     finally:
         os.close(fd)
-
-
-def _roll_back(fd: int, size: int) -> bool:
-    try:
-        os.ftruncate(fd, size)
-    except OSError:
-        return False
-    return True

@@ -9,16 +9,12 @@ import base64
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from postroom.core.formats.events import AuditEvent
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.system.crypto.key_file import NONCE_BYTES, aes_gcm, check_key, decryption_failures, read_keys
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 PREFIX = "enc:1:"
 
@@ -63,18 +59,12 @@ class Cipher:
             raise UnreadablePayload(
                 f"the payload of {event.event_id} needs the key {key_id!r}, which is missing"
             )
-        clear = _decrypted(cipher, text, event.event_id)
-        if clear is None:
+        try:
+            sealed = base64.b64decode(text, altchars=b"-_", validate=True)
+            clear = cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], event.event_id.encode())
+            return replace(event, payload=clear.decode())
+        except decryption_failures():  # binascii.Error and UnicodeDecodeError are ValueErrors, too
             raise UnreadablePayload(
                 f"the payload of {event.event_id} cannot be decrypted with the key {key_id!r}: "
                 "this is another key of that name, or the payload was changed"
-            )
-        return replace(event, payload=clear)
-
-
-def _decrypted(cipher: "AESGCM", text: str, event_id: str) -> str | None:
-    try:
-        sealed = base64.b64decode(text, altchars=b"-_", validate=True)
-        return cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], event_id.encode()).decode()
-    except decryption_failures():  # binascii.Error and UnicodeDecodeError are ValueErrors, too
-        return None
+            ) from None

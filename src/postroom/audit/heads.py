@@ -64,23 +64,14 @@ def stream_of(folder: Path) -> str:
 def fault_of(head: StreamHead, stream: str, chain: Chain) -> str:
     """Why a recorded head does not belong to a folder with this stream name and chain; empty when it does."""
     if head.stream and head.stream != stream:
-        return f"stream {head.stream} was recorded, but the folder holds {_shown(stream)}: it was replaced"
+        found = f"stream {stream}" if stream else "no named stream"
+        return f"stream {head.stream} was recorded, but the folder holds {found}: it was replaced"
     if head.segment > chain.last:
-        return (
-            f"segment {head.segment} was recorded as sealed, but {_end(chain)}: "
-            "segments at the end were removed"
-        )
+        end = f"the chain ends with segment {chain.last}" if chain.last else "no segment is in the chain"
+        return f"segment {head.segment} was recorded as sealed, but {end}: segments at the end were removed"
     known = {entry.n: entry.hash for entry in chain.entries}
     if chain.checkpoint:
         known[chain.checkpoint.checkpoint] = chain.checkpoint.head
     if known.get(head.segment) != head.hash:
         return f"segment {head.segment} has another hash than the recorded one: the chain was rewritten"
     return ""
-
-
-def _shown(stream: str) -> str:
-    return f"stream {stream}" if stream else "no named stream"
-
-
-def _end(chain: Chain) -> str:
-    return f"the chain ends with segment {chain.last}" if chain.last else "no segment is in the chain"

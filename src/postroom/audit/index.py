@@ -16,8 +16,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
+import msgspec
+
+from postroom.core.formats.events import AuditEvent
 from postroom.system.atomic import open_safely
 
 OFFSET_BITS = 28
@@ -33,21 +36,19 @@ _OFFSET_MASK = SEGMENT_BYTES_MAX - 1
 _empty = hashlib.blake2b(digest_size=WORD_BYTES)
 
 
-class LineKeys(Protocol):
+class LineKeys(msgspec.Struct, frozen=True, gc=False):
     """The fields of a line that the index and the statistics use."""
 
-    @property
-    def source(self) -> str: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def ts_us(self) -> int: ...
-    @property
-    def message_id(self) -> str: ...
-    @property
-    def parent_message_id(self) -> str: ...
-    @property
-    def trace_id(self) -> str: ...
+    source: str
+    seq: int
+    ts_us: int
+    message_id: str = ""
+    parent_message_id: str = ""
+    trace_id: str = ""
+
+
+Keyed: TypeAlias = LineKeys | AuditEvent
+"""Something with the fields of `LineKeys`."""
 
 
 class IndexDamaged(Exception):
@@ -67,7 +68,7 @@ class IndexBuilder:
     def __init__(self) -> None:
         self._places: defaultdict[str, list[int]] = defaultdict(list)
 
-    def add(self, marks: Sequence[LineKeys], offsets: Sequence[int]) -> None:
+    def add(self, marks: Sequence[Keyed], offsets: Sequence[int]) -> None:
         """Add lines and their offsets."""
         places = self._places
         for mark, offset in zip(marks, offsets, strict=False):  # `offsets` may also hold the end of the last
@@ -105,34 +106,29 @@ class Index:
             size = os.fstat(fd).st_size
             if size < _HEAD.size:
                 raise IndexDamaged(f"{path} is cut short")
+            self._count = self._checked_count(os.pread(fd, _HEAD.size, 0), size, sha256)
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        try:
-            self._count = self._checked_count(size, sha256)
-        except IndexDamaged:
-            self._map.close()
-            raise
         self._sums_at = _HEAD.size + self._count * WORD_BYTES
-        self._words = self._all_words()
+        self._words: memoryview[int] | array[int]
+        if self._count and sys.byteorder == "little":
+            self._words = memoryview(self._map)[_HEAD.size : self._sums_at].cast("Q")
+        else:
+            self._words = array("Q", self._map[_HEAD.size : self._sums_at])
+            self._words.byteswap()
         self._good_blocks: set[int] = set()
 
-    def _checked_count(self, size: int, sha256: str) -> int:
+    def _checked_count(self, head: bytes, size: int, sha256: str) -> int:
         magic: bytes
         owner: bytes
-        magic, count, owner = _HEAD.unpack_from(self._map)
+        magic, count, owner = _HEAD.unpack(head)
         words = int(count)
-        if magic != _MAGIC or size != _HEAD.size + words * WORD_BYTES + _blocks_of(words) * SUM_BYTES:
+        blocks = -(-words // BLOCK_WORDS)
+        if magic != _MAGIC or size != _HEAD.size + words * WORD_BYTES + blocks * SUM_BYTES:
             raise IndexDamaged(f"{self._path} is not an index, or is cut short")
         if owner.hex() != sha256:
             raise IndexDamaged(f"{self._path} is the index of another segment")
-        return words
-
-    def _all_words(self) -> "memoryview[int] | array[int]":
-        if self._count and sys.byteorder == "little":
-            return memoryview(self._map)[_HEAD.size : self._sums_at].cast("Q")
-        words = array("Q", self._map[_HEAD.size : self._sums_at])
-        words.byteswap()
         return words
 
     def close(self) -> None:
@@ -174,7 +170,3 @@ class Index:
             if zlib.crc32(data) != struct.unpack_from("<I", self._map, self._sums_at + block * SUM_BYTES)[0]:
                 raise IndexDamaged(f"block {block} of {self._path} was changed")
             self._good_blocks.add(block)
-
-
-def _blocks_of(words: int) -> int:
-    return -(-words // BLOCK_WORDS)

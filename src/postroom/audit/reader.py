@@ -8,14 +8,14 @@ Rule 3: a sealed segment whose length has changed is reported once per reader.
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from postroom.audit.chain import Chain, Entry, read_chain
+from postroom.audit.chain import Chain, ChainEntry, read_chain
 from postroom.audit.index import Index, IndexDamaged, key_of
 from postroom.audit.layout import OPEN, chain_locked, index_path, numbered, open_path
 from postroom.core.formats.events import AuditEvent, decode_lines, from_line
@@ -50,7 +50,7 @@ class StreamPosition(NamedTuple):
 class _SearchState:
     """A snapshot of a folder for several searches, and the lines they have returned so far."""
 
-    def __init__(self, entries: list[Entry], growing: list[_OpenFile]) -> None:
+    def __init__(self, entries: list[ChainEntry], growing: list[_OpenFile]) -> None:
         self.entries = entries
         self.growing = growing
         self.indexes: dict[int, Index] = {}
@@ -88,7 +88,7 @@ class Segments:
         """The current chain, with the checkpoint of retention."""
         return read_chain(self.folder)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ChainEntry]:
         """The chain's entries, one per sealed segment."""
         return self.chain().entries
 
@@ -168,7 +168,7 @@ class Segments:
 
     # ---- files ---------------------------------------------------------------------------------------
 
-    def _snapshot(self, stack: ExitStack) -> tuple[list[Entry], list[_OpenFile]]:
+    def _snapshot(self, stack: ExitStack) -> tuple[list[ChainEntry], list[_OpenFile]]:
         """The entries of the sealed segments, and the open segments, opened before they can be sealed."""
         with chain_locked(self.folder):
             chain = read_chain(self.folder)
@@ -183,23 +183,20 @@ class Segments:
         return chain.entries, growing
 
     @contextmanager
-    def _opened(self, entry: Entry) -> Iterator[_OpenFile | None]:
+    def _opened(self, entry: ChainEntry) -> Iterator[_OpenFile | None]:
         file = self._file_of(entry)
         if file is None:
             yield None
         else:
             with file:
-                self._check_length(entry, file.fileno())
+                size, fault = os.fstat(file.fileno()).st_size, ""
+                if size != entry.bytes:
+                    fault = f"it has {size} bytes instead of {entry.bytes}"
+                elif size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                    fault = "its last line has no end"
+                if fault:
+                    self._report_once(f"segment {entry.name} is not as it was sealed: {fault}")
                 yield _OpenFile(entry.name, file, entry.bytes)
-
-    def _check_length(self, entry: Entry, fd: int) -> None:
-        size = os.fstat(fd).st_size
-        if size != entry.bytes:
-            self._report_once(
-                f"segment {entry.name} is not as it was sealed: it has {size} bytes instead of {entry.bytes}"
-            )
-        elif size and os.pread(fd, 1, size - 1) != b"\n":
-            self._report_once(f"segment {entry.name} is not as it was sealed: its last line has no end")
 
     def _report_once(self, text: str) -> None:
         """Report a problem that every later pass of a follower or search would find again."""
@@ -207,7 +204,7 @@ class Segments:
             self._reported.add(text)
             self._report(text)
 
-    def _file_of(self, entry: Entry) -> BinaryIO | None:
+    def _file_of(self, entry: ChainEntry) -> BinaryIO | None:
         for path in (self.folder / entry.name, open_path(self.folder, entry.n)):
             try:
                 return _binary(path)
@@ -216,14 +213,18 @@ class Segments:
             except (OSError, UnsafePath) as error:
                 self._report_once(f"segment {entry.name} cannot be read: {error}")
                 return None
-        checkpoint = read_chain(self.folder).checkpoint
-        if checkpoint is None or checkpoint.checkpoint < entry.n:  # not removed by retention meanwhile
-            self._report_once(f"segment {entry.name} is missing")
+        self._report_unless_removed(entry, f"segment {entry.name} is missing")
         return None
+
+    def _report_unless_removed(self, entry: ChainEntry, text: str) -> None:
+        """Report a problem with a segment, unless retention has removed the segment meanwhile."""
+        checkpoint = read_chain(self.folder).checkpoint
+        if checkpoint is None or checkpoint.checkpoint < entry.n:
+            self._report_once(text)
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _sealed(self, entry: Entry) -> Iterator[AuditEvent]:
+    def _sealed(self, entry: ChainEntry) -> Iterator[AuditEvent]:
         with self._opened(entry) as opened:
             if opened:
                 yield from self._decoded(opened)
@@ -237,10 +238,8 @@ class Segments:
             try:
                 yield at, block, decode_lines(block)
             except msgspec.DecodeError:
-                yield at, block, self._one_by_one(opened, at, block)
-
-    def _one_by_one(self, opened: _OpenFile, at: int, block: bytes) -> list[AuditEvent]:
-        return [event for _, event in self._lines_of(opened, at, block) if event is not None]
+                readable = (event for _, event in self._lines_of(opened, at, block))
+                yield at, block, [event for event in readable if event is not None]
 
     def _lines_of(self, opened: _OpenFile, at: int, block: bytes) -> Iterator[tuple[int, AuditEvent | None]]:
         """The offset of each line, and its event; None when the line is unreadable."""
@@ -272,7 +271,7 @@ class Segments:
         search.is_first = False
         return found
 
-    def _indexed(self, search: _SearchState, entry: Entry, keys: set[int]) -> list[int] | None:
+    def _indexed(self, search: _SearchState, entry: ChainEntry, keys: set[int]) -> list[int] | None:
         """The offsets from the index; None without a valid index."""
         if entry.n in search.unindexed:
             return None
@@ -288,13 +287,8 @@ class Segments:
                     index.close()
         except (IndexDamaged, OSError, UnsafePath) as error:
             search.unindexed.add(entry.n)
-            self._report_unindexed(entry, error)
+            self._report_unless_removed(entry, f"segment {entry.name} is read completely: {error}")
             return None
-
-    def _report_unindexed(self, entry: Entry, error: Exception) -> None:
-        checkpoint = read_chain(self.folder).checkpoint
-        if checkpoint is None or checkpoint.checkpoint < entry.n:  # not removed by retention meanwhile
-            self._report_once(f"segment {entry.name} is read completely: {error}")
 
     def _found_in(
         self, search: _SearchState, opened: _OpenFile, wanted: set[str], offsets: list[int] | None
@@ -304,11 +298,14 @@ class Segments:
             lines = self._scanned(opened, wanted)
         else:
             if offsets is None:
-                offsets = self._in_table(search, opened, wanted)
+                table = search.tables.get(opened.name)
+                if table is None:
+                    table = search.tables[opened.name] = _table(opened)
+                offsets = sorted({offset for one in wanted for offset in table.get(one, ())})
             lines = self._lines_at(opened, [offset for offset in offsets if offset not in seen])
         found = []
         for offset, event in lines:
-            if event is None or _is_of(event, wanted):
+            if event is None or not wanted.isdisjoint(_ids_of(event)):
                 seen.add(offset)
                 found += [event] if event is not None else []
         return found
@@ -317,23 +314,6 @@ class Segments:
         for offset in offsets:
             opened.file.seek(offset)
             yield offset, self._event(opened, offset, opened.file.readline())
-
-    def _in_table(self, search: _SearchState, opened: _OpenFile, wanted: set[str]) -> list[int]:
-        table = search.tables.get(opened.name)
-        if table is None:
-            table = search.tables[opened.name] = self._table(opened)
-        return sorted({offset for one in wanted for offset in table.get(one, ())})
-
-    @staticmethod
-    def _table(opened: _OpenFile) -> dict[str, list[int]]:
-        table: dict[str, list[int]] = {}
-        for at, block in _blocks(opened):
-            offset = at
-            for line in block.split(b"\n")[:-1]:
-                for one in _ids_in(line):
-                    table.setdefault(one, []).append(offset)
-                offset += len(line) + 1
-        return table
 
     def _scanned(self, opened: _OpenFile, wanted: set[str]) -> Iterator[tuple[int, AuditEvent | None]]:
         """The lines of a file. A block whose bytes contain none of the ids is not decoded."""
@@ -365,14 +345,18 @@ def _chosen(
             yield event
 
 
-def _ids_in(line: bytes) -> set[str]:
-    """The ids in a line; empty for an unreadable line, which the first scan has reported."""
-    try:
-        event = from_line(line)
-    except msgspec.DecodeError:
-        return set()
-    return {event.message_id, event.parent_message_id, event.trace_id} - {""}
+def _ids_of(event: AuditEvent) -> set[str]:
+    return {event.message_id, event.parent_message_id, event.trace_id}
 
 
-def _is_of(event: AuditEvent, wanted: set[str]) -> bool:
-    return event.message_id in wanted or event.parent_message_id in wanted or event.trace_id in wanted
+def _table(opened: _OpenFile) -> dict[str, list[int]]:
+    """The line offsets of each id. Unreadable lines, which the first scan has reported, are left out."""
+    table: dict[str, list[int]] = {}
+    for at, block in _blocks(opened):
+        offset = at
+        for line in block.split(b"\n")[:-1]:
+            with suppress(msgspec.DecodeError):
+                for one in _ids_of(from_line(line)):
+                    table.setdefault(one, []).append(offset)
+            offset += len(line) + 1
+    return table

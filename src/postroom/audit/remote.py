@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from postroom.audit.chain import Chain, Entry, chain_lines, parse_chain, read_chain
+from postroom.audit.chain import Chain, ChainEntry, chain_lines, parse_chain, read_chain
 from postroom.audit.heads import stream_of
 from postroom.audit.layout import CHAIN, INDEX, STREAM, chain_locked, index_path
 from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
@@ -46,7 +46,9 @@ class Publisher:
         try:
             remote = self._remote_chain()
             missing = self._missing(chain, remote)
-            self._send_name()
+            name = stream_of(self.folder)
+            if name and name != self._get(STREAM).decode("utf-8", "replace").strip():
+                self._put(STREAM, f"{name}\n".encode())
             for entry in missing:
                 self._send_segment(entry)
             if missing:
@@ -58,16 +60,13 @@ class Publisher:
         return len(missing)
 
     def _remote_chain(self) -> Chain:
-        try:
-            data: bytes = self._fs.cat_file(self._path(CHAIN))
-        except FileNotFoundError:
-            return Chain()
+        data = self._get(CHAIN)
         chain = parse_chain(data)
         if chain.faults or chain.whole_bytes < len(data):
             raise StoreDamaged(f"the chain at {self.url} is damaged: move it away to send everything again")
         return chain
 
-    def _missing(self, local: Chain, remote: Chain) -> list[Entry]:
+    def _missing(self, local: Chain, remote: Chain) -> list[ChainEntry]:
         """The segments after the last one in the copy. A new copy begins where the local chain begins."""
         removed = local.checkpoint
         if not remote.last:
@@ -82,19 +81,7 @@ class Publisher:
             raise StoreDamaged(f"{self.url} holds segments of another stream than {self.folder}")
         return [entry for entry in local.entries if entry.n > remote.last]
 
-    def _send_name(self) -> None:
-        name = stream_of(self.folder)
-        if name and name != self._remote_name():
-            self._put(STREAM, f"{name}\n".encode())
-
-    def _remote_name(self) -> str:
-        try:
-            data: bytes = self._fs.cat_file(self._path(STREAM))
-        except FileNotFoundError:
-            return ""
-        return data.decode("utf-8", "replace").strip()
-
-    def _send_segment(self, entry: Entry) -> None:
+    def _send_segment(self, entry: ChainEntry) -> None:
         data = read_file(self.folder / entry.name)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise StoreDamaged(f"{entry.name} was changed after sealing, and is not sent to {self.url}")
@@ -103,28 +90,28 @@ class Publisher:
             self._put(f"{INDEX}/{index.name}", read_file(index))
         self._put(entry.name, data)
 
+    def _get(self, name: str) -> bytes:
+        """A file of the copy; empty when there is none."""
+        try:
+            data: bytes = self._fs.cat_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return b""
+        return data
+
     def _put(self, name: str, data: bytes) -> None:
         """Write a file so that a reader of the copy sees all of it or nothing."""
-        folder, _, last = self._path(name).rpartition("/")
+        folder, _, last = f"{self._root}/{name}".rpartition("/")
         part = f"{folder}/{PART}{last}"
-        if self._is_local:
-            _make_private(Path(folder), Path(part))
+        if self._is_local:  # an empty private file first: on a local disk a copy is as private as the stream
+            make_folder(Path(folder), "os")
+            fd = open_safely(Path(part), os.O_WRONLY | os.O_CREAT)
+            os.fchmod(fd, PRIVATE_FILE_MODE)
+            os.close(fd)
         self._fs.makedirs(folder, exist_ok=True)
         self._fs.pipe_file(part, data)
         if self._fs.size(part) != len(data):
             raise OSError(errno.EIO, f"{part} is incomplete")
         self._fs.mv(part, f"{folder}/{last}")
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-
-def _make_private(folder: Path, part: Path) -> None:
-    """Create an empty private file first: on a local disk a copy is as private as the stream."""
-    make_folder(folder, "os")
-    fd = open_safely(part, os.O_WRONLY | os.O_CREAT)
-    os.fchmod(fd, PRIVATE_FILE_MODE)
-    os.close(fd)
 
 
 def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:

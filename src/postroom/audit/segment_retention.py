@@ -7,11 +7,12 @@ Rule 2: it stops at the first segment that is too new, and removes nothing when 
 
 import os
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
 
-from postroom.audit.chain import Chain, Checkpoint, Entry, chain_lines, read_chain
+from postroom.audit.chain import Chain, ChainCheckpoint, ChainEntry, chain_lines, read_chain
 from postroom.audit.heads import StreamHead, fault_of, note_head, noted_head, stream_of
 from postroom.audit.layout import CHAIN, chain_locked, index_path
 from postroom.core.times import utc_text
@@ -29,11 +30,17 @@ def retain(folder: str | os.PathLike[str], before_us: int) -> list[str]:
     place = absolute_path("the folder of segments", folder)
     try:
         with chain_locked(place):
-            return _remove_oldest(place, before_us)
+            chain = read_chain(place)
+            finish_removal(place, chain)
+            old = list(takewhile(lambda entry: entry.sealed_us < before_us, chain.entries))
+            if not old or chain.faults:  # nothing is removed before the damage was examined
+                return []
+            _remove(place, chain, old)
     except (WriteFailed, LockTimeout):
         raise
     except OSError as error:  # the next retention or the next writer completes the removal
         raise WriteFailed(place, error, rolled_back=False) from error
+    return [entry.name for entry in old]
 
 
 def why_kept(folder: str | os.PathLike[str]) -> str:
@@ -47,28 +54,28 @@ def why_kept(folder: str | os.PathLike[str]) -> str:
     return f"the oldest remaining segment, {oldest.name}, was sealed at {utc_text(oldest.sealed_us * 1000)}"
 
 
-def _remove_oldest(folder: Path, before_us: int) -> list[str]:
-    chain = read_chain(folder)
-    finish_removal(folder, chain)
-    old = _oldest(chain, before_us)
-    if not old:
-        return []
-    _note_newest(folder, chain)
-    chain.checkpoint = _checkpoint(chain.checkpoint, old)
+def _remove(folder: Path, chain: Chain, old: list[ChainEntry]) -> None:
+    """Replace the oldest entries by a checkpoint, and remove their files."""
+    # The newest segment becomes the recorded head, because the recorded one may be about to be removed.
+    noted = noted_head(folder)
+    if noted is not None:
+        if fault := fault_of(noted, stream_of(folder), chain):
+            raise StoreDamaged(f"nothing is removed from {folder}: {fault}")
+        note_head(folder, StreamHead(noted.stream, chain.last, chain.head))
+    before = chain.checkpoint
+    chain.checkpoint = ChainCheckpoint(
+        checkpoint=old[-1].n,
+        head=old[-1].hash,
+        events=sum(entry.events for entry in old) + (before.events if before else 0),
+        bytes=sum(entry.bytes for entry in old) + (before.bytes if before else 0),
+        sources=Chain(checkpoint=before, entries=old).positions(),
+        max_ts_us=max([entry.max_ts_us for entry in old] + ([before.max_ts_us] if before else [])),
+        removed_us=SystemClock().wall_us(),
+        removing={entry.name: entry.sha256 for entry in old},
+    )
     chain.entries = chain.entries[len(old) :]
     replace_file(folder / CHAIN, chain_lines(chain), "group")  # this commits the removal of the files
     finish_removal(folder, chain)
-    return [entry.name for entry in old]
-
-
-def _note_newest(folder: Path, chain: Chain) -> None:
-    """Record the newest segment as head, because the recorded one may be about to be removed."""
-    noted = noted_head(folder)
-    if noted is None:
-        return
-    if fault := fault_of(noted, stream_of(folder), chain):
-        raise StoreDamaged(f"nothing is removed from {folder}: {fault}")
-    note_head(folder, StreamHead(noted.stream, chain.last, chain.head))
 
 
 def finish_removal(folder: Path, chain: Chain) -> None:
@@ -89,28 +96,3 @@ def finish_removal(folder: Path, chain: Chain) -> None:
     sync_folder(folder)
     chain.checkpoint = msgspec.structs.replace(checkpoint, removing={})
     replace_file(folder / CHAIN, chain_lines(chain), "group")
-
-
-def _oldest(chain: Chain, before_us: int) -> list[Entry]:
-    old: list[Entry] = []
-    if chain.faults:
-        return old  # nothing is removed before the damage was examined
-    for entry in chain.entries:
-        if entry.sealed_us >= before_us:
-            break
-        old.append(entry)
-    return old
-
-
-def _checkpoint(before: Checkpoint | None, old: list[Entry]) -> Checkpoint:
-    gone = Chain(checkpoint=before, entries=old)
-    return Checkpoint(
-        checkpoint=old[-1].n,
-        head=old[-1].hash,
-        events=sum(entry.events for entry in old) + (before.events if before else 0),
-        bytes=sum(entry.bytes for entry in old) + (before.bytes if before else 0),
-        sources=gone.positions(),
-        max_ts_us=max([entry.max_ts_us for entry in old] + ([before.max_ts_us] if before else [])),
-        removed_us=SystemClock().wall_us(),
-        removing={entry.name: entry.sha256 for entry in old},
-    )

@@ -4,14 +4,16 @@ Rule 1: a folder has one writer at a time, and any number of readers.
 Rule 2: `write` returns when the events are durable in the sink's class, or raises and keeps none of them.
 Rule 3: the position of a source is derived from the stored lines, so it cannot disagree with them.
 Rule 4: sealing is: fsync the data, write the index, append the chain line (the commit point), rename.
-Rule 5: a segment has the mark of a redaction only if this sink has redacted every line of it. A segment that
+Rule 5: recovery after a crash removes no acknowledged data, and each of its steps may be repeated. Bytes that
+        are cut off a file are kept in `_torn/`.
+Rule 6: a segment has the mark of a redaction only if this sink has redacted every line of it. A segment that
         an earlier writer began, or that has lines of `write_lines`, has none.
 """
 
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -19,22 +21,27 @@ from typing import Protocol
 
 import msgspec
 
-from postroom.audit.chain import Entry, append_line, chain_line
-from postroom.audit.index import SEGMENT_BYTES_MAX, IndexBuilder, LineKeys
+from postroom.audit.chain import ChainEntry, append_line, chain_line, parse_chain, read_chain
+from postroom.audit.index import SEGMENT_BYTES_MAX, IndexBuilder, Keyed, LineKeys
 from postroom.audit.layout import (
+    CHAIN,
     CHAIN_LOCK,
+    DIGITS_OF_HASH,
     INDEX,
     OPEN,
+    TORN,
     WRITER_LOCK,
     chain_locked,
     index_path,
+    numbered,
     open_path,
     segment_name,
 )
-from postroom.audit.recovery import cut, move_sealed, recover, rewrite_files, whole_bytes
+from postroom.audit.segment_retention import finish_removal
 from postroom.core.formats.events import AuditEvent, encode_lines
 from postroom.core.formats.jsoninput import guarded
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
+from postroom.logs.appendfile import truncated
 from postroom.message import Durability
 from postroom.system import lock
 from postroom.system.atomic import (
@@ -60,18 +67,7 @@ class PayloadCipher(Protocol):
     def encrypt(self, event: AuditEvent) -> AuditEvent: ...
 
 
-class LineFacts(msgspec.Struct, frozen=True, gc=False):
-    """The fields of `LineKeys`, decoded from a line; the other fields are skipped."""
-
-    source: str
-    seq: int
-    ts_us: int
-    message_id: str = ""
-    parent_message_id: str = ""
-    trace_id: str = ""
-
-
-_facts = guarded(msgspec.json.Decoder(LineFacts).decode)
+_keys = guarded(msgspec.json.Decoder(LineKeys).decode)
 
 
 class _OpenSegment:
@@ -94,11 +90,8 @@ class _OpenSegment:
     def sha256(self) -> str:
         return self._sha256.hexdigest()
 
-    def add(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
-        """Count lines just written to the file, each with its keys and its length."""
-        self._count(data, len(marks), list(accumulate(lengths, initial=self.size)), marks)
-
-    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[LineKeys]) -> None:
+    def count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[Keyed]) -> None:
+        """Count lines that are in the file, and add the readable ones to the index and the statistics."""
         self._sha256.update(data)
         self.size += len(data)
         self.events += lines
@@ -109,9 +102,6 @@ class _OpenSegment:
         if self.sources:
             times += (self.min_ts_us, self.max_ts_us)
         self.min_ts_us, self.max_ts_us = min(times), max(times)
-        self._note_sources(marks)
-
-    def _note_sources(self, marks: Sequence[LineKeys]) -> None:
         sources = self.sources
         for mark in marks:
             seq = mark.seq
@@ -129,13 +119,13 @@ class _OpenSegment:
         at = 0
         for line in data.split(b"\n")[:-1]:
             with suppress(msgspec.DecodeError):
-                marks.append(_facts(line))
+                marks.append(_keys(line))
                 starts.append(at)
             at += len(line) + 1
-        self._count(data, data.count(b"\n"), starts, marks)
+        self.count(data, data.count(b"\n"), starts, marks)
 
-    def entry(self, prev: str, sealed_us: int, index: bytes) -> Entry:
-        return Entry(
+    def entry(self, prev: str, sealed_us: int, index: bytes) -> ChainEntry:
+        return ChainEntry(
             n=self.n,
             name=segment_name(self.n, self.sha256, sealed_us),
             events=self.events,
@@ -229,9 +219,10 @@ class SegmentSink(Closing):
         if self._cipher:
             events = [self._cipher.encrypt(event) for event in events]
         data = encode_lines(events)
-        self._write(data, events, _lengths(data, len(events)), self._redaction)
+        lengths = [len(line) + 1 for line in data.split(b"\n")[:-1]]
+        self._write(data, events, lengths, self._redaction)
 
-    def write_lines(self, lines: Sequence[bytes], marks: Sequence[LineKeys]) -> None:
+    def write_lines(self, lines: Sequence[bytes], marks: Sequence[Keyed]) -> None:
         """Store encoded lines, each with its newline and its keys.
 
         `prepare` and `cipher` are not applied.
@@ -283,7 +274,7 @@ class SegmentSink(Closing):
     # ---- lines ---------------------------------------------------------------------------------------
 
     def _write(
-        self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int], redaction: str = ""
+        self, data: bytes, marks: Sequence[Keyed], lengths: Iterable[int], redaction: str = ""
     ) -> None:
         if not marks:
             return
@@ -291,21 +282,19 @@ class SegmentSink(Closing):
             raise InvalidMessage(f"{len(data)} bytes at once are more than a segment's {SEGMENT_BYTES_MAX}")
         with self._mutex:
             self._open()
-            self._make_room(len(data))
+            if self._is_due(len(data)):
+                # Before writing, so that none of the new events is stored when sealing fails.
+                try:
+                    self._seal()
+                except WriteFailed as error:
+                    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+                    raise WriteFailed(error.path, cause) from error
             growing = self._growing or self._start()
             if redaction != growing.redaction:
                 growing.redaction = ""
             self._append(growing, data)
-            growing.add(data, marks, lengths)
+            growing.count(data, len(marks), list(accumulate(lengths, initial=growing.size)), marks)
             self._note_positions(growing)
-
-    def _make_room(self, more_bytes: int) -> None:
-        """Seal a segment that is due before writing: when sealing fails, none of the new events is stored."""
-        if self._is_due(more_bytes):
-            try:
-                self._seal()
-            except WriteFailed as error:
-                raise WriteFailed(error.path, _cause_of(error)) from error
 
     def _is_due(self, more_bytes: int) -> bool:
         growing = self._growing
@@ -349,12 +338,9 @@ class SegmentSink(Closing):
             raise WriteFailed(path, error, rolled_back=rolled_back) from error
 
     def _roll_back(self, growing: _OpenSegment) -> bool:
-        try:
-            os.ftruncate(growing.fd, growing.size)
-        except OSError:
-            self._dead = True
-            return False
-        return True
+        done = truncated(growing.fd, growing.size)
+        self._dead = self._dead or not done
+        return done
 
     def _note_positions(self, growing: _OpenSegment) -> None:
         positions = self._positions
@@ -383,7 +369,7 @@ class SegmentSink(Closing):
                 append_line(self.folder, line)
                 self._head, self._sealed, self._growing = digest, growing.n, None
                 os.close(growing.fd)
-                move_sealed(self.folder, entry)
+                self._move_sealed(entry)
         except WriteFailed as error:
             self._dead = self._dead or not error.rolled_back
             raise
@@ -401,11 +387,15 @@ class SegmentSink(Closing):
         try:
             for folder in (self.folder, self.folder / OPEN, self.folder / INDEX):
                 make_folder(folder, "group")
-            self._lock_fd = self._take_lock()
+            self._lock_fd = lock.open_lock_file(self.folder / WRITER_LOCK)
+            lock.hold(self._lock_fd, f"{self.folder} already has a writer; only one at a time is allowed")
             os.close(open_safely(self.folder / CHAIN_LOCK, os.O_RDWR | os.O_CREAT))
             with chain_locked(self.folder):
-                if again:
-                    rewrite_files(self.folder)
+                if again:  # rewrite the files: after a failed fsync the kernel may treat lost pages as clean
+                    growing = numbered(self.folder / OPEN, ".jsonl").values()
+                    for path in (*growing, self.folder / CHAIN):
+                        with suppress(FileNotFoundError):
+                            replace_file(path, read_file(path), "group")
                 self._recover()
         except BaseException as error:
             self._drop()
@@ -413,31 +403,58 @@ class SegmentSink(Closing):
                 raise WriteFailed(self.folder, error) from error
             raise
 
-    def _take_lock(self) -> int:
-        fd = lock.open_lock_file(self.folder / WRITER_LOCK)
-        try:
-            lock.hold(fd, f"{self.folder} already has a writer; only one at a time is allowed")
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
     def _recover(self) -> None:
-        chain, growing = recover(self.folder)
-        self._last = max([chain.last, *growing])
-        self._head, self._sealed = chain.head, chain.last
-        self._positions = chain.positions()
-        for n, path in growing.items():
-            self._resume(n, path)
+        """Complete what a crash interrupted, with both locks held. It leaves at most one open segment."""
+        with suppress(FileNotFoundError):
+            data = read_file(self.folder / CHAIN)
+            whole = parse_chain(data).whole_bytes
+            if whole < len(data):
+                self._cut(self.folder / CHAIN, data, whole)
+        chain = read_chain(self.folder)
+        finish_removal(self.folder, chain)
+        self._last = self._sealed = chain.last
+        self._head, self._positions = chain.head, chain.positions()
+        sealed = {entry.n: entry for entry in chain.entries}
+        for n, path in numbered(self.folder / OPEN, ".jsonl").items():
+            entry = sealed.get(n)
+            if entry is None:
+                self._last = max(self._last, n)
+                self._resume(n, path)
+            elif not (self.folder / entry.name).exists():
+                self._move_sealed(entry)
+
+    def _move_sealed(self, entry: ChainEntry) -> None:
+        """The last step of sealing: move the segment to its final path, where every reader finds it."""
+        target = self.folder / entry.name
+        make_folder(target.parent, "group")
+        open_path(self.folder, entry.n).rename(target)
+        sync_folder(target.parent)
+        sync_folder(self.folder / OPEN)
+
+    def _cut(self, path: Path, data: bytes, size: int) -> None:
+        """Truncate a file to `size`. The removed bytes are kept, once, under a name with their hash."""
+        torn = data[size:]
+        digest = hashlib.sha256(torn).hexdigest()[:DIGITS_OF_HASH]
+        make_folder(self.folder / TORN, "group")
+        replace_file(self.folder / TORN / f"{path.name}.{size}-{digest}", torn, "group")
+        fd = open_safely(path, os.O_WRONLY)
+        try:
+            os.ftruncate(fd, size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def _resume(self, n: int, path: Path) -> None:
         """Continue a segment that an earlier writer left open."""
         if self._growing is not None:
             os.close(self._growing.fd)  # a crash never leaves two open segments; both stay readable
         data = read_file(path)
-        whole = whole_bytes(data)
+        # A line without a newline was never finished. No line holds a NUL byte: a file system leaves them
+        # where a power cut lost data, and nothing after them was acknowledged.
+        hole = data.find(b"\0")
+        whole = data.rfind(b"\n", 0, hole if hole >= 0 else len(data)) + 1
         if whole < len(data):
-            cut(self.folder, path, data, whole)
+            self._cut(path, data, whole)
         fd = open_safely(path, os.O_RDWR | os.O_APPEND)
         self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
         if self._durability != "os":
@@ -451,15 +468,3 @@ class SegmentSink(Closing):
         for fd in (growing.fd if growing else -1, lock_fd):
             if fd >= 0:
                 os.close(fd)
-
-
-def _lengths(data: bytes, lines: int) -> Iterator[int]:
-    at = 0
-    for _ in range(lines):
-        end = data.find(b"\n", at) + 1
-        yield end - at
-        at = end
-
-
-def _cause_of(error: WriteFailed) -> OSError:
-    return error.__cause__ if isinstance(error.__cause__, OSError) else error

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-from postroom.audit.base import Sink
 from postroom.core.formats.events import AuditEvent
 from postroom.errors import HandleDead, PostroomError, Rejected
 from postroom.system.log import library_log
@@ -26,6 +25,21 @@ PAUSE_AFTER_ERROR_S = 1.0
 PAUSE_AFTER_ERROR_S_MAX = 30.0
 
 _log = library_log("postroom.audit")
+
+
+class Sink(Protocol):
+    """Stores events durably. Only the sink knows how far each source has been shipped."""
+
+    def position(self, source: str) -> int:
+        """The last `seq` of a source that is stored durably; 0 for none."""
+
+    def write(self, events: Sequence[AuditEvent]) -> None:
+        """Store all events, in order, or raise `WriteFailed` and store none."""
+
+    def reopen(self) -> None:
+        """Continue after a disk error, with the data that is on disk."""
+
+    def close(self) -> None: ...
 
 
 class Feed(Protocol):
@@ -48,7 +62,7 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
-class Progress(msgspec.Struct):
+class ShippingProgress(msgspec.Struct):
     """What a shipper has done since it started."""
 
     shipped: int = 0
@@ -82,7 +96,7 @@ class Shipper:
         self._waits_since: float | None = None
         self.tend: Callable[[], None] = lambda: None
         """Called after each pass, even when there was nothing to ship."""
-        self.progress = Progress()
+        self.progress = ShippingProgress()
 
     def ship(self) -> int:
         """Ship all waiting events; returns their number."""
@@ -98,16 +112,13 @@ class Shipper:
             if not events:
                 break
             feed.settle()
-            self._write(events)
+            self._sink.write(events)
+            self.progress.shipped += len(events)
             after = events[-1].seq
             feed.kept(after)
             shipped += len(events)
             more = len(events) == BATCH_MAX
         return shipped
-
-    def _write(self, events: Sequence[AuditEvent]) -> None:
-        self._sink.write(events)
-        self.progress.shipped += len(events)
 
     def waiting(self) -> int:
         """Roughly how many events wait."""
@@ -150,13 +161,9 @@ class Shipper:
             self.progress.failures += 1
             self.progress.trouble = str(error)
             _log.warning("%d events wait, and could not be shipped: %s", self.progress.waiting, error)
-            if isinstance(error, HandleDead):
-                self._reopen_sink()
+            if isinstance(error, HandleDead):  # after a failed fsync, continue with the data that is on disk
+                with suppress(PostroomError, OSError):  # retried after the pause
+                    self._sink.reopen()
             return min(max(PAUSE_AFTER_ERROR_S, 2 * pause_s), PAUSE_AFTER_ERROR_S_MAX)
         self.progress.trouble = ""
         return 0.0
-
-    def _reopen_sink(self) -> None:
-        """After a failed fsync, continue with the data that is on disk."""
-        with suppress(PostroomError, OSError):  # retried after the pause
-            self._sink.reopen()

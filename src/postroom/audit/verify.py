@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from postroom.audit.chain import NO_HASH, Chain, Entry, read_chain
+from postroom.audit.chain import NO_HASH, Chain, read_chain
 from postroom.audit.heads import StreamHead, fault_of, noted_head, stream_of
 from postroom.audit.layout import (
     CHAIN,
@@ -61,12 +61,14 @@ def verify(
     # Heads are read before the chain: a segment sealed meanwhile is in the chain before its head is recorded.
     heads = [one for one in (noted_head(place), *noted) if one is not None]
     seen = _snapshot(place)
-    findings = [*_check_links(seen), *_check_head(seen.chain, head), *_check_noted(place, seen.chain, heads)]
-    findings += _check_sealed(place, seen)
-    findings += _check_strangers(place, seen)
+    findings = [*_check_links(seen), *_check_heads(place, seen.chain, head, heads)]
+    findings += _check_segments(place, seen)
     findings += _check_indexes(place, seen)
     removed = read_chain(place).checkpoint  # by a retention that ran meanwhile
-    gone = set(_entries_up_to(seen.chain, removed.checkpoint)) if removed else set()
+    last = removed.checkpoint if removed else 0
+    gone = {
+        name for entry in seen.chain.entries if entry.n <= last for name in (entry.name, _index_name(entry.n))
+    }
     return [finding for finding in findings if finding.file not in gone]
 
 
@@ -80,13 +82,6 @@ def _snapshot(folder: Path) -> _FolderSnapshot:
         )
 
 
-def _entries_up_to(chain: Chain, last: int) -> Iterator[str]:
-    for entry in chain.entries:
-        if entry.n <= last:
-            yield entry.name
-            yield _index_name(entry.n)
-
-
 # ---- the chain -------------------------------------------------------------------------------------
 
 
@@ -97,20 +92,19 @@ def _check_links(seen: _FolderSnapshot) -> Iterator[IntegrityFinding]:
     faulty = {fault.line for fault in chain.faults}
     last, prev = (chain.checkpoint.checkpoint, chain.checkpoint.head) if chain.checkpoint else (0, NO_HASH)
     for line, entry in zip(chain.lines, chain.entries, strict=True):
-        if line - 1 not in faulty and (reason := _link_fault(entry, last, prev)):
+        reason = ""
+        if entry.n > last + 1:
+            reason = f"{_lines_of(last + 1, entry.n - 1)} missing in front of it"
+        elif entry.n <= last:
+            reason = f"segment {entry.n} comes after segment {last}"
+        elif entry.prev != prev:
+            reason = f"segment {entry.n} does not follow from the line before it"
+        if reason and line - 1 not in faulty:
             yield IntegrityFinding(CHAIN, f"line {line}: {reason}")
         last, prev = entry.n, entry.hash
     unsealed = min(seen.growing - {entry.n for entry in chain.entries}, default=0)
     if unsealed > last + 1 and not faulty:
         yield IntegrityFinding(CHAIN, f"{_lines_of(last + 1, unsealed - 1)} missing at the end")
-
-
-def _link_fault(entry: Entry, last: int, prev: str) -> str:
-    if entry.n > last + 1:
-        return f"{_lines_of(last + 1, entry.n - 1)} missing in front of it"
-    if entry.n <= last:
-        return f"segment {entry.n} comes after segment {last}"
-    return "" if entry.prev == prev else f"segment {entry.n} does not follow from the line before it"
 
 
 def _lines_of(first: int, last: int) -> str:
@@ -119,43 +113,52 @@ def _lines_of(first: int, last: int) -> str:
     )
 
 
-def _check_head(chain: Chain, head: str | None) -> Iterator[IntegrityFinding]:
+def _check_heads(
+    folder: Path, chain: Chain, head: str | None, noted: Iterable[StreamHead]
+) -> Iterator[IntegrityFinding]:
     known = {entry.hash for entry in chain.entries} | {chain.checkpoint.head if chain.checkpoint else NO_HASH}
     if head is not None and head not in known:
         yield IntegrityFinding(
             CHAIN, f"the recorded head {head} is not in it: its end was cut off, or it was rewritten"
         )
-
-
-def _check_noted(folder: Path, chain: Chain, heads: Iterable[StreamHead]) -> Iterator[IntegrityFinding]:
     stream = stream_of(folder)
-    for reason in dict.fromkeys(fault_of(head, stream, chain) for head in heads):
-        if reason:
-            yield IntegrityFinding(CHAIN, reason)
+    for fault in dict.fromkeys(fault_of(one, stream, chain) for one in noted):
+        if fault:
+            yield IntegrityFinding(CHAIN, fault)
 
 
 # ---- the files -------------------------------------------------------------------------------------
 
 
-def _check_sealed(folder: Path, seen: _FolderSnapshot) -> Iterator[IntegrityFinding]:
+def _check_segments(folder: Path, seen: _FolderSnapshot) -> Iterator[IntegrityFinding]:
     holders = {entry.sha256: entry.n for entry in seen.chain.entries}
     for entry in seen.chain.entries:
         path = folder / entry.name
         if entry.name not in seen.files and entry.n in seen.growing:
             path = open_path(folder, entry.n)  # sealed, but not yet moved; recovery will do it
-        reason = _content_fault(path, entry.bytes, entry.sha256, holders)
-        if reason:
-            yield IntegrityFinding(entry.name, reason)
+        if fault := _content_fault(path, entry.bytes, entry.sha256, holders):
+            yield IntegrityFinding(entry.name, fault)
+    removing = seen.chain.checkpoint.removing if seen.chain.checkpoint else {}
+    for name in sorted(seen.files - {entry.name for entry in seen.chain.entries}):
+        sha256 = removing.get(name)
+        if sha256 is None or _content_fault(folder / name, None, sha256, {}) not in {"", "it was removed"}:
+            is_link = (folder / name).is_symlink()
+            yield IntegrityFinding(name, "it is a symlink" if is_link else "it is not in the chain")
 
 
 def _content_fault(path: Path, size: int | None, sha256: str, holders: dict[str, int]) -> str:
     """Read and hash a whole file. Returns why it differs, or an empty text."""
+    sha, real_size = hashlib.sha256(), 0
     try:
-        real_size, digest = _hashed(path)
+        with os.fdopen(open_safely(path, os.O_RDONLY), "rb", buffering=0) as file:
+            while data := file.read(READ_BYTES):
+                sha.update(data)
+                real_size += len(data)
     except FileNotFoundError:
         return "it was removed"
     except (OSError, UnsafePath) as error:
         return f"it cannot be read: {error}"
+    digest = sha.hexdigest()
     if digest == sha256:
         return ""
     if digest in holders:
@@ -166,39 +169,15 @@ def _content_fault(path: Path, size: int | None, sha256: str, holders: dict[str,
     return f"it was {how}: it has {real_size} bytes instead of {size}"
 
 
-def _hashed(path: Path) -> tuple[int, str]:
-    digest = hashlib.sha256()
-    size = 0
-    with os.fdopen(open_safely(path, os.O_RDONLY), "rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-            size += len(data)
-    return size, digest.hexdigest()
-
-
-def _check_strangers(folder: Path, seen: _FolderSnapshot) -> Iterator[IntegrityFinding]:
-    known = {entry.name for entry in seen.chain.entries}
-    removing = seen.chain.checkpoint.removing if seen.chain.checkpoint else {}
-    for name in sorted(seen.files - known):
-        sha256 = removing.get(name)
-        if sha256 is None or _content_fault(folder / name, None, sha256, {}) not in {"", "it was removed"}:
-            is_link = (folder / name).is_symlink()
-            yield IntegrityFinding(name, "it is a symlink" if is_link else "it is not in the chain")
-
-
 def _check_indexes(folder: Path, seen: _FolderSnapshot) -> Iterator[IntegrityFinding]:
     for entry in seen.chain.entries:
-        reason = _content_fault(index_path(folder, entry.n), None, entry.index, {})
-        if reason:
-            yield IntegrityFinding(_index_name(entry.n), reason)
-    for n in sorted(seen.indexes - _may_have_index(seen)):
-        yield IntegrityFinding(_index_name(n), "it belongs to no segment")
-
-
-def _may_have_index(seen: _FolderSnapshot) -> set[int]:
+        if fault := _content_fault(index_path(folder, entry.n), None, entry.index, {}):
+            yield IntegrityFinding(_index_name(entry.n), fault)
     removing: Iterable[str] = seen.chain.checkpoint.removing if seen.chain.checkpoint else ()
     being_removed = {int(Path(name).name.partition("-")[0]) for name in removing}
-    return {entry.n for entry in seen.chain.entries} | seen.growing | being_removed
+    owners = {entry.n for entry in seen.chain.entries} | seen.growing | being_removed
+    for n in sorted(seen.indexes - owners):
+        yield IntegrityFinding(_index_name(n), "it belongs to no segment")
 
 
 def _index_name(n: int) -> str:

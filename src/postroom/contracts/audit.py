@@ -57,19 +57,18 @@ class Audit:
 
         With `message_id` or `trace_id`, the index is used instead of a scan of the stream.
         """
-        _check_fields(equal)
+        unknown = sorted(set(equal) - _FIELDS)
+        if unknown:
+            raise InvalidMessage(f"an event has no field {unknown[0]!r}; it has {', '.join(sorted(_FIELDS))}")
         since_us = None if since is None else epoch_ns_of(since) // 1000
         until_us = None if until is None else epoch_ns_of(until) // 1000
-        events = self._candidates(equal, since_us, until_us)
-        return self._revealed(event for event in events if _fits(event, equal, since_us, until_us))
-
-    def _candidates(
-        self, equal: dict[str, Any], since_us: int | None, until_us: int | None
-    ) -> Iterable[AuditEvent]:
         indexed = equal.get("message_id") or equal.get("trace_id")
-        if indexed:
-            return self._segments.find([indexed])
-        return self._segments.events(since_us=since_us, until_us=until_us)
+        events: Iterable[AuditEvent] = (
+            self._segments.find([indexed])
+            if indexed
+            else self._segments.events(since_us=since_us, until_us=until_us)
+        )
+        return self._revealed(event for event in events if _fits(event, equal, since_us, until_us))
 
     def tail(self, n: int = 20) -> list[AuditEvent]:
         """Return the last n events in the order of time. Reads only the last segments."""
@@ -157,7 +156,7 @@ class Audit:
         return segment_retention.retain(self.folder, epoch_ns_of(before) // 1000)
 
     def why_kept(self) -> str:
-        """Return why the last retention kept segments, as a clause."""
+        """Return why the last retention kept segments, as a clause of a sentence."""
         return segment_retention.why_kept(self.folder)
 
     def _revealed(self, events: Iterable[AuditEvent]) -> Iterator[AuditEvent]:
@@ -167,22 +166,13 @@ class Audit:
         try:
             return cipher.decrypt(event)
         except UnreadablePayload as error:
-            self._report_key(event, str(error))
-            return event
-
-    def _report_key(self, event: AuditEvent, text: str) -> None:
-        key = event.payload.removeprefix(PREFIX).partition(":")[0]
+            key, text = event.payload.removeprefix(PREFIX).partition(":")[0], str(error)
         if len(key) > KEY_ID_CHARS_MAX:  # a payload that only looks encrypted
             key, text = "", f"the payload of {event.event_id} names no key"
         if key not in self._reported_keys and len(self._reported_keys) < REPORTED_KEYS_MAX:
             self._reported_keys.add(key)
             self._report(f"{text}; such payloads are shown encrypted")
-
-
-def _check_fields(equal: dict[str, Any]) -> None:
-    unknown = sorted(set(equal) - _FIELDS)
-    if unknown:
-        raise InvalidMessage(f"an event has no field {unknown[0]!r}; it has {', '.join(sorted(_FIELDS))}")
+        return event
 
 
 def _fits(event: AuditEvent, equal: dict[str, Any], since_us: int | None, until_us: int | None) -> bool:

@@ -54,13 +54,8 @@ class Backlog:
         too_far = outbox is not None and self.waiting is not None and self.waiting > outbox.backlog_max
         self.behind = outbox if too_far else None
         if outbox is not None and too_far and not was_behind:
-            self._alert(outbox)
-
-    def _alert(self, outbox: Outbox) -> None:
-        text = (
-            f"{self.waiting} events wait for the shipper, and the limit is {outbox.backlog_max} (backlog_max)"
-        )
-        _log.warning(
-            "%s: new messages %s", text, "are refused" if outbox.when_behind == "refuse" else "are delayed"
-        )
-        self._store.write(lambda transaction: transaction.alert("AuditBehind", text), makes_room=True)
+            limit = f"the limit is {outbox.backlog_max} (backlog_max)"
+            text = f"{self.waiting} events wait for the shipper, and {limit}"
+            effect = "are refused" if outbox.when_behind == "refuse" else "are delayed"
+            _log.warning("%s: new messages %s", text, effect)
+            self._store.write(lambda transaction: transaction.alert("AuditBehind", text), makes_room=True)

@@ -62,13 +62,8 @@ class StoreFeed:
         self._outbox = outbox
         self.source = f"{contract}:{store.identity()}"
         self._file_id = _file_id(store)
-        self._refuse_second_stream()
-
-    def _refuse_second_stream(self) -> None:
-        if self._outbox is None:
-            return
-        stored = outbox_of(self._store)
-        if stored is not None and stored.stream not in ("", self._outbox.stream):
+        stored = None if outbox is None else outbox_of(store)
+        if outbox is not None and stored is not None and stored.stream not in ("", outbox.stream):
             raise ShippedElsewhere(
                 f"the events of {self._store.url} go to another stream already ({stored.stream}): "
                 "one store has one stream; run `postroom audit detach` first if that stream is no longer used"
@@ -108,26 +103,21 @@ class StoreFeed:
             return []
         # For a feed that only reads, a purged event is no loss: it may have been shipped long ago.
         if self._outbox is not None and after and found[0].seq != after + 1:
-            self._report_gap(after + 1, found[0].seq - 1)
+            text = f"events {after + 1} to {found[0].seq - 1} were removed before they were shipped"
+            _log.warning("%s: %s", self.source, text)
+            self._store.write(lambda transaction: transaction.alert("EventsMissing", text), makes_room=True)
         if self._outbox is not None and any(map(is_unreadable, found)):
             self._store.write(lambda transaction: quarantine_events(transaction, found), makes_room=True)
-        payloads = self._payloads_of(found) if self._payloads else {}
+        payloads: dict[int, bytes] = {}
+        if self._payloads:  # of `created` events; a purged message has none
+            created = {event.message_id: event.seq for event in found if event.kind == "created"}
+            stored = self._store.read(lambda transaction: transaction.payloads([*created]))
+            payloads = {created[message_id]: payload for message_id, payload in stored.items()}
         source, contract = self.source, self._contract
         return [
             events.of_store(event, source, contract, payloads.get(event.seq, b"").decode("utf-8", "replace"))
             for event in found
         ]
-
-    def _payloads_of(self, found: list[Event]) -> dict[int, bytes]:
-        """The payloads of `created` events by number. A purged message has none."""
-        created = {event.message_id: event.seq for event in found if event.kind == "created"}
-        payloads = self._store.read(lambda transaction: transaction.payloads([*created]))
-        return {created[message_id]: payload for message_id, payload in payloads.items()}
-
-    def _report_gap(self, first: int, last: int) -> None:
-        text = f"events {first} to {last} were removed before they were shipped"
-        _log.warning("%s: %s", self.source, text)
-        self._store.write(lambda transaction: transaction.alert("EventsMissing", text), makes_room=True)
 
     def kept(self, up_to: int) -> None:
         if self._outbox is not None:
@@ -234,7 +224,8 @@ class _FileFeed(ABC):
 
     def _go_to(self, after: int) -> None:
         """Skip the events that the sink holds. After a failed write of the sink, read from the beginning."""
-        self._check_tail()
+        if os.pread(self._fd, len(self._tail), self._offset - len(self._tail)) != self._tail:
+            raise _restored(self.source)  # the bytes that were read last have changed
         if after < self._seq:
             self._seq, self._offset, self._pending, self._tail = 0, 0, [], b""
             self._rewind()
@@ -255,11 +246,6 @@ class _FileFeed(ABC):
     def _note_tail(self) -> None:
         start = max(0, self._offset - TAIL_BYTES)
         self._tail = os.pread(self._fd, self._offset - start, start)
-
-    def _check_tail(self) -> None:
-        """Raise when the bytes that were read last have changed."""
-        if os.pread(self._fd, len(self._tail), self._offset - len(self._tail)) != self._tail:
-            raise _restored(self.source)
 
     def found_at(self, path: Path) -> None:  # noqa: ARG002 - for subclasses
         """Record that the file has this name now."""
@@ -440,22 +426,19 @@ class FileFeeds:
         for feed in self._open.values():
             feed.is_moved = True
         for root in self._queue_roots:
-            self._open_feed(root / "audit.jsonl", _queue_feed)
+            self._open_feed(root / "audit.jsonl", partial(_line_feed, QueueFeed))
         for bus in self._buses:
             for path in [*busfile.archives(bus), bus]:
                 self._open_feed(path, partial(_bus_feed, bus.stem))
         for folder in self._mail_folders:
             for path in [*(file.path for file in eventfiles.full_files(folder)), folder / eventfiles.GROWING]:
-                self._open_feed(path, _mail_feed)
-        self._close_done()
-        return list(self._open.values())
-
-    def _close_done(self) -> None:
-        """Close files that the mail server removed after they were shipped."""
+                self._open_feed(path, partial(_line_feed, MailFeed))
         for file_id, feed in list(self._open.items()):
+            # The mail server removed the file after it was shipped.
             if isinstance(feed, MailFeed) and feed.is_moved and feed.is_shipped:
                 feed.close()
                 del self._open[file_id]
+        return list(self._open.values())
 
     def _open_feed(self, path: Path, feed_of: Callable[[int], _FileFeed | None]) -> None:
         try:
@@ -481,20 +464,10 @@ class FileFeeds:
         self._open.clear()
 
 
-def _first_line(fd: int) -> bytes | None:
-    """The first line, which names the source; None before it is complete. A longer line is truncated."""
+def _line_feed(kind: Callable[[int, bytes], _LineFeed], fd: int) -> _LineFeed | None:
+    """A feed named after the first line; None before the line is complete. A longer line is truncated."""
     line, newline, _ = os.pread(fd, WINDOW_BYTES, 0).partition(b"\n")
-    return line if newline or len(line) == WINDOW_BYTES else None
-
-
-def _queue_feed(fd: int) -> QueueFeed | None:
-    first = _first_line(fd)
-    return None if first is None else QueueFeed(fd, first)
-
-
-def _mail_feed(fd: int) -> MailFeed | None:
-    first = _first_line(fd)
-    return None if first is None else MailFeed(fd, first)
+    return kind(fd, line) if newline or len(line) == WINDOW_BYTES else None
 
 
 def _bus_feed(bus: str, fd: int) -> BusFeed | None:

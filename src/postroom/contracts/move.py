@@ -6,7 +6,7 @@ Rule 2: the move is over when every record, event, cell and counter of the targe
         the source.
 """
 
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import psycopg
 
@@ -28,9 +28,10 @@ def move_store(source_url: str, target_url: str) -> dict[str, int]:
     """
     if not source_url.startswith(SQLITE) or not target_url.startswith(POSTGRES):
         raise InvalidMessage("a store is moved from sqlite:///path to postgres://user@host/db")
-    source = open_store(source_url)
-    target = PostgresStore(target_url, encryption=key_file_encryption(None))
-    try:
+    with (
+        closing(open_store(source_url)) as source,
+        closing(PostgresStore(target_url, encryption=key_file_encryption(None))) as target,
+    ):
         source.write(lambda _: None)  # `StoreMoved` here: a failure below must not undo an earlier move
         if not is_empty(target):  # before the source stops
             raise InvalidMessage(f"{target.url} is not empty: move into an empty store")
@@ -41,9 +42,6 @@ def move_store(source_url: str, target_url: str) -> dict[str, int]:
         except BaseException:
             _reopen_if_empty(source, target)
             raise
-    finally:
-        source.close()
-        target.close()
     return copied
 
 
@@ -61,8 +59,7 @@ def _reopen_if_empty(source: Store, target: PostgresStore) -> None:
 
 
 def _compare(source: Store, target: Store) -> None:
-    found = differences(source, target)
-    if found:
+    if found := differences(source, target):
         raise StoreDamaged(f"the copy differs from {source.url}: {found[0]}")
 
 
@@ -72,15 +69,11 @@ def end_move(source_url: str, target_url: str | None) -> None:
     The target has to be empty. None skips that check.
     """
     if target_url is not None:
-        target = PostgresStore(target_url, encryption=key_file_encryption(None))
-        try:
+        with closing(PostgresStore(target_url, encryption=key_file_encryption(None))) as target:
             if not is_empty(target):
                 raise InvalidMessage(
                     f"{target.url} holds messages, which both stores would deliver: use it, or drop its "
                     "schema first, or give --force"
                 )
-        finally:
-            target.close()
-    source = open_store(source_url)
-    source.set_moved("")
-    source.close()
+    with closing(open_store(source_url)) as source:
+        source.set_moved("")

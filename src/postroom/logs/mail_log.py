@@ -159,8 +159,9 @@ class SegmentLog:
         self.damage: list[tuple[str, Damage]] = []
         self.trouble = ""
         """Why nothing is acknowledged at present; empty when the log works."""
-        new = secrets.token_hex(SECRET_BYTES), 0
-        self._secret, self._sequence = _named(self._old[-1].name) if self._old else new
+        self._secret, self._sequence = (
+            (secrets.token_hex(SECRET_BYTES), 0) if not self._old else _named(self._old[-1].name)
+        )
         self._framing = Framing(bytes.fromhex(self._secret), encryption)
         self._path = folder
         self._fd = -1
@@ -395,9 +396,10 @@ class SegmentLog:
         with suppress(OSError):  # the next compaction tries the remaining ones again
             if job.remove:
                 # Note the segments as replaced before they are removed, in place: that takes no space.
-                with open(open_safely(self._folder / COMPACTED, os.O_WRONLY | os.O_CREAT), "wb", 0) as file:
-                    os.pwrite(file.fileno(), b"%08d\n" % segment_number(job.remove[-1].name), 0)
-                    os.fsync(file.fileno())
+                fd = open_safely(self._folder / COMPACTED, os.O_WRONLY | os.O_CREAT)
+                with os.fdopen(fd, "wb", 0):
+                    os.pwrite(fd, b"%08d\n" % segment_number(job.remove[-1].name), 0)
+                    os.fsync(fd)
                 sync_folder(self._folder)
             while job.remove:
                 self._retire(job.remove[0])

@@ -8,18 +8,7 @@ from bisect import bisect_left
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
-import msgspec
-
-
-class LineKeys(msgspec.Struct, frozen=True, gc=False):
-    """The index entry of a line, for the sink."""
-
-    source: str
-    seq: int
-    ts_us: int
-    message_id: str = ""
-    parent_message_id: str = ""
-    trace_id: str = ""
+from postroom.audit.index import LineKeys
 
 
 class Names(NamedTuple):

@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from postroom.audit.chain import Chain, Entry, parse_chain
+from postroom.audit.chain import Chain, ChainEntry, parse_chain
 from postroom.audit.layout import CHAIN, SEGMENT, STREAM
 from postroom.errors import InvalidMessage
 from postroom.pipeline.delta.delta_log import Txn
@@ -238,7 +238,7 @@ class EventStream:
         """The hashes of the bytes of segments, which this process reads one at a time."""
         return {each.name: hashlib.sha256(self.storage.read(each.name)).hexdigest() for each in segments}
 
-    def sound_chain(self) -> list[Entry]:
+    def sound_chain(self) -> list[ChainEntry]:
         """The whole chain; nothing if one of its lines is damaged or does not follow from the line before."""
         chain = self._chain(-1)
         return list(chain.entries) if _is_sound(chain) else []
@@ -264,7 +264,7 @@ def _is_sound(chain: Chain) -> bool:
     return not chain.faults and all(later.prev == earlier.hash for earlier, later in pairwise(chain.entries))
 
 
-def _truncated(new: Sequence[Segment], chain: Sequence[Entry], hashes: Hashes) -> list[int]:
+def _truncated(new: Sequence[Segment], chain: Sequence[ChainEntry], hashes: Hashes) -> list[int]:
     """The numbers of truncated segments."""
     sealed = {entry.n: entry.bytes for entry in chain}
     found = hashes([segment for segment in new if segment.number not in sealed])
@@ -277,7 +277,7 @@ def _truncated(new: Sequence[Segment], chain: Sequence[Entry], hashes: Hashes) -
     return [segment.number for segment in new if is_truncated(segment)]
 
 
-def _as_sealed(segment: Segment, covered: Mapping[str, Entry]) -> Segment:
+def _as_sealed(segment: Segment, covered: Mapping[str, ChainEntry]) -> Segment:
     """The segment with what the chain says of it."""
     entry = covered.get(segment.name)
     return segment if entry is None else segment._replace(sha256=entry.sha256, redaction=entry.redaction)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 import apsw
 
-from postroom.audit.chain import Entry, parse_chain
+from postroom.audit.chain import ChainEntry, parse_chain
 from postroom.audit.heads import SUFFIX as HEAD_SUFFIX
 from postroom.audit.heads import head_path
 from postroom.audit.layout import CHAIN, OPEN, STREAM, TORN, chain_locked, holds_stream, index_path, numbered
@@ -232,7 +232,7 @@ class _Selection:
         for entry in entries.values():
             self._note_sealed(audit, entry)
 
-    def _note_sealed(self, audit: Path, entry: Entry) -> None:
+    def _note_sealed(self, audit: Path, entry: ChainEntry) -> None:
         self._sealed.append((self._name(audit / entry.name), entry.bytes))
         self._sealed.append((self._name(index_path(audit, entry.n)), None))
 
