@@ -1,1 +1,1 @@
-"""The contracts, one module and one docs page each."""
+"""The contracts, one module and one docs page each. A contract never imports another one."""

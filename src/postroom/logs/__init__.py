@@ -1,1 +1,4 @@
-"""Append-only files: appended under a lock, read without one. Bytes are never overwritten or lost."""
+"""Append-only files: written under a lock, read without one. Bytes are never overwritten or lost.
+
+Contracts and the server import the file of their kind; nothing here knows a contract, a store or a server.
+"""
