@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from postroom.contracts.mail import Link
-from postroom.server.nats.options import LOGIN_BYTES_MAX, ServerOptions
+from postroom.server.nats.options import LOGIN_BYTES_MAX, NatsLimits, ServerOptions
 from postroom.server.nats.server import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, key_beside, made_certificate
 from tests.waiting import HANG_GUARD_S
@@ -363,10 +363,7 @@ def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
     serve(work, tls=context)
 
 
-def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)  # time for one message a turn
+def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order() -> None:
 
     async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(b'CONNECT {"headers":true}\r\n'), await connect()
@@ -383,11 +380,10 @@ def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
         assert [int(payload) for _, _, payload in handler.kept] == list(range(BURST))
         await busy.ask(b"PUB $own.a 1\r\n1\r\n")  # and its input is read again
 
-    serve(work)
+    serve(work, limits=NatsLimits(slice_s=0.0))
 
 
-def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+def test_waiting_commands_end_with_their_connection() -> None:
 
     async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(), await connect()
@@ -401,11 +397,10 @@ def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPa
         await other.ask()
         assert len(handler.kept) == count < BURST
 
-    serve(work)
+    serve(work, limits=NatsLimits(slice_s=0.0))
 
 
-def test_output_that_a_flush_makes_does_not_stop_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+def test_output_that_a_flush_makes_does_not_stop_what_waits() -> None:
 
     async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy = await connect()
@@ -419,4 +414,4 @@ def test_output_that_a_flush_makes_does_not_stop_what_waits(monkeypatch: pytest.
         await busy.until(b"PONG\r\n")
         assert len(handler.kept) == BURST
 
-    serve(work)
+    serve(work, limits=NatsLimits(slice_s=0.0))

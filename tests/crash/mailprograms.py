@@ -20,8 +20,7 @@ from postroom.core.mail.mailbox import RANKS
 from postroom.core.nats import natswire
 from postroom.logs import mail_log, mail_records
 from postroom.server.nats import mail_server
-from postroom.server.nats import server as natsserver
-from postroom.server.nats.options import ServerOptions
+from postroom.server.nats.options import NatsLimits, ServerOptions
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import STUCK_S, Report
 
@@ -59,7 +58,6 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
     mail_log.COMPACT_FROM_BYTES = COMPACT_FROM_BYTES_FEW
     mail_log.COMPACT_FACTOR = COMPACT_FACTOR_FEW
     mail_log.COMPACT_STEP_RECORDS = COPY_STEP_FEW
-    natsserver.TICK_S = TICK_S_FEW
     SABOTAGES[sabotage]()
 
     def ready(port: int) -> None:
@@ -69,7 +67,7 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
         report("port", port)
 
     options = MailOptions(critical=storage, urgent=storage)
-    where = ServerOptions(host=HOST, port=0)
+    where = ServerOptions(host=HOST, port=0, limits=NatsLimits(tick_s=TICK_S_FEW))
     mail_server.serve(Path(folder, "mail"), where, options, ready=ready)
 
 

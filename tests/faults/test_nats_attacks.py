@@ -10,11 +10,12 @@ from typing import Any, Self
 
 import pytest
 
-from postroom.server.nats import clients, connection, router
+from postroom.server.nats import connection, router
 from postroom.server.nats import options as natsoptions
 from postroom.server.nats.options import (
     LOGIN_BYTES_MAX,
     LOGINS_MAX,
+    NatsLimits,
     ServerOptions,
     TokenOwner,
     client_of,
@@ -153,9 +154,7 @@ def eventually_admitted(server: Server, connect: bytes) -> Wire:
             return wire
 
 
-def test_connections_that_are_being_closed_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LINGER_S", 2 * HANG_GUARD_S)
-    monkeypatch.setattr(connection, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+def test_connections_that_are_being_closed_count_as_well() -> None:
 
     async def work(server: NatsServer) -> None:
         lingering = await opened(server.port, b"CONNECT {broken\r\n")
@@ -171,7 +170,13 @@ def test_connections_that_are_being_closed_count_as_well(monkeypatch: pytest.Mon
         for each in (delayed[1], writer, again):
             each.close()
 
-    served(work, users=USERS, connections_max=4, auth_timeout_s=2 * HANG_GUARD_S)
+    served(
+        work,
+        users=USERS,
+        connections_max=4,
+        auth_timeout_s=2 * HANG_GUARD_S,
+        limits=NatsLimits(linger_s=2 * HANG_GUARD_S, wrong_login_s=2 * HANG_GUARD_S),
+    )
 
 
 async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -181,11 +186,8 @@ async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
-    monkeypatch.setattr(connection, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+def test_a_wrong_password_is_answered_late_and_delays_no_other_client() -> None:
+    assert NatsLimits().wrong_login_s >= WRONG_LOGIN_S_MIN
 
     async def work(server: NatsServer) -> None:
         guesser, guessing = await opened(server.port, WRONG)
@@ -197,11 +199,12 @@ def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
             await asyncio.wait_for(guesser.readline(), 0.01)
         guessing.close()
 
-    served(work, users=USERS, auth_timeout_s=2 * HANG_GUARD_S)
+    served(
+        work, users=USERS, auth_timeout_s=2 * HANG_GUARD_S, limits=NatsLimits(wrong_login_s=2 * HANG_GUARD_S)
+    )
 
 
-def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "INCOMPLETE_BYTES_MAX", 200_000)
+def test_the_incomplete_messages_of_an_address_are_bounded() -> None:
 
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
@@ -219,7 +222,7 @@ def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.M
             await asyncio.sleep(0)
         assert not server.usage._incomplete
 
-    served(work)
+    served(work, limits=NatsLimits(incomplete_bytes_max=200_000))
 
 
 def served(work: Callable[[NatsServer], Awaitable[None]], **options: Any) -> None:
@@ -293,8 +296,7 @@ class Deaf:
         self.socket.close()
 
 
-def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
+def test_pending_output_of_all_connections_of_a_client_is_bounded() -> None:
     frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
 
     async def work(server: NatsServer) -> None:
@@ -316,7 +318,7 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: p
         assert not server.usage._pending
         writer.close()
 
-    served(work, pending_bytes_max=8 * MB)
+    served(work, pending_bytes_max=8 * MB, limits=NatsLimits(client_pending_bytes_max=8 * MB))
 
 
 def subscriptions_to(server: NatsServer, subject: bytes) -> int:
@@ -327,8 +329,7 @@ def of(server: NatsServer, address: str) -> list[connection.ServerConnection]:
     return [link for link in server.connections if link.network == address and not link.is_closing]
 
 
-def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
+def test_the_cost_of_the_subscriptions_of_a_client_is_bounded() -> None:
 
     async def work(server: NatsServer) -> None:
         first, to_first = await opened(server.port, CONNECT)
@@ -351,13 +352,10 @@ def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytes
             await asyncio.sleep(0)
         assert not server.usage._subscriptions
 
-    served(work)
+    served(work, limits=NatsLimits(client_subscription_bytes_max=20_000))
 
 
-def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(clients, "ORGANIZATION_SUBSCRIPTION_BYTES_MAX", 10_000)
+def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded() -> None:
 
     async def work(server: NatsServer) -> None:
         (first, to_first), (second, to_second), (other, to_other) = [
@@ -380,7 +378,7 @@ def test_the_cost_of_the_subscriptions_of_an_organization_is_bounded(
         for writer in (to_second, to_third, to_other):
             writer.close()
 
-    served(work, identify=owner)
+    served(work, identify=owner, limits=NatsLimits(organization_subscription_bytes_max=10_000))
 
 
 def test_the_subscriptions_of_a_client_and_of_an_organization_are_limited() -> None:
@@ -451,14 +449,13 @@ def deliveries_of(server: NatsServer, org: str) -> int:
 @pytest.mark.parametrize("publishers", [1, 40])
 @pytest.mark.parametrize(("subject", "batch"), [("x.a", PUBLISHED), ("x%d.a", 1)])
 def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
-    monkeypatch: pytest.MonkeyPatch, subject: str, batch: int, publishers: int
+    subject: str, batch: int, publishers: int
 ) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)  # time for one step a turn
     flood = b"".join(
         b"PUB %b 1\r\nx\r\n" % (subject % ((n,) * subject.count("%"))).encode() for n in range(PUBLISHED)
     )
     cost = router.SUBSCRIPTION_COST + batch * (router.MESSAGE_COST + 1)
-    a_step = batch * (1 + router.STEP_COST_MAX // cost)
+    a_step = batch * (1 + natsoptions.STEP_COST_MAX // cost)
     wildcards = b"".join(b"SUB *.a %d\r\n" % sid for sid in range(WILDCARDS))
 
     async def work(server: NatsServer) -> None:
@@ -480,7 +477,7 @@ def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
             writer.close()
         await reading
 
-    served(work, identify=owner)
+    served(work, identify=owner, limits=NatsLimits(slice_s=0.0))
 
 
 @pytest.mark.parametrize(
@@ -492,8 +489,7 @@ def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
         b"PUB nobody.%d answers 1\r\nx\r\n",
     ],
 )
-def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
+def test_every_command_has_turns(flood: bytes) -> None:
     commands = b"".join(flood.replace(b"%d", b"%d" % number) for number in range(PUBLISHED))
 
     async def work(server: NatsServer) -> None:
@@ -510,14 +506,10 @@ def test_every_command_has_turns(monkeypatch: pytest.MonkeyPatch, flood: bytes) 
         for writer in (to_other, to_busy):
             writer.close()
 
-    served(work, identify=owner)
+    served(work, identify=owner, limits=NatsLimits(slice_s=0.0))
 
 
-def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
-    monkeypatch.setattr(router, "STEP_COST_MAX", router.SUBSCRIPTION_COST)
+def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more() -> None:
 
     async def work(server: NatsServer) -> None:
         reader, writer = await opened(server.port, CONNECT)
@@ -538,7 +530,7 @@ def test_a_subscription_that_ends_during_many_deliveries_gets_nothing_more(
         for each in (writer, sender):
             each.close()
 
-    served(work)
+    served(work, limits=NatsLimits(slice_s=0.0, step_cost_max=router.SUBSCRIPTION_COST))
 
 
 def test_subscriptions_of_one_organization_cost_no_message_of_another() -> None:
@@ -549,7 +541,7 @@ def test_subscriptions_of_one_organization_cost_no_message_of_another() -> None:
             writer.write(b"SUB %b 1\r\nSUB %b g 2\r\n" % (wanted, wanted))
             await answered(reader, writer)
 
-        def users(found: tuple[connection.ServerSubscription, ...]) -> set[str]:
+        def users(found: tuple[router.ServerSubscription, ...]) -> set[str]:
             return {each.link.user for each in found}
 
         ann, op, others = "acme/ann", "/op", {"other/bob", "other/eve"}
@@ -607,9 +599,7 @@ def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes
     served(work, identify=owner)
 
 
-def test_input_that_waits_is_limited_for_each_organization(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
-    monkeypatch.setattr(clients, "ORGANIZATION_INCOMPLETE_BYTES_MAX", 100_000)
+def test_input_that_waits_is_limited_for_each_organization() -> None:
     flood = b"PUB a.%d 1\r\nx\r\n" * 3_000
 
     async def work(server: NatsServer) -> None:
@@ -631,13 +621,10 @@ def test_input_that_waits_is_limited_for_each_organization(monkeypatch: pytest.M
         assert not server.usage._incomplete
         await asyncio.wait(ends)
 
-    served(work, identify=owner)
+    served(work, identify=owner, limits=NatsLimits(slice_s=0.0, organization_incomplete_bytes_max=100_000))
 
 
-def test_a_revoked_token_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.server.nats.server.SLICE_S", 0.0)
-    monkeypatch.setattr("postroom.server.nats.server.TICK_S", 0.001)
-    monkeypatch.setattr("postroom.server.nats.server.TOKEN_CHECK_S", 0.0)
+def test_a_revoked_token_ends_what_waits() -> None:
     revoked: set[str] = set()
 
     async def work(server: NatsServer) -> None:
@@ -658,4 +645,8 @@ def test_a_revoked_token_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> Non
             each.close()
         await reading
 
-    served(work, identify=lambda token: None if token in revoked else owner(token))
+    served(
+        work,
+        identify=lambda token: None if token in revoked else owner(token),
+        limits=NatsLimits(slice_s=0.0, tick_s=0.001, token_check_s=0.0),
+    )

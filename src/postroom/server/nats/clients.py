@@ -7,38 +7,30 @@ Rule 3: what counts against a user counts against its organization, too, which h
 """
 
 from postroom.core.mail.clientshares import ClientShares, counted
-from postroom.server.nats.options import (
-    CLIENT_PENDING_BYTES_MAX,
-    CLIENT_SUBSCRIPTION_BYTES_MAX,
-    INCOMPLETE_BYTES_MAX,
-    LOGINS_MAX,
-    ORGANIZATION_INCOMPLETE_BYTES_MAX,
-    ORGANIZATION_PENDING_BYTES_MAX,
-    ORGANIZATION_SUBSCRIPTION_BYTES_MAX,
-    ORGANIZATION_SUBSCRIPTION_CLIENTS,
-    ServerOptions,
-)
+from postroom.server.nats.options import LOGINS_MAX, ORGANIZATION_SUBSCRIPTION_CLIENTS, ServerOptions
 
 
 class ClientUsage:
     """Counts by client, and by network address for connections without a login."""
 
     def __init__(self, options: ServerOptions) -> None:
-        pending_bytes_max = options.pending_bytes_max
+        limits, pending_bytes_max = options.limits, options.pending_bytes_max
         self._connections = ClientShares(options.client_connections_max, options.client_connections_max)
         self._pending = ClientShares(
-            max(CLIENT_PENDING_BYTES_MAX, pending_bytes_max),
-            max(ORGANIZATION_PENDING_BYTES_MAX, pending_bytes_max),
+            max(limits.client_pending_bytes_max, pending_bytes_max),
+            max(limits.organization_pending_bytes_max, pending_bytes_max),
         )
         """Bytes waiting for those connections of each client that are backed up."""
-        self._subscriptions = ClientShares(CLIENT_SUBSCRIPTION_BYTES_MAX, ORGANIZATION_SUBSCRIPTION_BYTES_MAX)
+        self._subscriptions = ClientShares(
+            limits.client_subscription_bytes_max, limits.organization_subscription_bytes_max
+        )
         """Cost of the subscriptions of each client."""
         self._subscription_counts = ClientShares(
             options.subscriptions_max, ORGANIZATION_SUBSCRIPTION_CLIENTS * options.subscriptions_max
         )
         self._logins: dict[str, int] = {}
         """Connections of each address that have not logged in."""
-        self._incomplete = ClientShares(INCOMPLETE_BYTES_MAX, ORGANIZATION_INCOMPLETE_BYTES_MAX)
+        self._incomplete = ClientShares(limits.incomplete_bytes_max, limits.organization_incomplete_bytes_max)
         """Bytes of incomplete messages, and of input that waits for its turn."""
 
     def may_connect(self, client: str) -> bool:

@@ -10,25 +10,20 @@ Rule 5: before its login a connection is read up to the end of its first line, w
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, cast
 
 from postroom.core.gate import Caller
 from postroom.core.nats import natswire as wire
-from postroom.core.nats.subjects import Match, SubjectIndex, is_pattern
-from postroom.server.nats.clients import ClientUsage
-from postroom.server.nats.options import LOGIN_BYTES_MAX, WRONG_LOGIN_S, TokenOwner, address_of
-from postroom.server.nats.output import ConnectionOutput
+from postroom.core.nats.subjects import is_pattern
+from postroom.server.nats.options import LOGIN_BYTES_MAX, ServerOptions, TokenOwner, address_of
+from postroom.server.nats.output import ConnectionOutput, OutputHub
+from postroom.server.nats.router import Router, ServerSubscription
 from postroom.system.log import library_log
 
-if TYPE_CHECKING:
-    from postroom.server.nats.router import Router
-
 _log = library_log("postroom.mail")
-T = TypeVar("T")
 
-LINGER_S = 1.0
 COMMANDS_A_READ_MAX = 512  # that are parsed at a time
 RATED_BODIES_MAX = 200  # messages of a token with a rate that are counted at a time
 
@@ -67,59 +62,11 @@ class _Deliveries(NamedTuple):
 _Pending = wire.Command | _Deliveries
 
 
-class ServerSubscription:
-    """One subscription of a connection."""
-
-    __slots__ = ("cost", "delivered", "group", "index", "last", "link", "owned", "sid", "subject")
-
-    def __init__(self, link: "ServerConnection", request: wire.Subscribe) -> None:
-        self.link = link
-        self.subject = request.subject
-        self.group = request.group
-        self.sid = request.sid
-        self.owned = False
-        """Whether the handler has it, and not the router."""
-        self.index: SubjectIndex[ServerSubscription] | None = None
-        """Where the router has it."""
-        self.cost = 0  # as counted against the client
-        self.delivered = 0
-        self.last = 0
-        """The number of messages after which it ends; 0 is never."""
-
-    def take(self, bodies: list[T]) -> list[T]:
-        """Count deliveries. Returns those that are still wanted."""
-        if self.last:
-            bodies = bodies[: self.last - self.delivered]
-        self.delivered += len(bodies)
-        return bodies
-
-
-def all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
-    yield from matched.each
-    for members in matched.groups:
-        yield from members
-
-
-class Hub(Protocol):
+class Hub(OutputHub, Protocol):
     """The server, as its connections see it."""
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
-    @property
-    def pending_bytes_max(self) -> int: ...
-
-    @property
-    def payload_bytes_max(self) -> int: ...
-
-    @property
-    def needs_auth(self) -> bool: ...
-
-    @property
-    def usage(self) -> ClientUsage: ...
-
-    @property
-    def router(self) -> "Router": ...
+    options: ServerOptions
+    router: Router
 
     def info_for(self, link: "ServerConnection") -> bytes: ...
 
@@ -141,9 +88,6 @@ class Hub(Protocol):
         `options` is None for a client that has not sent CONNECT.
         """
 
-    def refused(self, link: "ServerConnection", why: str, code: int, call: str = "connect") -> str:
-        """Make an event of a refused call. Returns the reason."""
-
     def take_calls(self, link: "ServerConnection", head: wire.ControlLine, count: int) -> int:
         """Count messages of a connection with a rate. Returns how many are allowed; others are refused."""
 
@@ -161,59 +105,21 @@ class Hub(Protocol):
     def wait(self, link: "ServerConnection") -> None:
         """Call `run` of the connection in a slice of a later turn."""
 
-    def subscribe(self, subscription: ServerSubscription) -> str:
+    def subscribe(self, link: "ServerConnection", subscription: ServerSubscription) -> str:
         """Returns why it is refused; empty when accepted."""
 
-    def unsubscribe(self, subscription: ServerSubscription) -> None: ...
-
-    def has_output(self, link: "ServerConnection") -> None:
-        """Write the output of a connection at the end of this turn."""
-
-    def drained(self, link: "ServerConnection") -> None:
-        """A connection that was backed up can take more."""
+    def unsubscribe(self, link: "ServerConnection", subscription: ServerSubscription) -> None: ...
 
 
 class ServerConnection(asyncio.Protocol):
     """One connection of the server; to the handler, a `Link`."""
 
     __slots__ = (
-        "_backlog",
-        "_backlog_bytes",
-        "_holds",
-        "_hub",
-        "_insecure",
-        "_login_bytes",
-        "_reader",
-        "_released",
-        "_transport",
-        "_waits",
-        "address",
-        "admitted",
-        "caller",
-        "client",
-        "echo",
-        "headers",
-        "heard",
-        "held_bytes",
-        "identity",
-        "login",
-        "name",
-        "network",
-        "no_responders",
-        "number",
-        "org",
-        "output",
-        "pings_out",
-        "rate",
-        "sees_all",
-        "send",
-        "slice_ends",
-        "subscription_bytes",
-        "subscription_count",
-        "subscriptions",
-        "token",
-        "user",
-        "verbose",
+        *("_backlog", "_backlog_bytes", "_holds", "_hub", "_insecure", "_login_bytes", "_reader"),
+        *("_released", "_transport", "_waits", "address", "admitted", "caller", "client", "echo"),
+        *("headers", "heard", "held_bytes", "identity", "login", "name", "network", "no_responders"),
+        *("number", "org", "output", "pings_out", "rate", "sees_all", "send", "slice_ends"),
+        *("subscription_bytes", "subscription_count", "subscriptions", "token", "user", "verbose"),
     )
 
     def __init__(self, hub: Hub, number: int) -> None:
@@ -233,8 +139,8 @@ class ServerConnection(asyncio.Protocol):
         self.subscriptions: dict[bytes, ServerSubscription] = {}
         self.subscription_count = self.subscription_bytes = 0  # and their cost, as counted against the client
         self.output = ConnectionOutput(hub, self)
-        self.send = self.output.send
-        self._reader = wire.ClientReader(payload_bytes_max=hub.payload_bytes_max)
+        self.send: Callable[[bytes], None] = self.output.send
+        self._reader = wire.ClientReader(payload_bytes_max=hub.options.payload_bytes_max)
         self._transport: asyncio.Transport | None = None
         self._backlog: list[_Pending] = []
         """Commands that wait for a slice. They come before what the reader has."""
@@ -298,7 +204,7 @@ class ServerConnection(asyncio.Protocol):
             self._hub.refused(self, TLS_REQUIRED, BAD_REQUEST)
             self.cut()
             return
-        if not self.admitted and self._hub.needs_auth:
+        if not self.admitted and self._hub.options.needs_auth:
             data = self._log_in(data)
             if not data:
                 return
@@ -366,25 +272,22 @@ class ServerConnection(asyncio.Protocol):
     def _handle(self, commands: Sequence[_Pending]) -> None:
         """Handle the commands that fit the slice; the others wait for a later one."""
         try:
-            self._handle_all(commands)
+            for place, command in enumerate(commands):
+                if place and perf_counter() >= self.slice_ends:
+                    self._backlog = list(commands[place:])
+                    return
+                if type(command) is wire.Messages:
+                    rest = self._messages(command.head, command.bodies)
+                else:
+                    rest = self._other_command(command)
+                if self.output.closed:
+                    return
+                if rest:
+                    self._backlog = [*rest, *commands[place + 1 :]]
+                    return
         except Exception:  # noqa: BLE001 - it affects this connection only
             _log.exception("connection %d is closed: one of its commands failed", self.number)
             self.fail(INTERNAL_ERROR)
-
-    def _handle_all(self, commands: Sequence[_Pending]) -> None:
-        for place, command in enumerate(commands):
-            if place and perf_counter() >= self.slice_ends:
-                self._backlog = list(commands[place:])
-                return
-            if type(command) is wire.Messages:
-                rest = self._messages(command.head, command.bodies)
-            else:
-                rest = self._other_command(command)
-            if self.output.closed:
-                return
-            if rest:
-                self._backlog = [*rest, *commands[place + 1 :]]
-                return
 
     # ---- commands --------------------------------------------------------------------------------------
 
@@ -459,8 +362,14 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(error.args[0], BAD_REQUEST)
             return
         refusal = self._hub.admit(self, options)
+        if refusal.startswith(AUTHORIZATION_VIOLATION):
+            # Answered after a delay, and nothing is read meanwhile, to slow guessing down.
+            self._login_bytes = LOGIN_BYTES_MAX  # no second attempt on this connection
+            self.pause_reading()
+            self._hub.loop.call_later(self._hub.options.limits.wrong_login_s, self.fail, refusal)
+            return
         if refusal:
-            self._refuse_login(refusal)
+            self._reject(refusal)
             return
         if options.no_responders and not options.headers:
             self._refuse(NO_RESPONDERS_NEEDS_HEADERS, BAD_REQUEST)
@@ -468,15 +377,6 @@ class ServerConnection(asyncio.Protocol):
         self.name, self.verbose, self.echo = options.name, options.verbose, options.echo
         self.headers, self.no_responders = options.headers, options.no_responders
         self._send_ok()
-
-    def _refuse_login(self, refusal: str) -> None:
-        """Answer a wrong password after a delay, and read nothing meanwhile, to slow guessing down."""
-        if not refusal.startswith(AUTHORIZATION_VIOLATION):
-            self._reject(refusal)
-            return
-        self._login_bytes = LOGIN_BYTES_MAX  # no second attempt on this connection
-        self.pause_reading()
-        self._hub.loop.call_later(WRONG_LOGIN_S, self.fail, refusal)
 
     def _subscribe(self, request: wire.Subscribe) -> None:
         if request.sid in self.subscriptions:  # nats-server keeps the first as well
@@ -487,7 +387,7 @@ class ServerConnection(asyncio.Protocol):
             return
         subscription = ServerSubscription(self, request)
         self.subscriptions[request.sid] = subscription
-        refusal = self._hub.subscribe(subscription)
+        refusal = self._hub.subscribe(self, subscription)
         if refusal:
             self.subscriptions.pop(request.sid, None)
             if refusal == TOO_MANY_SUBSCRIPTIONS:  # as nats-server says it
@@ -515,24 +415,20 @@ class ServerConnection(asyncio.Protocol):
         """Deliver messages of the handler to a subscription of this connection."""
         subscription = self.subscriptions.get(_encoded(sid))
         if subscription is not None:
-            self._push(subscription, _encoded(subject), _encoded(reply), messages)
+            self.push(subscription, _encoded(subject), _encoded(reply), messages)
             self.output.count_messages(len(messages))
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
-        """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
-        subject = _encoded(reply)
-        router = self._hub.router
-        own = [each for each in all_of(router.match(self, subject)) if each.link is self]
-        for subscription in own or router.literal(self, subject):
-            subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
+        self._hub.router.answer(self, _encoded(reply), headers, payload)
 
-    def _push(
+    def push(
         self,
         subscription: ServerSubscription,
         subject: bytes,
         reply: bytes,
         messages: list[tuple[bytes, bytes]],
     ) -> None:
+        """Send messages of the handler to a subscription."""
         if self.output.closed:
             return
         messages = subscription.take(messages)
@@ -545,7 +441,7 @@ class ServerConnection(asyncio.Protocol):
     def drop(self, subscription: ServerSubscription) -> None:
         """End a subscription."""
         if self.subscriptions.pop(subscription.sid, None) is not None:
-            self._hub.unsubscribe(subscription)
+            self._hub.unsubscribe(self, subscription)
 
     @property
     def holder(self) -> tuple[str, str]:
@@ -600,7 +496,7 @@ class ServerConnection(asyncio.Protocol):
             self.resume_reading()  # to discard what comes
         if self._transport.can_write_eof():
             self._transport.write_eof()
-            self._hub.loop.call_later(LINGER_S, self._transport.close)
+            self._hub.loop.call_later(self._hub.options.limits.linger_s, self._transport.close)
         else:
             self._transport.close()
 

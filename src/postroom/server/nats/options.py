@@ -30,11 +30,10 @@ LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before its login
 LOGINS_MAX = 64  # connections of one address that have not logged in
 INCOMPLETE_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages and waiting input of one client
 ORGANIZATION_INCOMPLETE_BYTES_MAX = 256 * 1024 * 1024  # of all clients of one organization
-TOKEN_CHECK_S = 0.2  # between checks that the tokens of connections are still valid
-WRONG_LOGIN_S = 0.2  # delay of the answer to a wrong password
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 10.0
+STEP_COST_MAX = 4 << 20  # of the deliveries between two checks of the clock; see `router`
 LAME_DUCK_S = 0.5  # with the time for closing, a stop takes two seconds at most
 IPV6_CLIENT_BITS = 64
 FILES_RESERVED = 64  # open files that are not for connections
@@ -54,6 +53,28 @@ class TokenOwner(NamedTuple):
     """Whether messages and mailboxes of every organization are for it."""
     identity: Caller | None = None
     """The owner of a token of the registry. Who logs in otherwise has every permission."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NatsLimits:
+    """Limits and intervals that users do not set."""
+
+    client_pending_bytes_max: int = CLIENT_PENDING_BYTES_MAX
+    organization_pending_bytes_max: int = ORGANIZATION_PENDING_BYTES_MAX
+    client_subscription_bytes_max: int = CLIENT_SUBSCRIPTION_BYTES_MAX
+    organization_subscription_bytes_max: int = ORGANIZATION_SUBSCRIPTION_BYTES_MAX
+    incomplete_bytes_max: int = INCOMPLETE_BYTES_MAX
+    organization_incomplete_bytes_max: int = ORGANIZATION_INCOMPLETE_BYTES_MAX
+    step_cost_max: int = STEP_COST_MAX
+    slice_s: float = 0.005
+    """Time for the commands of all connections in a turn of the loop."""
+    tick_s: float = 0.25
+    token_check_s: float = 0.2
+    """Between checks that the tokens of connections are still valid."""
+    wrong_login_s: float = 0.2
+    """Delay of the answer to a wrong password."""
+    linger_s: float = 1.0
+    """How long input is discarded before a connection is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +99,7 @@ class ServerOptions:
     auth_timeout_s: float = AUTH_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
     lame_duck_s: float = LAME_DUCK_S
+    limits: NatsLimits = NatsLimits()
 
     @property
     def needs_auth(self) -> bool:

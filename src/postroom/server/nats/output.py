@@ -8,30 +8,52 @@ import asyncio
 import contextlib
 import fcntl
 import socket
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX, MESSAGE_LEAST_BYTES
+from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX, MESSAGE_LEAST_BYTES, Link
+from postroom.server.nats.clients import ClientUsage
 
 SLOW_CONSUMER = "Slow Consumer"
 TOO_MANY = 429  # the code of this refusal, as in HTTP
 SIOCOUTQNSD = 0x894B  # asks Linux for the unsent bytes of a socket
 UNSENT_BYTES = 4 << 10  # of a connection with mailboxes, in its socket
 
-if TYPE_CHECKING:
-    from postroom.server.nats.connection import Hub, ServerConnection
+
+class OutputHub(Protocol):
+    """The server, as the output of a connection sees it."""
+
+    loop: asyncio.AbstractEventLoop
+    pending_bytes_max: int
+    usage: ClientUsage
+
+    def has_output(self, output: "ConnectionOutput") -> None:
+        """Write the output at the end of this turn of the loop."""
+
+    def drained(self, link: Link) -> None:
+        """A connection that was backed up can take more."""
+
+    def refused(self, link: Link, why: str, code: int, call: str = "connect") -> str:
+        """Make an event of a refused call. Returns the reason."""
+
+
+class OutputLink(Link, Protocol):
+    """The connection of an output."""
+
+    def cut(self) -> None:
+        """End at once, and discard the output."""
 
 
 class ConnectionOutput:
     """What waits to be written to one connection."""
 
     __slots__ = (
-        *("_bytes", "_chunks", "_hub", "_link", "_messages", "_notifies", "_sent_bytes", "_socket"),
+        *("_bytes", "_chunks", "_hub", "link", "_messages", "_notifies", "_sent_bytes", "_socket"),
         *("_stalled_at", "_stalled_bytes", "closed", "counted_bytes", "paused", "transport"),
     )
 
-    def __init__(self, hub: "Hub", link: "ServerConnection") -> None:
+    def __init__(self, hub: OutputHub, link: OutputLink) -> None:
         self._hub = hub
-        self._link = link
+        self.link = link
         self.transport: asyncio.Transport | None = None
         self.closed = False
         """Whether nothing more is accepted."""
@@ -60,7 +82,7 @@ class ConnectionOutput:
         if self.closed:
             return
         if not self._chunks:
-            self._hub.has_output(self._link)
+            self._hub.has_output(self)
         self._chunks.append(data)
         self._bytes += len(data)
         if self._bytes > LINK_FULL_BYTES:  # a large buffer does not wait for the end of the turn
@@ -87,7 +109,7 @@ class ConnectionOutput:
             self.count_waiting()
         if self._notifies and not self.paused:
             self._notifies = False
-            self._hub.loop.call_soon(self._hub.drained, self._link)
+            self._hub.loop.call_soon(self._hub.drained, self.link)
 
     def discard(self) -> None:
         """Drop the buffer, and accept nothing more."""
@@ -132,18 +154,18 @@ class ConnectionOutput:
         """Count the bytes that wait in a paused transport against the client. Above its limit, overflow."""
         waiting = self.transport.get_write_buffer_size() if self.paused and self.transport is not None else 0
         more, self.counted_bytes = waiting - self.counted_bytes, waiting
-        if not self._hub.usage.add_pending(self._link.client, more) and more > 0:
+        if not self._hub.usage.add_pending(self.link.client, more) and more > 0:
             self._overflow()
 
     def _overflow(self) -> None:
         """Too many bytes wait. Drop everything now, and close the connection after the current callback."""
         if not self.closed:
-            self._hub.refused(self._link, SLOW_CONSUMER, TOO_MANY, "deliver")
+            self._hub.refused(self.link, SLOW_CONSUMER, TOO_MANY, "deliver")
         self.discard()
         # Uncounted at once, so that other connections of the client can continue.
-        self._hub.usage.add_pending(self._link.client, -self.counted_bytes)
+        self._hub.usage.add_pending(self.link.client, -self.counted_bytes)
         self.counted_bytes = 0
-        self._hub.loop.call_soon(self._link.cut)
+        self._hub.loop.call_soon(self.link.cut)
 
     def is_stuck(self, now_s: float, patience_s: float) -> bool:
         """Whether the transport is paused and has written nothing for `patience_s`."""

@@ -1,23 +1,85 @@
-"""Routing of plain NATS messages to subscriptions and queue groups."""
+"""Subscriptions, and the routing of plain NATS messages to them and to queue groups."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from random import random
+from typing import Protocol, TypeVar
 
 from postroom.core.nats import natswire as wire
 from postroom.core.nats.subjects import CacheUse, Match, SubjectIndex, merged
-from postroom.server.nats.connection import ServerConnection, ServerSubscription, all_of
+
+T = TypeVar("T")
 
 INBOX = b"_INBOX."
-STEP_COST_MAX = 4 << 20  # of the deliveries between two checks of the clock: the bytes of the messages, and
-SUBSCRIPTION_COST = 4_096  # for each subscription
-MESSAGE_COST = 64  # and for each message to it
+SUBSCRIPTION_COST = 4_096  # of a delivery, for each subscription, besides the bytes of the messages
+MESSAGE_COST = 64  # for each message to it
+
+
+class Subscriber(Protocol):
+    """One connection, as the router sees it."""
+
+    send: Callable[[bytes], None]
+    subscriptions: "dict[bytes, ServerSubscription]"
+    org: str
+    sees_all: bool
+    echo: bool
+    headers: bool
+    no_responders: bool
+
+    @property
+    def is_closing(self) -> bool: ...
+
+    def push(
+        self,
+        subscription: "ServerSubscription",
+        subject: bytes,
+        reply: bytes,
+        messages: list[tuple[bytes, bytes]],
+    ) -> None:
+        """Send the headers and the payload of messages."""
+
+    def drop(self, subscription: "ServerSubscription") -> None:
+        """End a subscription."""
+
+
+class ServerSubscription:
+    """One subscription of a connection."""
+
+    __slots__ = ("cost", "delivered", "group", "index", "last", "link", "owned", "sid", "subject")
+
+    def __init__(self, link: "Subscriber", request: wire.Subscribe) -> None:
+        self.link = link
+        self.subject = request.subject
+        self.group = request.group
+        self.sid = request.sid
+        self.owned = False
+        """Whether the handler has it, and not the router."""
+        self.index: SubjectIndex[ServerSubscription] | None = None
+        """Where the router has it."""
+        self.cost = 0  # as counted against the client
+        self.delivered = 0
+        self.last = 0
+        """The number of messages after which it ends; 0 is never."""
+
+    def take(self, bodies: list[T]) -> list[T]:
+        """Count deliveries. Returns those that are still wanted."""
+        if self.last:
+            bodies = bodies[: self.last - self.delivered]
+        self.delivered += len(bodies)
+        return bodies
+
+
+def all_of(matched: Match[ServerSubscription]) -> Iterator[ServerSubscription]:
+    yield from matched.each
+    for members in matched.groups:
+        yield from members
 
 
 class Router:
     """The plain subscriptions of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_cost_max: int) -> None:
+        self._step_cost_max = step_cost_max
         self._cache_use = CacheUse()
         self._of_all: SubjectIndex[ServerSubscription] = SubjectIndex(self._cache_use)
         """Subscriptions of clients that see all organizations."""
@@ -45,19 +107,22 @@ class Router:
             if not index and self._of_orgs.get(org) is index:
                 del self._of_orgs[org]
 
-    def match(self, link: ServerConnection, subject: bytes) -> Match[ServerSubscription]:
+    def match(self, link: Subscriber, subject: bytes) -> Match[ServerSubscription]:
         """The subscriptions that a plain message of a connection reaches."""
         if not self._of_orgs:
             return self._of_all.match(subject)
         return merged(index.match(subject) for index in self._reached_by(link, subject))
 
-    def literal(self, link: ServerConnection, subject: bytes) -> tuple[ServerSubscription, ...]:
-        """Of these the subscriptions to exactly this subject."""
-        return tuple(chain.from_iterable(index.literal(subject) for index in self._reached_by(link, subject)))
+    def answer(self, link: Subscriber, subject: bytes, headers: bytes, payload: bytes) -> None:
+        """Answer a request. Wildcards of other clients must not see it: it may hold a private id."""
+        receivers = [each for each in all_of(self.match(link, subject)) if each.link is link]
+        if not receivers:
+            literal = (index.literal(subject) for index in self._reached_by(link, subject))
+            receivers = [*chain.from_iterable(literal)]
+        for subscription in receivers:
+            subscription.link.push(subscription, subject, b"", [(headers, payload)])
 
-    def _reached_by(
-        self, link: ServerConnection, subject: bytes
-    ) -> Sequence[SubjectIndex[ServerSubscription]]:
+    def _reached_by(self, link: Subscriber, subject: bytes) -> Sequence[SubjectIndex[ServerSubscription]]:
         """The indexes that are searched for a message of a connection.
 
         Organizations do not hear each other, inboxes included: a request of one reaches no other, and its
@@ -74,9 +139,7 @@ class Router:
             return (self._of_all,)
         return (self._of_all, *self._of_orgs.values())
 
-    def publish(
-        self, link: ServerConnection, head: wire.ControlLine, bodies: list[bytes]
-    ) -> Iterator[None] | None:
+    def publish(self, link: Subscriber, head: wire.ControlLine, bodies: list[bytes]) -> Iterator[None] | None:
         """Deliver messages. Returns the steps of the deliveries if there are many, else None."""
         each, groups = self.match(link, head.subject)
         receivers = len(each) + len(groups)
@@ -84,18 +147,18 @@ class Router:
             count = len(bodies)
             size = head.size * count if head.size != wire.ANY_SIZE else sum(map(len, bodies))
             cost = SUBSCRIPTION_COST + MESSAGE_COST * count + size
-            if receivers * cost > STEP_COST_MAX:
-                return self._steps(link, each, groups, head, bodies, 1 + STEP_COST_MAX // cost)
+            if receivers * cost > self._step_cost_max:
+                return self._steps(link, each, groups, head, bodies, 1 + self._step_cost_max // cost)
         receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
         for members in groups:
             receivers += self._deliver_to_group(link, members, head, bodies)
         if not receivers and head.reply and link.no_responders:
-            return _answer_no_responders(link, head, len(bodies))
+            return self._answer_no_responders(link, head, len(bodies))
         return None
 
     def _steps(
         self,
-        link: ServerConnection,
+        link: Subscriber,
         each: tuple[ServerSubscription, ...],
         groups: tuple[tuple[ServerSubscription, ...], ...],
         head: wire.ControlLine,
@@ -114,11 +177,11 @@ class Router:
                 receivers += self._deliver_to_group(link, live, head, bodies)
             yield
         if not receivers and head.reply and link.no_responders:
-            yield from _answer_no_responders(link, head, len(bodies))
+            yield from self._answer_no_responders(link, head, len(bodies))
 
     def _deliver_to_each(
         self,
-        link: ServerConnection,
+        link: Subscriber,
         each: tuple[ServerSubscription, ...],
         head: wire.ControlLine,
         bodies: list[bytes],
@@ -150,7 +213,7 @@ class Router:
             link.drop(subscription)
 
     def _next_members(
-        self, link: ServerConnection, members: tuple[ServerSubscription, ...], messages: int
+        self, link: Subscriber, members: tuple[ServerSubscription, ...], messages: int
     ) -> list[ServerSubscription]:
         """The members that can take messages; of many members, as many as there are messages."""
         if len(members) > messages:
@@ -162,7 +225,7 @@ class Router:
 
     def _deliver_to_group(
         self,
-        link: ServerConnection,
+        link: Subscriber,
         members: tuple[ServerSubscription, ...],
         head: wire.ControlLine,
         bodies: list[bytes],
@@ -184,6 +247,12 @@ class Router:
             able = self._next_members(link, members, len(bodies))
         return 1
 
+    def _answer_no_responders(self, link: Subscriber, head: wire.ControlLine, times: int) -> Iterator[None]:
+        headers = wire.NO_RESPONDERS % head.subject
+        for _ in range(times):
+            self.answer(link, head.reply, headers, b"")
+            yield
+
 
 def _is_one_inbox(subscription: ServerSubscription) -> bool:
     """Whether it is to one inbox, and not to all inboxes."""
@@ -196,7 +265,7 @@ def _any_of(count: int) -> int:
     return int(random() * count)  # noqa: S311 - no secret
 
 
-def _can_take(link: ServerConnection, subscription: ServerSubscription) -> bool:
+def _can_take(link: Subscriber, subscription: ServerSubscription) -> bool:
     other = subscription.link
     return (
         (link.echo or other is not link)
@@ -208,11 +277,3 @@ def _can_take(link: ServerConnection, subscription: ServerSubscription) -> bool:
 def _is_live(subscription: ServerSubscription) -> bool:
     """Whether a subscription has not ended since it was matched."""
     return subscription.link.subscriptions.get(subscription.sid) is subscription
-
-
-def _answer_no_responders(link: ServerConnection, head: wire.ControlLine, times: int) -> Iterator[None]:
-    headers = wire.NO_RESPONDERS % head.subject
-    reply = head.reply.decode("utf-8", "surrogateescape")
-    for _ in range(times):
-        link.answer(reply, b"", headers)
-        yield

@@ -1,6 +1,6 @@
 """A NATS server: publish, subscribe, request and reply, and a handler with subjects of its own.
 
-Rule 1: everything runs on one event loop. At the end of a turn each connection with output is written once.
+Rule 1: everything runs on one event loop, in the turns of `loop_turns`.
 Rule 2: subjects that the handler owns go to the handler only: no wildcard of a plain subscription sees them.
 Rule 3: SIGTERM and SIGINT start a lame-duck shutdown: no new connections, every client is notified, and the
         remaining connections are closed after a moment.
@@ -12,18 +12,17 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from postroom.contracts.mail import SubjectHandler
+from postroom.contracts.mail import Link, SubjectHandler
 from postroom.core.gate import entry_of, refused
 from postroom.core.nats import natswire as wire
 from postroom.core.nats.subjects import has_wildcard
 from postroom.errors import RateExceeded, Unavailable
 from postroom.server.access.rates import Rates
-from postroom.server.access.turns import Turns
 from postroom.server.http.connections import Connections
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 from postroom.server.nats.clients import ClientUsage
@@ -41,13 +40,12 @@ from postroom.server.nats.connection import (
     TOO_SLOW,
     UNAUTHORIZED,
     ServerConnection,
-    ServerSubscription,
 )
+from postroom.server.nats.loop_turns import LoopTurns
 from postroom.server.nats.options import (
     MAILBOX_GROUP_COST_BYTES,
     MAILBOX_SUBSCRIPTION_COST_BYTES,
     SUBSCRIPTION_COST_BYTES,
-    TOKEN_CHECK_S,
     WILDCARD_TOKEN_COST_BYTES,
     ServerOptions,
     allowed_connections,
@@ -56,7 +54,7 @@ from postroom.server.nats.options import (
     token_of,
 )
 from postroom.server.nats.output import SLOW_CONSUMER
-from postroom.server.nats.router import Router
+from postroom.server.nats.router import Router, ServerSubscription
 from postroom.system.callbacks import attempt
 from postroom.system.crypto.tls import handshake_fault
 
@@ -65,8 +63,6 @@ BACKLOG = 1024
 PINGS_OUT_MAX = 2
 ENDED_A_TURN_MAX = 500  # plain subscriptions of an ended connection that are removed in one turn of the loop
 TLS_TIMEOUT_S = 5.0
-TICK_S = 0.25
-SLICE_S = 0.005  # of a turn of the loop, for the commands of all connections
 HANDLER_BODIES_MAX = 200  # messages for the handler between two checks of the clock
 CLOSE_TIMEOUT_S = 0.4
 TOKEN_ENDED = "the token of an open connection has expired or was revoked"  # noqa: S105 - a sentence
@@ -86,28 +82,20 @@ class NatsServer:
             entry_of(entry, f"the command {command} of NATS")
         self.options = options
         self.loop = asyncio.get_running_loop()
-        self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
-        self.needs_auth = options.needs_auth
         self.port = options.port
         self.connections: set[ServerConnection] = set()
         self._handler = handler
         self.usage = ClientUsage(options)
         self._rates = Rates()
-        self.router = Router()
+        self.router = Router(options.limits.step_cost_max)
+        self._turns = LoopTurns(self.loop, options.limits.slice_s, self._fail)
+        self.slice_ends, self.wait = self._turns.slice_ends, self._turns.wait
+        self.has_output = self._turns.has_output
         self._server: asyncio.Server | None = None
         self._tls_listeners: list[TlsListener] = []
         self._identity = os.urandom(16).hex().upper()
         self._last_number = 0
-        self._links_with_output: list[ServerConnection] = []
-        self._publishers: set[ServerConnection] = set()
-        """Connections that published to the handler in this turn."""
-        self._is_turn_open = False
-        self._slice_ends = 0.0
-        """When the slice of this turn ends; 0 when input waits."""
-        self._waiting: Turns[ServerConnection] = Turns()
-        """Connections with input that waits for a slice."""
-        self._flushing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_ping_s = 0.0
         self._next_token_check_s = 0.0
@@ -138,7 +126,7 @@ class NatsServer:
 
     async def start(self, handler: SubjectHandler | None = None) -> None:
         """Accept connections. The handler may be created after `bind`."""
-        self._handler = handler or self._handler
+        self._handler = self._turns.handler = handler or self._handler
         if self._server is None:
             await self.bind()
         assert self._server is not None  # noqa: S101 - for the types: `bind` was called
@@ -150,7 +138,7 @@ class NatsServer:
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._next_ping_s = self.loop.time() + self.options.ping_interval_s
-        self._ticker = self.loop.call_later(TICK_S, self._tick)
+        self._ticker = self.loop.call_later(self.options.limits.tick_s, self._tick)
 
     def _listen_with_tls(self, bound: asyncio.Server, context: ssl.SSLContext) -> None:
         """Accept connections that begin with TLS. The bound server would hide failed handshakes."""
@@ -197,27 +185,18 @@ class NatsServer:
         for link in list(self.connections):
             link.send(self.info_for(link))
         await self._until_empty(self.options.lame_duck_s)
-        await self._close_handler()
-        await self._close_connections()
-        if self._ticker is not None:
-            self._ticker.cancel()
-
-    async def _close_handler(self) -> None:
-        if self._handler is None:
-            return
-        self._end_turn()
-        while self._flushing is not None:
-            await asyncio.wait([self._flushing])
-        self._handler.close()
-        await asyncio.sleep(0)  # also run the calls that the handler gave to `run_soon` while closing
-
-    async def _close_connections(self) -> None:
+        if self._handler is not None:
+            await self._turns.finish()
+            self._handler.close()
+            await asyncio.sleep(0)  # also run the calls that the handler gave to `run_soon` while closing
         for link in list(self.connections):
             link.end()
         await self._until_empty(CLOSE_TIMEOUT_S)
         for link in list(self.connections):
             link.cut()
         await self._until_empty(CLOSE_TIMEOUT_S)
+        if self._ticker is not None:
+            self._ticker.cancel()
 
     async def _until_empty(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -241,27 +220,20 @@ class NatsServer:
         link.client = client
         if self._lame or is_full or not self.usage.may_connect(client):
             return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
-        if self.needs_auth and not self._may_log_in(link):
-            return self.refused(link, TOO_MANY_LOGINS, TOO_MANY)
+        if self.options.needs_auth:
+            if not self.usage.add_login(link.network):
+                return self.refused(link, TOO_MANY_LOGINS, TOO_MANY)
+            self.loop.call_later(self.options.auth_timeout_s, self._check_login, link)
         self.connections.add(link)
         self.usage.add_connection(client)
         self._empty.clear()
         return ""
 
-    def _may_log_in(self, link: ServerConnection) -> bool:
-        """Whether one more connection of its address may wait for a login. If so, it has a timeout."""
-        if not self.usage.add_login(link.network):
-            return False
-        self.loop.call_later(self.options.auth_timeout_s, self._check_login, link)
-        return True
-
     def _check_login(self, link: ServerConnection) -> None:
         if not link.admitted and not link.is_closing:
             link.fail(self.refused(link, AUTHENTICATION_TIMEOUT, UNAUTHORIZED))
 
-    def refused(
-        self, link: ServerConnection, why: str, code: int, call: str = "connect", reply: str = ""
-    ) -> str:
+    def refused(self, link: Link, why: str, code: int, call: str = "connect", reply: str = "") -> str:
         """Make an event of a refused call, and answer it at `reply`. Returns the reason."""
         if self._handler is not None:
             attempt(self._handler.refused, link, call, reply, code, why)
@@ -279,7 +251,7 @@ class NatsServer:
             self._forget(link, ended)
         else:
             self._start_task(self._forget_in_turns(link, ended))
-        if self.needs_auth and not link.admitted and link in self.connections:
+        if self.options.needs_auth and not link.admitted and link in self.connections:
             self.usage.end_login(link.network)
         if self._handler is not None:
             attempt(self._handler.closed, link)
@@ -309,7 +281,7 @@ class NatsServer:
             "host": self.options.host,
             "port": self.port,
             "headers": True,
-            "max_payload": self.payload_bytes_max,
+            "max_payload": self.options.payload_bytes_max,
             "client_id": link.number,
             "client_ip": link.peer_address,
         }
@@ -362,33 +334,27 @@ class NatsServer:
             # Its subscriptions and waiting calls would go on after the end of their token.
             return self.refused(link, AUTHORIZATION_VIOLATION, UNAUTHORIZED)
         client = client_of(owner.user, link.network)
-        if client != link.client and not self._move(link, client):
-            return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
-        if self.needs_auth and not link.admitted:
+        if client != link.client:
+            if not self.usage.move(
+                link.client,
+                client,
+                incomplete=link.held_bytes,
+                pending=link.output.counted_bytes,
+                subscriptions=link.subscription_count,
+                subscription_cost=link.subscription_bytes,
+            ):
+                return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
+            link.client = client
+        if self.options.needs_auth and not link.admitted:
             self.usage.end_login(link.network)
         link.user, link.caller, link.rate, link.org, link.sees_all, link.identity = owner
         link.admitted, link.login = True, None if options is None else owner
         link.token = token
         return ""
 
-    def _move(self, link: ServerConnection, client: str) -> bool:
-        """Count a connection against another client from here on. False when that has too many."""
-        if not self.usage.move(
-            link.client,
-            client,
-            incomplete=link.held_bytes,
-            pending=link.output.counted_bytes,
-            subscriptions=link.subscription_count,
-            subscription_cost=link.subscription_bytes,
-        ):
-            return False
-        link.client = client
-        return True
-
     # ---- routing ---------------------------------------------------------------------------------------
 
-    def subscribe(self, subscription: ServerSubscription) -> str:
-        link = subscription.link
+    def subscribe(self, link: ServerConnection, subscription: ServerSubscription) -> str:
         if not self.usage.has_subscriptions_left(link.client):
             return self.refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         text = self.owned(subscription.subject)
@@ -412,12 +378,12 @@ class NatsServer:
         link.subscription_bytes += cost
         self.usage.add_subscriptions(link.client, count, cost)
 
-    def unsubscribe(self, subscription: ServerSubscription) -> None:
-        self._count_subscriptions(subscription.link, -1, -subscription.cost)
+    def unsubscribe(self, link: ServerConnection, subscription: ServerSubscription) -> None:
+        self._count_subscriptions(link, -1, -subscription.cost)
         if not subscription.owned:
             self.router.remove((subscription,))
         elif self._handler is not None:
-            self._handler.unsubscribed(subscription.link, subscription.sid.decode("utf-8", "replace"))
+            self._handler.unsubscribed(link, subscription.sid.decode("utf-8", "replace"))
 
     def owned(self, subject: bytes) -> str | None:
         if self._handler is None:
@@ -453,85 +419,18 @@ class NatsServer:
             taken += len(some)
             if perf_counter() >= link.slice_ends:
                 break
-        self._publishers.add(link)
-        self._open_turn()
+        self._turns.published(link)
         return taken
 
-    def has_output(self, link: ServerConnection) -> None:
-        self._links_with_output.append(link)
-        self._open_turn()
-
-    def drained(self, link: ServerConnection) -> None:
+    def drained(self, link: Link) -> None:
         if self._handler is not None and not link.is_closing:
             self._handler.drained(link)
-
-    # ---- turns -----------------------------------------------------------------------------------------
-
-    def slice_ends(self) -> float:
-        if not self._is_turn_open:
-            self._open_turn()
-            return self._slice_ends
-        return self._slice_ends if perf_counter() < self._slice_ends else 0.0
-
-    def wait(self, link: ServerConnection) -> None:
-        self._waiting.add(link, link)
-        self._slice_ends = 0.0  # what comes now is behind it
-
-    def _run_waiting(self) -> None:
-        """Handle input that waits, until the slice ends: of one organization after the other."""
-        self._open_turn()
-        ends = perf_counter() + SLICE_S
-        while (link := self._waiting.take(_any)) is not None:
-            if not link.is_closing:
-                link.run(ends)
-            if perf_counter() >= ends:
-                break
-        self._slice_ends = 0.0 if self._waiting else ends
-
-    def _open_turn(self) -> None:
-        if not self._is_turn_open:
-            self._is_turn_open = True
-            self._slice_ends = 0.0 if self._waiting else perf_counter() + SLICE_S
-            self.loop.call_soon(self._end_turn)
-
-    def _end_turn(self) -> None:
-        self._is_turn_open = False
-        if self._publishers and self._flushing is None and self._handler is not None:
-            self._flush(self._handler)
-        links, self._links_with_output = self._links_with_output, []
-        for link in links:
-            if not attempt(link.output.write_out):
-                link.cut()
-        if self._waiting:
-            self._run_waiting()
-
-    def _flush(self, handler: SubjectHandler) -> None:
-        publishers, self._publishers = self._publishers, set()
-        try:
-            caught_up = handler.flush()
-        except Exception as error:  # noqa: BLE001 - the server must not continue without its handler
-            self._fail(error)
-            return
-        if caught_up is not None:
-            self._flushing = self._start_task(self._await_flush(caught_up, publishers))
-
-    async def _await_flush(self, caught_up: Awaitable[None], publishers: set[ServerConnection]) -> None:
-        """The handler is overloaded: stop reading from its publishers until it has caught up."""
-        for link in publishers:
-            link.pause_reading()
-        try:
-            await caught_up
-        except Exception as error:  # noqa: BLE001 - the same
-            self._fail(error)
-        for link in publishers:
-            link.resume_reading()
-        self._flushing = None
-        self._open_turn()
 
     # ---- time ------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._ticker = self.loop.call_later(min(TICK_S, self.options.ping_interval_s / 2), self._tick)
+        every_s = min(self.options.limits.tick_s, self.options.ping_interval_s / 2)
+        self._ticker = self.loop.call_later(every_s, self._tick)
         now_s = self.loop.time()
         if self._handler is not None:
             attempt(self._handler.tick)
@@ -544,7 +443,7 @@ class NatsServer:
             self._next_ping_s = now_s + self.options.ping_interval_s
             self._ping_silent_clients()
         if now_s >= self._next_token_check_s:
-            self._next_token_check_s = now_s + TOKEN_CHECK_S
+            self._next_token_check_s = now_s + self.options.limits.token_check_s
             self._end_revoked()
 
     def _end_revoked(self) -> None:
@@ -573,10 +472,6 @@ class NatsServer:
             else:
                 link.pings_out += 1
                 link.send(wire.PING)
-
-
-def _any(_link: ServerConnection) -> bool:
-    return True
 
 
 def _cost_of(subscription: ServerSubscription) -> int:
