@@ -10,8 +10,8 @@ from postroom import Engine, Tasks, UnknownTask, open_store
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.message import ENGINE_PREFIX
 from postroom.server.access.registry import Agents
+from postroom.server.harness.followers import ResultFollower
 from postroom.server.harness.harness import Harness
-from postroom.server.harness.result_follower import ResultFollower
 from tests.engines import EngineUnderTest
 
 

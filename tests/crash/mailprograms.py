@@ -225,7 +225,7 @@ class Post:
                 case natswire.Info():
                     info = json.loads(command.options)
                     self.server_id, self.number = info["server_id"], info["client_id"]
-                case natswire.Error() | natswire.Fault():
+                case natswire.Error() | natswire.ProtocolFault():
                     raise AssertionError(command.text)
                 case _:
                     pass

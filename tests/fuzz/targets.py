@@ -570,12 +570,12 @@ class NatsTarget(Target):
             demand(len(body) == head.size <= self.payload_bytes_max, head, "with", len(body), "bytes")
             demand(head.header_bytes <= head.size, head)
             demand(body + b"\r\n" in data and head.subject in data, "was made up:", command)
-        elif isinstance(command, natswire.Fault):
+        elif isinstance(command, natswire.ProtocolFault):
             demand(is_last, "something was read after a fault")
         elif isinstance(command, natswire.Connect):
             try:
                 natswire.connect_options(command.options)
-            except natswire.Broken:
+            except natswire.ProtocolBroken:
                 return
 
 

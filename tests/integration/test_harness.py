@@ -18,9 +18,8 @@ from postroom.core.names import scoped
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
 from postroom.server.access.registry import Agents
-from postroom.server.harness.harness import DECISION_LEASE_S, Execute, Harness
-from postroom.server.harness.loop import Loop
-from postroom.server.harness.result_follower import POSITION_FILE
+from postroom.server.harness.followers import POSITION_FILE
+from postroom.server.harness.harness import DECISION_LEASE_S, Execute, Harness, Loop
 from postroom.server.telemetry.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock

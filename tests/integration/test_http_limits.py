@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from postroom.core.formats.jsoninput import JSON_ELEMENTS_MAX
-from postroom.server.http.connections import FILES_RESERVED, Connections
+from postroom.server.http.connections import FILES_RESERVED, ConnectionLimits
 from postroom.server.http.listener import (
     DISCARDED_BYTES_MAX,
     FRAMING_BYTES_MAX,
@@ -425,7 +425,7 @@ def test_a_low_soft_limit_of_descriptors_is_raised(tmp_path: Path, plenty_of_des
 
 
 def test_connections_have_shares_where_there_are_few_descriptors(tmp_path: Path) -> None:
-    room = Connections(64)
+    room = ConnectionLimits(64)
     limit = FILES_RESERVED + 64
     with serving(tmp_path / "data", descriptors=(limit, limit)) as server:
         with many(server, limit) as idle:

@@ -18,7 +18,7 @@ from postroom.server.access import refusal_events
 from postroom.server.access.registry import Agents, Identity
 from postroom.server.app import create_app
 from postroom.server.http import listener
-from postroom.server.http.connections import Connections
+from postroom.server.http.connections import ConnectionLimits
 from postroom.server.http.listener import HttpServer, listener_config
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.task_schemas import NewBusMessage
@@ -32,7 +32,7 @@ class Place:
     """A running server, and an agent's token."""
 
     def __init__(
-        self, port: int, data: Path, token: str, server: TaskServer, connections: Connections
+        self, port: int, data: Path, token: str, server: TaskServer, connections: ConnectionLimits
     ) -> None:
         self.port = port
         self.data = data

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from postroom.server.http import tls_listener
-from postroom.server.http.connections import Connections
+from postroom.server.http.connections import ConnectionLimits
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 from postroom.system.crypto.tls import make_self_signed, server_context
 from tests.waiting import HANG_GUARD_S
@@ -34,7 +34,7 @@ class Echo(asyncio.Protocol):
 class Place:
     """A running listener."""
 
-    def __init__(self, port: int, certificate: Path, connections: Connections) -> None:
+    def __init__(self, port: int, certificate: Path, connections: ConnectionLimits) -> None:
         self.port, self.certificate, self.connections = port, certificate, connections
         self.failed: list[FailedHandshake] = []
 
@@ -56,7 +56,7 @@ def serve(folder: Path, work: Callable[[Place], Awaitable[None]], total: int = 1
 
     async def run() -> None:
         listening = socket.create_server(("127.0.0.1", 0))
-        place = Place(listening.getsockname()[1], certificate, Connections(total))
+        place = Place(listening.getsockname()[1], certificate, ConnectionLimits(total))
         listener = TlsListener(
             listening,
             server_context(certificate, key),

@@ -4,7 +4,7 @@ import pytest
 
 from postroom.errors import TooMany
 from postroom.server.access.registry import Identity
-from postroom.server.http.connections import Connections
+from postroom.server.http.connections import ConnectionLimits
 
 ONE, TWO = (Identity(name, "agent") for name in ("one", "two"))
 
@@ -17,7 +17,7 @@ class Connection:
 
 
 def test_the_oldest_anonymous_connection_of_an_address_is_evicted() -> None:
-    connections = Connections(64)
+    connections = ConnectionLimits(64)
     assert (connections.anonymous_max, connections.anonymous_an_address_max) == (16, 8)
     quiet = Connection()
     connections.open(quiet, "quiet")
@@ -30,7 +30,7 @@ def test_the_oldest_anonymous_connection_of_an_address_is_evicted() -> None:
 
 
 def test_the_address_with_the_most_anonymous_connections_is_evicted_first() -> None:
-    connections = Connections(64)
+    connections = ConnectionLimits(64)
     opened = [(Connection(), address) for address in ("a", "b", "c") for _ in range(8)]
     for connection, address in opened:
         connections.open(connection, address)
@@ -42,7 +42,7 @@ def test_the_address_with_the_most_anonymous_connections_is_evicted_first() -> N
 
 
 def test_addresses_of_one_ipv6_network_are_one_client() -> None:
-    connections = Connections(64)
+    connections = ConnectionLimits(64)
     quiet = [(Connection(), address) for address in ("2001:db8:0:1::1", "192.0.2.1")]
     loud = [(Connection(), f"2001:db8:0:2::{number:x}") for number in range(20)]
     for connection, address in (*quiet, *loud):
@@ -55,7 +55,7 @@ def test_addresses_of_one_ipv6_network_are_one_client() -> None:
 
 
 def test_a_connection_with_a_token_is_not_closed_for_others() -> None:
-    connections = Connections(64)
+    connections = ConnectionLimits(64)
     mine = Connection()
     connections.open(mine, "here")
     connections.identify(mine, "here", TWO)

@@ -7,8 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from postroom.contracts.tasks.tasks import AgentStatus, TasksStatus
 from postroom.engine.inspection import BreakerStatus, EngineStatus, OrganizationStatus
-from postroom.server.harness.harness import HarnessStatus
-from postroom.server.harness.loop import LoopStatus
+from postroom.server.harness.harness import HarnessStatus, LoopStatus
 from postroom.server.http.metrics import ServerCounters, metrics_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "contracts" / "tasks.md"

@@ -192,7 +192,7 @@ def test_a_row_of_several_sizes_is_forwarded_like_single_messages() -> None:
 def test_a_run_that_breaks_yields_the_frames_before_it() -> None:
     good, bad = wire.publish(b"a", b"four"), b"PUB a 4\r\nfour!\n"
     found = read(good * 500 + bad + good * 500)
-    assert found == [published(b"a", b"four")] * 500 + [wire.Fault(wire.UNKNOWN_OPERATION)]
+    assert found == [published(b"a", b"four")] * 500 + [wire.ProtocolFault(wire.UNKNOWN_OPERATION)]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_run_that_breaks_yields_the_frames_before_it() -> None:
 def test_a_protocol_violation_yields_a_fault_and_ends_the_stream(data: bytes, text: str) -> None:
     for step in (1, 1 << 30):
         reader = wire.ClientReader(payload_bytes_max=100)
-        assert read(b"PING\r\n" + data, step=step, reader=reader) == [wire.Ping(), wire.Fault(text)]
+        assert read(b"PING\r\n" + data, step=step, reader=reader) == [wire.Ping(), wire.ProtocolFault(text)]
         assert reader.feed(b"PING\r\n") == []
 
 
@@ -269,7 +269,7 @@ def test_connect_options_are_decoded() -> None:
 
 @pytest.mark.parametrize("options", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
 def test_invalid_connect_options_are_refused(options: bytes) -> None:
-    with pytest.raises(wire.Broken):
+    with pytest.raises(wire.ProtocolBroken):
         wire.connect_options(options)
 
 

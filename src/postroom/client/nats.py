@@ -119,7 +119,7 @@ class _Socket(asyncio.Protocol):
                 case wire.Pong():
                     if self.pongs:
                         _settle(self.pongs.pop(0))
-                case wire.Fault():
+                case wire.ProtocolFault():
                     self.refusal = MailUnavailable("the server does not speak NATS")
                     self.close()
                 case _:

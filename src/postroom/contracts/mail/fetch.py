@@ -18,7 +18,7 @@ from postroom.contracts.mail.requests import Request
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.clientshares import ClientShares
-from postroom.core.mail.mailbox import Account, Letter, Mailbox, PullGroup
+from postroom.core.mail.mailbox import Letter, MailAccount, Mailbox, PullGroup
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import Pulled
 from postroom.system.callbacks import attempt
@@ -47,7 +47,7 @@ class _Wait(NamedTuple):
     through: list[int]
 
 
-def _left_to_remember(account: Account) -> int:
+def _left_to_remember(account: MailAccount) -> int:
     """How many more messages a server may remember as fetched by the groups of a client."""
     left = CLIENT_REMEMBERED_MAX - account.remembered
     org = account.organization
@@ -166,7 +166,7 @@ class Fetches:
         else:
             self._answer_or_wait(wait, body.wait_ms)
 
-    def _admit(self, box: Mailbox, name: str, client: str) -> Account:
+    def _admit(self, box: Mailbox, name: str, client: str) -> MailAccount:
         """The account of the client that created a group. Refuses a new group above its quota."""
         if name in box.groups:
             account = box.groups[name].account
@@ -179,7 +179,7 @@ class Fetches:
         return account
 
     @staticmethod
-    def _check_remembered(account: Account) -> None:
+    def _check_remembered(account: MailAccount) -> None:
         if account.remembered >= CLIENT_REMEMBERED_MAX:
             limit = f"{CLIENT_REMEMBERED_MAX} messages, which is the limit"
             raise Mq9Error(429, f"the groups of this client hold {limit}: acknowledge fetched messages first")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.core.mail.mailbox import RANKS, Account, AgentKey, Letter, Mailbox, cost_of, key_of
+from postroom.core.mail.mailbox import RANKS, AgentKey, Letter, MailAccount, Mailbox, cost_of, key_of
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 from postroom.logs.mail_log import Fail, SegmentLog
@@ -281,7 +281,7 @@ def _put_record(box: Mailbox, letter: Letter, clock: Clock) -> Put:
     )
 
 
-def letter_of(put: Put, account: Account, now_ns: int, now_us: int) -> Letter:
+def letter_of(put: Put, account: MailAccount, now_ns: int, now_us: int) -> Letter:
     def monotonic(instant_us: int) -> int:
         return max(1, now_ns + (instant_us - now_us) * NANOS_PER_US) if instant_us else 0
 

@@ -11,11 +11,11 @@ from postroom.contracts.mail.options import MailOptions
 from postroom.core.mail.mailbox import (
     MESSAGE_COST_BYTES,
     NOBODY,
-    Account,
     Letter,
+    MailAccount,
     Mailbox,
+    MailUsage,
     PullGroup,
-    Usage,
     group_cost,
     mailbox_cost,
     organization_of,
@@ -29,20 +29,20 @@ RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
 MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost, the part that is not in the log
 
 
-class Accounts(dict[str, Account]):
+class Accounts(dict[str, MailAccount]):
     """Accounts by client. Use an account within one call only: an empty account may be dropped later."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._organizations: dict[str, Usage] = {}
+        self._organizations: dict[str, MailUsage] = {}
         self._tidy_at = ACCOUNTS_TIDIED_FROM
 
-    def __missing__(self, client: str) -> Account:
+    def __missing__(self, client: str) -> MailAccount:
         if len(self) >= self._tidy_at:
             self._tidy()
         org = organization_of(client)
-        usage = self._organizations.setdefault(org, Usage(org)) if org else None
-        account = self[client] = Account(client, usage)
+        usage = self._organizations.setdefault(org, MailUsage(org)) if org else None
+        account = self[client] = MailAccount(client, usage)
         return account
 
     def _tidy(self) -> None:
@@ -70,7 +70,7 @@ class Quotas:
 
     # ---- admission -----------------------------------------------------------------------------
 
-    def admit_letters(self, box: Mailbox, account: Account, count: int, cost: int) -> None:
+    def admit_letters(self, box: Mailbox, account: MailAccount, count: int, cost: int) -> None:
         """Refuse letters that do not all fit together."""
         if len(box.letters) + len(box.delayed) + box.reserved + count > self._mailbox_messages_max:
             quota = self._options.quota_messages
@@ -85,7 +85,7 @@ class Quotas:
             if account.organization.messages + count > MESSAGES_AN_ORGANIZATION_MAX:
                 raise share_used(account.organization, MESSAGES_AN_ORGANIZATION_MAX, "messages")
 
-    def admit_mailbox(self, account: Account, cost: int, existing: int) -> None:
+    def admit_mailbox(self, account: MailAccount, cost: int, existing: int) -> None:
         """Refuse one more mailbox beside the `existing` ones."""
         options = self._options
         if existing >= options.mailboxes_max:
@@ -97,11 +97,11 @@ class Quotas:
             raise share_used(of_org, most, "mailboxes")
         self._admit_cost(account, cost)
 
-    def admit_group(self, account: Account, name: str) -> None:
+    def admit_group(self, account: MailAccount, name: str) -> None:
         """Refuse a pull group that does not fit the quota of its creator."""
         self._admit_cost(account, group_cost(name))
 
-    def _admit_cost(self, account: Account, cost: int) -> None:
+    def _admit_cost(self, account: MailAccount, cost: int) -> None:
         if account.bytes + cost > self._client_bytes_max:
             quota = self._options.client_quota_bytes
             raise Mq9Error(429, f"this client may store {quota} bytes, which is its quota")
@@ -110,7 +110,7 @@ class Quotas:
         if account.organization is not None:
             self._admit_share(account.organization, cost)
 
-    def _admit_share(self, organization: Usage, cost: int) -> None:
+    def _admit_share(self, organization: MailUsage, cost: int) -> None:
         if organization.bytes + cost > self._organization_bytes_max:
             raise share_used(organization, self._organization_bytes_max, "bytes")
 
@@ -124,7 +124,7 @@ class Quotas:
         if letter.durable:
             self.log_bytes += nbytes - MEMORY_ONLY_BYTES * count
 
-    def add_mailbox(self, box: Mailbox, account: Account) -> None:
+    def add_mailbox(self, box: Mailbox, account: MailAccount) -> None:
         """Count a mailbox against its creator."""
         box.account = account
         box.cost = mailbox_cost(box.mail_id, box.desc, box.org)
@@ -138,7 +138,7 @@ class Quotas:
         for name, group in box.groups.items():
             self._remove_group(name, group)
 
-    def add_group(self, name: str, group: PullGroup, account: Account) -> None:
+    def add_group(self, name: str, group: PullGroup, account: MailAccount) -> None:
         """Count a pull group against its creator."""
         group.account = account
         group.count()
@@ -151,7 +151,7 @@ class Quotas:
         self._add_cost(group.account, -group_cost(name))
         group.account = NOBODY  # an acknowledgement may still be on its way to the disk
 
-    def _add_cost(self, account: Account, cost: int) -> None:
+    def _add_cost(self, account: MailAccount, cost: int) -> None:
         account.add(cost)
         self.stored_bytes += cost
 
@@ -160,5 +160,5 @@ class Quotas:
         self.log_bytes += count * (len(card) + RECORD_BYTES)
 
 
-def share_used(organization: Usage, most: int, what: str) -> Mq9Error:
+def share_used(organization: MailUsage, most: int, what: str) -> Mq9Error:
     return Mq9Error(429, f"the organization {organization.name!r} may have {most} {what}, which is its share")

@@ -37,7 +37,7 @@ AgentKey: TypeAlias = tuple[str, str]
 Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 
 
-class Usage:
+class MailUsage:
     """What is stored for one client, or for one organization."""
 
     __slots__ = ("agents", "bytes", "card_bytes", "mailboxes", "messages", "name", "remembered")
@@ -58,12 +58,12 @@ class Usage:
         self.card_bytes += card_bytes
 
 
-class Account(Usage):
+class MailAccount(MailUsage):
     """What one client has stored, counted against its quota and against that of its organization."""
 
     __slots__ = ("client", "groups", "organization")
 
-    def __init__(self, client: str, organization: Usage | None = None) -> None:
+    def __init__(self, client: str, organization: MailUsage | None = None) -> None:
         super().__init__(client)
         self.client = client
         self.organization = organization
@@ -90,7 +90,7 @@ class Account(Usage):
         return not (self.bytes or self.mailboxes or self.agents)
 
 
-NOBODY = Account("")
+NOBODY = MailAccount("")
 
 
 def organization_of(client: str) -> str:
@@ -142,7 +142,7 @@ class Letter(msgspec.Struct, frozen=True, gc=False):
     headers: bytes
     created_us: int
     durable: bool = False
-    account: Account = NOBODY
+    account: MailAccount = NOBODY
     """The account of its sender."""
     expires_ns: int = 0
     due_ns: int = 0

@@ -4,7 +4,7 @@ Rule 1: a stream consists of control lines and bodies. The length in the control
         whatever the body contains.
 Rule 2: verbs are case-insensitive, any number of blanks and tabs separates, and `\n` alone ends a line too.
 Rule 3: at most one frame of the allowed size is buffered. The first frame that breaks the protocol yields a
-        `Fault`, and nothing is read after it.
+        `ProtocolFault`, and nothing is read after it.
 Rule 4: consecutive frames that differ in their bodies only become one command with many bodies. Frames of one
         length are verified column by column, which is much cheaper than frame by frame. Frames of several
         lengths are split at the line ends, and accepted as far as each length fits its body.
@@ -111,16 +111,16 @@ class Unsubscribe(msgspec.Struct, frozen=True, gc=False):
     after: int
 
 
-class Fault(msgspec.Struct, frozen=True, gc=False):
+class ProtocolFault(msgspec.Struct, frozen=True, gc=False):
     """The peer broke the protocol. `text` is sent to it before the connection ends."""
 
     text: str
 
 
-Command = Messages | Ping | Pong | Okay | Connect | Info | Error | Subscribe | Unsubscribe | Fault
+Command = Messages | Ping | Pong | Okay | Connect | Info | Error | Subscribe | Unsubscribe | ProtocolFault
 
 
-class Broken(Exception):
+class ProtocolBroken(Exception):
     """A line breaks the protocol. The first argument is sent to the peer."""
 
 
@@ -142,11 +142,11 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def connect_options(options: bytes) -> ConnectOptions:
-    """Decode the JSON of a CONNECT. Raises `Broken` when it is invalid."""
+    """Decode the JSON of a CONNECT. Raises `ProtocolBroken` when it is invalid."""
     try:
         return _decode_options(options)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise Broken(UNKNOWN_OPERATION) from None
+        raise ProtocolBroken(UNKNOWN_OPERATION) from None
 
 
 # ---- reading -----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class _Reader:
             self.has_more = True
 
     def feed(self, data: bytes = b"", commands_max: int = sys.maxsize) -> list[Command]:
-        """The commands that are complete with these bytes; none after a `Fault`.
+        """The commands that are complete with these bytes; none after a `ProtocolFault`.
 
         After `commands_max` commands, or a few more, the rest waits for the next call.
         """
@@ -207,9 +207,9 @@ class _Reader:
         commands: list[Command] = []
         try:
             done = self._read(data, commands, commands_max)
-        except Broken as error:
+        except ProtocolBroken as error:
             self._broken = True
-            commands.append(Fault(error.args[0]))
+            commands.append(ProtocolFault(error.args[0]))
             return commands
         if done < len(data):
             self._held += data[done:]
@@ -241,7 +241,7 @@ class _Reader:
                 self._wanted = after_frame - position
                 break
             if data[after_body:after_frame] != CRLF:
-                raise Broken(UNKNOWN_OPERATION)
+                raise ProtocolBroken(UNKNOWN_OPERATION)
             body = data[after_line:after_body]
             if found is head:
                 bodies.append(body)
@@ -303,7 +303,7 @@ class _Reader:
             after_line = data.find(b"\n", start, start + longest) + 1
             if not after_line:
                 if len(data) - start >= longest:
-                    raise Broken(LINE_TOO_LONG)
+                    raise ProtocolBroken(LINE_TOO_LONG)
                 self._wanted = len(data) - start + 1
                 return 0
         commands.append(self._other(data[start:after_line]))
@@ -311,7 +311,7 @@ class _Reader:
 
     def _check_size(self, head: ControlLine) -> None:
         if head.size > self._payload_bytes_max:
-            raise Broken(PAYLOAD_TOO_LARGE)
+            raise ProtocolBroken(PAYLOAD_TOO_LARGE)
 
 
 _UNKNOWN = -1, ControlLine(b"", b"", -1, ANY_SIZE)  # a size that no body has
@@ -345,13 +345,13 @@ def _is_run(piece: bytes, line: bytes, stride: int, frames: int) -> bool:
 def _words(line: bytes, fewest: int, most: int) -> list[bytes]:
     words = line.split()
     if not fewest <= len(words) <= most:
-        raise Broken(UNKNOWN_OPERATION)
+        raise ProtocolBroken(UNKNOWN_OPERATION)
     return words
 
 
 def _number(word: bytes) -> int:
     if not _SIZE.fullmatch(word):
-        raise Broken(UNKNOWN_OPERATION)
+        raise ProtocolBroken(UNKNOWN_OPERATION)
     return int(word)
 
 
@@ -386,7 +386,7 @@ def _head_words(
     size = _number(words[-1])
     header_bytes = _number(words[-2]) if verb == headed else -1
     if header_bytes > size:
-        raise Broken(UNKNOWN_OPERATION)
+        raise ProtocolBroken(UNKNOWN_OPERATION)
     return words[:first], b"".join(words[first:-sizes]), header_bytes, size
 
 
@@ -423,13 +423,13 @@ def _ping_or_pong(verb: bytes) -> Ping | Pong:
         return Ping()
     if verb == b"PONG":
         return Pong()
-    raise Broken(UNKNOWN_OPERATION)
+    raise ProtocolBroken(UNKNOWN_OPERATION)
 
 
 def _verb(line: bytes) -> tuple[bytes, bytes]:
     parts = line.split(None, 1)
     if not parts or line[:1].isspace():
-        raise Broken(UNKNOWN_OPERATION)
+        raise ProtocolBroken(UNKNOWN_OPERATION)
     return parts[0].upper(), parts[1].strip() if len(parts) > 1 else b""
 
 

@@ -135,7 +135,7 @@ def session_file(data: Path) -> RegistryFile[Session]:
     return RegistryFile(data / SESSIONS_FILE_NAME, "sessions", Session)
 
 
-class _Known(NamedTuple):
+class _TokenIndex(NamedTuple):
     """What one version of the file says."""
 
     version: tuple[int, int, int]
@@ -151,7 +151,7 @@ class Tokens:
 
     def __init__(self, data: Path) -> None:
         self._file = RegistryFile(data / FILE_NAME, "tokens", RegisteredToken)
-        self._known = _Known(self._file.version, {}, {}, {})
+        self._known = _TokenIndex(self._file.version, {}, {}, {})
 
     def create(
         self,
@@ -258,12 +258,12 @@ class Tokens:
         token = self._recent().by_digest.get(digest) or self._read().by_digest.get(digest)
         return None if token is None or token.is_expired(datetime.now(UTC)) else token
 
-    def _recent(self) -> _Known:
+    def _recent(self) -> _TokenIndex:
         """The tokens as they were a moment ago."""
         known = self._known
         return known if self._file.is_fresh and known.version == self._file.version else self._read()
 
-    def _read(self) -> _Known:
+    def _read(self) -> _TokenIndex:
         found, known = self._file.read_all(), self._known
         if known.version != found.version:
             orgs: dict[str, set[str]] = {}
@@ -272,7 +272,7 @@ class Tokens:
                     orgs.setdefault(name, set()).add(token.org)
             by_digest = {token.token_sha256: token for token in found.entries}
             owners = _owners(found.entries, found.owners)
-            self._known = known = _Known(found.version, by_digest, owners, orgs)
+            self._known = known = _TokenIndex(found.version, by_digest, owners, orgs)
         return known
 
 

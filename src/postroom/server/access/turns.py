@@ -21,7 +21,7 @@ Owner: TypeAlias = str | Holder
 """An organization, or a token without one."""
 
 
-class Caller(Protocol):
+class TurnTaker(Protocol):
     """Who calls: the owner of a token, or a connection."""
 
     @property
@@ -31,7 +31,7 @@ class Caller(Protocol):
     def holder(self) -> Holder: ...
 
 
-def owner_of(identity: Caller) -> Owner:
+def owner_of(identity: TurnTaker) -> Owner:
     """Who has a turn."""
     return identity.org or identity.holder
 
@@ -45,7 +45,7 @@ class Turns(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, identity: Caller, item: T) -> None:
+    def add(self, identity: TurnTaker, item: T) -> None:
         """Let something wait behind the other work of its token."""
         tokens = self._waiting.setdefault(owner_of(identity), {})
         tokens.setdefault(identity.holder, deque()).append(item)

@@ -24,7 +24,7 @@ Run = Callable[[LeasedTask], bool]
 """Executes a decision. Returns whether it has ended, so that no retry follows."""
 
 
-class _Job(NamedTuple):
+class _Execution(NamedTuple):
     org: str
     agent: str
     decision: LeasedTask
@@ -63,7 +63,7 @@ class Executions:
         """By agent: the decision that its other decisions wait for."""
         self._waiting: dict[str, deque[LeasedTask]] = {}
         self._executing: dict[int, LeasedTask] = {}  # by lease
-        self._jobs: Turns[_Job] = Turns()
+        self._jobs: Turns[_Execution] = Turns()
         self._running: Counter[str] = Counter()
         """By organization: how many threads execute its decisions."""
         self._threads: list[threading.Thread] = []
@@ -137,7 +137,7 @@ class Executions:
                 self._submit(stuck[first], following)
 
     def _submit(self, agent: str, decision: LeasedTask) -> None:
-        job = _Job(org_of(decision), agent, decision)
+        job = _Execution(org_of(decision), agent, decision)
         with self._mutex:
             if self._threads:
                 self._jobs.add(job, job)
@@ -155,7 +155,7 @@ class Executions:
                     self._changed.notify_all()
             self._has_room()
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> _Execution | None:
         """The decision whose turn is next; None after `stop`."""
         with self._mutex:
             while self._threads:
@@ -166,10 +166,10 @@ class Executions:
                 self._changed.wait()
             return None
 
-    def _may_run(self, job: _Job) -> bool:
+    def _may_run(self, job: _Execution) -> bool:
         return not job.org or self._running[job.org] < _part_of(self._concurrency)
 
-    def _execute(self, job: _Job) -> None:
+    def _execute(self, job: _Execution) -> None:
         ended = False
         try:
             ended = self._run(job.decision)

@@ -10,6 +10,7 @@ Rule 5: a nudge only makes a loop run earlier. When all nudges are lost, the int
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -21,11 +22,9 @@ from postroom.core.names import split_scoped
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Event
 from postroom.server.access.registry import Agents
-from postroom.server.harness.agent_nudges import AgentNudges
 from postroom.server.harness.executions import CONCURRENCY_MAX, Executions
-from postroom.server.harness.loop import Loop, LoopStatus
+from postroom.server.harness.followers import AgentNudges, ResultFollower
 from postroom.server.harness.nudger import NUDGE_TIMEOUT_S, Nudger
-from postroom.server.harness.result_follower import ResultFollower
 from postroom.server.telemetry.server_log import ServerLog, error_location
 from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.system.clock import Clock, SystemClock
@@ -39,6 +38,114 @@ STOP_TIMEOUT_S = 5.0
 WORKER = "harness"
 
 Execute = Callable[[LeasedTask], None]
+
+
+class LoopStatus(msgspec.Struct, frozen=True):
+    """The counters of one loop."""
+
+    running: bool
+    every_s: float
+    runs: int
+    errors: int
+    last_error: str
+    last_error_at: datetime | None
+
+
+class Loop:
+    """Calls `work` in a thread every `every_s` seconds, and earlier when it is woken.
+
+    A loop survives every exception. It counts the error, and keeps the last one for the status.
+    """
+
+    def __init__(self, name: str, every_s: float, work: Callable[[], None], clock: Clock) -> None:
+        self.name = name
+        self.every_s = every_s
+        self._work = work
+        self._clock = clock
+        self._due_ns = 0
+        self._woken = threading.Event()
+        self._rescheduled = threading.Event()
+        """Set when the next run may be due earlier than the thread sleeps."""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._runs = 0
+        self._errors = 0
+        self._last_error = ""
+        self._last_error_at: datetime | None = None
+        self.on_error: Callable[[str, BaseException], None] | None = None
+        """Called with the loop's name and the error."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a long run should end early."""
+        return self._stopping.is_set()
+
+    def wake(self) -> None:
+        """Make the loop run now. Safe from any thread, any number of times."""
+        self._woken.set()
+        self._rescheduled.set()
+
+    def due_in_s(self) -> float:
+        """Seconds until the next run."""
+        if self._woken.is_set():
+            return 0.0
+        return max(0.0, (self._due_ns - self._clock.boot_ns()) / NANOS_PER_S)
+
+    def run_within(self, pause_s: float) -> None:
+        """Run again after `pause_s` at the latest. Safe from any thread."""
+        due_ns = self._clock.boot_ns() + round(pause_s * NANOS_PER_S)
+        if due_ns < self._due_ns:
+            self._due_ns = due_ns
+            self._rescheduled.set()
+
+    def run_once(self) -> None:
+        """Do the work once. An exception is counted and reported."""
+        self._woken.clear()
+        self._due_ns = self._clock.boot_ns() + round(self.every_s * NANOS_PER_S)
+        self._runs += 1
+        try:
+            self._work()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a loop survives it
+            self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Count an error, and keep it for the status."""
+        self._errors += 1
+        self._last_error = f"{type(error).__name__}: {error}"
+        self._last_error_at = datetime.now(UTC)
+        if self.on_error is not None:
+            with suppress(Exception):
+                self.on_error(self.name, error)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"postroom-{self.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.run_once()
+            while not self._stopping.is_set() and (left_s := self.due_in_s()) > 0:
+                self._rescheduled.wait(left_s)
+                self._rescheduled.clear()
+
+    def stop(self) -> None:
+        """End the loop after the current run."""
+        self._stopping.set()
+        self._rescheduled.set()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def status(self) -> LoopStatus:
+        return LoopStatus(
+            running=self._thread is not None and self._thread.is_alive(),
+            every_s=self.every_s,
+            runs=self._runs,
+            errors=self._errors,
+            last_error=self._last_error,
+            last_error_at=self._last_error_at,
+        )
 
 
 class HarnessStatus(msgspec.Struct, frozen=True):
@@ -232,9 +339,8 @@ class Harness:
         self._log(
             "decision_failed", task_id=decision.parent, decision=decision.task_id, error=error_location(error)
         )
-        self._tasks.fail(
-            decision.task_id, decision.lease, _storable_text(error), error_type=type(error).__name__
-        )
+        text = (str(error) or type(error).__name__).encode("utf-8", "replace").decode()  # valid UTF-8
+        self._tasks.fail(decision.task_id, decision.lease, text, error_type=type(error).__name__)
         return bool(self._tasks.ended([decision.task_id]))
 
     def _agent_of(self, decision: LeasedTask) -> str:
@@ -299,9 +405,3 @@ class Harness:
     def _log(self, event: str, **facts: Any) -> None:
         if self._server_log is not None:
             self._server_log.write(event, **facts)
-
-
-def _storable_text(error: BaseException) -> str:
-    """The message of an error as valid UTF-8."""
-    text = str(error) or type(error).__name__
-    return text.encode("utf-8", "replace").decode()

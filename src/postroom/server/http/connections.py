@@ -35,7 +35,7 @@ class EvictableConnection(Protocol):
     def evict(self) -> None: ...
 
 
-class Connections:
+class ConnectionLimits:
     """The connections of a server. With few descriptors, all limits are lower."""
 
     def __init__(self, total: int) -> None:

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from postroom.errors import TooMany, Unavailable
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Identity
-from postroom.server.http.connections import Connections, allowed_connections
+from postroom.server.http.connections import ConnectionLimits, allowed_connections
 from postroom.server.http.messages import ANONYMOUS
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 from postroom.server.routes.task_schemas import ErrorAnswer
@@ -378,7 +378,7 @@ def _refusal_bytes(status: int, error: str, message: str) -> bytes:
 class ListenerConfig(uvicorn.Config):
     """uvicorn's configuration with the connections of the server."""
 
-    connections: Connections
+    connections: ConnectionLimits
     refused: Callable[[RefusedCall], None]
     """Called for each refusal that no handler sees."""
 
@@ -411,7 +411,7 @@ def listener_config(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    config.connections = Connections(allowed_connections())
+    config.connections = ConnectionLimits(allowed_connections())
     config.refused = refused
     return config
 

@@ -1,26 +1,43 @@
-"""Long polls: many requests wait for tasks, without a thread each.
+"""Long polls: many requests wait for tasks, or for tasks to end, without a thread each.
 
 The requests for one agent's tasks form a queue. It claims for them after a wake-up, when a delayed task is
 due, and on an interval because a wake-up may be lost. The first request is served first.
+
+The requests for results share one loop. It checks every awaited task after a wake-up, and on an interval.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
-from typing import cast
+from itertools import islice
+from typing import Protocol, TypeVar
 
-from postroom.contracts.tasks.tasks import LeasedTask, Tasks
+from postroom.contracts.tasks.tasks import (
+    LOOK_AGAIN_DEAF_S,
+    LOOK_AGAIN_S,
+    TASK_ENDED,
+    LeasedTask,
+    Tasks,
+)
+from postroom.nudges.notifier import QUIET_S
 from postroom.server.access.registry import Identity
 from postroom.server.http.writer import StoreWriter
 from postroom.stores.transaction import Claim
 
+T = TypeVar("T")
+
 WAITERS_MAX = 10_000  # enforced by the caller of `claim`
 SERVED_AT_ONCE_MAX = 32
 EMPTY_HANDED_PAUSE_S = 0.005  # before the next claim when another worker was quicker
+GATHER_S = 0.005  # tasks that end within this are checked together
+TASKS_A_READ = 500
 
-Read = Callable[[Callable[[], float]], Awaitable[float]]
-"""Runs a read of the store in a thread."""
+
+class Read(Protocol):
+    """Runs a read of the store in a thread."""
+
+    def __call__(self, look: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class _Waiter:
@@ -36,17 +53,17 @@ class _Waiter:
         self.leaving = False
 
 
-class LongPolls:
-    """The waiting requests of a server, by agent."""
+class TaskPolls:
+    """The requests of a server that wait for tasks, by agent."""
 
     def __init__(
         self, tasks: Tasks, writer: StoreWriter, read: Read, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._tasks = tasks
-        self._writer = writer
-        self._read = read
+        self.tasks = tasks
+        self.writer = writer
+        self.read = read
         self._loop = loop
-        self._queues: dict[str, _WaitQueue] = {}
+        self.queues: dict[str, _WaitQueue] = {}
         self.count = 0
         """Requests that wait now, for tasks or for results."""
         self.ending = loop.create_future()
@@ -62,18 +79,22 @@ class LongPolls:
     ) -> list[LeasedTask]:
         """Lease tasks as soon as there are any; none after `wait_s` or when the client has `left`."""
         waiter = _Waiter(terms, identity, self._loop)
-        queue = self._queues.get(terms.queue)
+        queue = self.queues.get(terms.queue)
         if queue is None:
-            queue = self._queues[terms.queue] = _WaitQueue(self, terms.queue)
-        queue.join(waiter)
+            queue = self.queues[terms.queue] = _WaitQueue(self, terms.queue)
+        queue.waiters.append(waiter)
+        await self.first_of(waiter.future, left, wait_s)
+        return await queue.leave(waiter)
+
+    async def first_of(
+        self, wanted: "asyncio.Future[T]", left: "asyncio.Future[None]", wait_s: float
+    ) -> None:
+        """Wait for what a request wants, the end of its client or of the server, or `wait_s`."""
         self.count += 1
         try:
             await asyncio.wait(
-                (waiter.future, left, self.ending),
-                timeout=wait_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                (wanted, left, self.ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
             )
-            return await queue.leave(waiter)
         finally:
             self.count -= 1
 
@@ -84,39 +105,24 @@ class LongPolls:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(wake)
 
-        return self._tasks.notifier.subscribed(agent, pass_on)
-
-    def closed(self, agent: str) -> None:
-        """Forget the queue of an agent, because no request waits in it."""
-        del self._queues[agent]
-
-    async def claim_now(self, terms: Claim, identity: Identity) -> list[LeasedTask]:
-        """Lease the tasks that are ready now."""
-        return cast("list[LeasedTask]", await self._writer.submit(terms, identity))
-
-    async def look(self, agent: str) -> float:
-        """How long the queue may wait for a wake-up; 0 when a task is ready."""
-        return await self._read(lambda: self._tasks.pause_s(agent))
+        return self.tasks.notifier.subscribed(agent, pass_on)
 
 
 class _WaitQueue:
     """The requests that wait for one agent's tasks."""
 
-    def __init__(self, long_polls: LongPolls, agent: str) -> None:
-        self._long_polls = long_polls
+    def __init__(self, polls: TaskPolls, agent: str) -> None:
+        self._polls = polls
         self._agent = agent
-        self._waiters: deque[_Waiter] = deque()
+        self.waiters: deque[_Waiter] = deque()
         self._woken = asyncio.Event()
         self._task = asyncio.ensure_future(self._run())
-
-    def join(self, waiter: _Waiter) -> None:
-        self._waiters.append(waiter)
 
     async def leave(self, waiter: _Waiter) -> list[LeasedTask]:
         """Remove a waiter and return its tasks. A claim under way is awaited, so that no lease is lost."""
         if not waiter.future.done() and not waiter.claiming:
-            self._waiters.remove(waiter)
-            if not self._waiters:
+            self.waiters.remove(waiter)
+            if not self.waiters:
                 self._woken.set()
             return []
         waiter.leaving = True
@@ -124,19 +130,19 @@ class _WaitQueue:
 
     async def _run(self) -> None:
         try:
-            with self._long_polls.subscribed(self._agent, self._woken.set):
-                while self._waiters:
+            with self._polls.subscribed(self._agent, self._woken.set):
+                while self.waiters:
                     await self._look()
         except Exception as error:  # noqa: BLE001 - every waiting request gets the error
-            for waiter in self._waiters:
+            for waiter in self.waiters:
                 waiter.future.set_exception(error)
-            self._waiters.clear()
+            self.waiters.clear()
         finally:
-            self._long_polls.closed(self._agent)
+            del self._polls.queues[self._agent]
 
     async def _look(self) -> None:
         self._woken.clear()
-        pause_s = await self._long_polls.look(self._agent)
+        pause_s = await self._polls.read(lambda: self._polls.tasks.pause_s(self._agent))
         if pause_s <= 0 and await self._serve():
             return
         with suppress(TimeoutError):
@@ -146,8 +152,8 @@ class _WaitQueue:
     async def _serve(self) -> bool:
         """Claim for the first waiter, then for growing groups, as long as every claim finds tasks."""
         at_once = 1
-        while self._waiters:
-            served = [self._waiters.popleft() for _ in range(min(at_once, len(self._waiters)))]
+        while self.waiters:
+            served = [self.waiters.popleft() for _ in range(min(at_once, len(self.waiters)))]
             if not await self._claim_for(served):
                 return False
             at_once = min(at_once * 2, SERVED_AT_ONCE_MAX)
@@ -157,7 +163,7 @@ class _WaitQueue:
         for waiter in served:
             waiter.claiming = True
         outcomes = await asyncio.gather(
-            *(self._long_polls.claim_now(waiter.terms, waiter.identity) for waiter in served),
+            *(self._polls.writer.submit(waiter.terms, waiter.identity) for waiter in served),
             return_exceptions=True,
         )
         empty_handed = []
@@ -169,5 +175,63 @@ class _WaitQueue:
                 waiter.future.set_result(outcome)
             else:
                 empty_handed.append(waiter)
-        self._waiters.extendleft(reversed(empty_handed))
+        self.waiters.extendleft(reversed(empty_handed))
         return not empty_handed
+
+
+class ResultPolls:
+    """The requests that wait for tasks to end."""
+
+    def __init__(self, polls: TaskPolls) -> None:
+        self._polls = polls
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._woken = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def wait(self, task_id: str, wait_s: float, left: "asyncio.Future[None]") -> None:
+        """Return when the task has ended, `wait_s` has passed, or the client has `left`."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(task_id, set()).add(ended)
+        self._woken.set()
+        if self._loop is None:
+            self._loop = asyncio.ensure_future(self._run())
+        try:
+            await self._polls.first_of(ended, left, wait_s)
+            if ended.done():
+                ended.result()
+        finally:
+            waiters = self._waiters.get(task_id, set())
+            waiters.discard(ended)
+            if not waiters:
+                self._waiters.pop(task_id, None)
+            if not self._waiters:
+                self._woken.set()  # nothing is left to wait for, so the loop ends
+
+    async def _run(self) -> None:
+        try:
+            with self._polls.subscribed(TASK_ENDED, self._woken.set):
+                pause_s = 2 * QUIET_S  # another process may not see this waiter before
+                while self._waiters:
+                    await self._check(pause_s)
+                    hears = self._polls.tasks.notifier.hears_other_processes
+                    pause_s = LOOK_AGAIN_S if hears else LOOK_AGAIN_DEAF_S
+        except Exception as error:  # noqa: BLE001 - every waiting request gets the error
+            for waiters in self._waiters.values():
+                for ended in waiters:
+                    ended.set_exception(error)
+            self._waiters.clear()
+        finally:
+            self._loop = None
+
+    async def _check(self, pause_s: float) -> None:
+        self._woken.clear()
+        awaited = iter([*self._waiters])
+        while task_ids := list(islice(awaited, TASKS_A_READ)):
+            for task_id in await self._polls.read(lambda ids=task_ids: self._polls.tasks.ended(ids)):  # type: ignore[misc]
+                for ended in self._waiters.pop(task_id, ()):
+                    if not ended.done():
+                        ended.set_result(None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._woken.wait()
+                await asyncio.sleep(GATHER_S)

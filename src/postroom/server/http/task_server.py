@@ -7,8 +7,9 @@ Rule 2: neither one token nor one organization can use all threads, long polls, 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,18 +22,18 @@ from postroom.engine import Coordinator
 from postroom.engine.agents.agent import Agent
 from postroom.engine.inspection import status_of
 from postroom.engine.rules.operations import Operations
+from postroom.errors import PostroomError
 from postroom.goals.engine import Engine
-from postroom.server.access.rates import Rates
+from postroom.server.access.rates import RateLimits
 from postroom.server.access.refusal_events import RefusalEvents
 from postroom.server.access.registry import Agents, Identity
+from postroom.server.access.registry_file import CHECK_EVERY_S
 from postroom.server.access.shares import Shares
 from postroom.server.access.turns import SharedThreads
 from postroom.server.folder.buses import Buses
 from postroom.server.harness.harness import Harness
-from postroom.server.http.long_polls import WAITERS_MAX, LongPolls
+from postroom.server.http.long_polls import WAITERS_MAX, ResultPolls, TaskPolls
 from postroom.server.http.messages import HttpRequest
-from postroom.server.http.open_calls import OpenCalls
-from postroom.server.http.result_polls import ResultPolls
 from postroom.server.http.writer import StoreWriter
 from postroom.server.telemetry.server_log import ServerLog
 from postroom.server.up.parts import part_states
@@ -61,7 +62,51 @@ BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
+EXPIRED_EVERY_S = 5.0  # between looks for open calls whose tokens ended by their time alone
 FLOW_WAIT_S = 1.0  # after it, `/health` answers with what the last read found
+
+
+class OpenCalls:
+    """Calls that stay open: long polls and streams. They end when their token or session ends.
+
+    A token that another process revokes gives back what its open calls hold, too.
+    """
+
+    def __init__(self, agents: Agents, loop: asyncio.AbstractEventLoop) -> None:
+        self._agents = agents
+        self._loop = loop
+        self._open: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._version = agents.version
+        self._checked = loop.time()
+
+    @contextmanager
+    def joined(self, is_allowed: Callable[[], bool]) -> "Iterator[asyncio.Future[None]]":
+        """A future that is done when a call is no longer allowed."""
+        ended = self._loop.create_future()
+        self._open[ended] = is_allowed
+        if self._timer is None:
+            self._timer = self._loop.call_later(CHECK_EVERY_S, self._look)
+        try:
+            yield ended
+        finally:
+            del self._open[ended]
+
+    def _look(self) -> None:
+        """End the calls of ended tokens, if any token was changed. Nothing is read while no call is open."""
+        self._timer = self._loop.call_later(CHECK_EVERY_S, self._look) if self._open else None
+        with suppress(PostroomError):  # a file that cannot be read now: every call of a client says so
+            version = self._agents.version
+            if version != self._version or self._loop.time() >= self._checked + EXPIRED_EVERY_S:
+                self.check()
+                self._version = version
+
+    def check(self) -> None:
+        """End the calls that are no longer allowed."""
+        self._checked = self._loop.time()
+        for ended, is_allowed in self._open.items():
+            if not ended.done() and not is_allowed():
+                ended.set_result(None)
 
 
 class TaskServer:
@@ -108,10 +153,10 @@ class TaskServer:
         self._beats: dict[tuple[str, str], float] = {}
         """When each agent was last noted as alive. Tokens limit how many there are."""
         self.writer = StoreWriter(tasks, self._loop)
-        self.rates = Rates(token_rate)
+        self.rates = RateLimits(token_rate)
         self.refusals = RefusalEvents(self.writer.submit, server_log)
-        self.long_polls = LongPolls(tasks, self.writer, self.read, self._loop)
-        self.result_polls = ResultPolls(tasks, self.read, self.long_polls)
+        self.long_polls = TaskPolls(tasks, self.writer, self.read, self._loop)
+        self.result_polls = ResultPolls(self.long_polls)
         self.streams_woken = self._loop.create_future()
         """Done when a stream should look for new events; replaced by a new future then."""
         self.stream_share = Shares(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, cast
 
-from postroom.server.http.connections import Connections
+from postroom.server.http.connections import ConnectionLimits
 from postroom.server.nats.options import address_of
 from postroom.system.crypto.tls import handshake_fault
 from postroom.system.log import library_log
@@ -68,7 +68,7 @@ class TlsListener:
         context: ssl.SSLContext,
         make_protocol: Callable[[], asyncio.Protocol],
         *,
-        connections: Connections,
+        connections: ConnectionLimits,
         failed: Callable[[FailedHandshake], None],
     ) -> None:
         self.failed = failed

@@ -339,7 +339,7 @@ class ServerConnection(asyncio.Protocol):
                 return self._deliver_more(command.steps)
             case _Remainder():
                 return self._publish(command.head, command.bodies)
-            case wire.Fault():
+            case wire.ProtocolFault():
                 self._refuse(command.text, BAD_REQUEST, "command")
             case wire.Connect():
                 self._connect(command.options)
@@ -358,7 +358,7 @@ class ServerConnection(asyncio.Protocol):
     def _connect(self, text: bytes) -> None:
         try:
             options = wire.connect_options(text)
-        except wire.Broken as error:
+        except wire.ProtocolBroken as error:
             self._refuse(error.args[0], BAD_REQUEST)
             return
         refusal = self._hub.admit(self, options)

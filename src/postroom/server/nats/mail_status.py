@@ -27,7 +27,7 @@ _log = library_log("postroom.mail")
 _encode = msgspec.json.Encoder().encode
 
 
-class PublicMailbox(msgspec.Struct, frozen=True):
+class ShownMailbox(msgspec.Struct, frozen=True):
     """A public mailbox."""
 
     mail_id: str
@@ -47,7 +47,7 @@ class MailStatus(msgspec.Struct, frozen=True):
     messages: int
     bytes: int
     agents: int
-    public: list[PublicMailbox]
+    public: list[ShownMailbox]
 
 
 class StatusFile:
@@ -78,7 +78,7 @@ def status_of(service: "MailService") -> MailStatus:
     """The state of a mail server."""
     stats, public = service.stats(), service.public_mailboxes(PUBLIC_LISTED_MAX)
     boxes = [
-        PublicMailbox(box.mail_id, box.desc, len(box.letters), box.ttl_s, box.created_us, box.org)
+        ShownMailbox(box.mail_id, box.desc, len(box.letters), box.ttl_s, box.created_us, box.org)
         for box in public
     ]
     private = stats["mailboxes"] - service.public_count

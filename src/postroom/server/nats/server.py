@@ -22,8 +22,8 @@ from postroom.core.gate import entry_of, refused
 from postroom.core.nats import natswire as wire
 from postroom.core.nats.subjects import has_wildcard
 from postroom.errors import RateExceeded, Unavailable
-from postroom.server.access.rates import Rates
-from postroom.server.http.connections import Connections
+from postroom.server.access.rates import RateLimits
+from postroom.server.http.connections import ConnectionLimits
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 from postroom.server.nats.clients import ClientUsage
 from postroom.server.nats.connection import (
@@ -87,7 +87,7 @@ class NatsServer:
         self.connections: set[ServerConnection] = set()
         self._handler = handler
         self.usage = ClientUsage(options)
-        self._rates = Rates()
+        self._rates = RateLimits()
         self.router = Router(options.limits.step_cost_max)
         self._turns = LoopTurns(self.loop, options.limits.slice_s, self._fail)
         self.slice_ends, self.wait = self._turns.slice_ends, self._turns.wait
@@ -142,7 +142,7 @@ class NatsServer:
 
     def _listen_with_tls(self, bound: asyncio.Server, context: ssl.SSLContext) -> None:
         """Accept connections that begin with TLS. The bound server would hide failed handshakes."""
-        handshakes = Connections(self.options.connections_max)
+        handshakes = ConnectionLimits(self.options.connections_max)
         for each in bound.sockets:
             listening = socket.socket(fileno=os.dup(each.fileno()))
             listening.listen(BACKLOG)

@@ -29,7 +29,7 @@ from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.quotas import ORGANIZATION_SHARE, share_used
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
-from postroom.core.mail.mailbox import Account, AgentKey, Usage, size_of
+from postroom.core.mail.mailbox import AgentKey, MailAccount, MailUsage, size_of
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import AgentRecord
 
@@ -52,7 +52,7 @@ _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
 
 
-def _check_share(organization: Usage, cost: int, count: int) -> None:
+def _check_share(organization: MailUsage, cost: int, count: int) -> None:
     """Refuse an agent that does not fit the share of its organization."""
     agents_max, cards_bytes_max = (
         int(AGENTS_MAX * ORGANIZATION_SHARE),
@@ -69,7 +69,7 @@ class _Entry:
 
     __slots__ = ("account", "aliases", "cost", "link")
 
-    def __init__(self, account: Account, cost: int, aliases: list[str], link: int) -> None:
+    def __init__(self, account: MailAccount, cost: int, aliases: list[str], link: int) -> None:
         self.account = account
         self.cost = cost
         self.aliases = aliases
