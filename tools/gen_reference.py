@@ -5,6 +5,7 @@ python tools/gen_reference.py --check    fail when a page differs from what woul
 """
 
 import ast
+import inspect
 import re
 import sys
 import tomllib
@@ -30,8 +31,8 @@ from postroom.mcp.resources import gated
 from postroom.message import Event, EventKind, State
 from postroom.page.mount import PageMount
 from postroom.server.app import TasksApp
-from postroom.server.http.endpoint import STATUS_OF
-from postroom.server.http.openapi import Route
+from postroom.server.http.endpoint import STATUS_OF, ServedRoute
+from postroom.server.http.openapi import body_name
 from postroom.server.nats import server
 from postroom.server.routes.table import ROUTES, openapi
 from postroom.settings import (
@@ -624,8 +625,7 @@ def method_call(method: ast.FunctionDef) -> str:
 
 def http_page() -> str:
     schemas: dict[str, Any] = openapi()["components"]["schemas"]
-    routes = [served.route for served in ROUTES]
-    bodies = dict.fromkeys(body.__name__ for route in routes for body in route.bodies)
+    bodies = dict.fromkeys(body_name(body) for served in ROUTES for body in served.bodies)
     answers = [name for name in schemas if name not in bodies]
     return "\n".join(
         [
@@ -641,7 +641,7 @@ def http_page() -> str:
             "`Forbidden`, 408 `TooSlow`, 413 and 431 `TooLong`; for an unknown route 404 `NotFound`",
             "or 405 `MethodNotAllowed`. 429, 503 and 507 have `Retry-After`.\n",
             "## Queries\n",
-            *(query_section(route) for route in routes if properties(route.query)),
+            *(query_section(served) for served in ROUTES if properties(served.query)),
             "## Bodies\n",
             "Unknown fields are refused.\n",
             *(struct_section(name, schemas[name]) for name in bodies),
@@ -653,11 +653,11 @@ def http_page() -> str:
 
 def route_rows() -> Iterator[str]:
     for served in ROUTES:
-        route, who = served.route, f"[`{served.entry}`](permissions.md)"
+        route, who = served.route, f"[`{served.route.permission}`](permissions.md)"
         answers = "<br>".join(f"{status} {answer(kinds)}".strip() for status, kinds in route.answers.items())
         answers += ", or `text/event-stream`" if route.streams else ""
         refusals = ", ".join(map(str, route.refusals))
-        yield f"| `{route.method} {route.path}` | {who} | {route.summary} | {answers} | {refusals} |"
+        yield f"| `{route.method} {route.path}` | {who} | {served.summary} | {answers} | {refusals} |"
 
 
 def permissions_page() -> str:
@@ -683,9 +683,9 @@ def permissions_page() -> str:
 def gated_calls() -> Iterator[tuple[str, str, str]]:
     """Where each permission is needed: the place, the permission and the call."""
     for served in ROUTES:
-        yield "HTTP", served.entry, f"{served.route.method} {served.route.path}"
+        yield "HTTP", served.route.permission, f"{served.route.method} {served.route.path}"
     for served in PageMount(TasksApp(nullcontext), Redactor).routes():
-        yield "page", served.entry, f"{served.route.method} {served.route.path}"
+        yield "page", served.route.permission, f"{served.route.method} {served.route.path}"
     for name, entry in gated():
         yield "MCP", entry, name
     for name, entry in {**server.ENTRIES, **service.ENTRIES}.items():
@@ -714,8 +714,9 @@ def error_rows() -> Iterator[str]:
         yield f"| `{kind.__name__}`{rest} | {status} |"
 
 
-def query_section(route: Route) -> str:
-    return struct_section(f"{route.method} {route.path}", {"properties": properties(route.query)})
+def query_section(served: ServedRoute) -> str:
+    name = f"{served.route.method} {served.route.path}"
+    return struct_section(name, {"properties": properties(served.query)})
 
 
 def properties(struct: type) -> dict[str, Any]:
@@ -731,7 +732,7 @@ def struct_section(name: str, schema: dict[str, Any]) -> str:
         f"| `{field}` | {shape(found)} | {'required' if field in required else default(found)} |"
         for field, found in schema["properties"].items()
     ]
-    said = f"{schema['description']}\n\n" if "description" in schema else ""
+    said = f"{inspect.cleandoc(schema['description'])}\n\n" if "description" in schema else ""
     return f"### `{name}`\n\n{said}{rows('| field | is | default |', lines)}"
 
 

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from postroom import Bus, Queue, Tasks
+from postroom.calls.server import PostToBus
 from postroom.contracts.feeds import FileFeeds, set_outbox
 from postroom.contracts.tasks.tasks import DECISIONS, Retention
 from postroom.core.formats.events import OPERATIONS
@@ -18,7 +19,6 @@ from postroom.message import EventKind
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Identity
 from postroom.server.folder.buses import Buses
-from postroom.server.routes.task_schemas import NewBusMessage
 from postroom.stores.base import Outbox
 from postroom.testing import ManualClock
 
@@ -120,7 +120,7 @@ def without_bus(cases: OperationCases) -> Callable[[], object]:
             tempfile.TemporaryDirectory() as folder,
             closing(Buses(Path(folder), cases.tasks.store, "os")) as buses,
         ):
-            buses.append("news", NewBusMessage(type="note", project_id="p", body="one"), operator)
+            buses.append(PostToBus(bus="news", type="note", project_id="p", body="one"), operator)
             buses.remove("news", operator)
 
     return remove

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
+from postroom.calls.fields import JSON_DEPTH_MAX
 from postroom.contracts.tasks import task_retention
 from postroom.contracts.tasks import tasks as module
-from postroom.contracts.tasks.task_input import JSON_DEPTH_MAX, checked_terms
+from postroom.contracts.tasks.task_input import checked_terms
 from postroom.contracts.tasks.task_operations import NewTask, TaskOperations
 from postroom.contracts.tasks.task_views import agents_status
 from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask, Retention, TaskInfo

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from postroom import StaleLease, Tasks
-from postroom.contracts.tasks.task_input import RETRIES_MAX
+from postroom.calls.fields import RETRIES_MAX
 from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask
 from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.message import Durability

@@ -302,7 +302,7 @@ LIMITED = (
     "core.tokens.provider_headers",
     *(
         ".".join(module.relative_to(ROOT / "src/postroom").with_suffix("").parts)
-        for room in ("engine", "goals", "sandbox", "server", "client", "mcp", "page")
+        for room in ("calls", "engine", "goals", "sandbox", "server", "client", "mcp", "page")
         for module in sorted((ROOT / "src/postroom" / room).rglob("[a-z]*.py"))
     ),
     "cli.program",

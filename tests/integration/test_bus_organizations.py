@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from postroom import Bus, Tasks
+from postroom.calls.server import PostToBus
 from postroom.errors import BusFull, InvalidMessage, NotAllowed, TooMany, Unavailable, UnknownBus
 from postroom.logs import busfile
 from postroom.message import BusMessage
@@ -16,7 +17,6 @@ from postroom.server.access.registry import Identity
 from postroom.server.folder import bus_owners, buses
 from postroom.server.folder.bus_owners import BusKey, take_over
 from postroom.server.folder.buses import BUSES_AN_AGENT_MAX, BUSES_AN_ORGANIZATION_MAX, Buses
-from postroom.server.routes.task_schemas import NewBusMessage
 from tests.integration.commandline import postroom
 from tests.integration.servers import Server, serving
 from tests.postgresserver import database, postgres, store_url
@@ -54,7 +54,7 @@ def opened(tasks: Tasks, data: Path) -> Iterator[Buses]:
 
 
 def post(opened: Buses, name: str, caller: Identity, body: str = "news", org_id: str = "") -> str:
-    return opened.append(name, NewBusMessage(type="note", project_id="p", body=body, org_id=org_id), caller)
+    return opened.append(PostToBus(bus=name, type="note", project_id="p", body=body, org_id=org_id), caller)
 
 
 def bodies(opened: Buses, name: str, caller: Identity, org_id: str = "") -> list[str]:

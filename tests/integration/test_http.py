@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from postroom.contracts.tasks.task_input import JSON_DEPTH_MAX
-from postroom.contracts.tasks.tasks import DECISIONS
-from postroom.server.http.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
-from postroom.server.routes.task_schemas import (
+from postroom.calls.fields import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
+    JSON_DEPTH_MAX,
     SMALL_BODY_BYTES_MAX,
 )
+from postroom.contracts.tasks.tasks import DECISIONS
+from postroom.server.http.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
 from postroom.stores.own_ids import FENCE_BITS
 from tests.integration.servers import Answer, Server, serving
 from tests.waiting import HANG_GUARD_S, until

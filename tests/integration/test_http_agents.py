@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from postroom import Coordinator, Engine
+from postroom.calls.fields import WAIT_S_MAX
 from postroom.client import AgentReplaced, Bounced, EngineClient, MessageFailed, NotAllowed, RemoteAgent
 from postroom.engine.agents.agent_operations import WAITS_SHOWN_MAX, AgentOperations
 from postroom.engine.agents.agent_sweeps import bounce
 from postroom.engine.rules.cells import BOUNCES, Bounce
 from postroom.errors import InvalidMessage
-from postroom.server.routes.task_schemas import WAIT_S_MAX
 from tests.integration.engineworkers import working
 from tests.integration.servers import Server, serving
 from tests.waiting import HANG_GUARD_S, until

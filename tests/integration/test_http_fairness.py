@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from postroom import Tasks
+from postroom.calls.fields import ENQUEUE_MANY_MAX
 from postroom.server.http.writer import TURN_MAX
-from postroom.server.routes.task_schemas import ENQUEUE_MANY_MAX
 from tests.integration.servers import Server, serving
 from tests.integration.test_http_limits import connected, head, health, received
 from tests.waiting import HANG_GUARD_S

@@ -14,7 +14,7 @@ import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from postroom.server.routes.task_schemas import SMALL_BODY_BYTES_MAX
+from postroom.calls.fields import SMALL_BODY_BYTES_MAX
 from tests.pageworld import PageWorld, page_world
 from tests.waiting import HANG_GUARD_S
 

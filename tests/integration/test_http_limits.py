@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from postroom.calls.fields import SMALL_BODY_BYTES_MAX
 from postroom.core.formats.jsoninput import JSON_ELEMENTS_MAX
 from postroom.server.http.connections import FILES_RESERVED, ConnectionLimits
 from postroom.server.http.listener import (
@@ -18,7 +19,6 @@ from postroom.server.http.listener import (
     PIPELINED_MAX,
 )
 from postroom.server.http.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
-from postroom.server.routes.task_schemas import SMALL_BODY_BYTES_MAX
 from tests.integration.servers import Answer, Server, serving
 from tests.waiting import HANG_GUARD_S, until
 

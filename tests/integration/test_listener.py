@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
+from postroom.calls.server import PostToBus
 from postroom.contracts.bus import Bus
 from postroom.server.access import refusal_events
 from postroom.server.access.registry import Agents, Identity
@@ -21,7 +22,6 @@ from postroom.server.http import listener
 from postroom.server.http.connections import ConnectionLimits
 from postroom.server.http.listener import HttpServer, listener_config
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.task_schemas import NewBusMessage
 from tests.waiting import HANG_GUARD_S, until
 
 SHORT_S = 0.2
@@ -182,8 +182,8 @@ def test_a_stream_whose_token_is_removed_is_an_event(place: Place) -> None:
 
 def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", SHORT_S)
-    note = NewBusMessage(type="INFO", project_id="p")
-    place.server.buses.append("long", note, Identity("triage", "agent"))
+    note = PostToBus(bus="long", type="INFO", project_id="p")
+    place.server.buses.append(note, Identity("triage", "agent"))
     bus = Bus(place.data / "buses" / "long.yaml")
     bus.append_many([{"type": "INFO", "project_id": "p", "body": "x" * 1_000_000}] * 8)
     request = f"GET /bus/long/messages HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {place.token}\r\n\r\n"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from postroom.calls.fields import WAIT_S_MAX
 from postroom.server.access.tokens import Tokens
-from postroom.server.routes.task_schemas import WAIT_S_MAX
 from tests.integration.servers import Server, serving
 from tests.integration.test_http_limits import connected, head, health, received
 from tests.waiting import HANG_GUARD_S

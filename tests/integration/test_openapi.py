@@ -9,8 +9,8 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
 
+from postroom.calls.fields import WAIT_S_MAX
 from postroom.server.routes.table import ROUTES, openapi
-from postroom.server.routes.task_schemas import WAIT_S_MAX
 from tests.integration.servers import Server, serving
 from tests.waiting import HANG_GUARD_S
 

@@ -87,7 +87,7 @@ def test_route_refuses_by_the_table_before_any_read(world: World, served: Served
     """Of objects that do not exist: nothing but the token decides."""
     path = re.sub(r"{\w+}", "none", served.route.path)
     for name, identity in world.callers.items():
-        is_open, why = GATE[served.entry].who == "anybody", identity and _refused(identity, served)
+        is_open, why = GATE[served.route.permission].who == "anybody", identity and _refused(identity, served)
         if served.route.path in ENDLESS and identity and not why:
             continue
         status, answer = world.call(name, served.route.method, path)
@@ -99,4 +99,6 @@ def test_route_refuses_by_the_table_before_any_read(world: World, served: Served
 
 def _refused(identity: Identity, served: ServedRoute) -> str:
     owner = Owner(identity.org, "none") if "{agent}" in served.route.path else None
-    return refused(identity, served.entry, owner, name="none" if "{name}" in served.route.path else "")
+    return refused(
+        identity, served.route.permission, owner, name="none" if "{name}" in served.route.path else ""
+    )

@@ -3,7 +3,7 @@
 from postroom.engine.agents.parts import Position
 from postroom.engine.rules.cells import Part
 from postroom.server.routes.engine_handlers import stream_page
-from postroom.server.routes.task_schemas import STREAM_PAGE_BYTES_MAX
+from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX
 
 CHUNK = "x" * (STREAM_PAGE_BYTES_MAX // 4)
 PARTS = [

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from postroom.calls.call import Route
 from postroom.contracts.mail import service
 from postroom.core.gate import (
     GATE,
@@ -27,7 +28,6 @@ from postroom.server.access.registry import Identity
 from postroom.server.access.tokens import Permissions
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import ServedRoute
-from postroom.server.http.openapi import Route
 from postroom.server.routes.monitoring import caller as handler
 from postroom.server.routes.table import ROUTES
 
@@ -142,7 +142,7 @@ def test_every_word_of_the_table_is_explained() -> None:
 # ---- nothing is served without an entry --------------------------------------------------------------
 
 
-UNGATED = ServedRoute(Route("GET", "/secrets", "", {200: None}, ()), handler, "secret.read")
+UNGATED = ServedRoute(Route("GET", "/secrets", "secret.read", {200: None}), handler)
 
 
 def test_a_server_with_a_route_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from postroom.core.names import NAME_CHARS_MAX, checked_name, is_name, look_alike_fault
+from postroom.calls.fields import NAME_CHARS_MAX
+from postroom.core.names import checked_name, is_name, look_alike_fault
 from postroom.errors import InvalidName, Rejected
 
 GOOD = [

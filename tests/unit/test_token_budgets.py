@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from postroom.calls.fields import TOKENS_MAX
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.tokens import tokens
 from postroom.core.tokens.provider_headers import HEADER_S_MAX, Observed, observe, observed
-from postroom.core.tokens.token_rules import TOKENS_MAX, ModelRule, token_rules
+from postroom.core.tokens.token_rules import ModelRule, token_rules
 from postroom.core.tokens.tokens import (
     Account,
     Grant,

@@ -11,11 +11,8 @@ import re
 import unicodedata
 from functools import lru_cache
 
+from postroom.calls.fields import NAME_CHARS_MAX
 from postroom.errors import InvalidName
-
-NAME_CHARS_MAX = 128  # with every suffix added to it, a file name stays below the usual limit of 255
-
-SCOPED_CHARS_MAX = 2 * NAME_CHARS_MAX + 2  # of a name within an organization
 
 _SCOPE, _SCOPE_END = "@", ":"  # no name has these, and both may stand in the path of a URL
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from postroom.calls.fields import LETTERS_MAX
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
 from postroom.engine.messages import checked_message_id, decode_body, message_of
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = "list[DeadLetter]"
 
-LETTERS_MAX = 1_000
 LETTERS_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one list, and one more payload
 LOOKED_A_READ = 500
 MAX_RETRIES_EXCEEDED = "Max retries exceeded"

@@ -12,15 +12,8 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.tasks.task_input import (
-    DELAY_S_MAX,
-    KEY_CHARS_MAX,
-    RETRIES_MAX,
-    TEXT_CHARS_MAX,
-    check_durability,
-    checked_text,
-    encoded,
-)
+from postroom.calls.fields import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
+from postroom.contracts.tasks.task_input import check_durability, checked_text, encoded
 from postroom.core.goals import conflicts
 from postroom.core.goals.conflicts import Operation
 from postroom.core.lifecycle import versions
@@ -28,7 +21,7 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.lifecycle.versions import Migration
 from postroom.core.names import is_name, scoped, unscoped
 from postroom.core.times import epoch_ns_of, parse_utc
-from postroom.core.tokens.token_rules import TOKENS_MAX, TokenRules
+from postroom.core.tokens.token_rules import TokenRules
 from postroom.engine.messages import (
     NO_PAYLOAD,
     Body,

@@ -14,16 +14,16 @@ from typing import Any, cast
 import msgspec
 from starlette.types import Message
 
+from postroom.calls.fields import Role
+from postroom.calls.server import CallerAnswer
 from postroom.client.calls import TIMEOUT_S, HttpClient
 from postroom.client.connections import Call, refusal
 from postroom.core.gate import GATE, refused
 from postroom.errors import NotAllowed, PostroomError
 from postroom.server.access.registry import Identity
-from postroom.server.access.tokens import Role
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import note_refusal
 from postroom.server.http.messages import IDENTITY, TOKEN
-from postroom.server.routes.task_schemas import CallerAnswer
 
 ORG_DEFAULT = "default"
 """The organization in which an operator of all organizations acts as an agent."""

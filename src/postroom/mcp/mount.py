@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from postroom.calls.fields import BODY_DEPTH_MAX
 from postroom.core.formats.jsoninput import check_json
 from postroom.errors import PostroomError
 from postroom.mcp.backend import LocalBackend
@@ -20,7 +21,6 @@ from postroom.mcp.resources import check_entries
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import read_body, refuse
 from postroom.server.http.messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
-from postroom.server.routes.task_schemas import BODY_DEPTH_MAX
 
 PATH = "/mcp"
 BODY_BYTES_MAX = 1024 * 1024  # the library decodes bodies in the event loop

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcp.server.stdio import stdio_server
 
+from postroom.calls.fields import Role
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.names import checked_name
 from postroom.errors import NotAllowed, PostroomError
@@ -17,7 +18,6 @@ from postroom.mcp.backend import ORG_DEFAULT, Backend, LocalBackend, RemoteBacke
 from postroom.mcp.presence import Presence, beat
 from postroom.mcp.server import create_server
 from postroom.server.access.registry import Agents, Identity
-from postroom.server.access.tokens import Role
 from postroom.server.app import TasksApp, create_app
 from postroom.server.telemetry.export import exporting
 from postroom.server.telemetry.server_log import ServerLog

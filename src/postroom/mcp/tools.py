@@ -15,12 +15,12 @@ from urllib.parse import quote, urlencode
 import msgspec
 from msgspec import Meta
 
+from postroom.calls.fields import ENQUEUE_MANY_MAX, WAIT_S_MAX
 from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import GATE
 from postroom.errors import InvalidMessage, UnknownTask, shown
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import Entry, labelled, page
-from postroom.server.routes.task_schemas import ENQUEUE_MANY_MAX, WAIT_S_MAX
 
 BUDGET_TOKENS = 2_000
 BUDGET_TOKENS_MAX = 200_000

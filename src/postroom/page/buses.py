@@ -14,7 +14,7 @@ from postroom.server.routes.event_streams import EventStream, bus_pages
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The newest messages of a bus, the oldest of them first."""
-    name, identity, org_id = request.path_param("name"), request.identity, request.query.org_id
+    name, identity, org_id = request.path_param("name"), request.identity, request.call.org_id
     newest = await server.on_bus(
         request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT, identity, org_id)
     )
@@ -38,7 +38,7 @@ def _shown(request: HttpRequest, message: BusMessage) -> dict[str, Any]:
 
 async def stream(server: TaskServer, request: HttpRequest, is_allowed: Callable[[], bool]) -> None:
     """The messages of a bus as they come, from the position of the page on."""
-    query: BusQuery = request.query
+    query: BusQuery = request.call
     since = request.header(b"last-event-id") or query.since
 
     def shown(message: BusMessage) -> dict[str, Any]:

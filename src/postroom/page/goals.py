@@ -67,7 +67,7 @@ def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
 
 
 async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
-    taken = await answered(server, request, request.body)
+    taken = await answered(server, request, request.call)
     return await shown_by(server, request, lambda: _shown(request, taken))
 
 
@@ -177,7 +177,7 @@ def _shown_change(request: HttpRequest, key: str, one: branches.Staged) -> dict[
 
 async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Preview or do a rollback. A person accepts effects by their keys as the page shows them."""
-    body: RollbackBody = request.body
+    body: RollbackBody = request.call
     goal_id = request.path_param("id")
 
     def work(operations: Operations) -> tuple[int, list[GoalEffect]]:
@@ -206,7 +206,7 @@ async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def _roll_back(server: TaskServer, request: HttpRequest, effects: list[GoalEffect]) -> None:
-    body: RollbackBody = request.body
+    body: RollbackBody = request.call
     chosen = set(body.accept_irreversible)
     accepted = await server.read_for(
         request, lambda: [effect.key for effect in effects if shown_name(request, effect.key) in chosen]

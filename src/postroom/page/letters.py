@@ -67,7 +67,7 @@ class Preview(msgspec.Struct, frozen=True):
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: LettersQuery = request.query
+    query: LettersQuery = request.call
     filters = _own_filters(request, query.filters)
     if filters is None:
         return HttpReply(200, _encode({"letters": [], "after": "", "patterns": [], "sampled": 0}))
@@ -154,7 +154,7 @@ def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Preview or do a replay. A preview names the messages, and the replay that follows sends their ids."""
-    body: ReplayBody = request.body
+    body: ReplayBody = request.call
     core = server.engine.core
 
     def look(operations: Operations) -> Preview:

@@ -274,7 +274,7 @@ class Live:
             await self._start()
             page = _Page(self, request, visible_org(identity))
             await request.send(STREAM_STARTS)
-            await page.begin(request.header(b"last-event-id") or request.query.after)
+            await page.begin(request.header(b"last-event-id") or request.call.after)
             with self._server.open_calls.joined(is_allowed) as ended:
                 ends = (disconnected, self._server.long_polls.ending, ended)
                 while not any(end.done() for end in ends) and is_allowed():

@@ -103,7 +103,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: MessagesQuery = request.query
+    query: MessagesQuery = request.call
     scope = visible_org(request.identity)
     org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):

@@ -20,6 +20,8 @@ from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
+from postroom.calls.call import EVENT_STREAM, TEXT, Route
+from postroom.calls.goals import Answer
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.page import buses, goals, letters, messages, tasks, teams
 from postroom.page.live import Live
@@ -40,14 +42,11 @@ from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_cs
 from postroom.server.access.registry import Identity
 from postroom.server.access.tokens import digest_of
 from postroom.server.app import TasksApp, not_served, routes_of
-from postroom.server.http.endpoint import Endpoint, Handler, ServedRoute, identified
+from postroom.server.http.endpoint import Endpoint, Handler, NoFields, ServedRoute, identified
 from postroom.server.http.listener import CONNECTION
 from postroom.server.http.messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
-from postroom.server.http.openapi import EVENT_STREAM, TEXT, Route
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes import event_streams
-from postroom.server.routes.engine_schemas import AnswerBody
-from postroom.server.routes.task_schemas import NoQuery
 
 if TYPE_CHECKING:
     from postroom.core.redaction import Redactor
@@ -155,7 +154,7 @@ class PageMount:
         return None if digest is None else server.agents.identify_digest(digest)
 
     async def _sign_in(self, server: TaskServer, request: HttpRequest) -> HttpReply:
-        body: SignInBody = request.body
+        body: SignInBody = request.call
         _check_site(request)
         token = body.token.strip()
         identity = server.agents.identify(token)
@@ -240,7 +239,7 @@ class PageMount:
             _read("/page/dead-letters", letters.find, "letter.list", LettersQuery),
             _change("/page/replay", letters.replay, "letter.replay", ReplayBody),
             _read("/page/decisions", goals.decisions, "decision.read"),
-            _change("/page/decisions/{id}", goals.answer, "decision.answer", AnswerBody),
+            _change("/page/decisions/{id}", goals.answer, "decision.answer", Answer),
             _read("/page/goals", goals.goals, "goal.read"),
             _read("/page/goals/{id}", goals.goal, "goal.read"),
             _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", RollbackBody),
@@ -256,20 +255,23 @@ class PageMount:
         ]
 
 
-def _open(method: str, path: str, handler: Handler, body: type | None = None) -> ServedRoute:
-    bodies = () if body is None else (body,)
-    return ServedRoute(Route(method, path, "", {200: (dict[str, Any],)}, (), bodies), handler, "server.look")
+def _open(method: str, path: str, handler: Handler, kind: type[msgspec.Struct] = NoFields) -> ServedRoute:
+    return ServedRoute(Route(method, path, "server.look", {200: (dict[str, Any],)}), handler, (kind,))
 
 
 def _read(
-    path: str, handler: Handler, entry: str, query: type = NoQuery, *, answers: Any = (dict[str, Any],)
+    path: str,
+    handler: Handler,
+    entry: str,
+    kind: type[msgspec.Struct] = NoFields,
+    *,
+    answers: Any = (dict[str, Any],),
 ) -> ServedRoute:
-    return ServedRoute(Route("GET", path, "", {200: answers}, (), query=query), handler, entry)
+    return ServedRoute(Route("GET", path, entry, {200: answers}), handler, (kind,))
 
 
-def _change(path: str, handler: Handler, entry: str, body: type | None = None) -> ServedRoute:
-    route = Route("POST", path, "", {200: (dict[str, Any],)}, (), () if body is None else (body,))
-    return ServedRoute(route, handler, entry)
+def _change(path: str, handler: Handler, entry: str, kind: type[msgspec.Struct] = NoFields) -> ServedRoute:
+    return ServedRoute(Route("POST", path, entry, {200: (dict[str, Any],)}), handler, (kind,))
 
 
 # ---- requests --------------------------------------------------------------------------------------

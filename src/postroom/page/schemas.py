@@ -5,9 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from postroom.engine.dlq import LETTERS_MAX
+from postroom.calls.fields import LETTERS_MAX, Id, Name, Number, Scope, Text
 from postroom.message import State
-from postroom.server.routes.task_schemas import Id, Name, Number, Scope, Text
 
 LINES_DEFAULT = 50
 LINES_MAX = 200

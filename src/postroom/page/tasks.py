@@ -83,7 +83,7 @@ class Lines(msgspec.Struct, frozen=True):
 
 async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
     """The queues that the caller reads, by name. `after` is the last name of the previous page."""
-    query: TaskQueuesQuery = request.query
+    query: TaskQueuesQuery = request.call
     identity = request.identity
 
     def work(transaction: Transaction) -> tuple[list[QueueLine], str]:
@@ -113,7 +113,7 @@ def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueLine:
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: TasksQuery = replace(request.query, before=place_of(server.ids, request.query.before))
+    query: TasksQuery = replace(request.call, before=place_of(server.ids, request.call.before))
     queue = await read_queue(server, request, request.path_param("agent"))
 
     def work(transaction: Transaction) -> tuple[list[tuple[Stored, float]], int, datetime | None]:

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import KEY_CHARS_MAX
 from postroom.contracts.backlog import Backlog
-from postroom.contracts.tasks.task_input import KEY_CHARS_MAX
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.core.names import checked_name, is_name

@@ -25,7 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.contracts.tasks.task_input import LEASE_S_MAX, LEASE_S_MIN
+from postroom.calls.fields import LEASE_S_MAX
+from postroom.calls.server import ErrorAnswer
+from postroom.contracts.tasks.task_input import LEASE_S_MIN
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.times import checked_seconds
 from postroom.errors import PostroomError, Unavailable
@@ -42,7 +44,6 @@ from postroom.server.http.listener import HttpServer, listener_config
 from postroom.server.http.messages import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.table import ROUTES, openapi
-from postroom.server.routes.task_schemas import ErrorAnswer
 from postroom.server.telemetry.export import exporting
 from postroom.server.telemetry.server_log import ServerLog, ServerLogHandler
 from postroom.system.atomic import make_folder

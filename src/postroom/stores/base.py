@@ -19,7 +19,6 @@ T = TypeVar("T")
 LANES = 4
 NEWEST = -1
 FOREVER_NS = 2**63 - 1
-CLAIM_MAX = 1_000
 CLAIM_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one claim, and one more payload
 OVERDUE_A_CLAIM_MAX = 100  # ended leases and delays that one claim handles; the next claim handles the rest
 PURGE_BATCH_MAX = 500

@@ -12,8 +12,8 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Tasks
+from postroom.calls.fields import KEY_CHARS_MAX
 from postroom.contracts.feeds import set_outbox
-from postroom.contracts.tasks.task_input import KEY_CHARS_MAX
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.replay import ReplayRequest, replay

@@ -16,9 +16,9 @@ from postroom.errors import UnknownToken
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from postroom.calls.tokens import TokenLine
     from postroom.client.calls import HttpClient
     from postroom.server.access.tokens import NewToken, Permissions, RegisteredToken, Tokens
-    from postroom.server.routes.task_schemas import TokenLine
 
 
 class Wish(NamedTuple):
@@ -111,7 +111,8 @@ class Remote:
     def list(self) -> "list[dict[str, Any]]":
         import msgspec
 
-        from postroom.server.routes.task_schemas import TokensAnswer, permissions_of
+        from postroom.calls.tokens import TokensAnswer
+        from postroom.server.routes.token_handlers import permissions_of
 
         found = msgspec.convert(self._client.request("GET", "/tokens"), TokensAnswer)
         return [_row(line, permissions_of(line), line.expires, valid=line.valid) for line in found.tokens]

@@ -6,26 +6,27 @@ from typing import Any
 
 import msgspec
 
+from postroom.calls.fields import (
+    CLAIM_MAX,
+    JSON_DEPTH_MAX,
+    KEY_CHARS_MAX,
+    LEASE_S_MAX,
+    RESULT_BYTES_MAX,
+    RETRIES_MAX,
+    TEXT_CHARS_MAX,
+)
 from postroom.core.fieldfaults import unencodable
 from postroom.core.formats.jsoninput import is_nested_deeper
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_scoped_name, split_scoped
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask, shown
-from postroom.stores.base import CLAIM_MAX
 from postroom.stores.transaction import Claim
 
 LEASE_S_MIN = 0.001
-LEASE_S_MAX = 30 * 86_400.0
-DELAY_S_MAX = 366 * 86_400.0
-RESULT_BYTES_MAX = 1024 * 1024
-RETRIES_MAX = 1_000
-JSON_DEPTH_MAX = 200  # a deeper value could be stored, but a caller deep in a stack could not decode it
 SURELY_FLAT_BYTES = 2 * JSON_DEPTH_MAX  # a level takes at least two brackets
 PAGE_MAX = 100_000
 NUMBER_MAX = 2**63 - 1
-TEXT_CHARS_MAX = 256
-KEY_CHARS_MAX = 512
 NO_RESULT = b"null"
 
 _encode = msgspec.json.Encoder().encode

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import DELAY_S_MAX
 from postroom.contracts.tasks import task_storage
 from postroom.contracts.tasks.task_input import (
-    DELAY_S_MAX,
     NUMBER_MAX,
     check_durability,
     checked_id,

@@ -12,12 +12,12 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import TOKENS_MAX
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.tokens.token_rules import (
     REQUESTS_DAY,
     REQUESTS_MINUTE,
     TOKENS_DAY,
-    TOKENS_MAX,
     TOKENS_MINUTE,
     Four,
     four,

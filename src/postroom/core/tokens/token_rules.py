@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from postroom.calls.fields import TOKENS_MAX
 from postroom.errors import InvalidSetting, shown
 
 TIERS: Final = 4
@@ -18,7 +19,6 @@ WINDOWS: Final = ("tokens_per_minute", "tokens_per_day", "requests_per_minute", 
 TOKENS_MINUTE, TOKENS_DAY, REQUESTS_MINUTE, REQUESTS_DAY = range(4)
 SPARE_SHARE: Final = 0.5  # of the tokens that a tier left unused; rebalancing gives them to short tiers
 
-TOKENS_MAX: Final = 10**12  # of one message, and of one limit
 PROVIDERS_MAX: Final = 100
 MODELS_A_PROVIDER_MAX: Final = 1_000
 MODEL_CHARS_MAX: Final = 128

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import TOKENS_MAX
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.tokens.token_rules import (
     NONE_OF_4,
@@ -23,7 +24,6 @@ from postroom.core.tokens.token_rules import (
     SPARE_SHARE,
     TIERS,
     TOKENS_DAY,
-    TOKENS_MAX,
     TOKENS_MINUTE,
     WINDOWS,
     Five,

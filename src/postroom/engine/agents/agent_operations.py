@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import OPEN_REQUESTS_MAX
 from postroom.core import agents
 from postroom.core.agents import Health, Receipt
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
@@ -52,7 +53,6 @@ INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has 
 LETTER_INLINE_BYTES: Final = 4 * 1024  # a longer body has a cell of its own
 LETTERS_A_READ_MAX: Final = 100
 LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
-OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
 WAITS_SHOWN_MAX: Final = 100
 AGENTS_LISTED_MAX: Final = 10_000  # of one organization
 RETRY_AFTER_S: Final = 10.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
+from postroom.calls.fields import BOUNCES_A_READ_MAX
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine.messages import CreatedBy
@@ -21,7 +22,6 @@ from postroom.stores.transaction import Transaction
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
 
-BOUNCES_A_READ_MAX: Final = 100
 _KEY: Final = re.compile(r"([^/]+)/(\d{1,18})", re.ASCII)
 
 

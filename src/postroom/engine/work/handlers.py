@@ -8,7 +8,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from postroom.contracts.tasks.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
+from postroom.calls.fields import DELAY_S_MAX, RESULT_BYTES_MAX
+from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.lifecycle.lifecycle import ERROR_CHARS_MAX
 from postroom.core.lifecycle.retry import RATE_LIMIT_S, Retry
 from postroom.engine.messages import Message

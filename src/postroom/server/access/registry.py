@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from postroom.calls.fields import Role
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import checked_name, scoped, split_scoped
 from postroom.errors import AgentExists, InvalidMessage, UnknownAgent
@@ -24,7 +25,6 @@ from postroom.server.access.tokens import (
     TOKENS_MAX,
     Permissions,
     RegisteredToken,
-    Role,
     Tokens,
     digest_of,
     new_token,

@@ -13,10 +13,11 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 
+from postroom.calls.fields import EXPIRES_S_MAX, NAMES_MAX, Role
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
@@ -34,10 +35,7 @@ TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
 TOKENS_AN_ORGANIZATION_MAX = 2_500
 PERMITTED_NAMES_AN_ORGANIZATION_MAX = 20_000
-NAMES_MAX = 1_000  # in one permission of a token
-EXPIRES_S_MAX = 10 * 365 * 86_400.0
 
-Role: TypeAlias = Literal["agent", "operator", "admin"]
 ROLES: Final = get_args(Role)
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from postroom.calls.server import PostToBus
 from postroom.contracts.bus import Bus
 from postroom.core.gate import Owner, namespaces, permit, refused
 from postroom.core.names import checked_name
@@ -48,7 +49,6 @@ from postroom.server.folder.bus_owners import (
     place_of,
     record_of,
 )
-from postroom.server.routes.task_schemas import BUS_ANSWER_BYTES_MAX, NewBusMessage
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system import lock
@@ -57,6 +57,7 @@ from postroom.system.diskspace import free_bytes
 
 OPEN_BUSES_MAX = 64  # the most recently used
 BUSES_MAX = 1_000
+BUS_ANSWER_BYTES_MAX = 8 * 1024 * 1024  # of message bodies; a reply has at least one message
 BUSES_AN_ORGANIZATION_MAX = 250
 BUSES_AN_AGENT_MAX = 50
 OPERATOR_BUSES_RESERVE = 100
@@ -160,21 +161,21 @@ class Buses:
 
     # ---- posting -------------------------------------------------------------------------------
 
-    def append(self, name: str, new: NewBusMessage, caller: Identity) -> str:
+    def append(self, new: PostToBus, caller: Identity) -> str:
         """Append a message and return its id."""
         while True:
             removals = self.removals
-            found = self.find(name, caller, new.org_id, "bus.post")
+            found = self.find(new.bus, caller, new.org_id, "bus.post")
             try:
                 if found is not None:
                     return self._append(found.key, new, removals)
                 with self._changing():  # until the file exists, so that a record without a file is old
-                    key = self._create(name, caller, new.org_id)
+                    key = self._create(new.bus, caller, new.org_id)
                     return self._append(key, new, self.removals)
             except _RemovedMeanwhile:
                 continue
 
-    def _append(self, key: BusKey, new: NewBusMessage, removals: int) -> str:
+    def _append(self, key: BusKey, new: PostToBus, removals: int) -> str:
         with self._room_for(key, len(_encode(new)) + RECORD_EXTRA_BYTES, removals):
             return self._bus(key).append(
                 type=new.type,

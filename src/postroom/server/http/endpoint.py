@@ -19,6 +19,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from postroom.calls.call import Call, Route, has_body, sent_type, summary_of
+from postroom.calls.fields import BODY_DEPTH_MAX
+from postroom.calls.server import ErrorAnswer
 from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
 from postroom.core.formats.jsoninput import check_json
@@ -79,18 +82,12 @@ from postroom.server.http.messages import (
     StreamRefused,
     check_allowed,
 )
-from postroom.server.http.openapi import Route
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.task_schemas import (
-    BODY_DEPTH_MAX,
-    SMALL_BODY_BYTES_MAX,
-    URL_QUERY_FIELDS_MAX,
-    ErrorAnswer,
-)
 from postroom.server.telemetry.server_log import error_location
 from postroom.stores.own_ids import OwnIds
 
 RETRY_AFTER_S = 1
+URL_QUERY_FIELDS_MAX = 16
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_NAMES: Final[Mapping[str, str]] = {}  # in the path of a route
 ACTING_AS = b"postroom-agent"  # the header that names the agent an operator acts for: ORGANIZATION/AGENT
@@ -142,20 +139,51 @@ _WHY: dict[type[BaseException], str] = {
 _encode = msgspec.json.Encoder().encode
 _PRIORITY = re.compile(r"(\S+\.)?priority\b")  # the field that a fault begins with
 
-Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
-"""Handles a request. Returns None when it has sent the whole reply itself."""
+Handler = Callable[[TaskServer, HttpRequest], Awaitable[Any]]
+"""Handles a request. Returns its answer, a whole reply, or None when it has sent the reply itself."""
 Identify = Callable[[TaskServer, HttpRequest], Identity]
 """Finds the caller of a request. Raises a `Refusal` when there is none."""
 
 
+class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request without a body and without a query."""
+
+
 class ServedRoute(NamedTuple):
-    """A route with its handler, its callers and its limit of body bytes."""
+    """A route, its handler, and the structs that requests are decoded into, as the first that fits."""
 
     route: Route
     handler: Handler
-    entry: str
-    """Who may send it: its entry in the table of `core.gate`."""
-    body_bytes_max: int = SMALL_BODY_BYTES_MAX
+    kinds: tuple[type[msgspec.Struct], ...] = (NoFields,)
+
+    @property
+    def sent(self) -> tuple[type[msgspec.Struct], ...]:
+        """The structs without what is in the path."""
+        return tuple(sent_type(kind, self.route.names) for kind in self.kinds)
+
+    @property
+    def bodies(self) -> tuple[type[msgspec.Struct], ...]:
+        """The structs of the body."""
+        return self.sent if has_body(self.route, self.sent[0]) else ()
+
+    @property
+    def query(self) -> type[msgspec.Struct]:
+        """The struct of the query."""
+        return NoFields if self.bodies else self.sent[0]
+
+    @property
+    def summary(self) -> str:
+        """What the route does."""
+        return summary_of(self.kinds[0])
+
+
+def serve(call: type[Call], handler: Handler, *answer: type, many: type[Call] | None = None) -> ServedRoute:
+    """Serve a call. `answer` is the struct of an answer with a record; `many` is the call for several."""
+    route = call.route
+    if answer:
+        [status] = (status for status in route.answers if not route.answers[status])
+        route = route._replace(answers={**route.answers, status: answer})
+    return ServedRoute(route, handler, (call,) if many is None else (call, many))
 
 
 class Endpoint:
@@ -164,14 +192,20 @@ class Endpoint:
     def __init__(
         self, server: Callable[[], TaskServer], served: ServedRoute, identify: "Identify | None" = None
     ) -> None:
-        self.route = served.route
-        self._entry = entry_of(served.entry, f"{served.route.method} {served.route.path}")
+        self.route = route = served.route
+        self._entry = entry_of(route.permission, f"{route.method} {route.path}")
         self._server = server
         self._identified = identify or identified
         self._served = served
-        self._decoders: list[msgspec.json.Decoder[Any]] = [
-            msgspec.json.Decoder(body) for body in served.route.bodies
-        ]
+        self._bodies = served.bodies
+        self._decoders: list[msgspec.json.Decoder[Any]] = [*map(msgspec.json.Decoder, served.bodies)]
+        self._query = served.query
+        self._in_path = {
+            field.name: field.encode_name
+            for field in msgspec.structs.fields(served.kinds[0])
+            if field.encode_name in route.names
+        }
+        self._status = min(route.answers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server = self._server()
@@ -196,14 +230,20 @@ class Endpoint:
     async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
         if self._entry.who != "anybody":
             self._identify(server, request)
-        body = await read_body(server, request, self._served.body_bytes_max)
+        body = await read_body(server, request, self.route.bytes_max)
         request.size = len(body)
         if self._decoders:
             request.raw = body
-            request.body = await server.decode_for(request.identity, self._decode, body)
+            request.call = await server.decode_for(request.identity, self._decode, body)
         else:
-            request.query = _decode_query(request.scope["query_string"], self.route.query)
-        return await self._served.handler(server, request)
+            request.call = _decode_query(request.scope["query_string"], self._query)
+        if self._in_path:
+            named = {field: request.path_param(name) for field, name in self._in_path.items()}
+            request.call = self._served.kinds[0](**named, **msgspec.structs.asdict(request.call))
+        answer = await self._served.handler(server, request)
+        if answer is None or isinstance(answer, HttpReply):
+            return answer
+        return HttpReply(self._status, _encode(answer))
 
     def _identify(self, server: TaskServer, request: HttpRequest) -> None:
         identity = request.scope.get(IDENTITY)
@@ -213,7 +253,7 @@ class Endpoint:
             request.token = request.scope.get(TOKEN, "")
         request.identity = identity
         named = request.scope.get("path_params", NO_NAMES)
-        check_allowed(identity, self._served.entry, name=named.get("name", ""))
+        check_allowed(identity, self.route.permission, name=named.get("name", ""))
         if self._entry.who == "member" and named.get("id", identity.name) != identity.name:
             raise UnknownAgent(named["id"])
 
@@ -231,12 +271,12 @@ class Endpoint:
 
     def _fault(self, body: bytes, error: msgspec.ValidationError) -> str:
         """Describe the fault by the first struct, unless the body was meant as the last (a batch)."""
-        if len(self._decoders) > 1 and not _has_field_of(body, self.route.bodies[-1]):
+        if len(self._decoders) > 1 and not _has_field_of(body, self._bodies[-1]):
             try:
                 self._decoders[0].decode(body)
             except msgspec.ValidationError as first:
-                return field_fault(first, "the body", self.route.bodies[0])
-        return field_fault(error, "the body", self.route.bodies[-1])
+                return field_fault(first, "the body", self._bodies[0])
+        return field_fault(error, "the body", self._bodies[-1])
 
     def _note_refusal(
         self, server: TaskServer, request: HttpRequest, status: int, error: BaseException
@@ -258,7 +298,7 @@ class Endpoint:
         if status == HTTPStatus.UNAUTHORIZED:
             server.server_log.write_rarely("refused", **facts)  # callers without a token can flood the log
             return
-        task_id = getattr(request.body, "task_id", None) or ""
+        task_id = getattr(request.call, "task_id", None) or ""
         server.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
 
 

@@ -25,13 +25,13 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from postroom.calls.server import ErrorAnswer
 from postroom.errors import TooMany, Unavailable
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Identity
 from postroom.server.http.connections import ConnectionLimits, allowed_connections
 from postroom.server.http.messages import ANONYMOUS
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
-from postroom.server.routes.task_schemas import ErrorAnswer
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire

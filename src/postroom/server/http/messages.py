@@ -6,9 +6,8 @@ from starlette.types import Receive, Scope, Send
 
 from postroom.core.gate import Owner, refused
 from postroom.server.access.registry import Identity
-from postroom.server.http.openapi import JSON
 
-JSON_TYPE = (b"content-type", JSON.encode())
+JSON_TYPE = (b"content-type", b"application/json")
 IDENTITY = "postroom.identity"
 """The key of the caller in the scope of a request that a part of this process makes for it."""
 TOKEN = "postroom.token"  # noqa: S105 - a key, and no token
@@ -56,13 +55,12 @@ NO_CONTENT = HttpReply(204, b"", ())
 
 
 class HttpRequest:
-    """One request: the caller, and the decoded body or query."""
+    """One request: the caller, and the decoded call."""
 
     __slots__ = (
-        "body",
         "body_bytes_held",
+        "call",
         "identity",
-        "query",
         "raw",
         "receive",
         "scope",
@@ -77,14 +75,14 @@ class HttpRequest:
         self.send = send
         self.token = ""
         self.identity: Identity = ANONYMOUS
-        self.body: Any = None
+        self.call: Any = None
+        """The decoded body or query, with the names of the path: the struct of the route's call."""
         self.raw = b""
         """The body before it was decoded."""
         self.size = 0
         """Bytes of the body."""
         self.body_bytes_held = 0
         """Bytes counted in the caller's share; 0 for a body that arrived in one piece."""
-        self.query: Any = None
 
     def header(self, name: bytes) -> str:
         """The value of a header, or an empty string."""

@@ -2,66 +2,62 @@
 
 from collections.abc import Collection, Iterable
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from postroom.server.routes.task_schemas import ErrorAnswer, Id, Name, NoQuery
+from postroom.calls.call import EVENT_STREAM
+from postroom.calls.fields import Id, Name
+from postroom.calls.server import ErrorAnswer
+from postroom.server.http.endpoint import ServedRoute
 
 JSON = "application/json"
-EVENT_STREAM = "text/event-stream"
-TEXT = "text/plain"
 _REF = "#/components/schemas/{name}"
 
 
-class Route(NamedTuple):
-    """The description of one method of one path."""
-
-    method: str
-    path: str
-    summary: str
-    answers: dict[int, Any]
-    """By status: the types of a success, None for an empty body, or a content type other than JSON."""
-    refusals: tuple[int, ...]
-    bodies: tuple[type, ...] = ()
-    query: type = NoQuery
-    streams: bool = False
-    """Whether the route can also send an event stream."""
-
-
-def document(routes: Iterable[Route], version: str, open_paths: Collection[str]) -> dict[str, Any]:
+def document(routes: Iterable[ServedRoute], version: str, open_paths: Collection[str]) -> dict[str, Any]:
     """Build the document. The routes of `open_paths` need no token."""
     routes = list(routes)
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type, components)
-        if route.path in open_paths:
-            paths[route.path][route.method.lower()]["security"] = []
-    for struct in {route.query for route in routes}:
+    for served in routes:
+        operations = paths.setdefault(served.route.path, {})
+        operation = operations[served.route.method.lower()] = _operation(served, by_type, components)
+        if served.route.path in open_paths:
+            operation["security"] = []
+    for struct in {served.query for served in routes}:
         components.pop(struct.__name__, None)
+    bodies = {body.__name__: body_name(body) for served in routes for body in served.bodies}
     built = {
         "openapi": "3.1.0",
         "info": {"title": "postroom tasks", "version": version},
         "security": [{"token": []}],
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": {bodies.get(name, name): schema for name, schema in components.items()},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(built))  # a default may be a tuple
+    encoded = msgspec.json.encode(built).decode()  # a default may be a tuple
+    for name, shown in bodies.items():
+        encoded = encoded.replace(f'"{_REF.format(name=name)}"', f'"{_REF.format(name=shown)}"')
+    found: dict[str, Any] = msgspec.json.decode(encoded)
     return found
 
 
-def _types(routes: list[Route]) -> list[Any]:
+def body_name(body: type) -> str:
+    """The name of the schema of a body."""
+    return f"{body.__name__}Body"
+
+
+def _types(routes: list[ServedRoute]) -> list[Any]:
     found: dict[Any, None] = {ErrorAnswer: None}
-    for route in routes:
-        for answer in route.answers.values():
+    for served in routes:
+        for answer in served.route.answers.values():
             found.update(dict.fromkeys(answer if isinstance(answer, tuple) else ()))
-        found.update(dict.fromkeys([*route.bodies, route.query]))
+        found.update(dict.fromkeys([*served.bodies, served.query]))
     return list(found)
 
 
@@ -69,15 +65,16 @@ def _one_of(types: tuple[Any, ...], by_type: dict[Any, Any]) -> Any:
     return by_type[types[0]] if len(types) == 1 else {"oneOf": [by_type[kind] for kind in types]}
 
 
-def _operation(route: Route, by_type: dict[Any, Any], components: dict[str, Any]) -> dict[str, Any]:
+def _operation(served: ServedRoute, by_type: dict[Any, Any], components: dict[str, Any]) -> dict[str, Any]:
+    route = served.route
     operation: dict[str, Any] = {
-        "summary": route.summary,
+        "summary": served.summary,
         "operationId": f"{route.method.lower()}{route.path}".replace("/", "_").translate(_BRACES),
-        "parameters": [*_in_path(route.path), *_in_query(components[route.query.__name__])],
+        "parameters": [*_in_path(route.path), *_in_query(components[served.query.__name__])],
         "responses": {},
     }
-    if route.bodies:
-        schema = _one_of(route.bodies, by_type)
+    if served.bodies:
+        schema = _one_of(served.bodies, by_type)
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     for status, answer in route.answers.items():
         operation["responses"][str(status)] = _response(status, answer, by_type, streams=route.streams)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from postroom.contracts.tasks.task_input import LEASE_S_MAX, checked_terms
+from postroom.calls.fields import LEASE_S_MAX
+from postroom.contracts.tasks.task_input import checked_terms
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.health.health import HealthFacts
 from postroom.engine import Coordinator

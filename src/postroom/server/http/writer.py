@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import CLAIM_MAX
 from postroom.contracts.tasks.task_operations import LeasedTask, TaskCall
 from postroom.contracts.tasks.tasks import Tasks
 from postroom.core.formats.jsoninput import raw_value
@@ -25,7 +26,6 @@ from postroom.errors import HandleDead, Unavailable
 from postroom.server.access.registry import Identity
 from postroom.server.access.shares import Shares
 from postroom.server.access.turns import Owner, Turns, owner_of
-from postroom.stores.base import CLAIM_MAX
 from postroom.stores.transaction import Claim
 
 TASK_BYTES = 1_024  # counted per task besides the bytes of its call, for work and memory

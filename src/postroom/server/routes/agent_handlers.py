@@ -13,6 +13,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from postroom.calls.agents import (
+    Ack,
+    AgentAnswer,
+    AgentQuery,
+    BouncesDone,
+    BouncesDoneAnswer,
+    InboxAnswer,
+    InboxDone,
+    InboxLine,
+    ListAgents,
+    ListBounces,
+    ReadInbox,
+    Register,
+    RegisteredAnswer,
+    Send,
+)
+from postroom.calls.messages import MessageAnswer, MessagesAnswer, ReadReceipts, Request, RequestAnswer
 from postroom.contracts.tasks.task_input import checked_id
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.gate import Owner, of_organization, permit, visible_org
@@ -37,6 +54,7 @@ from postroom.server.http.messages import HttpReply, HttpRequest, Refusal, check
 from postroom.server.http.task_server import TaskServer
 from postroom.server.http.writer import TASK_BYTES
 from postroom.server.routes.agent_presence import heard
+from postroom.server.routes.answers import AgentsAnswer, BouncesAnswer
 from postroom.server.routes.engine_handlers import (
     attributed,
     check_attribution,
@@ -44,31 +62,8 @@ from postroom.server.routes.engine_handlers import (
     prepared_if_long,
     visible,
 )
-from postroom.server.routes.engine_schemas import (
-    AckBody,
-    AgentAnswer,
-    AgentsAnswer,
-    AgentsQuery,
-    BouncesAnswer,
-    BouncesDoneAnswer,
-    BouncesDoneBody,
-    BouncesQuery,
-    InboxAnswer,
-    InboxDoneBody,
-    InboxLine,
-    InboxQuery,
-    MessageAnswer,
-    MessagesAnswer,
-    RegisterBody,
-    RegisteredAnswer,
-    RequestAnswer,
-    RequestBody,
-    SendBody,
-    SessionQuery,
-)
-from postroom.server.routes.event_streams import EventStream, sse
+from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX, EventStream, sse
 from postroom.server.routes.task_handlers import poll_share
-from postroom.server.routes.task_schemas import STREAM_PAGE_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -86,8 +81,8 @@ def _own(request: HttpRequest) -> tuple[str, str]:
 
 
 def _session(request: HttpRequest) -> int | None:
-    query: SessionQuery = request.query
-    return None if query.session is msgspec.UNSET else query.session
+    call: AgentQuery = request.call
+    return None if call.session is msgspec.UNSET else call.session
 
 
 async def _agent(server: TaskServer, org_id: str, agent_id: str, session: int | None) -> Agent:
@@ -121,10 +116,10 @@ async def _is_newest(agent: Agent) -> bool:
     )
 
 
-async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: RegisterBody = request.body
+async def register(server: TaskServer, request: HttpRequest) -> RegisteredAnswer:
+    call: Register = request.call
     identity = request.identity
-    if body.agent_id not in (None, identity.name):
+    if call.agent_id not in (None, identity.name):
         raise Refusal(
             403, "Forbidden", f"this is the token of {identity.name}, which registers no other agent"
         )
@@ -132,8 +127,7 @@ async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
     agent = await coordinator.register(identity.name, identity.org, is_local=False)
     server.note_beat(agent)
     server.server_log.write("registered", agent=identity.name, org=identity.org)
-    answer = RegisteredAnswer(agent.org_id, agent.agent_id, agent.session, coordinator.epoch)
-    return HttpReply(201, _encode(answer))
+    return RegisteredAnswer(agent.org_id, agent.agent_id, agent.session, coordinator.epoch)
 
 
 # ---- requests --------------------------------------------------------------------------------------
@@ -141,21 +135,21 @@ async def register(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def request_answer(server: TaskServer, request: HttpRequest) -> None:
     """Store a request and wait for its answer. The reply is sent before the answer is acknowledged."""
-    body: RequestBody = request.body
-    [fields] = await server.decode_for(request.identity, partial(given_fields, body), request.raw)
+    call: Request = request.call
+    [fields] = await server.decode_for(request.identity, partial(given_fields, call), request.raw)
     for name in ("timeout_s", "session"):
         fields.pop(name, None)
     message = attributed(request.identity, fields)
     server.tasks.check_backlog()
     identity, agent = request.identity, None
     if not identity.is_operator:
-        agent = await _agent(server, identity.org, identity.name, body.session)
+        agent = await _agent(server, identity.org, identity.name, call.session)
         message["agent_id"] = agent.agent_id
     message_id = await _submit(server, request, message, agent)
-    if body.timeout_s:
+    if call.timeout_s:
         async with poll_share(server, request) as left:
             with heard(server, identity):
-                await server.result_polls.wait(message_id, body.timeout_s, left)
+                await server.result_polls.wait(message_id, call.timeout_s, left)
     answer = await server.read_for(request, lambda: _read(server, partial(_answer, message_id)))
     if answer is None:
         shown = unscoped(identity.org, message_id)
@@ -217,23 +211,23 @@ async def _acknowledge(agent: Agent, message_ids: list[str]) -> list[str]:
     )
 
 
-async def acknowledge(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: AckBody = request.body
-    agent = await _agent(server, *_own(request), body.session)
-    org, named = agent.org_id, body.message_ids
+async def acknowledge(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
+    call: Ack = request.call
+    agent = await _agent(server, *_own(request), call.session)
+    org, named = agent.org_id, call.message_ids
     closed = await _acknowledge(agent, [*named, *(scoped(org, message_id) for message_id in named)])
-    return HttpReply(202, _encode(MessagesAnswer([unscoped(org, message_id) for message_id in closed])))
+    return MessagesAnswer([unscoped(org, message_id) for message_id in closed])
 
 
 # ---- looking ---------------------------------------------------------------------------------------
 
 
-async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: AgentsQuery = request.query
+async def agents(server: TaskServer, request: HttpRequest) -> AgentsAnswer:
+    call: ListAgents = request.call
     identity = request.identity
-    org_id = _organization(identity, "agent.list", None if query.org_id is msgspec.UNSET else query.org_id)
+    org_id = _organization(identity, "agent.list", None if call.org_id is msgspec.UNSET else call.org_id)
     found = await server.read_for(request, lambda: _read_agents(server, lambda one: one.list(org_id)))
-    return HttpReply(200, _encode(AgentsAnswer([shown_to(identity, info) for info in found])))
+    return AgentsAnswer([shown_to(identity, info) for info in found])
 
 
 def shown_to(identity: Identity, info: AgentInfo) -> AgentInfo:
@@ -298,39 +292,39 @@ def _stream_page(
     return bytes(data), Reached(is_begun=True, positions=tuple(after.items()))
 
 
-async def beat(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def beat(server: TaskServer, request: HttpRequest) -> AgentAnswer:
     """A heartbeat. It registers an agent that is unknown, and revives a dead one."""
     agent = await _agent(server, *_own(request), _session(request))
-    return HttpReply(202, _encode(AgentAnswer(agent.org_id, agent.agent_id)))
+    return AgentAnswer(agent.org_id, agent.agent_id)
 
 
-async def leave(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def leave(server: TaskServer, request: HttpRequest) -> AgentAnswer:
     agent = await _agent(server, *_own(request), _session(request))
     await agent.leave()
     server.server_log.write("left", agent=agent.agent_id, org=agent.org_id)
-    return HttpReply(202, _encode(AgentAnswer(agent.org_id, agent.agent_id)))
+    return AgentAnswer(agent.org_id, agent.agent_id)
 
 
 # ---- messages between agents -------------------------------------------------------------------------
 
 
-async def send(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: SendBody = request.body
-    check_allowed(request.identity, "agent.send", Owner(*_own(request)), body.to)
-    agent = await _agent(server, *_own(request), body.session)
-    fields: dict[str, Any] = {"priority": body.priority}
-    if body.message_id is not None:
-        fields["message_id"] = body.message_id
-    sent = await agent.send(to=body.to, payload=body.payload, **fields)
+async def send(server: TaskServer, request: HttpRequest) -> MessageAnswer:
+    call: Send = request.call
+    check_allowed(request.identity, "agent.send", Owner(*_own(request)), call.to)
+    agent = await _agent(server, *_own(request), call.session)
+    fields: dict[str, Any] = {"priority": call.priority}
+    if call.message_id is not None:
+        fields["message_id"] = call.message_id
+    sent = await agent.send(to=call.to, payload=call.payload, **fields)
     server.server_log.write("sent", agent=agent.agent_id, task_id=sent.message_id)
-    return HttpReply(202, _encode(MessageAnswer(unscoped(agent.org_id, sent.message_id))))
+    return MessageAnswer(unscoped(agent.org_id, sent.message_id))
 
 
-async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def inbox(server: TaskServer, request: HttpRequest) -> InboxAnswer:
     """A page of the inbox. Its messages count as fetched and shown."""
-    query: InboxQuery = request.query
+    call: ReadInbox = request.call
     agent = await _agent(server, *_own(request), _session(request))
-    found = await agent.inbox().page(after="" if query.after is msgspec.UNSET else query.after)
+    found = await agent.inbox().page(after="" if call.after is msgspec.UNSET else call.after)
     lines = [
         InboxLine(
             one.number,
@@ -342,59 +336,60 @@ async def inbox(server: TaskServer, request: HttpRequest) -> HttpReply:
         )
         for one in found
     ]
-    return HttpReply(200, _encode(InboxAnswer(lines)))
+    return InboxAnswer(lines)
 
 
-async def inbox_done(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: InboxDoneBody = request.body
-    agent = await _agent(server, *_own(request), body.session)
-    keys = [joined(agent.org_id, agent.agent_id, int(key)) for key in body.keys]
+async def inbox_done(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
+    call: InboxDone = request.call
+    agent = await _agent(server, *_own(request), call.session)
+    keys = [joined(agent.org_id, agent.agent_id, int(key)) for key in call.keys]
     await agent.coordinator.write(
         lambda one: one.note_receipt(agent.org_id, agent.agent_id, agent.session, keys, "acted_on")
     )
-    return HttpReply(202, _encode(MessagesAnswer(body.keys)))
+    return MessagesAnswer(call.keys)
 
 
-async def receipts(server: TaskServer, request: HttpRequest) -> HttpReply:
-    message_id = checked_id(request.path_param("id"))
+async def receipts(server: TaskServer, request: HttpRequest) -> dict[str, int]:
+    call: ReadReceipts = request.call
+    message_id = checked_id(call.message_id)
 
     def read(operations: Operations) -> dict[str, int]:
         record = visible(operations, message_id, request.identity)
         agents = AgentOperations(operations.transaction, server.engine.policy)
         return {str(name): at for name, at in agents.receipts(record.message_id).items()}
 
-    return HttpReply(200, _encode(await server.read_for(request, lambda: _read(server, read))))
+    return await server.read_for(request, lambda: _read(server, read))
 
 
 # ---- bounces -----------------------------------------------------------------------------------------
 
 
-async def bounces(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: BouncesQuery = request.query
-    asked = None if query.org_id is msgspec.UNSET else query.org_id
+async def bounces(server: TaskServer, request: HttpRequest) -> BouncesAnswer:
+    call: ListBounces = request.call
+    asked = None if call.org_id is msgspec.UNSET else call.org_id
     org_id = _organization(request.identity, "bounce.list", asked)
-    after = "" if query.after is msgspec.UNSET else query.after
+    after = "" if call.after is msgspec.UNSET else call.after
 
     def read(operations: Operations) -> list[BouncedAnswer]:
         return listed(
-            operations.transaction, org_id, created_by=query.created_by, after=after, limit=query.limit
+            operations.transaction, org_id, created_by=call.created_by, after=after, limit=call.limit
         )
 
     found = await server.read_for(request, lambda: _read(server, read))
     org = request.identity.org
     shown = [msgspec.structs.replace(one, message_id=unscoped(org, one.message_id)) for one in found]
-    return HttpReply(200, _encode(BouncesAnswer(shown)))
+    return BouncesAnswer(shown)
 
 
-async def bounces_done(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: BouncesDoneBody = request.body
+async def bounces_done(server: TaskServer, request: HttpRequest) -> BouncesDoneAnswer:
+    call: BouncesDone = request.call
     org_id = _organization(request.identity, "bounce.remove", None)
     gone = await server.writer.submit(
-        lambda operations: removed(operations.transaction, body.keys, org_id),
+        lambda operations: removed(operations.transaction, call.keys, org_id),
         request.identity,
         makes_room=True,
     )
-    return HttpReply(202, _encode(BouncesDoneAnswer(gone)))
+    return BouncesDoneAnswer(gone)
 
 
 def _organization(identity: Identity, action: str, asked: str | None) -> str | None:

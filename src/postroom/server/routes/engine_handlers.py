@@ -12,6 +12,23 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.messages import (
+    ExplainAnswer,
+    FindMessages,
+    FoundAnswer,
+    ListLetters,
+    MessageAnswer,
+    MessageLine,
+    MessagesAnswer,
+    Pause,
+    Purge,
+    Replay,
+    Resume,
+    ScopeAnswer,
+    ShowMessage,
+    Submit,
+    SubmitMany,
+)
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import Owner, of_organization, permit, visible_org
@@ -26,6 +43,7 @@ from postroom.engine.messages import CreatedBy, body_of, checked_message_id, unk
 from postroom.engine.rules.cells import Part
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.policy import CONTROL_TYPES
+from postroom.engine.token_status import TokenStatus
 from postroom.engine.token_status import status_of as token_status_of
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
@@ -35,25 +53,8 @@ from postroom.server.http.messages import NO_CONTENT, HttpReply, HttpRequest, Re
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.server.http.writer import TASK_BYTES
 from postroom.server.routes.agent_presence import heard
-from postroom.server.routes.engine_schemas import (
-    ExplainAnswer,
-    FoundAnswer,
-    LettersQuery,
-    MessageAnswer,
-    MessageLine,
-    MessagesAnswer,
-    MessagesQuery,
-    NewMessageBody,
-    NewMessagesBody,
-    PauseBody,
-    PurgeBody,
-    ReplayBody,
-    ResumeBody,
-    ScopeAnswer,
-)
-from postroom.server.routes.event_streams import EventStream, sse
+from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX, EventStream, sse
 from postroom.server.routes.task_handlers import poll_share
-from postroom.server.routes.task_schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.stores.base import Listing
 from postroom.stores.own_ids import OwnIds
 
@@ -81,11 +82,11 @@ _raw_messages = msgspec.json.Decoder(_RawMessages).decode
 # ---- submitting ------------------------------------------------------------------------------------
 
 
-async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def submit(server: TaskServer, request: HttpRequest) -> MessageAnswer | MessagesAnswer:
     """Store messages."""
-    is_batch = isinstance(request.body, NewMessagesBody)
-    given = await server.decode_for(request.identity, partial(given_fields, request.body), request.raw)
-    request.body = None  # what it holds may take up far more than its JSON
+    is_batch = isinstance(request.call, SubmitMany)
+    given = await server.decode_for(request.identity, partial(given_fields, request.call), request.raw)
+    request.call = None  # what it holds may take up far more than its JSON
     messages = [attributed(request.identity, message) for message in given]
     del given
     orgs, org = [message["org_id"] for message in messages], request.identity.org
@@ -98,22 +99,22 @@ async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
     for org_id, one in zip(orgs, submitted, strict=True):
         server.server_log.write("submitted", task_id=one.message_id, org=org_id)
     if is_batch:
-        return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one.message_id) for one in submitted])))
+        return MessagesAnswer([unscoped(org, one.message_id) for one in submitted])
     [one] = submitted
-    return HttpReply(202, _encode(MessageAnswer(unscoped(org, one.message_id), one.duplicate)))
+    return MessageAnswer(unscoped(org, one.message_id), one.duplicate)
 
 
-def given_fields(body: NewMessageBody | NewMessagesBody, raw: bytes) -> list[dict[str, Any]]:
+def given_fields(body: Submit | SubmitMany, raw: bytes) -> list[dict[str, Any]]:
     """The fields of messages as they were sent, also those that no struct lists.
 
     A payload is taken from the struct, because it may be long.
     """
-    if isinstance(body, NewMessagesBody):
+    if isinstance(body, SubmitMany):
         return [*map(_given, body.messages, _raw_messages(raw).messages)]
     return [_given(body, _raw_fields(raw))]
 
 
-def _given(body: NewMessageBody, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+def _given(body: Submit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
     return {name: body.payload if name == "payload" else _decode(raw) for name, raw in fields.items()}
 
 
@@ -203,28 +204,28 @@ def _not_yours(identity: Identity, rule: str) -> Refusal:
 # ---- searching -------------------------------------------------------------------------------------
 
 
-async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def find(server: TaskServer, request: HttpRequest) -> FoundAnswer:
     """List messages of an organization. One call looks at `SEARCHED_MAX` messages at most."""
-    query: MessagesQuery = request.query
-    org_id = query.org_id or request.identity.org
+    call: FindMessages = request.call
+    org_id = call.org_id or request.identity.org
     check_allowed(request.identity, "message.list", of_organization(org_id))
     if not org_id:
         raise InvalidMessage("an operator has to name the organization of the messages: org_id")
-    state = query.state or None
+    state = call.state or None
     ids, caller = server.ids, request.identity
-    after = stored_place(ids, caller.org, query.after)
+    after = stored_place(ids, caller.org, call.after)
     pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, after, SEARCHED_MAX)
-    found = await server.read_for(request, lambda: _read(server, partial(_found, query, pick)))
+    found = await server.read_for(request, lambda: _read(server, partial(_found, call, pick)))
     org = caller.org
     lines = [
         replace(line, seq=shown_number(ids, org, line.seq), message_id=unscoped(org, line.message_id))
         for line in found.messages
     ]
     next_after = shown_number(ids, org, found.next_after) if found.next_after else 0
-    return HttpReply(200, _encode(FoundAnswer(lines, next_after)))
+    return FoundAnswer(lines, next_after)
 
 
-def _found(query: MessagesQuery, pick: Listing, operations: Operations) -> FoundAnswer:
+def _found(query: FindMessages, pick: Listing, operations: Operations) -> FoundAnswer:
     records = operations.transaction.find(pick)
     lines: list[MessageLine] = []
     searched, text = 0, query.text.encode()
@@ -261,14 +262,14 @@ def _line(stored: Stored) -> MessageLine:
 # ---- one message -----------------------------------------------------------------------------------
 
 
-async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: ShowQuery = request.query
+async def show(server: TaskServer, request: HttpRequest) -> MessageInfo:
+    call: ShowMessage = request.call
     info = await _read_visible(server, request, _raw_info)
-    if query.wait_s and not info.ended:
+    if call.wait_s and not info.ended:
         async with poll_share(server, request) as left:
-            await server.result_polls.wait(info.message_id, query.wait_s, left)
+            await server.result_polls.wait(info.message_id, call.wait_s, left)
         info = await _read_visible(server, request, _raw_info)
-    return HttpReply(200, _encode(shown_info(server.ids, request.identity, info)))
+    return shown_info(server.ids, request.identity, info)
 
 
 def shown_info(ids: OwnIds, identity: Identity, info: MessageInfo) -> MessageInfo:
@@ -323,7 +324,7 @@ def stream_page(
     return bytes(data), None if is_complete and sent == len(parts) else position
 
 
-async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def explain(server: TaskServer, request: HttpRequest) -> ExplainAnswer:
     core = server.engine.core
 
     def read(operations: Operations, message_id: str) -> str:
@@ -331,11 +332,11 @@ async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     text = await _read_visible(server, request, read)
     shown = unscoped_text(request.identity.org, text)
-    return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), shown)))
+    return ExplainAnswer(request.call.message_id, shown)
 
 
-async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
+async def cancel(server: TaskServer, request: HttpRequest) -> MessageAnswer:
+    message_id, policy = checked_message_id(request.call.message_id), server.engine.policy
 
     def work(task_operations: TaskOperations) -> None:
         operations = Operations(task_operations.transaction, policy)
@@ -344,7 +345,7 @@ async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
     await server.writer.submit(work, request.identity, makes_room=True)
     server.wake_streams()
     server.server_log.write("cancelled", task_id=message_id, agent=request.identity.name)
-    return HttpReply(202, _encode(MessageAnswer(message_id)))
+    return MessageAnswer(message_id)
 
 
 def cancel_allowed(identity: Identity, operations: Operations, message_id: str) -> None:
@@ -378,7 +379,7 @@ async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable
 
 def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
     """Read about the message of the path, if the caller may see it."""
-    message_id = checked_message_id(request.path_param("id"))
+    message_id = checked_message_id(request.call.message_id)
 
     def work(operations: Operations) -> T:
         return read(operations, visible(operations, message_id, request.identity).message_id)
@@ -394,9 +395,9 @@ def _read(server: TaskServer, work: Callable[[Operations], T]) -> T:
 # ---- dead letters ----------------------------------------------------------------------------------
 
 
-async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: LettersQuery = request.query
-    identity, filters = request.identity, query.filters
+async def dead_letters(server: TaskServer, request: HttpRequest) -> dict[str, Any]:
+    call: ListLetters = request.call
+    identity, filters = request.identity, call.filters
     check_allowed(identity, "letter.list", of_organization(filters.get("org_id", identity.org)))
     if identity.org:
         filters["org_id"] = identity.org
@@ -409,12 +410,12 @@ async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
         return dlq.letters(operations, wanted, raw_value)
 
     found = await server.read_for(request, lambda: _read(server, work))
-    return HttpReply(200, _encode({"letters": [shown_letter(identity, letter) for letter in found]}))
+    return {"letters": [shown_letter(identity, letter) for letter in found]}
 
 
-async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def dead_letter(server: TaskServer, request: HttpRequest) -> dict[str, Any]:
     letter = await _read_visible(server, request, partial(dlq.letter_by_id, read_value=raw_value))
-    return HttpReply(200, _encode(shown_letter(request.identity, letter)))
+    return shown_letter(request.identity, letter)
 
 
 def shown_letter(identity: Identity, letter: dlq.DeadLetter) -> dict[str, Any]:
@@ -425,22 +426,22 @@ def shown_letter(identity: Identity, letter: dlq.DeadLetter) -> dict[str, Any]:
     return fields
 
 
-async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: ReplayBody = request.body
-    chosen, filters = await _operated_letters(server, request, body, "letter.replay")
-    replayed = await server.engine.dlq.replay(chosen, dry_run=body.dry_run, priority=body.priority, **filters)
-    return _changed(server, request, "replayed", replayed, is_dry=body.dry_run)
+async def replay(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
+    call: Replay = request.call
+    chosen, filters = await _operated_letters(server, request, call, "letter.replay")
+    replayed = await server.engine.dlq.replay(chosen, dry_run=call.dry_run, priority=call.priority, **filters)
+    return _changed(server, request, "replayed", replayed, is_dry=call.dry_run)
 
 
-async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: PurgeBody = request.body
-    chosen, filters = await _operated_letters(server, request, body, "letter.purge")
-    purged = await server.engine.dlq.purge(chosen, dry_run=body.dry_run, **filters)
-    return _changed(server, request, "purged", purged, is_dry=body.dry_run)
+async def purge(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
+    call: Purge = request.call
+    chosen, filters = await _operated_letters(server, request, call, "letter.purge")
+    purged = await server.engine.dlq.purge(chosen, dry_run=call.dry_run, **filters)
+    return _changed(server, request, "purged", purged, is_dry=call.dry_run)
 
 
 async def _operated_letters(
-    server: TaskServer, request: HttpRequest, body: ReplayBody | PurgeBody, action: str
+    server: TaskServer, request: HttpRequest, body: Replay | Purge, action: str
 ) -> tuple[list[str] | None, dict[str, Any]]:
     """The messages and the filters of a change. An operator of one organization changes only its letters."""
     identity, filters = request.identity, body.filters
@@ -465,22 +466,22 @@ def operated_org(identity: Identity, action: str, org_id: str) -> str:
 
 def _changed(
     server: TaskServer, request: HttpRequest, event: str, message_ids: list[str], *, is_dry: bool
-) -> HttpReply:
+) -> MessagesAnswer:
     for message_id in () if is_dry else message_ids:
         server.server_log.write(event, task_id=message_id, agent=request.identity.name)
     org = request.identity.org
-    return HttpReply(202, _encode(MessagesAnswer([unscoped(org, one) for one in message_ids])))
+    return MessagesAnswer([unscoped(org, one) for one in message_ids])
 
 
 # ---- the queue -------------------------------------------------------------------------------------
 
 
-async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def status(server: TaskServer, request: HttpRequest) -> EngineStatus:
     org_id = visible_org(request.identity)
     found = await server.read_for(request, lambda: engine_status(server, org_id))
     if org_id is not None:
-        return HttpReply(200, _encode(found.of_organization(org_id)))
-    return HttpReply(200, _encode(found.judged(await server.part_facts())))
+        return found.of_organization(org_id)
+    return found.judged(await server.part_facts())
 
 
 def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus:
@@ -488,29 +489,29 @@ def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus
     return _read(server, lambda operations: status_of(operations, server.engine.policy, org_id))
 
 
-async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def tokens(server: TaskServer, request: HttpRequest) -> TokenStatus:
     rules, org_id = server.engine.policy.token_rules, visible_org(request.identity)
     found = await server.read_for(
         request, lambda: _read(server, lambda operations: token_status_of(operations.transaction, rules))
     )
-    return HttpReply(200, _encode(found if org_id is None else found.of_organization(org_id)))
+    return found if org_id is None else found.of_organization(org_id)
 
 
-async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: PauseBody = request.body
-    org_id = operated_org(request.identity, "engine.pause", body.org_id)
-    await server.engine.pause(org_id=org_id, type=body.type, kill=body.kill)
-    return _scoped(server, request, org_id, "killed" if body.kill else "paused")
+async def pause(server: TaskServer, request: HttpRequest) -> ScopeAnswer:
+    call: Pause = request.call
+    org_id = operated_org(request.identity, "engine.pause", call.org_id)
+    await server.engine.pause(org_id=org_id, type=call.type, kill=call.kill)
+    return _scoped(server, request, org_id, "killed" if call.kill else "paused")
 
 
-async def resume(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: ResumeBody = request.body
-    org_id = operated_org(request.identity, "engine.pause", body.org_id)
-    await server.engine.resume(org_id=org_id, type=body.type)
+async def resume(server: TaskServer, request: HttpRequest) -> ScopeAnswer:
+    call: Resume = request.call
+    org_id = operated_org(request.identity, "engine.pause", call.org_id)
+    await server.engine.resume(org_id=org_id, type=call.type)
     return _scoped(server, request, org_id, "resumed")
 
 
-def _scoped(server: TaskServer, request: HttpRequest, org_id: str, event: str) -> HttpReply:
-    body: ResumeBody = request.body
-    server.server_log.write(event, agent=request.identity.name, org=org_id, type=body.type)
-    return HttpReply(202, _encode(ScopeAnswer(org_id, body.type)))
+def _scoped(server: TaskServer, request: HttpRequest, org_id: str, event: str) -> ScopeAnswer:
+    call: Resume = request.call
+    server.server_log.write(event, agent=request.identity.name, org=org_id, type=call.type)
+    return ScopeAnswer(org_id, call.type)

@@ -15,28 +15,25 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.types import Message
 
+from postroom.calls.call import EVENT_STREAM
+from postroom.calls.fields import PAGE_DEFAULT
+from postroom.calls.server import (
+    BusAnswer,
+    BusesAnswer,
+    BusIdAnswer,
+    PostToBus,
+    ReadBus,
+    RemoveBus,
+    RemovedBusAnswer,
+)
 from postroom.core.gate import visible_org
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
 from postroom.server.access.task_names import own_queue, shown_event, stored_place
 from postroom.server.folder.buses import BusRemoved, Follower
-from postroom.server.http.messages import HttpReply, HttpRequest, StreamRefused, disconnection
-from postroom.server.http.openapi import EVENT_STREAM
+from postroom.server.http.messages import HttpRequest, StreamRefused, disconnection
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.task_handlers import is_valid
-from postroom.server.routes.task_schemas import (
-    PAGE_DEFAULT,
-    STREAM_PAGE_BYTES_MAX,
-    BusAnswer,
-    BusesAnswer,
-    BusIdAnswer,
-    BusOfQuery,
-    BusQuery,
-    NewBusMessage,
-    RemovedBusAnswer,
-    RemovedNotice,
-    ResetNotice,
-)
 
 T = TypeVar("T")
 
@@ -44,6 +41,20 @@ STREAM_POLL_S = 1.0  # writes of other processes are seen within this
 STREAM_GATHER_S = 0.02
 STREAM_ALIVE_S = 15.0  # between comments, by which a lost connection is noticed
 STREAM_PAGE = 500
+STREAM_PAGE_BYTES_MAX = 1024 * 1024  # of message bodies in one write to an event stream
+
+
+class ResetNotice(msgspec.Struct, frozen=True):
+    """The event `reset` of a bus stream: `since` was removed, and the oldest message comes next."""
+
+    since: str
+
+
+class RemovedNotice(msgspec.Struct, frozen=True):
+    """The event `removed` of a bus stream, which is its last."""
+
+    message: str
+
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -71,29 +82,28 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
         data = b"".join(sse(str(event.seq), event.kind, _encode(event)) for event in visible)
         return data, found[-1].seq if found else position
 
-    position = stored_place(ids, caller.org, int(last) if last else request.query.after)
+    position = stored_place(ids, caller.org, int(last) if last else request.call.after)
     await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
-async def find_buses(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def find_buses(server: TaskServer, request: HttpRequest) -> BusesAnswer:
     """The buses by name that the caller may read."""
     found: dict[str, list[str]] = await server.on_bus(request, lambda: server.buses.names(request.identity))
     allowed = {org: names for org, names in found.items() if names}
     if visible_org(request.identity) is None:
-        return HttpReply(200, _encode(BusesAnswer(allowed.pop("", []), allowed)))
-    return HttpReply(200, _encode(BusesAnswer(sorted({*chain.from_iterable(allowed.values())}))))
+        return BusesAnswer(allowed.pop("", []), allowed)
+    return BusesAnswer(sorted({*chain.from_iterable(allowed.values())}))
 
 
-async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
-    query: BusQuery = request.query
-    name = request.path_param("name")
+async def read_bus(server: TaskServer, request: HttpRequest) -> BusAnswer | None:
+    call: ReadBus = request.call
     if EVENT_STREAM not in request.header(b"accept"):
         messages = await server.on_bus(
             request,
-            lambda: server.buses.read(name, query.since, query.limit, request.identity, query.org_id),
+            lambda: server.buses.read(call.bus, call.since, call.limit, request.identity, call.org_id),
         )
-        return HttpReply(200, _encode(BusAnswer(messages)))
-    since = request.header(b"last-event-id") or query.since
+        return BusAnswer(messages)
+    since = request.header(b"last-event-id") or call.since
     page = await bus_pages(server, request, since)
     await EventStream(server, request, page, partial(server.on_bus, request)).send(since)
     return None
@@ -107,7 +117,7 @@ async def bus_pages(
     bytes_max: int = STREAM_PAGE_BYTES_MAX,
 ) -> ReadPage[str]:
     """A reader of the bus of the path. `shown` is applied to each message."""
-    name, org_id = request.path_param("name"), request.query.org_id
+    name, org_id = request.path_param("name"), request.call.org_id
     follower: Follower = await server.on_bus(
         request, lambda: server.buses.follow(name, since, request.identity, org_id)
     )
@@ -131,22 +141,20 @@ async def bus_pages(
     return page
 
 
-async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: NewBusMessage = request.body
-    name = request.path_param("name")
-    msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
+async def append_bus(server: TaskServer, request: HttpRequest) -> BusIdAnswer:
+    call: PostToBus = request.call
+    msg_id = await server.on_bus(request, lambda: server.buses.append(call, request.identity))
     server.wake_streams()
-    server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
-    return HttpReply(201, _encode(BusIdAnswer(msg_id)))
+    server.server_log.write("appended", agent=request.identity.name, bus=call.bus, msg_id=msg_id)
+    return BusIdAnswer(msg_id)
 
 
-async def remove_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: BusOfQuery = request.query
-    name = request.path_param("name")
-    key = await server.on_bus(request, lambda: server.buses.remove(name, request.identity, query.org_id))
+async def remove_bus(server: TaskServer, request: HttpRequest) -> RemovedBusAnswer:
+    call: RemoveBus = request.call
+    key = await server.on_bus(request, lambda: server.buses.remove(call.bus, request.identity, call.org_id))
     server.wake_streams()
-    server.server_log.write("bus_removed", agent=request.identity.name, bus=name, org=key.org)
-    return HttpReply(202, _encode(RemovedBusAnswer(key.name, key.org)))
+    server.server_log.write("bus_removed", agent=request.identity.name, bus=call.bus, org=key.org)
+    return RemovedBusAnswer(key.name, key.org)
 
 
 class EventStream(Generic[T]):

@@ -3,40 +3,37 @@
 Rule 1: an operator of one organization sees and decides only what belongs to it. Everything else is unknown.
 """
 
-import msgspec
-
+from postroom.calls.goals import Answer
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.errors import UnknownDecision, UnknownGoal
 from postroom.goals.goal_cells import Decision
+from postroom.goals.goals import GoalStatus
 from postroom.goals.rollback import goal_of
 from postroom.server.access.registry import Identity
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.messages import HttpRequest
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.engine_schemas import AnswerBody
+from postroom.server.routes.answers import CheckpointsAnswer, ConflictsAnswer, DecisionsAnswer, GoalsAnswer
 from postroom.stores.transaction import Transaction
-
-_encode = msgspec.json.Encoder().encode
-
 
 # ---- decisions -------------------------------------------------------------------------------------
 
 
-async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def decisions(server: TaskServer, request: HttpRequest) -> DecisionsAnswer:
     found = await server.engine.decisions.list()
     identity = request.identity
     visible = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
-    return HttpReply(200, _encode({"decisions": visible}))
+    return DecisionsAnswer(visible)
 
 
-async def decision(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(200, _encode(await _decision(server, request)))
+async def decision(server: TaskServer, request: HttpRequest) -> Decision:
+    return await _decision(server, request)
 
 
-async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
-    return HttpReply(202, _encode(await answered(server, request, request.body)))
+async def answer(server: TaskServer, request: HttpRequest) -> Decision:
+    return await answered(server, request, request.call)
 
 
-async def answered(server: TaskServer, request: HttpRequest, body: AnswerBody) -> Decision:
+async def answered(server: TaskServer, request: HttpRequest, body: Answer) -> Decision:
     """Take the decision of a route, as a person."""
     asked = await _decision(server, request)
     taken = await server.engine.decisions.answer(asked.decision_id, body.choice)
@@ -57,19 +54,19 @@ async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
 # ---- goals and conflicts ---------------------------------------------------------------------------
 
 
-async def goals(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def goals(server: TaskServer, request: HttpRequest) -> GoalsAnswer:
     found = await server.engine.goals.list(visible_org(request.identity))
-    return HttpReply(200, _encode({"goals": found}))
+    return GoalsAnswer(found)
 
 
-async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def goal(server: TaskServer, request: HttpRequest) -> GoalStatus:
     goal_id = await _visible_goal(server, request)
-    return HttpReply(200, _encode(await server.engine.goals.status(goal_id)))
+    return await server.engine.goals.status(goal_id)
 
 
-async def checkpoints(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def checkpoints(server: TaskServer, request: HttpRequest) -> CheckpointsAnswer:
     goal_id = await _visible_goal(server, request)
-    return HttpReply(200, _encode({"checkpoints": await server.engine.goals.checkpoints(goal_id)}))
+    return CheckpointsAnswer(await server.engine.goals.checkpoints(goal_id))
 
 
 async def _visible_goal(server: TaskServer, request: HttpRequest) -> str:
@@ -87,8 +84,8 @@ def check_goal(transaction: Transaction, identity: Identity, goal_id: str) -> No
         raise UnknownGoal(goal_id)
 
 
-async def conflicts(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def conflicts(server: TaskServer, request: HttpRequest) -> ConflictsAnswer:
     org_id = visible_org(request.identity)
     active = await server.engine.conflicts.active(org_id)
     waiting = await server.engine.conflicts.waiting(org_id)
-    return HttpReply(200, _encode({"active": active, "waiting": waiting}))
+    return ConflictsAnswer(active, waiting)

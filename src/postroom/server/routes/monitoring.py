@@ -2,16 +2,17 @@
 
 import msgspec
 
+from postroom.calls.server import CallerAnswer, ErrorAnswer
 from postroom.core.health.health import judge
 from postroom.server.http.messages import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
+from postroom.server.routes.answers import HealthAnswer
 from postroom.server.routes.engine_handlers import engine_status
-from postroom.server.routes.task_schemas import CallerAnswer, ErrorAnswer, HealthAnswer
 
 _encode = msgspec.json.Encoder().encode
 
 
-async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no caller
+async def health(server: TaskServer, request: HttpRequest) -> HealthAnswer | HttpReply:  # noqa: ARG001 - needs no caller
     if server.tasks.store.trouble:
         return _unavailable("the store cannot be written to at present")
     if not (server.writer.alive and server.harness.alive):
@@ -19,11 +20,11 @@ async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa
     states, facts = await server.health()
     verdict = judge(facts)
     if verdict.level == "ok":
-        return HttpReply(200, _encode(HealthAnswer("ok", states)))
-    return HttpReply(200, _encode(HealthAnswer("degraded", states, verdict)))
+        return HealthAnswer("ok", states)
+    return HealthAnswer("degraded", states, verdict)
 
 
-async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def ready(server: TaskServer, request: HttpRequest) -> HealthAnswer | HttpReply:
     """Like `health`, but broken parts are a refusal: a load balancer should choose another server.
 
     Messages that wait, and the broker of RabbitMQ, are the same for every server.
@@ -33,9 +34,9 @@ async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
     return _unavailable("; ".join(f"{name}: {why}" for name, why in parts.items())) if parts else reply
 
 
-async def caller(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - the token is enough
+async def caller(server: TaskServer, request: HttpRequest) -> CallerAnswer:  # noqa: ARG001 - the token is enough
     identity = request.identity
-    return HttpReply(200, _encode(CallerAnswer(identity.name, identity.role, identity.org)))
+    return CallerAnswer(identity.name, identity.role, identity.org)
 
 
 def _unavailable(message: str) -> HttpReply:

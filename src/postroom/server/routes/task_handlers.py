@@ -14,6 +14,23 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.tasks import (
+    ClaimedTask,
+    ClaimedTasks,
+    Complete,
+    CompletedAnswer,
+    Enqueue,
+    EnqueueMany,
+    Fail,
+    FindTasks,
+    Holder,
+    NewTaskAnswer,
+    NewTasksAnswer,
+    Next,
+    Result,
+    ShowTask,
+    TaskAnswer,
+)
 from postroom.contracts.tasks import task_operations, task_storage
 from postroom.contracts.tasks.task_input import checked_id, checked_results
 from postroom.contracts.tasks.task_operations import DECISIONS, LeasedTask, TaskOperations, holds_decisions
@@ -58,31 +75,12 @@ from postroom.server.http.messages import (
 )
 from postroom.server.http.task_server import TaskServer
 from postroom.server.http.writer import TASK_BYTES
-from postroom.server.routes.task_schemas import (
-    ClaimedTask,
-    ClaimedTasks,
-    CompleteBody,
-    CompletedAnswer,
-    EnqueueBody,
-    EnqueueManyBody,
-    FailBody,
-    FindQuery,
-    HolderBody,
-    LinesAnswer,
-    NewTaskAnswer,
-    NewTasksAnswer,
-    NextBody,
-    ResultBody,
-    ShowQuery,
-    StatusAnswer,
-    TaskAnswer,
-)
+from postroom.server.routes.answers import LinesAnswer, StatusAnswer
 from postroom.stores.transaction import Claim, Transaction
 
 SETTLED = ("failed", "released")  # events of calls that end a delivery
 SEVERAL = "several agents"  # the destination of a batch, in telemetry
 
-_encode = msgspec.json.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 _COMPLETED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
 
@@ -90,16 +88,16 @@ _COMPLETED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
 # ---- lease holders ---------------------------------------------------------------------------------
 
 
-async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: NextBody = request.body
+async def claim(server: TaskServer, request: HttpRequest) -> ClaimedTask | ClaimedTasks | HttpReply:
+    call: Next = request.call
     agent = await _named_queue(server, request)
     if agent is None:
         raise InvalidMessage("an operator has to name the agent whose tasks it claims")
-    lease_s = min(body.lease_s, server.lease_s_max)
-    terms = server.claim_terms(agent, body.limit, lease_s, body.worker)
+    lease_s = min(call.lease_s, server.lease_s_max)
+    terms = server.claim_terms(agent, call.limit, lease_s, call.worker)
     started_ns = time.time_ns()
-    if body.wait_s:
-        claimed = await _long_poll(server, request, terms, body.wait_s)
+    if call.wait_s:
+        claimed = await _long_poll(server, request, terms, call.wait_s)
     else:
         claimed = await server.writer.submit(terms, request.identity)
     if not claimed:
@@ -109,7 +107,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     if server.task_spans is not None:
         server.task_spans.note("receive", agent, [task.task_id for task in claimed], started_ns)
     answers = [_claimed_task(server, request, task) for task in claimed]
-    return HttpReply(200, _encode(answers[0] if body.limit == 1 else ClaimedTasks(answers)))
+    return answers[0] if call.limit == 1 else ClaimedTasks(answers)
 
 
 async def _long_poll(
@@ -178,37 +176,36 @@ def _claimed_task(server: TaskServer, request: HttpRequest, task: LeasedTask) ->
     return ClaimedTask(task_id, task.payload, lease, task.attempt, task.lease_s, task.type, parent)
 
 
-async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: CompleteBody = request.body
+async def complete(server: TaskServer, request: HttpRequest) -> CompletedAnswer:
+    call: Complete = request.call
     owners, org = await _owners(server, request), request.identity.org
 
     def work(operations: TaskOperations) -> tuple[str, bool, list[LeasedTask]]:
         """The id in the store, whether the task was completed before, and the tasks claimed next."""
-        with _under_lease(operations, body, owners, org) as (record, lease):
+        with _under_lease(operations, call, owners, org) as (record, lease):
             if holds_decisions(record.queue):
                 operations.settle(record.message_id, lease)
                 return record.message_id, False, []
-            results = checked_results([(record.message_id, lease, body.decision)])
+            results = checked_results([(record.message_id, lease, call.decision)])
             is_repeated = record.lease == lease and record.state in _COMPLETED
             # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
-            claimed = operations.complete(results, 0 if is_repeated else body.claim_next, raw_value)
+            claimed = operations.complete(results, 0 if is_repeated else call.claim_next, raw_value)
             return record.message_id, is_repeated, claimed
 
-    size = TASK_BYTES * (1 + body.claim_next) + request.size
+    size = TASK_BYTES * (1 + call.claim_next) + request.size
     started_ns = time.time_ns()
     task_id, is_repeated, claimed = await server.writer.submit(work, request.identity, size, makes_room=True)
     if is_repeated:  # the first result may be part of the same commit, so it is read after the commit
-        await server.read_for(request, lambda: _check_same_decision(server.tasks, task_id, body))
+        await server.read_for(request, lambda: _check_same_decision(server.tasks, task_id, call))
     server.harness.wake()
     _log_claims(server, claimed)
     _log_change(server, request, "completed", task_id)
     if server.task_spans is not None:
         server.task_spans.note("settle", request.identity.name, [task_id], started_ns)
-    answer = CompletedAnswer(body.task_id, [_claimed_task(server, request, task) for task in claimed])
-    return HttpReply(202, _encode(answer))
+    return CompletedAnswer(call.task_id, [_claimed_task(server, request, task) for task in claimed])
 
 
-def _check_same_decision(tasks: Tasks, task_id: str, body: CompleteBody) -> None:
+def _check_same_decision(tasks: Tasks, task_id: str, body: Complete) -> None:
     """Accept a repeated `complete` with the same decision, and refuse one with another decision."""
     try:
         info = tasks.get(task_id)
@@ -218,7 +215,7 @@ def _check_same_decision(tasks: Tasks, task_id: str, body: CompleteBody) -> None
         raise Refusal(409, "WrongState", f"task {body.task_id!r} was completed before with another decision")
 
 
-async def heartbeat(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def heartbeat(server: TaskServer, request: HttpRequest) -> TaskAnswer:
     return await _holder_call(
         server,
         request,
@@ -227,17 +224,17 @@ async def heartbeat(server: TaskServer, request: HttpRequest) -> HttpReply:
     )
 
 
-async def fail(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: FailBody = request.body
+async def fail(server: TaskServer, request: HttpRequest) -> TaskAnswer:
+    call: Fail = request.call
     return await _holder_call(
         server,
         request,
         "failed",
-        lambda operations, task_id, lease: operations.fail(task_id, lease, body.error, body.retry_in_s),
+        lambda operations, task_id, lease: operations.fail(task_id, lease, call.error, call.retry_in_s),
     )
 
 
-async def release(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def release(server: TaskServer, request: HttpRequest) -> TaskAnswer:
     return await _holder_call(
         server, request, "released", lambda operations, task_id, lease: operations.release(task_id, lease)
     )
@@ -245,9 +242,9 @@ async def release(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def _holder_call(
     server: TaskServer, request: HttpRequest, event: str, change: Callable[[TaskOperations, str, int], None]
-) -> HttpReply:
+) -> TaskAnswer:
     """Change a task that has to belong to the caller's agent."""
-    body, owners, org = request.body, await _owners(server, request), request.identity.org
+    body, owners, org = request.call, await _owners(server, request), request.identity.org
 
     def work(operations: TaskOperations) -> str:
         with _under_lease(operations, body, owners, org) as (record, lease):
@@ -259,7 +256,7 @@ async def _holder_call(
 
 @contextmanager
 def _under_lease(
-    operations: TaskOperations, body: HolderBody, owners: Sequence[str] | None, org: str
+    operations: TaskOperations, body: Holder, owners: Sequence[str] | None, org: str
 ) -> Iterator[tuple[Record, int]]:
     """The record of a task that the caller holds, and its lease as the store knows it."""
     record = _own_record(operations, body.task_id, owners, org)
@@ -279,7 +276,7 @@ async def _commit(
     work: Callable[[TaskOperations], str | None],
     *,
     makes_room: bool,
-) -> HttpReply:
+) -> TaskAnswer:
     """Commit a change of a task. `work` may return the id that the store has it under."""
     size = TASK_BYTES + request.size
     started_ns = time.time_ns()
@@ -287,7 +284,7 @@ async def _commit(
     _log_change(server, request, event, stored)
     if server.task_spans is not None and event in SETTLED:
         server.task_spans.note("settle", request.identity.name, [stored], started_ns)
-    return HttpReply(202, _encode(TaskAnswer(task_id)))
+    return TaskAnswer(task_id)
 
 
 def _log_change(server: TaskServer, request: HttpRequest, event: str, task_id: str) -> None:
@@ -295,21 +292,21 @@ def _log_change(server: TaskServer, request: HttpRequest, event: str, task_id: s
     server.server_log.write(event, task_id=task_id, agent=request.identity.name)
 
 
-async def result(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def result(server: TaskServer, request: HttpRequest) -> TaskAnswer:
     """Wake the harness, which looks for the result itself."""
-    body: ResultBody = request.body
+    call: Result = request.call
     owners, org = await _owners(server, request), request.identity.org
-    await server.read_for(request, lambda: _check_owner(server.tasks, body.task_id, owners, org))
+    await server.read_for(request, lambda: _check_owner(server.tasks, call.task_id, owners, org))
     server.harness.wake()
-    return HttpReply(202, _encode(TaskAnswer(body.task_id)))
+    return TaskAnswer(call.task_id)
 
 
 # ---- senders and operators -------------------------------------------------------------------------
 
 
-async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
-    is_batch = isinstance(request.body, EnqueueManyBody)
-    new: list[EnqueueBody] = request.body.tasks if is_batch else [request.body]
+async def enqueue(server: TaskServer, request: HttpRequest) -> NewTaskAnswer | NewTasksAnswer:
+    is_batch = isinstance(request.call, EnqueueMany)
+    new: list[Enqueue] = request.call.tasks if is_batch else [request.call]
     identity, agents = request.identity, {task.agent for task in new}
     sender = own_queue(server.agents, identity) or ""
     if sender:
@@ -341,8 +338,7 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> HttpReply:
         queue = tasks[0].agent if len(agents) == 1 else SEVERAL
         server.task_spans.note("send", queue, task_ids, started_ns)
     task_ids = [shown_id(server.ids, request.identity.org, task_id) for task_id in task_ids]
-    answer = NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
-    return HttpReply(201, _encode(answer))
+    return NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
 
 
 def _check_may_send(identity: Identity, agents: set[str]) -> None:
@@ -372,15 +368,15 @@ def _unknown_warning(server: TaskServer, queues: set[str]) -> str:
     return f"no token is for the agent {', '.join(map(repr, missing))}: check the name" if missing else ""
 
 
-async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task_id = server.ids.uncover_id(request.path_param("id"))
+async def cancel(server: TaskServer, request: HttpRequest) -> TaskAnswer:
+    task_id = server.ids.uncover_id(request.call.task_id)
     return await _commit(
         server, request, "cancelled", task_id, lambda operations: operations.cancel(task_id), makes_room=True
     )
 
 
-async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
-    task_id = server.ids.uncover_id(request.path_param("id"))
+async def retry(server: TaskServer, request: HttpRequest) -> TaskAnswer:
+    task_id = server.ids.uncover_id(request.call.task_id)
     return await _commit(
         server, request, "retried", task_id, lambda operations: operations.retry(task_id), makes_room=False
     )
@@ -389,14 +385,14 @@ async def retry(server: TaskServer, request: HttpRequest) -> HttpReply:
 # ---- reads -----------------------------------------------------------------------------------------
 
 
-async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: ShowQuery = request.query
+async def show(server: TaskServer, request: HttpRequest) -> TaskInfo:
+    call: ShowTask = request.call
     info = await readable_task(server, request)
-    if query.wait_s and not info.ended:
+    if call.wait_s and not info.ended:
         async with poll_share(server, request) as left:
-            await server.result_polls.wait(info.task_id, query.wait_s, left)
+            await server.result_polls.wait(info.task_id, call.wait_s, left)
         info = await readable_task(server, request)
-    return HttpReply(200, _encode(shown_task(server.ids, request.identity, info)))
+    return shown_task(server.ids, request.identity, info)
 
 
 async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
@@ -421,31 +417,31 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
     return replace(info, history=[*map(server.ids.shown, info.history)])
 
 
-async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: FindQuery = request.query
-    agent = query.agent or (None if request.identity.is_operator else request.identity.name)
+async def find(server: TaskServer, request: HttpRequest) -> LinesAnswer:
+    call: FindTasks = request.call
+    agent = call.agent or (None if request.identity.is_operator else request.identity.name)
     if agent is not None:
         agent = await read_queue(server, request, agent)
-    state, after = query.state or None, stored_place(server.ids, request.identity.org, query.after)
+    state, after = call.state or None, stored_place(server.ids, request.identity.org, call.after)
     lines = await server.read_for(
-        request, lambda: server.tasks.find(agent=agent, state=state, after=after, limit=query.limit)
+        request, lambda: server.tasks.find(agent=agent, state=state, after=after, limit=call.limit)
     )
     shown = [shown_line(server.ids, request.identity, line) for line in lines]
-    return HttpReply(200, _encode(LinesAnswer(shown)))
+    return LinesAnswer(shown)
 
 
-async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def status(server: TaskServer, request: HttpRequest) -> StatusAnswer:
     identity = request.identity
     if identity.is_operator:
         found = await server.read_for(request, server.tasks.status)
-        return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, server.harness.status())))
+        return StatusAnswer(found.agents, found.totals, server.harness.status())
 
     def read(transaction: Transaction) -> dict[str, AgentStatus]:
         found = agents_status(transaction, readable_queues(transaction, server.agents, identity))
         return {unscoped(identity.org, queue): status for queue, status in found.items()}
 
     own = await server.read_for(request, lambda: server.tasks.store.read(read))
-    return HttpReply(200, _encode(StatusAnswer(own, totals(own.values()))))
+    return StatusAnswer(own, totals(own.values()))
 
 
 # ---- ownership -------------------------------------------------------------------------------------
@@ -466,7 +462,7 @@ async def _queue(server: TaskServer, request: HttpRequest, agent: str) -> str:
 
 def _named_agent(request: HttpRequest) -> str | None:
     """The agent that a request acts for, which the token decides. An operator may name one, or mean any."""
-    identity, body = request.identity, request.body
+    identity, body = request.identity, request.call
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
     agent = identity.name if body.agent is None else str(body.agent)
@@ -489,7 +485,7 @@ async def _named_queue(server: TaskServer, request: HttpRequest) -> str | None:
 async def _owners(server: TaskServer, request: HttpRequest) -> Sequence[str] | None:
     """The queues whose tasks a request may end; None for all."""
     identity, named = request.identity, await _named_queue(server, request)
-    if request.body.agent is None and not identity.is_operator:
+    if request.call.agent is None and not identity.is_operator:
         names = (identity.name, *identity.permissions.may_claim)
         return [server.agents.queue_of(identity.org, name) for name in names]
     return None if named is None else (named,)

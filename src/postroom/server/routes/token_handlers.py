@@ -10,79 +10,75 @@ Rule 5: a token ends at the latest with that of the admin who made or rotated it
 
 from datetime import UTC, datetime
 
-import msgspec
-
+from postroom.calls.tokens import (
+    CreateToken,
+    MadeTokenAnswer,
+    RevokedAnswer,
+    RotateToken,
+    TokenLine,
+    TokensAnswer,
+)
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, UnknownToken
 from postroom.server.access.tokens import MORE_RIGHTS, Permissions, RegisteredToken
-from postroom.server.http.messages import HttpReply, HttpRequest, check_allowed
+from postroom.server.http.messages import HttpRequest, check_allowed
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.task_schemas import (
-    MadeTokenAnswer,
-    NewTokenBody,
-    RevokedAnswer,
-    RotateBody,
-    TokenLine,
-    TokensAnswer,
-    permissions_of,
-)
-
-_encode = msgspec.json.Encoder().encode
 
 
-async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def tokens(server: TaskServer, request: HttpRequest) -> TokensAnswer:
     identity, now = request.identity, datetime.now(UTC)
 
-    def listed() -> bytes:
+    def listed() -> TokensAnswer:
         known = server.agents.tokens.list()
         seen = [each for each in known if permit(identity, "token.list", Owner(each.org))]
-        return _encode(TokensAnswer([_line(each, now) for each in seen]))
+        return TokensAnswer([_line(each, now) for each in seen])
 
-    return HttpReply(200, await server.on_tokens(request, listed))
+    found: TokensAnswer = await server.on_tokens(request, listed)
+    return found
 
 
-async def create(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: NewTokenBody = request.body
+async def create(server: TaskServer, request: HttpRequest) -> MadeTokenAnswer:
+    call: CreateToken = request.call
     identity = request.identity
-    org = identity.org if body.org is None else body.org
+    org = identity.org if call.org is None else call.org
     check_allowed(identity, "token.create", Owner(org))
-    allowed = _permissions(body, org)
+    allowed = _permissions(call, org)
     made = await server.on_tokens(
         request,
         lambda: server.agents.tokens.create(
-            body.role, org, body.agent or "", body.expires_s, allowed, body.rate, identity.token_id
+            call.role, org, call.agent or "", call.expires_s, allowed, call.rate, identity.token_id
         ),
     )
     if not identity.org:
-        await server.on_tokens(request, lambda: server.agents.adopt(body.agent or "", org))
-    facts = {"role": body.role, "token_org": org, "token_agent": body.agent or ""}
+        await server.on_tokens(request, lambda: server.agents.adopt(call.agent or "", org))
+    facts = {"role": call.role, "token_org": org, "token_agent": call.agent or ""}
     _log(server, request, "token_created", token_id=made.token_id, **facts)
-    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
+    return MadeTokenAnswer(made.token, made.token_id)
 
 
-async def revoke(server: TaskServer, request: HttpRequest) -> HttpReply:
+async def revoke(server: TaskServer, request: HttpRequest) -> RevokedAnswer:
     ended = await _known(server, request)
     await server.on_tokens(request, lambda: server.agents.tokens.revoke(ended.token_id))
     server.open_calls.check()
     _log(server, request, "token_revoked", **_facts(ended))
-    return HttpReply(202, _encode(RevokedAnswer(ended.token_id)))
+    return RevokedAnswer(ended.token_id)
 
 
-async def rotate(server: TaskServer, request: HttpRequest) -> HttpReply:
-    body: RotateBody = request.body
+async def rotate(server: TaskServer, request: HttpRequest) -> MadeTokenAnswer:
+    call: RotateToken = request.call
     ended = await _known(server, request)
     maker_id = request.identity.token_id
     made = await server.on_tokens(
-        request, lambda: server.agents.tokens.rotate(ended.token_id, body.overlap_s, maker_id)
+        request, lambda: server.agents.tokens.rotate(ended.token_id, call.overlap_s, maker_id)
     )
     server.open_calls.check()
     _log(server, request, "token_rotated", **_facts(ended), new_token_id=made.token_id)
-    return HttpReply(201, _encode(MadeTokenAnswer(made.token, made.token_id)))
+    return MadeTokenAnswer(made.token, made.token_id)
 
 
 async def _known(server: TaskServer, request: HttpRequest) -> RegisteredToken:
     """The token of the path, when the caller may see it. The organization of a token never changes."""
-    token_id, identity = request.path_param("id"), request.identity
+    token_id, identity = request.call.token_id, request.identity
     for known in await server.on_tokens(request, server.agents.tokens.list):
         if known.token_id == token_id and permit(identity, "token.end", Owner(known.org)):
             return known
@@ -104,7 +100,19 @@ def _facts(token: RegisteredToken) -> dict[str, str]:
     }
 
 
-def _permissions(body: NewTokenBody, org: str) -> Permissions:
+def permissions_of(given: CreateToken | TokenLine) -> Permissions:
+    """The permissions that a call or an answer names."""
+    return Permissions(
+        may_send_to=given.may_send_to,
+        may_claim=given.may_claim,
+        may_read=given.may_read,
+        only_message=given.only_message,
+        only_buses=given.only_buses,
+        is_read_only=given.read_only,
+    )
+
+
+def _permissions(body: CreateToken, org: str) -> Permissions:
     given = [name for name in MORE_RIGHTS if getattr(body, name)]
     if given and body.role != "agent" and not org:
         raise InvalidMessage(f"{given[0]} has no effect: an {body.role} of all organizations has every right")

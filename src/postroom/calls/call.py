@@ -1,0 +1,137 @@
+"""A verb as a struct, and how it goes over HTTP.
+
+Rule 1: the fields of a struct are the arguments of its verb, and the first line of its docstring says what
+        the verb does. Its `route` has the path, the permission and the answers.
+Rule 2: a field whose name stands in the path is a part of the path. The others are the body of a POST, and
+        the query of a GET.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import quote, urlencode
+
+import msgspec
+from msgspec import UNSET
+
+from postroom.calls.fields import SMALL_BODY_BYTES_MAX
+
+EVENT_STREAM = "text/event-stream"
+TEXT = "text/plain"
+
+REFUSED = (400, 401, 403, 413, 429, 503)
+READ_REFUSED = (400, 401, 403, 404, 413, 429, 503)
+CHANGE_REFUSED = (400, 401, 403, 404, 409, 413, 429, 503)
+
+
+class Route(NamedTuple):
+    """Where a verb is on a server, and who may call it."""
+
+    method: str
+    path: str
+    permission: str
+    """Its entry in the table of `core.gate`."""
+    answers: Mapping[int, Any]
+    """By status: the types of a success, None for an empty body, or a content type other than JSON."""
+    refusals: tuple[int, ...] = ()
+    bytes_max: int = SMALL_BODY_BYTES_MAX
+    """Bytes of a body."""
+    in_query: bool = False
+    """Whether the fields of a POST are its query."""
+    streams: bool = False
+    """Whether the route can also send an event stream."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in the path."""
+        return tuple(re.findall(r"{(\w+)}", self.path))
+
+
+def get(
+    path: str,
+    permission: str,
+    *answers: Any,
+    refusals: tuple[int, ...] = READ_REFUSED,
+    others: Mapping[int, Any] | None = None,
+    streams: bool = False,
+) -> Route:
+    """A route that reads. `others` are answers with another status than 200."""
+    return Route("GET", path, permission, {200: answers, **(others or {})}, refusals, streams=streams)
+
+
+def post(
+    path: str,
+    permission: str,
+    *answers: Any,
+    status: int = 202,
+    refusals: tuple[int, ...] = CHANGE_REFUSED,
+    bytes_max: int = SMALL_BODY_BYTES_MAX,
+    others: Mapping[int, Any] | None = None,
+    in_query: bool = False,
+) -> Route:
+    """A route that changes something."""
+    all_answers = {status: answers, **(others or {})}
+    return Route("POST", path, permission, all_answers, refusals, bytes_max, in_query)
+
+
+def part_of_path(name: str, value: Any) -> str:  # noqa: ARG001 - a client checks the value by its name
+    """A value as one part of a path."""
+    return quote(str(value), safe="")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all verbs."""
+
+    route: ClassVar[Route]
+
+    def target(self, part: Callable[[str, Any], str] = part_of_path) -> tuple[str, dict[str, Any] | None]:
+        """The path of this call with its query, and its body. What is None or unset is left out."""
+        kind, route = type(self), self.route
+        rest = sent_type(kind, route.names)
+        path = route.path
+        for field in msgspec.structs.fields(kind):
+            if field.encode_name in route.names:
+                value = part(field.name, getattr(self, field.name))
+                path = path.replace(f"{{{field.encode_name}}}", value)
+        given = {
+            field.encode_name: value
+            for field in msgspec.structs.fields(rest)
+            if (value := getattr(self, field.name)) is not None and value is not UNSET
+        }
+        if has_body(route, rest):
+            return path, given
+        query = {
+            field.encode_name: given[field.encode_name]
+            for field in msgspec.structs.fields(rest)
+            if field.encode_name in given and given[field.encode_name] != field.default
+        }
+        return f"{path}?{urlencode(query)}" if query else path, None
+
+
+def has_body(route: Route, rest: type[msgspec.Struct]) -> bool:
+    """Whether the fields of a call, without those of its path, are the body of its request."""
+    return route.method == "POST" and not route.in_query and bool(rest.__struct_fields__)
+
+
+@lru_cache
+def sent_type(kind: type[msgspec.Struct], names: tuple[str, ...]) -> type[msgspec.Struct]:
+    """A struct without the fields of these names, which are in the path."""
+    fields = msgspec.structs.fields(kind)
+    if not any(field.encode_name in names for field in fields):
+        return kind
+    again: Any = msgspec.field  # its type does not allow for both, of which one is never set
+    rest = [
+        (field.name, field.type, again(default=field.default, default_factory=field.default_factory))
+        for field in fields
+        if field.encode_name not in names
+    ]
+    return msgspec.defstruct(
+        kind.__name__, rest, namespace={"__doc__": kind.__doc__}, frozen=True, kw_only=True,
+        forbid_unknown_fields=kind.__struct_config__.forbid_unknown_fields,
+    )  # fmt: skip
+
+
+def summary_of(kind: type) -> str:
+    """What a verb does: the first line of its docstring."""
+    return (kind.__doc__ or "").partition("\n")[0].removesuffix(".")

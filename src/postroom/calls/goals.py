@@ -1,0 +1,59 @@
+"""The verbs of goals, decisions and conflicts. All of them are for operators."""
+
+from typing import ClassVar
+
+import msgspec
+
+from postroom.calls.call import Call, Route, get, post
+from postroom.calls.fields import Id, Text
+
+
+class ListGoals(Call, frozen=True, kw_only=True):
+    """Goals and their states."""
+
+    route: ClassVar[Route] = get("/engine/goals", "goal.read")
+
+
+class ShowGoal(Call, frozen=True, kw_only=True):
+    """How a goal stands."""
+
+    goal_id: Id = msgspec.field(name="id")
+
+    route: ClassVar[Route] = get("/engine/goals/{id}", "goal.read")
+
+
+class ListCheckpoints(ShowGoal, frozen=True, kw_only=True):
+    """The checkpoints of a goal."""
+
+    route: ClassVar[Route] = get("/engine/goals/{id}/checkpoints", "goal.read")
+
+
+class ListDecisions(Call, frozen=True, kw_only=True):
+    """Decisions that wait for a person."""
+
+    route: ClassVar[Route] = get("/engine/decisions", "decision.read")
+
+
+class ShowDecision(Call, frozen=True, kw_only=True):
+    """A decision and its question."""
+
+    decision_id: Id = msgspec.field(name="id")
+
+    route: ClassVar[Route] = get("/engine/decisions/{id}", "decision.read")
+
+
+class Answer(ShowDecision, frozen=True, kw_only=True):
+    """Take a decision.
+
+    `choice` is one of the options of the decision.
+    """
+
+    choice: Text
+
+    route: ClassVar[Route] = post("/engine/decisions/{id}/answer", "decision.answer")
+
+
+class ListConflicts(Call, frozen=True, kw_only=True):
+    """Operations that are under way."""
+
+    route: ClassVar[Route] = get("/engine/conflicts", "goal.read")

@@ -1,0 +1,342 @@
+"""The verbs of messages: submit, read, cancel, dead letters, and the state of the queue."""
+
+from datetime import datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from postroom.calls.call import EVENT_STREAM, REFUSED, Call, Route, get, post
+from postroom.calls.fields import (
+    ENQUEUE_BYTES_MAX,
+    ENQUEUE_MANY_MAX,
+    FORMAT_VERSION,
+    LETTERS_MAX,
+    PAGE_DEFAULT,
+    TOKENS_MAX,
+    WAIT_S_MAX,
+    Delay,
+    Id,
+    Key,
+    Name,
+    Number,
+    Page,
+    Priority,
+    Retries,
+    Scope,
+    Session,
+    Text,
+    Wait,
+)
+from postroom.message import Durability, State
+
+_NEW_REFUSED = (400, 401, 403, 409, 410, 413, 429, 503)
+
+
+class MessageAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The message that the request was about. `duplicate`: an earlier submit has stored it."""
+
+    message_id: str
+    duplicate: bool = False
+
+
+class MessagesAnswer(msgspec.Struct, frozen=True):
+    """The messages that the request was about."""
+
+    message_ids: list[str]
+
+
+# ---- submitting --------------------------------------------------------------------------------------
+
+
+class Creator(msgspec.Struct, frozen=True):
+    """Who created a message. An agent's token creates as this agent only."""
+
+    type: Literal["user", "agent", "system"]
+    id: Text
+
+
+class Submit(Call, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Submit one message or several.
+
+    The fields are the keywords of `Engine.submit`. An agent's token gives `org_id`. A newer minor version of
+    the format may add fields; the contract checks every field.
+    """
+
+    type: Text
+    payload: dict[str, Any]
+    org_id: Name | None = None
+    priority: Priority = 2
+    message_id: Text | None = None
+    goal_id: Text | None = None
+    task_id: Text | None = None
+    parent_message_id: Text = ""
+    created_by: Creator | None = None
+    user_id: Text = ""
+    agent_id: Text = ""
+    expires_at: str | None = None
+    delay_s: Delay = 0.0
+    max_retries: Retries | None = None
+    version: str = FORMAT_VERSION
+    context: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    resource_limits: dict[str, Any] | None = None
+    token_needs: dict[str, Any] | None = None
+    model_preferences: list[str] | None = None
+    tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0
+    models: list[str] | None = None
+    service: Text = ""
+    idempotency_key: Key | None = None
+    ordering_key: Key | None = None
+    on_dead: Literal["continue", "stop"] = "continue"
+    traceparent: Text = ""
+    tracestate: str = ""
+    durability: Durability | None = None
+    operation: dict[str, Any] | None = None
+
+    route: ClassVar[Route] = post(
+        "/engine/messages",
+        "message.submit",
+        MessageAnswer,
+        MessagesAnswer,
+        refusals=_NEW_REFUSED,
+        bytes_max=ENQUEUE_BYTES_MAX,
+    )
+
+
+class SubmitMany(Call, frozen=True, kw_only=True):
+    """Submit several messages, all or none."""
+
+    messages: Annotated[list[Submit], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+
+    route: ClassVar[Route] = Submit.route
+
+
+class RequestAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request. A streamed answer is joined."""
+
+    message_id: str
+    state: str
+    result: Any
+    errors: list[dict[str, Any]]
+    epoch: int = 0
+    """The coordinator that hands the answer over; 0 for an operator."""
+
+
+class Request(Submit, frozen=True, kw_only=True):
+    """Submit a message and wait for its answer; 202 when it has not ended in time.
+
+    With a `message_id` the request can be repeated: it waits for the same message again.
+    """
+
+    timeout_s: Wait = WAIT_S_MAX
+    session: Session | None = None
+
+    route: ClassVar[Route] = post(
+        "/engine/request",
+        "message.submit",
+        RequestAnswer,
+        status=200,
+        others={202: (MessageAnswer,)},
+        refusals=_NEW_REFUSED,
+        bytes_max=ENQUEUE_BYTES_MAX,
+    )
+
+
+# ---- one message -------------------------------------------------------------------------------------
+
+
+class MessageLine(msgspec.Struct, frozen=True):
+    """A message in a list."""
+
+    seq: int
+    message_id: str
+    state: str
+    type: str
+    agent_id: str
+    attempt: int
+    created_at: datetime
+
+
+class FoundAnswer(msgspec.Struct, frozen=True):
+    """A page of messages. The next page begins after `next_after`, which is 0 at the end."""
+
+    messages: list[MessageLine]
+    next_after: int
+
+
+class FindMessages(Call, frozen=True, kw_only=True):
+    """Messages of an organization in the order of acceptance.
+
+    An operator names the organization. `text` is searched in the message.
+    """
+
+    org_id: Name | UnsetType = UNSET  # not None: a query has no null
+    state: State | UnsetType = UNSET
+    type: Text = ""
+    text: Text = ""
+    after: Number = 0
+    limit: Page = PAGE_DEFAULT
+
+    route: ClassVar[Route] = get("/engine/messages", "message.list", FoundAnswer)
+
+
+class _OfMessage(Call, frozen=True, kw_only=True):
+    message_id: Id = msgspec.field(name="id")
+
+
+class ShowMessage(_OfMessage, frozen=True, kw_only=True):
+    """A message and its history, now or after its end.
+
+    `wait_s` delays the answer until the message has ended, at most that long.
+    """
+
+    wait_s: Wait = 0.0
+
+    route: ClassVar[Route] = get("/engine/messages/{id}", "message.read")
+
+
+class StreamMessage(_OfMessage, frozen=True, kw_only=True):
+    """The parts of the answer as they come, to the last one."""
+
+    route: ClassVar[Route] = get(
+        "/engine/messages/{id}/stream", "message.read", others={200: EVENT_STREAM, 204: None}
+    )
+
+
+class ExplainAnswer(msgspec.Struct, frozen=True):
+    """Which rule holds a message, and what would release it."""
+
+    message_id: str
+    explanation: str
+
+
+class Explain(_OfMessage, frozen=True, kw_only=True):
+    """Why a message does not move."""
+
+    route: ClassVar[Route] = get("/engine/messages/{id}/explain", "message.read", ExplainAnswer)
+
+
+class Cancel(_OfMessage, frozen=True, kw_only=True):
+    """End a message without a result."""
+
+    route: ClassVar[Route] = post("/engine/messages/{id}/cancel", "message.cancel", MessageAnswer)
+
+
+class ReadReceipts(_OfMessage, frozen=True, kw_only=True):
+    """What the recipient of a message has done with it: times in microseconds."""
+
+    route: ClassVar[Route] = get("/engine/messages/{id}/receipts", "message.read", dict[str, int])
+
+
+# ---- dead letters ------------------------------------------------------------------------------------
+
+
+class ListLetters(Call, frozen=True, kw_only=True):
+    """Dead letters in the order of acceptance.
+
+    `after` is the id of the last dead letter of the previous page.
+    """
+
+    org_id: Name | UnsetType = UNSET
+    type: Text | UnsetType = UNSET
+    error_type: Text | UnsetType = UNSET
+    since: str | UnsetType = UNSET
+    until: str | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = PAGE_DEFAULT
+    after: Id | UnsetType = UNSET
+
+    route: ClassVar[Route] = get("/engine/dlq", "letter.list")
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of the contract."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+class ShowLetter(_OfMessage, frozen=True, kw_only=True):
+    """A dead letter and its errors."""
+
+    route: ClassVar[Route] = get(
+        "/engine/dlq/{id}", "letter.read", refusals=(400, 401, 403, 404, 413, 429, 503, 409)
+    )
+
+
+class _ChooseLetters(Call, frozen=True, kw_only=True):
+    """Which dead letters: by ids, or by filters."""
+
+    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
+    org_id: Name | None = None
+    type: Text | None = None
+    error_type: Text | None = None
+    since: str | None = None
+    until: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = PAGE_DEFAULT
+    dry_run: bool = False
+    """Change nothing, and reply with the ids only."""
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of the contract."""
+        names = ("org_id", "type", "error_type", "since", "until", "limit")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Replay(_ChooseLetters, frozen=True, kw_only=True):
+    """Queue dead letters again."""
+
+    priority: Priority | None = None
+
+    route: ClassVar[Route] = post("/engine/dlq/replay", "letter.replay", MessagesAnswer)
+
+
+class Purge(_ChooseLetters, frozen=True, kw_only=True):
+    """Forget dead letters."""
+
+    route: ClassVar[Route] = post("/engine/dlq/purge", "letter.purge", MessagesAnswer)
+
+
+# ---- the queue ---------------------------------------------------------------------------------------
+
+
+class ReadEngineStatus(Call, frozen=True, kw_only=True):
+    """The state of the global queue."""
+
+    route: ClassVar[Route] = get("/engine/status", "engine.read")
+
+
+class ReadTokenBudgets(Call, frozen=True, kw_only=True):
+    """The token budgets of models."""
+
+    route: ClassVar[Route] = get("/engine/tokens", "engine.read")
+
+
+class ScopeAnswer(msgspec.Struct, frozen=True):
+    """What was paused or resumed."""
+
+    org_id: str
+    type: str
+
+
+class Resume(Call, frozen=True, kw_only=True):
+    """End a pause.
+
+    An empty `org_id` or `type` means all of them.
+    """
+
+    org_id: Scope = ""
+    type: Scope = ""
+
+    route: ClassVar[Route] = post("/engine/resume", "engine.pause", ScopeAnswer, refusals=REFUSED)
+
+
+class Pause(Resume, frozen=True, kw_only=True):
+    """Stop deliveries of an organization or a type.
+
+    `kill` also refuses submits and cancels running handlers.
+    """
+
+    kill: bool = False
+
+    route: ClassVar[Route] = post("/engine/pause", "engine.pause", ScopeAnswer, refusals=REFUSED)
