@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from postroom.calls.call import Route
+from postroom.calls.verb import Route
 from postroom.contracts.mail import service
 from postroom.core.gate import (
     GATE,

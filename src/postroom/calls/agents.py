@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from postroom.calls.call import EVENT_STREAM, READ_REFUSED, REFUSED, Call, Route, get, post
 from postroom.calls.fields import (
     BOUNCES_A_READ_MAX,
     ENQUEUE_BYTES_MAX,
@@ -20,9 +19,10 @@ from postroom.calls.fields import (
     Text,
 )
 from postroom.calls.messages import MessageAnswer, MessagesAnswer
+from postroom.calls.verb import EVENT_STREAM, READ_REFUSED, REFUSED, Route, Verb, get, post
 
 
-class ListAgents(Call, frozen=True, kw_only=True):
+class ListAgents(Verb, frozen=True, kw_only=True):
     """Agents: their health, and what waits for what."""
 
     org_id: Name | UnsetType = UNSET
@@ -39,7 +39,7 @@ class RegisteredAnswer(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Register(Call, frozen=True, kw_only=True):
+class Register(Verb, frozen=True, kw_only=True):
     """Register the agent of the token.
 
     The token names the agent and its organization.
@@ -62,14 +62,14 @@ class AgentAnswer(msgspec.Struct, frozen=True):
     agent_id: str
 
 
-class AgentQuery(Call, frozen=True, kw_only=True):
+class AgentQuery(Verb, frozen=True, kw_only=True):
     """A call for an agent. `session` is that of its registration; without it, the newest one is used."""
 
     agent_id: Id = msgspec.field(name="id")
     session: Session | UnsetType = UNSET
 
 
-class AgentChange(Call, frozen=True, kw_only=True):
+class AgentChange(Verb, frozen=True, kw_only=True):
     """A change for an agent. `session` is that of its registration; without it, the newest one is used."""
 
     agent_id: Id = msgspec.field(name="id")
@@ -164,7 +164,7 @@ class InboxDone(AgentChange, frozen=True, kw_only=True):
 # ---- bounces -----------------------------------------------------------------------------------------
 
 
-class ListBounces(Call, frozen=True, kw_only=True):
+class ListBounces(Verb, frozen=True, kw_only=True):
     """Answers that no agent fetched, for users and systems.
 
     A page begins after the key `after`. `created_by` is a creator such as `user:ada`.
@@ -184,7 +184,7 @@ class BouncesDoneAnswer(msgspec.Struct, frozen=True):
     keys: list[str]
 
 
-class BouncesDone(Call, frozen=True, kw_only=True):
+class BouncesDone(Verb, frozen=True, kw_only=True):
     """Remove bounces that their creator has."""
 
     keys: Annotated[list[BounceKey], Meta(min_length=1, max_length=BOUNCES_A_READ_MAX)]

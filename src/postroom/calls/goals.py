@@ -4,17 +4,17 @@ from typing import ClassVar
 
 import msgspec
 
-from postroom.calls.call import Call, Route, get, post
 from postroom.calls.fields import Id, Text
+from postroom.calls.verb import Route, Verb, get, post
 
 
-class ListGoals(Call, frozen=True, kw_only=True):
+class ListGoals(Verb, frozen=True, kw_only=True):
     """Goals and their states."""
 
     route: ClassVar[Route] = get("/engine/goals", "goal.read")
 
 
-class ShowGoal(Call, frozen=True, kw_only=True):
+class ShowGoal(Verb, frozen=True, kw_only=True):
     """How a goal stands."""
 
     goal_id: Id = msgspec.field(name="id")
@@ -28,13 +28,13 @@ class ListCheckpoints(ShowGoal, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/engine/goals/{id}/checkpoints", "goal.read")
 
 
-class ListDecisions(Call, frozen=True, kw_only=True):
+class ListDecisions(Verb, frozen=True, kw_only=True):
     """Decisions that wait for a person."""
 
     route: ClassVar[Route] = get("/engine/decisions", "decision.read")
 
 
-class ShowDecision(Call, frozen=True, kw_only=True):
+class ShowDecision(Verb, frozen=True, kw_only=True):
     """A decision and its question."""
 
     decision_id: Id = msgspec.field(name="id")
@@ -53,7 +53,7 @@ class Answer(ShowDecision, frozen=True, kw_only=True):
     route: ClassVar[Route] = post("/engine/decisions/{id}/answer", "decision.answer")
 
 
-class ListConflicts(Call, frozen=True, kw_only=True):
+class ListConflicts(Verb, frozen=True, kw_only=True):
     """Operations that are under way."""
 
     route: ClassVar[Route] = get("/engine/conflicts", "goal.read")

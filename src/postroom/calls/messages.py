@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from postroom.calls.call import EVENT_STREAM, REFUSED, Call, Route, get, post
 from postroom.calls.fields import (
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
@@ -28,6 +27,7 @@ from postroom.calls.fields import (
     Text,
     Wait,
 )
+from postroom.calls.verb import EVENT_STREAM, REFUSED, Route, Verb, get, post
 from postroom.message import Durability, State
 
 _NEW_REFUSED = (400, 401, 403, 409, 410, 413, 429, 503)
@@ -56,7 +56,7 @@ class Creator(msgspec.Struct, frozen=True):
     id: Text
 
 
-class Submit(Call, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class Submit(Verb, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Submit one message or several.
 
     The fields are the keywords of `Engine.submit`. An agent's token gives `org_id`. A newer minor version of
@@ -104,7 +104,7 @@ class Submit(Call, frozen=True, kw_only=True, forbid_unknown_fields=False):
     )
 
 
-class SubmitMany(Call, frozen=True, kw_only=True):
+class SubmitMany(Verb, frozen=True, kw_only=True):
     """Submit several messages, all or none."""
 
     messages: Annotated[list[Submit], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
@@ -165,7 +165,7 @@ class FoundAnswer(msgspec.Struct, frozen=True):
     next_after: int
 
 
-class FindMessages(Call, frozen=True, kw_only=True):
+class FindMessages(Verb, frozen=True, kw_only=True):
     """Messages of an organization in the order of acceptance.
 
     An operator names the organization. `text` is searched in the message.
@@ -181,7 +181,7 @@ class FindMessages(Call, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/engine/messages", "message.list", FoundAnswer)
 
 
-class _OfMessage(Call, frozen=True, kw_only=True):
+class _OfMessage(Verb, frozen=True, kw_only=True):
     message_id: Id = msgspec.field(name="id")
 
 
@@ -232,7 +232,7 @@ class ReadReceipts(_OfMessage, frozen=True, kw_only=True):
 # ---- dead letters ------------------------------------------------------------------------------------
 
 
-class ListLetters(Call, frozen=True, kw_only=True):
+class ListLetters(Verb, frozen=True, kw_only=True):
     """Dead letters in the order of acceptance.
 
     `after` is the id of the last dead letter of the previous page.
@@ -263,7 +263,7 @@ class ShowLetter(_OfMessage, frozen=True, kw_only=True):
     )
 
 
-class _ChooseLetters(Call, frozen=True, kw_only=True):
+class _ChooseLetters(Verb, frozen=True, kw_only=True):
     """Which dead letters: by ids, or by filters."""
 
     message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
@@ -300,13 +300,13 @@ class Purge(_ChooseLetters, frozen=True, kw_only=True):
 # ---- the queue ---------------------------------------------------------------------------------------
 
 
-class ReadEngineStatus(Call, frozen=True, kw_only=True):
+class ReadEngineStatus(Verb, frozen=True, kw_only=True):
     """The state of the global queue."""
 
     route: ClassVar[Route] = get("/engine/status", "engine.read")
 
 
-class ReadTokenBudgets(Call, frozen=True, kw_only=True):
+class ReadTokenBudgets(Verb, frozen=True, kw_only=True):
     """The token budgets of models."""
 
     route: ClassVar[Route] = get("/engine/tokens", "engine.read")
@@ -319,7 +319,7 @@ class ScopeAnswer(msgspec.Struct, frozen=True):
     type: str
 
 
-class Resume(Call, frozen=True, kw_only=True):
+class Resume(Verb, frozen=True, kw_only=True):
     """End a pause.
 
     An empty `org_id` or `type` means all of them.

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from postroom.calls.call import EVENT_STREAM, TEXT, Call, Route, get, post
 from postroom.calls.fields import BUS_POST_BYTES_MAX, PAGE_DEFAULT, Name, Number, Page, Scope
+from postroom.calls.verb import EVENT_STREAM, TEXT, Route, Verb, get, post
 from postroom.message import BusMessage
 
 
@@ -17,7 +17,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     message: str
 
 
-class FollowEvents(Call, frozen=True, kw_only=True):
+class FollowEvents(Verb, frozen=True, kw_only=True):
     """Events as they happen."""
 
     after: Number = 0
@@ -25,7 +25,7 @@ class FollowEvents(Call, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/events", "task.list", others={200: EVENT_STREAM})
 
 
-class ReadMetrics(Call, frozen=True, kw_only=True):
+class ReadMetrics(Verb, frozen=True, kw_only=True):
     """Metrics for Prometheus."""
 
     route: ClassVar[Route] = get("/metrics", "server.measure", others={200: TEXT})
@@ -39,25 +39,25 @@ class CallerAnswer(msgspec.Struct, frozen=True):
     org: str
 
 
-class ReadCaller(Call, frozen=True, kw_only=True):
+class ReadCaller(Verb, frozen=True, kw_only=True):
     """The owner of the token."""
 
     route: ClassVar[Route] = get("/whoami", "server.read", CallerAnswer)
 
 
-class ReadHealth(Call, frozen=True, kw_only=True):
+class ReadHealth(Verb, frozen=True, kw_only=True):
     """Whether the server runs."""
 
     route: ClassVar[Route] = get("/health", "server.look", refusals=(400, 413, 503))
 
 
-class ReadReadiness(Call, frozen=True, kw_only=True):
+class ReadReadiness(Verb, frozen=True, kw_only=True):
     """Whether all parts run."""
 
     route: ClassVar[Route] = get("/ready", "server.look", refusals=(400, 413, 503))
 
 
-class ReadOpenApi(Call, frozen=True, kw_only=True):
+class ReadOpenApi(Verb, frozen=True, kw_only=True):
     """This document."""
 
     route: ClassVar[Route] = get(
@@ -78,7 +78,7 @@ class BusesAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     organizations: dict[str, list[str]] = {}
 
 
-class ListBuses(Call, frozen=True, kw_only=True):
+class ListBuses(Verb, frozen=True, kw_only=True):
     """Buses by name."""
 
     route: ClassVar[Route] = get("/bus", "bus.list", BusesAnswer)
@@ -90,7 +90,7 @@ class BusAnswer(msgspec.Struct, frozen=True):
     messages: list[BusMessage]
 
 
-class _OfBus(Call, frozen=True, kw_only=True):
+class _OfBus(Verb, frozen=True, kw_only=True):
     """An operator of all organizations may name one as `org_id`."""
 
     bus: Name = msgspec.field(name="name")

@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from postroom.calls.call import REFUSED, Call, Route, get, post
 from postroom.calls.fields import (
     CLAIM_MAX,
     COMPLETE_BYTES_MAX,
@@ -25,6 +24,7 @@ from postroom.calls.fields import (
     Text,
     Wait,
 )
+from postroom.calls.verb import REFUSED, Route, Verb, get, post
 from postroom.message import Durability, State
 
 
@@ -62,7 +62,7 @@ class CompletedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     tasks: list[ClaimedTask] = []
 
 
-class _AgentCall(Call, frozen=True, kw_only=True):
+class _AgentCall(Verb, frozen=True, kw_only=True):
     """The token identifies the caller. An agent may name itself; an operator names the agent it acts for."""
 
     agent: Agent | None = None
@@ -159,7 +159,7 @@ class NewTasksAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     warning: str = ""
 
 
-class Enqueue(Call, frozen=True, kw_only=True, omit_defaults=True):
+class Enqueue(Verb, frozen=True, kw_only=True, omit_defaults=True):
     """Store one task or several.
 
     The fields are the keywords of `Tasks.enqueue`.
@@ -186,7 +186,7 @@ class Enqueue(Call, frozen=True, kw_only=True, omit_defaults=True):
     )
 
 
-class EnqueueMany(Call, frozen=True, kw_only=True):
+class EnqueueMany(Verb, frozen=True, kw_only=True):
     """Store several tasks, all or none."""
 
     tasks: Annotated[list[Enqueue], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
@@ -194,7 +194,7 @@ class EnqueueMany(Call, frozen=True, kw_only=True):
     route: ClassVar[Route] = Enqueue.route
 
 
-class _OfTask(Call, frozen=True, kw_only=True):
+class _OfTask(Verb, frozen=True, kw_only=True):
     task_id: Id = msgspec.field(name="id")
 
 
@@ -221,7 +221,7 @@ class ShowTask(_OfTask, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/tasks/{id}", "task.read")
 
 
-class FindTasks(Call, frozen=True, kw_only=True):
+class FindTasks(Verb, frozen=True, kw_only=True):
     """Tasks in the order of acceptance."""
 
     agent: Agent | UnsetType = UNSET  # not None: a query has no null
@@ -232,7 +232,7 @@ class FindTasks(Call, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/tasks", "task.list")
 
 
-class ReadTaskStatus(Call, frozen=True, kw_only=True):
+class ReadTaskStatus(Verb, frozen=True, kw_only=True):
     """The state of the queues."""
 
     route: ClassVar[Route] = get("/queue/status", "task.list")

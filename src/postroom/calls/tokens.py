@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from postroom.calls.call import REFUSED, Call, Route, get, post
 from postroom.calls.fields import EXPIRES_S_MAX, Id, Name, Names, Rate, Role
+from postroom.calls.verb import REFUSED, Route, Verb, get, post
 
 
 class TokenLine(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class TokensAnswer(msgspec.Struct, frozen=True):
     tokens: list[TokenLine]
 
 
-class ListTokens(Call, frozen=True, kw_only=True):
+class ListTokens(Verb, frozen=True, kw_only=True):
     """Tokens, without their texts."""
 
     route: ClassVar[Route] = get("/tokens", "token.list", TokensAnswer)
@@ -48,7 +48,7 @@ class MadeTokenAnswer(msgspec.Struct, frozen=True):
     token_id: str
 
 
-class CreateToken(Call, frozen=True, kw_only=True):
+class CreateToken(Verb, frozen=True, kw_only=True):
     """Make a token, which is answered only now.
 
     Without `org`, the token is for the organization of the admin, or for all.
@@ -75,7 +75,7 @@ class RevokedAnswer(msgspec.Struct, frozen=True):
     token_id: str
 
 
-class RevokeToken(Call, frozen=True, kw_only=True):
+class RevokeToken(Verb, frozen=True, kw_only=True):
     """Revoke a token."""
 
     token_id: Id = msgspec.field(name="id")

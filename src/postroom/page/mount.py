@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.calls.call import EVENT_STREAM, TEXT, Route
 from postroom.calls.goals import Answer
+from postroom.calls.verb import EVENT_STREAM, TEXT, Route
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.page import buses, goals, letters, messages, tasks, teams
 from postroom.page.live import Live

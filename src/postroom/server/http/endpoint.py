@@ -19,9 +19,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from postroom.calls.call import Call, Route, has_body, sent_type, summary_of
 from postroom.calls.fields import BODY_DEPTH_MAX
 from postroom.calls.server import ErrorAnswer
+from postroom.calls.verb import Route, Verb, has_body, sent_type, summary_of
 from postroom.core.door import leaving
 from postroom.core.fieldfaults import field_fault
 from postroom.core.formats.jsoninput import check_json
@@ -177,7 +177,7 @@ class ServedRoute(NamedTuple):
         return summary_of(self.kinds[0])
 
 
-def serve(call: type[Call], handler: Handler, *answer: type, many: type[Call] | None = None) -> ServedRoute:
+def serve(call: type[Verb], handler: Handler, *answer: type, many: type[Verb] | None = None) -> ServedRoute:
     """Serve a call. `answer` is the struct of an answer with a record; `many` is the call for several."""
     route = call.route
     if answer:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from postroom.calls.call import EVENT_STREAM
 from postroom.calls.fields import Id, Name
 from postroom.calls.server import ErrorAnswer
+from postroom.calls.verb import EVENT_STREAM
 from postroom.server.http.endpoint import ServedRoute
 
 JSON = "application/json"

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.types import Message
 
-from postroom.calls.call import EVENT_STREAM
 from postroom.calls.fields import PAGE_DEFAULT
 from postroom.calls.server import (
     BusAnswer,
@@ -26,6 +25,7 @@ from postroom.calls.server import (
     RemoveBus,
     RemovedBusAnswer,
 )
+from postroom.calls.verb import EVENT_STREAM
 from postroom.core.gate import visible_org
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage

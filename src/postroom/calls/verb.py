@@ -80,7 +80,7 @@ def part_of_path(name: str, value: Any) -> str:  # noqa: ARG001 - a client check
     return quote(str(value), safe="")
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The base of all verbs."""
 
     route: ClassVar[Route]
