@@ -175,8 +175,13 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
     loaded = set(done.stdout.split())
     assert {name for name in loaded if name.startswith("postroom")} == {
         "postroom",
+        "postroom.calls",
+        "postroom.calls.agents",
+        "postroom.calls.fields",
+        "postroom.calls.messages",
+        "postroom.calls.tasks",
+        "postroom.calls.verb",
         "postroom.client",
-        "postroom.client.agent",
         "postroom.client.arguments",
         "postroom.client.calls",
         "postroom.client.connections",
@@ -185,6 +190,7 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
         "postroom.client.tasks",
         "postroom.client.worker",
         "postroom.errors",
+        "postroom.message",
     }
     assert not loaded & {"click", "yaml", "apsw", "starlette", "uvicorn"}
 

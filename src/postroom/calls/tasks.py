@@ -95,7 +95,7 @@ class Holder(_AgentCall, frozen=True, kw_only=True):
     lease: Number
 
 
-class Complete(Holder, frozen=True, kw_only=True):
+class Complete(Holder, frozen=True, kw_only=True, omit_defaults=True):
     """Complete a task."""
 
     decision: Any
@@ -159,7 +159,7 @@ class NewTasksAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     warning: str = ""
 
 
-class Enqueue(Verb, frozen=True, kw_only=True, omit_defaults=True):
+class Enqueue(Verb, frozen=True, kw_only=True):
     """Store one task or several.
 
     The fields are the keywords of `Tasks.enqueue`.

@@ -86,27 +86,24 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     route: ClassVar[Route]
 
     def target(self, part: Callable[[str, Any], str] = part_of_path) -> tuple[str, dict[str, Any] | None]:
-        """The path of this call with its query, and its body. What is None or unset is left out."""
+        """The path of this call with its query, and its body.
+
+        What is unset is left out, and None where that is the default; with `omit_defaults`, every default.
+        """
         kind, route = type(self), self.route
         rest = sent_type(kind, route.names)
-        path = route.path
+        is_body = has_body(route, rest)
+        omits = not is_body or kind.__struct_config__.omit_defaults
+        path, given = route.path, {}
         for field in msgspec.structs.fields(kind):
-            if field.encode_name in route.names:
-                value = part(field.name, getattr(self, field.name))
-                path = path.replace(f"{{{field.encode_name}}}", value)
-        given = {
-            field.encode_name: value
-            for field in msgspec.structs.fields(rest)
-            if (value := getattr(self, field.name)) is not None and value is not UNSET
-        }
-        if has_body(route, rest):
+            name, value = field.encode_name, getattr(self, field.name)
+            if name in route.names:
+                path = path.replace(f"{{{name}}}", part(field.name, value))
+            elif value is not UNSET and (value != field.default or not (omits or value is None)):
+                given[name] = value
+        if is_body:
             return path, given
-        query = {
-            field.encode_name: given[field.encode_name]
-            for field in msgspec.structs.fields(rest)
-            if field.encode_name in given and given[field.encode_name] != field.default
-        }
-        return f"{path}?{urlencode(query)}" if query else path, None
+        return f"{path}?{urlencode(given)}" if given else path, None
 
 
 def has_body(route: Route, rest: type[msgspec.Struct]) -> bool:

@@ -3,10 +3,9 @@
 Rule 1: importing this package needs the standard library and msgspec alone; `mail` is imported by name.
 """
 
-from postroom.client.agent import RemoteAgent
-from postroom.client.engine import EngineClient, MessageView
-from postroom.client.tasks import Task, TaskClient, TaskView
-from postroom.client.worker import StopWork, TaskEnd, TaskFailed
+from postroom.client.engine import EngineClient, MessageView, RemoteAgent
+from postroom.client.tasks import TaskClient, TaskView
+from postroom.client.worker import StopWork, Task, TaskEnd, TaskFailed
 from postroom.errors import (
     AgentReplaced,
     Bounced,

@@ -3,34 +3,46 @@
     with EngineClient("http://127.0.0.1:8800", TOKEN) as client:
         message_id = client.submit(type="tool_call", payload={"tool": "search"})
         print(client.result(message_id, timeout_s=30))
+        agent = client.agent()
+        print(agent.request(type="model_call", payload={"prompt": "hello"}, timeout_s=60))
 
-Rule 1: imports only the standard library, msgspec and `postroom.errors`.
+Rule 1: imports only the standard library, msgspec, `postroom.errors` and `postroom.calls`.
 Rule 2: the client makes the id of a message, so that a submit can be repeated when its answer is lost.
-Rule 3: no secret is logged or shown.
+Rule 3: a call of an agent that is lost on the way is repeated with the same ids, so a server that dies loses
+        nothing and repeats nothing to an agent that lives.
+Rule 4: no secret is logged or shown.
 """
 
 import itertools
 import json
-import math
 import time
-import urllib.parse
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET
 
+from postroom.calls import agents, messages
+from postroom.calls.agents import RegisteredAnswer
+from postroom.calls.messages import MessagesAnswer, Submit
 from postroom.client import arguments
-from postroom.client.agent import RemoteAgent, deadline_after
-from postroom.client.calls import HttpClient
-from postroom.client.connections import Call, pause_s
-from postroom.errors import InvalidMessage, Unreachable, failure_of
+from postroom.client.calls import HttpClient, deadline_after
+from postroom.client.connections import pause_s
+from postroom.errors import (
+    AgentReplaced,
+    InvalidMessage,
+    MessageFailed,
+    StreamRestarted,
+    Unreachable,
+    failure_of,
+)
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
-STREAM_SILENCE_S = 45.0  # after which a stream is taken for lost; the server sends something every 15 s
+ANSWERED_KEPT_MAX = 10_000
 FINAL_PARTS = ("result", "stream_complete", "error")
-ACCEPT_EVENTS = {"Accept": "text/event-stream"}
 
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = list[dict[str, Any]]
@@ -67,8 +79,11 @@ class MessageView(msgspec.Struct, frozen=True):
         return self.state in _SUCCEEDED
 
 
-class _Submitted(msgspec.Struct, frozen=True):
-    message_ids: list[str]
+class _Answer(msgspec.Struct, frozen=True):
+    message_id: str
+    state: str = ""
+    result: Any = None
+    errors: list[dict[str, Any]] = []
 
 
 class EngineClient(HttpClient):
@@ -97,16 +112,14 @@ class EngineClient(HttpClient):
         named = [{"message_id": str(uuid.uuid4()), **message} for message in messages]
         if not named:
             return []
-        answer = self.request("POST", "/engine/messages", {"messages": named})
-        return self._converted(answer, _Submitted).message_ids
+        answer = self.request("POST", Submit.route.path, {"messages": named})
+        return self.converted(answer, MessagesAnswer).message_ids
 
     def get(self, message_id: str, *, wait_s: float = 0.0) -> MessageView:
         """Return a message, or wait up to `wait_s` (at most 30) for its end."""
-        path = _message_path(message_id)
-        if arguments.seconds("wait_s", wait_s):
-            path += f"?wait_s={min(wait_s, WAIT_S_MAX):.3f}"
-        answer = self.request("GET", path, timeout_s=self.timeout_s + wait_s)
-        return self._converted(answer, MessageView)
+        wait_s = arguments.seconds("wait_s", wait_s)
+        verb = messages.ShowMessage(message_id=message_id, wait_s=round(min(wait_s, WAIT_S_MAX), 3))
+        return self.converted(self.call(verb, timeout_s=self.timeout_s + wait_s), MessageView)
 
     def result(self, message_id: str, timeout_s: float | None = None) -> Any:
         """Wait for the result of a message.
@@ -152,60 +165,43 @@ class EngineClient(HttpClient):
 
     def _parts(self, message_id: str, after: str, until: float) -> Iterator[dict[str, Any]]:
         headers = {"Last-Event-ID": arguments.text("after", after)} if after else {}
-        for event in self.events(f"{_message_path(message_id)}/stream", headers, until=until):
+        for event in self.events(messages.StreamMessage(message_id=message_id), headers, until=until):
             yield {"id": event.get("id", ""), **json.loads(event["data"])}
         raise Unreachable(f"{self._connections.url} ended the stream before the answer was complete")
 
-    def events(
-        self, path: str, headers: Mapping[str, str] | None = None, *, until: float = math.inf
-    ) -> Iterator[dict[str, str]]:
-        """The server-sent events of a path as they come: `id`, `event` and `data`."""
-        call = Call(
-            "GET", path, None, {**self._headers, **(headers or {}), **ACCEPT_EVENTS}, STREAM_SILENCE_S
-        )
-        fields: dict[str, str] = {}
-        for line in self._connections.lines(call, until):
-            name, _, value = line.partition(": ")
-            if name:  # else a comment, which begins with a colon
-                fields[name] = value
-            elif not line and fields:
-                yield fields
-                fields = {}
-
-    def agent(self) -> RemoteAgent:
+    def agent(self) -> "RemoteAgent":
         """The agent that the token names: its requests, its inbox, and what it resumes."""
         return RemoteAgent(self)
 
     def agents(self, org_id: str | None = None) -> list[dict[str, Any]]:
         """Registered agents: health, and what waits for what; with an agent's token, of its organization."""
-        query = "" if org_id is None else f"?org_id={urllib.parse.quote(org_id, safe='')}"
-        return list(self.request("GET", f"/engine/agents{query}")["agents"])
+        return list(self.call(agents.ListAgents(org_id=UNSET if org_id is None else org_id))["agents"])
 
     def explain(self, message_id: str) -> str:
         """Which rule holds a message, and what would release it."""
-        return str(self.request("GET", f"{_message_path(message_id)}/explain")["explanation"])
+        return str(self.call(messages.Explain(message_id=message_id))["explanation"])
 
     def cancel(self, message_id: str) -> None:
         """Cancel a message. Its running handler is cancelled within a second."""
-        self.request("POST", f"{_message_path(message_id)}/cancel")
+        self.call(messages.Cancel(message_id=message_id))
 
     # ---- the queue -----------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Depths, stages, workers, breakers and pauses; with an agent's token, of its organization."""
-        return dict(self.request("GET", "/engine/status"))
+        return dict(self.call(messages.ReadEngineStatus()))
 
     def tokens(self) -> dict[str, Any]:
         """The token budgets; with an agent's token, without what other organizations do."""
-        return dict(self.request("GET", "/engine/tokens"))
+        return dict(self.call(messages.ReadTokenBudgets()))
 
     def pause(self, *, org_id: str = "", type: str = "", kill: bool = False) -> None:  # noqa: A002
         """Stop deliveries of an organization, of a type, of both together, or all of them."""
-        self.request("POST", "/engine/pause", {"org_id": org_id, "type": type, "kill": kill})
+        self.call(messages.Pause(org_id=org_id, type=type, kill=kill))
 
     def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
         """End a pause of the same scope."""
-        self.request("POST", "/engine/resume", {"org_id": org_id, "type": type})
+        self.call(messages.Resume(org_id=org_id, type=type))
 
 
 class BouncedAnswers:
@@ -216,13 +212,12 @@ class BouncedAnswers:
 
     def list(self, org_id: str | None = None, **filters: Any) -> Letters:
         """Bounces, the oldest first, each with its `key`. Filters: created_by (user:ada), after, limit."""
-        named = {"org_id": org_id, **filters}
-        query = urllib.parse.urlencode({name: value for name, value in named.items() if value is not None})
-        return list(self._client.request("GET", f"/engine/bounces?{query}")["bounces"])
+        asked = agents.ListBounces(org_id=UNSET if org_id is None else org_id, **filters)
+        return list(self._client.call(asked)["bounces"])
 
     def done(self, *keys: str) -> Ids:
         """Remove bounces that their creator has. Returns the keys that were there."""
-        return list(self._client.request("POST", "/engine/bounces/done", {"keys": list(keys)})["keys"])
+        return list(self._client.call(agents.BouncesDone(keys=[*keys]))["keys"])
 
 
 class DeadLetters:
@@ -233,12 +228,11 @@ class DeadLetters:
 
     def list(self, **filters: Any) -> Letters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
-        query = urllib.parse.urlencode({name: _text(value) for name, value in filters.items()})
-        return list(self._client.request("GET", f"/engine/dlq?{query}")["letters"])
+        return list(self._client.call(messages.ListLetters(**_texts(filters)))["letters"])
 
     def show(self, message_id: str) -> dict[str, Any]:
         """One dead letter."""
-        return dict(self._client.request("GET", f"/engine/dlq/{_quoted(message_id)}"))
+        return dict(self._client.call(messages.ShowLetter(message_id=message_id)))
 
     def replay(
         self,
@@ -250,48 +244,259 @@ class DeadLetters:
         **filters: Any,
     ) -> Ids:
         """Queue dead letters again; returns their ids. With `rate_per_s`, one request for each."""
-        body = _choice(message_ids, filters)
-        if priority is not None:
-            body["priority"] = priority
+        chosen = _choice(message_ids, filters)
         if rate_per_s is None or dry_run:
-            return self._changed("replay", {**body, "dry_run": dry_run})
-        pause = 1 / rate_per_s
-        chosen = self._changed("replay", {**body, "dry_run": True})
-        for message_id in chosen:
-            self._changed("replay", {**_choice([message_id], {}), **_only(body, "priority")})
-            time.sleep(pause)
-        return chosen
+            return self._changed(messages.Replay(**chosen, priority=priority, dry_run=dry_run))
+        found = self._changed(messages.Replay(**chosen, priority=priority, dry_run=True))
+        for message_id in found:
+            self._changed(messages.Replay(message_ids=[message_id], priority=priority))
+            time.sleep(1 / rate_per_s)
+        return found
 
     def purge(
         self, message_ids: Iterable[str] | None = None, *, dry_run: bool = False, **filters: Any
     ) -> Ids:
         """Delete dead letters; returns their ids."""
-        return self._changed("purge", {**_choice(message_ids, filters), "dry_run": dry_run})
+        return self._changed(messages.Purge(**_choice(message_ids, filters), dry_run=dry_run))
 
-    def _changed(self, verb: str, body: dict[str, Any]) -> Ids:
-        answer = self._client.request("POST", f"/engine/dlq/{verb}", body, retries=0)
-        return self._client._converted(answer, _Submitted).message_ids  # noqa: SLF001 - the same module
+    def _changed(self, verb: messages.Replay | messages.Purge) -> Ids:
+        return self._client.converted(self._client.call(verb, retries=0), MessagesAnswer).message_ids
 
 
 def _choice(message_ids: Iterable[str] | None, filters: Mapping[str, Any]) -> dict[str, Any]:
     if message_ids is None:
-        return {name: _text(value) for name, value in filters.items()}
+        return _texts(filters)
     if filters:
         raise InvalidMessage("name dead letters by ids or by filters, not by both")
     return {"message_ids": list(message_ids)}
 
 
-def _only(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {name: body[name]} if name in body else {}
+def _texts(filters: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value for name, value in filters.items()
+    }
 
 
-def _text(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, datetime) else value
+# ---- an agent outside of the server's process ---------------------------------------------------------
 
 
-def _message_path(message_id: str) -> str:
-    return f"/engine/messages/{_quoted(message_id)}"
+class RemoteAgent:
+    """The agent that a token names. It is registered with the first call."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._registered: RegisteredAnswer | None = None
+        self._answered: deque[str] = deque(maxlen=ANSWERED_KEPT_MAX)
+        """Requests whose answer this object has got. The server may learn of that a little later."""
+
+    def __repr__(self) -> str:
+        name = "not registered" if self._registered is None else self._registered.agent_id
+        return f"RemoteAgent({name})"
+
+    @property
+    def registration(self) -> RegisteredAnswer:
+        """The registration of this object. Earlier ones of the same agent are fenced by it."""
+        if self._registered is None:
+            self._registered = self._client.converted(self._client.call(agents.Register()), RegisteredAnswer)
+        return self._registered
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """The fields of each call of this agent."""
+        return {"agent_id": self.registration.agent_id, "session": self.registration.session}
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def request(
+        self,
+        *,
+        type: str,  # noqa: A002 - the contract's word
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Submit a message and wait for its answer; a streamed answer is joined.
+
+        Raises `MessageFailed`, and `TimeoutError` after `timeout_s`: `resume` gives the late answer.
+        """
+        message = {"message_id": str(uuid.uuid4()), **fields, "type": type, "payload": payload}
+        deadline = deadline_after(timeout_s)
+        while True:
+            wait_s = max(0.0, min(WAIT_S_MAX, deadline - time.monotonic()))
+            answer = self._request(message, wait_s)
+            if answer.state:
+                self._answered.append(answer.message_id)
+            if answer.state in _SUCCEEDED:
+                return answer.result
+            if answer.state:
+                raise MessageFailed(answer.message_id, answer.state, answer.errors)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the answer to {answer.message_id} did not come within {timeout_s:g} s")
+
+    def _request(self, message: Mapping[str, Any], wait_s: float) -> _Answer:
+        body = {**message, "timeout_s": round(wait_s, 3), "session": self.registration.session}
+        answer = self._client.request(
+            "POST", messages.Request.route.path, body, timeout_s=self._client.timeout_s + wait_s
+        )
+        return self._client.converted(answer, _Answer)
+
+    def stream(
+        self,
+        *,
+        type: str,  # noqa: A002 - the contract's word
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
+        restart: Literal["raise", "replace"] = "raise",
+        **fields: Any,
+    ) -> "PartStream":
+        """Submit a message and iterate over the parts of its answer, the last one included.
+
+        When another attempt begins the answer again, the iterator raises `StreamRestarted` once and then goes
+        on. With `restart="replace"` the parts of the new attempt follow. `TimeoutError` comes `timeout_s`
+        after the first step, and `resume` gives the late answer.
+        """
+        if restart not in ("raise", "replace"):
+            raise InvalidMessage(f'restart must be "raise" or "replace", not {restart!r}')
+        message = {"message_id": str(uuid.uuid4()), **fields, "type": type, "payload": payload}
+        deadline_after(timeout_s)  # a wrong timeout is refused here, not by the first step
+        return PartStream(self, self._client, message, timeout_s, raises=restart == "raise")
+
+    def resume(self) -> Iterator[dict[str, Any]]:
+        """The parts of every open request, until all of them have ended.
+
+        These are late answers, and the requests of an agent that was restarted. A part that is repeated
+        after a lost connection is left out.
+        """
+        seen: set[str] = set()
+        failures = itertools.count()
+        while True:
+            try:
+                for part in self._resumed():
+                    failures = itertools.count()
+                    if part["id"] not in seen:
+                        seen.add(part["id"])
+                        yield part
+                        if part["type"] in FINAL_PARTS:
+                            self._answered.append(part["request_id"])
+                            self.acknowledge(part["request_id"])
+            except Unreachable as error:
+                failed = next(failures)
+                if failed >= self._client.retries:
+                    raise
+                time.sleep(pause_s(failed, error.retry_after_s))
+            else:
+                return
+
+    def _resumed(self) -> Iterator[dict[str, Any]]:
+        """The parts that one connection gives, until no request is open."""
+        waiting: set[str] = set()
+        for event in self._client.events(agents.StreamAgent(**self._own)):
+            data = json.loads(event["data"])
+            match event["event"]:
+                case "replaced":
+                    raise AgentReplaced(self.registration.agent_id)
+                case "open":
+                    waiting = set(data["request_ids"]).difference(self._answered)
+                case "closed":
+                    waiting.discard(data["request_id"])
+                case kind if data["request_id"] in waiting:
+                    yield {"id": event["id"], **data}
+                    if kind in FINAL_PARTS:
+                        waiting.remove(data["request_id"])
+            if not waiting:
+                return
+        raise Unreachable("the server ended the stream of the agent")
+
+    def acknowledge(self, *message_ids: str) -> None:
+        """The agent has the last parts of these answers; `resume` gives them no more."""
+        self._client.call(agents.Ack(**self._own, message_ids=[*message_ids]))
+
+    # ---- messages between agents ---------------------------------------------------------------
+
+    def send(self, *, to: str, payload: Any, priority: int = 2) -> str:
+        """Send a message to another agent of the organization; its id. Raises `Bounced`."""
+        new_id = str(uuid.uuid4())
+        sent = agents.Send(**self._own, to=to, payload=payload, priority=priority, message_id=new_id)
+        return str(self._client.call(sent)["message_id"])
+
+    def receipts(self, message_id: str) -> dict[str, int]:
+        """What the recipient has done with a message, each with its time in microseconds."""
+        return dict(self._client.call(messages.ReadReceipts(message_id=message_id)))
+
+    def inbox(self) -> list[dict[str, Any]]:
+        """The messages that the agent has not acted on, each with its `key`."""
+        found: list[dict[str, Any]] = []
+        while True:
+            after = found[-1]["key"] if found else UNSET
+            page = self._client.call(agents.ReadInbox(**self._own, after=after))["messages"]
+            if not page:
+                return found
+            found += page
+
+    def done(self, *keys: str) -> None:
+        """The agent has acted on messages of its inbox."""
+        self._client.call(agents.InboxDone(**self._own, keys=[*keys]))
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Send a heartbeat. Every other call is one, too: only an idle agent needs this, every 10 s."""
+        self._client.call(agents.Beat(**self._own))
+
+    def leave(self) -> None:
+        """End the registration. The next call registers the agent again."""
+        self._client.call(agents.Leave(**self._own), retries=0)
+        self._registered = None
 
 
-def _quoted(message_id: str) -> str:
-    return urllib.parse.quote(arguments.text("message_id", message_id), safe="")
+class PartStream:
+    """An iterator over the parts of one answer. The message is submitted with the first step."""
+
+    def __init__(
+        self,
+        agent: RemoteAgent,
+        client: EngineClient,
+        message: dict[str, Any],
+        timeout_s: float | None,
+        *,
+        raises: bool,
+    ) -> None:
+        self._agent = agent
+        self._client = client
+        self._message = message
+        self._timeout_s = timeout_s
+        self._raises = raises
+        self._parts: Iterator[dict[str, Any]] | None = None
+        self._held: dict[str, Any] | None = None
+        self._attempt = 0
+        self._is_last = False
+        self.message_id = str(message["message_id"])
+
+    def __iter__(self) -> "PartStream":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._is_last:
+            if self._parts is not None:
+                self._parts = None
+                self._agent.acknowledge(self.message_id)
+            raise StopIteration
+        part = self._held or self._next()
+        attempt = part.get("attempt", 0)
+        is_restart = self._attempt and attempt > self._attempt
+        if is_restart and self._held is None and self._raises:
+            self._held = part
+            raise StreamRestarted(self.message_id, attempt)
+        self._held = None
+        if is_restart:
+            self._attempt = 0
+        if part["type"] == "stream_chunk":
+            self._attempt = attempt
+        self._is_last = part["type"] in FINAL_PARTS
+        return part
+
+    def _next(self) -> dict[str, Any]:
+        if self._parts is None:
+            self._agent._request(self._message, 0.0)  # noqa: SLF001 - the same module
+            self._parts = self._client.stream(self.message_id, timeout_s=self._timeout_s)
+        return next(self._parts)

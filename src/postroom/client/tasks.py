@@ -3,7 +3,8 @@
     with TaskClient("http://127.0.0.1:8800", agent="triage", token=TOKEN) as client:
         client.work(lambda task: {"label": "bug"})
 
-Rule 1: imports only the standard library, msgspec and `postroom.errors`.
+Rule 1: imports only the standard library, msgspec and `postroom.errors` and
+        `postroom.calls`.
 Rule 2: every call about a task carries its lease. Repeating a call under the same lease changes nothing, so a
         call is repeated when its answer is lost. A claimed task whose answer is lost is redelivered when its
         lease ends.
@@ -17,21 +18,30 @@ import os
 import socket
 import threading
 import time
-import urllib.parse
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from postroom.calls.tasks import (
+    Complete,
+    Enqueue,
+    Fail,
+    Heartbeat,
+    Holder,
+    NewTaskAnswer,
+    Next,
+    Release,
+    ShowTask,
+)
 from postroom.client import arguments
-from postroom.client.calls import RETRIES, TIMEOUT_S, HttpClient
-from postroom.client.connections import PAUSE_S_MAX, Call, LongPolls
-from postroom.client.worker import LEASE_OVER, TaskEnd, Worker
+from postroom.client.calls import RETRIES, TIMEOUT_S, HttpClient, deadline_after
+from postroom.client.connections import PAUSE_S_MAX, LongPolls
+from postroom.client.worker import LEASE_OVER, LEASE_S, Task, TaskEnd, Worker
 from postroom.errors import (
     InvalidMessage,
     NoResult,
@@ -40,7 +50,6 @@ from postroom.errors import (
     Rejected,
 )
 
-LEASE_S = 300.0
 LEASE_AT_WORK_S = 75.0  # shorter, because `work` sends heartbeats: a dead worker is noticed sooner
 HEARTBEAT_EVERY_S = 25.0
 HEARTBEATS_PER_LEASE = 3  # at least, so that two may be lost
@@ -52,27 +61,12 @@ CONCURRENCY_MAX = 1_000
 PORT_MAX = 65_535
 
 _log = logging.getLogger("postroom.client")
-_encode = msgspec.json.Encoder().encode
 
 _SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
 _ENDED = (*_SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 
 
 # ---- tasks ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """A claimed task. `lost` is set when this client knows that the lease is over."""
-
-    task_id: str
-    payload: Any
-    lease: int
-    attempt: int
-    lease_s: float = LEASE_S
-    type: str = ""
-    parent: str = ""
-    lost: threading.Event = field(default_factory=threading.Event, repr=False)
 
 
 class TaskView(msgspec.Struct, frozen=True):
@@ -119,11 +113,6 @@ class _ClaimedTask(msgspec.Struct, frozen=True):
 
 class _ClaimedTasks(msgspec.Struct, frozen=True):
     tasks: list[_ClaimedTask] = []
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    task_id: str
-    warning: str = ""
 
 
 class _Heartbeats:
@@ -192,17 +181,8 @@ class TaskClient(HttpClient):
     def _claim(
         self, limit: int, lease_s: float, wait_s: float, long_polls: LongPolls | None = None
     ) -> list[Task]:
-        body = {
-            **self._identity,
-            "limit": limit,
-            "lease_s": lease_s,
-            "wait_s": wait_s,
-            "worker": self.worker,
-        }
-        call = Call(
-            "POST", "/queue/next", _encode(body), self._headers, self.timeout_s + wait_s, long_polls
-        )  # fmt: skip
-        answer = self._call(call, self.retries)
+        claim = Next(**self._identity, limit=limit, lease_s=lease_s, wait_s=wait_s, worker=self.worker)
+        answer = self.call(claim, timeout_s=self.timeout_s + wait_s, long_polls=long_polls)
         if answer is None:
             return []
         # With a limit of 1 the answer is the task itself.
@@ -211,7 +191,7 @@ class TaskClient(HttpClient):
 
     def _claimed(self, answer: Any) -> list[Task]:
         """The tasks of an answer. Their leases are remembered."""
-        claimed = self._converted(answer, _ClaimedTasks).tasks
+        claimed = self.converted(answer, _ClaimedTasks).tasks
         with self._leases_lock:
             for task in claimed:
                 self._leases[task.task_id] = task.lease
@@ -235,47 +215,49 @@ class TaskClient(HttpClient):
         `claim_next` claims up to that many further tasks in the same request, with leases as long, and
         returns them.
         """
-        further = {"claim_next": claim_next} if arguments.count("claim_next", claim_next) else {}
-        body = self._holder_body(task, lease, decision=decision, **further)
-        answer = self._end_lease("/queue/complete", body)
+        arguments.count("claim_next", claim_next)
+        held = self._held(task, lease)
+        answer = self._end_lease(Complete(**held, decision=decision, claim_next=claim_next))
         return self._claimed(answer) if claim_next and answer else []
 
     def heartbeat(self, task: str | Task, *, lease: int | None = None) -> None:
         """Renew a lease: it runs its whole length from now."""
-        self.request("POST", "/queue/heartbeat", self._holder_body(task, lease))
+        self.call(Heartbeat(**self._held(task, lease)))
 
     def fail_task(
         self, task: str | Task, error: str, retry_in_s: float | None = None, *, lease: int | None = None
     ) -> None:
         """Report a failure. The task is retried after a pause, or becomes a dead letter."""
-        pause = {} if retry_in_s is None else {"retry_in_s": arguments.seconds("retry_in_s", retry_in_s)}
-        body = self._holder_body(task, lease, error=arguments.text("error", error), **pause)
-        self._end_lease("/queue/fail", body)
+        if retry_in_s is not None:
+            arguments.seconds("retry_in_s", retry_in_s)
+        held = self._held(task, lease)
+        self._end_lease(Fail(**held, error=arguments.text("error", error), retry_in_s=retry_in_s))
 
     def release_task(self, task: str | Task, *, lease: int | None = None) -> None:
         """Give a task back. It keeps its place in the queue, and no failure is counted."""
-        self._end_lease("/queue/release", self._holder_body(task, lease))
+        self._end_lease(Release(**self._held(task, lease)))
 
-    def _end_lease(self, path: str, body: dict[str, Any]) -> Any:
+    def _end_lease(self, verb: Holder) -> Any:
         """Send the call that ends a lease. A heartbeat that is refused after it does not set `lost`."""
-        heartbeats = self._heartbeats.get(body["lease"]) or _Heartbeats()
+        heartbeats = self._heartbeats.get(verb.lease) or _Heartbeats()
         heartbeats.ending = True
         try:
-            answer = self.request("POST", path, body)
+            answer = self.call(verb)
         except Rejected:
             heartbeats.ending = False
             raise
         heartbeats.stopped.set()
         return answer
 
-    def _holder_body(self, task: str | Task, lease: int | None, **fields: Any) -> dict[str, Any]:
+    def _held(self, task: str | Task, lease: int | None) -> dict[str, Any]:
+        """The fields of a call of the lease holder."""
         if isinstance(task, Task):
-            return {**self._identity, "task_id": task.task_id, "lease": task.lease, **fields}
+            return {**self._identity, "task_id": task.task_id, "lease": task.lease}
         arguments.text("task", task)
         known = self._leases.get(task) if lease is None else arguments.count("lease", lease)
         if known is None:
             raise NotHeld(task)
-        return {**self._identity, "task_id": task, "lease": known, **fields}
+        return {**self._identity, "task_id": task, "lease": known}
 
     @contextlib.contextmanager
     def kept_alive(self, task: Task) -> Iterator[Task]:
@@ -296,7 +278,10 @@ class TaskClient(HttpClient):
         while not heartbeats.stopped.wait(wait_s):
             sent = time.monotonic()
             try:
-                self._heartbeat_once(task, min(self.timeout_s, every_s))
+                # Without retries: the next heartbeat is the retry.
+                self.call(
+                    Heartbeat(**self._held(task, None)), timeout_s=min(self.timeout_s, every_s), retries=0
+                )
                 confirmed, wait_s = sent, every_s
             except LEASE_OVER as error:
                 wait_s = every_s
@@ -309,11 +294,6 @@ class TaskClient(HttpClient):
                 if time.monotonic() - confirmed > task.lease_s:
                     self._mark_lost(task, heartbeats, _unconfirmed(heartbeats))
                     return
-
-    def _heartbeat_once(self, task: Task, timeout_s: float) -> None:
-        """Without retries: the next heartbeat is the retry."""
-        body = self._holder_body(task, None)
-        self.request("POST", "/queue/heartbeat", body, timeout_s=timeout_s, retries=0)
 
     @staticmethod
     def _mark_lost(task: Task, heartbeats: _Heartbeats, reason: str) -> None:
@@ -337,37 +317,34 @@ class TaskClient(HttpClient):
     ) -> str:
         """Send a task to an agent and return its id. For operators, and for agents that may send to it."""
         # The client makes the id, so that the call can be repeated: the same id stores one task.
-        body: dict[str, Any] = {
-            "agent": arguments.text("agent", agent),
-            "payload": payload,
-            "task_id": f"t-{uuid.uuid4().hex}" if task_id is None else arguments.text("task_id", task_id),
-            "delay_s": arguments.seconds("delay_s", delay_s),
-            "type": arguments.text("type", type),
-            "parent": arguments.text("parent", parent),
-        }
-        if idempotency_key is not None:
-            body["idempotency_key"] = arguments.text("idempotency_key", idempotency_key)
-        if max_retries is not None:
-            body["max_retries"] = arguments.count("max_retries", max_retries)
-        stored = self._converted(self.request("POST", "/queue/enqueue", body), _Stored)
+        new = Enqueue(
+            agent=arguments.text("agent", agent),
+            payload=payload,
+            task_id=f"t-{uuid.uuid4().hex}" if task_id is None else arguments.text("task_id", task_id),
+            delay_s=arguments.seconds("delay_s", delay_s),
+            type=arguments.text("type", type),
+            parent=arguments.text("parent", parent),
+            idempotency_key=None
+            if idempotency_key is None
+            else arguments.text("idempotency_key", idempotency_key),
+            max_retries=None if max_retries is None else arguments.count("max_retries", max_retries),
+        )
+        stored = self.converted(self.call(new), NewTaskAnswer)
         if stored.warning:
             _log.warning("task %s: %s", stored.task_id, stored.warning)
         return stored.task_id
 
     def get(self, task_id: str) -> TaskView:
         """Return a task. Raises `UnknownTask` unless this agent received or sent it."""
-        return self._converted(self.request("GET", _task_path(task_id)), TaskView)
+        return self.converted(self.call(ShowTask(task_id=task_id)), TaskView)
 
     def wait(self, task_id: str, timeout_s: float | None = None) -> TaskView:
         """Wait until a task has ended or `timeout_s` has passed, and return it as it is then."""
-        deadline = float("inf")
-        if timeout_s is not None:
-            deadline = time.monotonic() + arguments.seconds("timeout_s", timeout_s)
+        deadline = deadline_after(timeout_s)
         while True:
             wait_s = min(max(0.0, deadline - time.monotonic()), WAIT_S_MAX)
-            path = f"{_task_path(task_id)}?wait_s={wait_s:.3f}"
-            answer = self.request("GET", path, timeout_s=self.timeout_s + wait_s)
-            task = self._converted(answer, TaskView)
+            asked = ShowTask(task_id=task_id, wait_s=round(wait_s, 3))
+            task = self.converted(self.call(asked, timeout_s=self.timeout_s + wait_s), TaskView)
             if task.ended or time.monotonic() >= deadline:
                 return task
 
@@ -491,7 +468,3 @@ def _unconfirmed(heartbeats: _Heartbeats) -> str:
     if heartbeats.ending:
         return "was reported, but no answer came in time: whether the report arrived is not known"
     return "is lost: no heartbeat was confirmed in time"
-
-
-def _task_path(task_id: str) -> str:
-    return f"/tasks/{urllib.parse.quote(arguments.text('task_id', task_id), safe='')}"

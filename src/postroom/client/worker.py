@@ -16,9 +16,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from postroom.client.connections import PAUSE_S_MAX, LongPolls
 from postroom.client.nudge_endpoint import nudge_endpoint
@@ -32,9 +33,7 @@ from postroom.errors import (
     WrongState,
 )
 
-if TYPE_CHECKING:
-    from postroom.client.tasks import Task, TaskClient
-
+LEASE_S = 300.0
 WAIT_AT_WORK_S_MAX = 5.0  # of an idle worker's long poll, so that a server that died silently is noticed
 ERROR_CHARS_MAX = 8_000  # of a handler's error that are reported
 
@@ -42,6 +41,34 @@ LEASE_OVER = (StaleLease, UnknownTask, WrongState)
 """Errors that mean that another worker has the task, or that the task has ended."""
 
 _log = logging.getLogger("postroom.client")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A claimed task. `lost` is set when this client knows that the lease is over."""
+
+    task_id: str
+    payload: Any
+    lease: int
+    attempt: int
+    lease_s: float = LEASE_S
+    type: str = ""
+    parent: str = ""
+    lost: threading.Event = field(default_factory=threading.Event, repr=False)
+
+
+class Harness(Protocol):
+    """The calls of a client that a worker makes."""
+
+    poll_every_s: float
+
+    def kept_alive(self, task: Task) -> contextlib.AbstractContextManager[Task]: ...
+
+    def complete_task(self, task: Task, decision: Any, *, claim_next: int) -> list[Task]: ...
+
+    def fail_task(self, task: Task, error: str, retry_in_s: float | None) -> None: ...
+
+    def release_task(self, task: Task) -> None: ...
 
 
 class TaskFailed(Exception):
@@ -59,7 +86,7 @@ class StopWork(Exception):
 class TaskEnd(NamedTuple):
     """How a worker ended one task."""
 
-    task: "Task"
+    task: Task
     outcome: str
     """completed, failed, released, or lost."""
     duration_s: float
@@ -87,13 +114,13 @@ class _Wakeups:
 class _Report(NamedTuple):
     """What is reported about a task: the call to the harness, and what `TaskEnd` says."""
 
-    send: Callable[[], "list[Task] | None"]
+    send: Callable[[], list[Task] | None]
     outcome: str
     error: str = ""
 
 
 class _InFlight(NamedTuple):
-    task: "Task"
+    task: Task
     heartbeats: contextlib.ExitStack
 
 
@@ -106,9 +133,9 @@ class Worker:
 
     def __init__(
         self,
-        client: "TaskClient",
-        handler: Callable[["Task"], Any],
-        claim: Callable[[float, LongPolls], "list[Task]"],
+        client: Harness,
+        handler: Callable[[Task], Any],
+        claim: Callable[[float, LongPolls], list[Task]],
         *,
         concurrency: int,
         grace_s: float,
@@ -218,7 +245,7 @@ class Worker:
             self._wakeups.wait_past(seen, max(0.0, until - time.monotonic()))
         return not self._until_empty
 
-    def _take(self, wait_s: float) -> "Task | None":
+    def _take(self, wait_s: float) -> Task | None:
         try:
             return self._accept(self._claim(wait_s, self._long_polls))
         except Unavailable as error:
@@ -228,7 +255,7 @@ class Worker:
                 _log.warning("%s; trying again", error)
             return None
 
-    def _accept(self, claimed: "list[Task] | None") -> "Task | None":
+    def _accept(self, claimed: list[Task] | None) -> Task | None:
         """Put a claimed task in flight, with heartbeats; release it when the worker is stopping."""
         if not claimed:
             return None
@@ -241,13 +268,13 @@ class Worker:
         self._in_flight[task.lease] = _InFlight(task, heartbeats)
         return task
 
-    def _stop_heartbeats(self, task: "Task") -> None:
+    def _stop_heartbeats(self, task: Task) -> None:
         """Undo `_accept`: the task is no longer in flight."""
         in_flight = self._in_flight.pop(task.lease, None)
         if in_flight is not None:
             in_flight.heartbeats.close()
 
-    def _release(self, task: "Task") -> None:
+    def _release(self, task: Task) -> None:
         try:
             self._client.release_task(task)
         except PostroomError as error:
@@ -255,14 +282,14 @@ class Worker:
         finally:
             self._stop_heartbeats(task)
 
-    def _drain(self, task: "Task | None") -> None:
+    def _drain(self, task: Task | None) -> None:
         """Handle a task, and then each task that was claimed together with a completion."""
         while task is not None and not self._stopping:
             task = self._handle(task)
         if task is not None:
             self._release(task)
 
-    def _handle(self, task: "Task") -> "Task | None":
+    def _handle(self, task: Task) -> Task | None:
         """Handle a task in flight. Returns the task that was claimed with its completion, or None."""
         started_s = time.monotonic()
         try:
@@ -279,7 +306,7 @@ class Worker:
         if self._on_end is not None:
             self._on_end(end)
 
-    def _run_handler(self, task: "Task") -> _Report:
+    def _run_handler(self, task: Task) -> _Report:
         try:
             decision = self._handler(task)
             if inspect.iscoroutine(decision):
@@ -296,14 +323,14 @@ class Worker:
             raise
         return _Report(partial(self._complete, task, decision), "completed")
 
-    def _complete(self, task: "Task", decision: Any) -> "list[Task]":
+    def _complete(self, task: Task, decision: Any) -> list[Task]:
         return self._client.complete_task(task, decision, claim_next=0 if self._stopping else 1)
 
-    def _failed(self, task: "Task", error: str, retry_in_s: float | None = None) -> _Report:
+    def _failed(self, task: Task, error: str, retry_in_s: float | None = None) -> _Report:
         error = error[:ERROR_CHARS_MAX]
         return _Report(partial(self._client.fail_task, task, error, retry_in_s), "failed", error)
 
-    def _send(self, task: "Task", report: _Report) -> "tuple[_Report, Task | None]":
+    def _send(self, task: Task, report: _Report) -> tuple[_Report, Task | None]:
         """Send a report until it is accepted or the lease is over.
 
         Returns the accepted report, and the task that came with its answer. A decision that cannot be
