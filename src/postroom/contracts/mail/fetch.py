@@ -160,7 +160,7 @@ class Fetches:
         wait = _Wait(link, link.client, reply, box, name, body.limit, [])
         if is_started and journal.log is not None:
             # A start position that is lost in a crash would be chosen again, and could skip letters.
-            record = Pulled(box.serial, name, group.turn, list(group.through), [], group.account.client)
+            record = Pulled(box.serial, name, group.turn, list(group.through), [], group.account.name)
             journal.append(record)
             journal.after("group", self._answer_or_wait, wait, body.wait_ms, fail=self._refuse_wait)
         else:

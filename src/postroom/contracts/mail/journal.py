@@ -127,9 +127,7 @@ class Journal:
             self.log.append(_put_record(box, first, self._clock), droppable=droppable)
             return
         payloads = [letter.payload for letter in letters]
-        row = PutRow(
-            box.serial, first.number, first.priority, first.created_us, payloads, first.account.client
-        )
+        row = PutRow(box.serial, first.number, first.priority, first.created_us, payloads, first.account.name)
         for record in (row,) if nbytes <= ROW_BYTES_MAX else row.puts():
             self.log.append(record, droppable=droppable)
 
@@ -235,7 +233,7 @@ class Journal:
                 continue
             yield opened_record(box)
             for name, group in list(box.groups.items()):
-                through, done, client = list(group.through), sorted(group.done), group.account.client
+                through, done, client = list(group.through), sorted(group.done), group.account.name
                 yield Pulled(box.serial, name, group.turn, through, done, client)
             for number, letter in [*box.letters.items(), *box.delayed.items()]:
                 is_live = number in box.letters or number in box.delayed
@@ -254,7 +252,7 @@ def opened_record(box: Mailbox) -> Opened:
         box.created_us,
         box.expires_us,
         box.creator,
-        box.account.client,
+        box.account.name,
         box.org,
     )
 
@@ -277,7 +275,7 @@ def _put_record(box: Mailbox, letter: Letter, clock: Clock) -> Put:
         due_us,
         letter.key,
         letter.tags,
-        letter.account.client,
+        letter.account.name,
     )
 
 

@@ -448,7 +448,7 @@ class Mailboxes:
             named=True,
             desc="dead letters",
             creator=box.creator,
-            client=box.account.client,
+            client=box.account.name,
             org=box.org,
         )
         dead.is_stored = True

@@ -47,7 +47,7 @@ class Accounts(dict[str, MailAccount]):
 
     def _tidy(self) -> None:
         for account in [each for each in self.values() if each.empty]:
-            del self[account.client]
+            del self[account.name]
         used = (account.organization for account in self.values())
         self._organizations = {usage.name: usage for usage in used if usage is not None}
         self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))

@@ -61,11 +61,10 @@ class MailUsage:
 class MailAccount(MailUsage):
     """What one client has stored, counted against its quota and against that of its organization."""
 
-    __slots__ = ("client", "groups", "organization")
+    __slots__ = ("groups", "organization")
 
     def __init__(self, client: str, organization: MailUsage | None = None) -> None:
         super().__init__(client)
-        self.client = client
         self.organization = organization
         self.groups = 0  # pull groups that it created
 
@@ -265,13 +264,10 @@ class PullGroup:
             for earlier, holder in self.handed.items():
                 if earlier == number:
                     break
-                if holder == link and self._comes_before(earlier, letter):
+                if holder == link and (self._alive[earlier].rank, earlier) < (letter.rank, letter.number):
                     fresh.append(earlier)
         self.settle(fresh)
         return fresh
-
-    def _comes_before(self, number: int, letter: Letter) -> bool:
-        return (self._alive[number].rank, number) < (letter.rank, letter.number)
 
     def settle(self, numbers: Iterable[int]) -> None:
         """Mark letters as acknowledged."""
@@ -310,68 +306,46 @@ class PullGroup:
         return lost
 
 
-class Mailbox:
+class Mailbox(msgspec.Struct, eq=False):
     """One mailbox from its creation to its expiry."""
 
-    __slots__ = (
-        "account",
-        "bytes",
-        "cost",
-        "created_us",
-        "creator",
-        "creator_link",
-        "delayed",
-        "desc",
-        "expires_ns",
-        "expires_us",
-        "failures",
-        "groups",
-        "has_expired",
-        "is_stored",
-        "key",
-        "keys",
-        "label",
-        "lanes",
-        "letters",
-        "mail_id",
-        "named",
-        "org",
-        "public",
-        "reserved",
-        "reserved_bytes",
-        "serial",
-        "syncing",
-        "ttl_s",
-    )
+    serial: int
+    mail_id: str
+    public: bool
+    named: bool
+    label: str
+    """Its name in events."""
+    org: str = ""
+    """Empty for a mailbox of all organizations."""
+    key: str = ""
+    desc: str = ""
+    creator: str = ""
+    creator_link: int = 0
+    account: MailAccount = NOBODY
+    cost: int = 0
+    """Without its letters."""
+    ttl_s: float = 0.0
+    created_us: int = 0
+    expires_us: int = 0
+    expires_ns: int = 0
+    bytes: int = 0
+    reserved: int = 0
+    """Accepted letters that are not stored yet."""
+    reserved_bytes: int = 0
+    syncing: int = 0
+    """Batches of them that wait for the disk."""
+    has_expired: bool = False
+    is_stored: bool = False
+    """Whether its creation is durable."""
+    letters: dict[int, Letter] = {}
+    lanes: "list[SortedNumbers]" = []
+    keys: dict[str, int] = {}
+    groups: "dict[str, PullGroup]" = {}
+    delayed: dict[int, Letter] = {}
+    failures: dict[int, int] = {}
 
-    def __init__(
-        self, serial: int, mail_id: str, *, public: bool, named: bool, label: str, org: str = ""
-    ) -> None:
-        self.serial = serial
-        self.mail_id = mail_id
-        self.org = org  # empty for a mailbox of all organizations
-        self.key = key_of(org, mail_id)
-        self.public = public
-        self.named = named
-        self.label = label  # its name in events
-        self.desc = ""
-        self.creator = ""
-        self.creator_link = 0
-        self.account = NOBODY
-        self.cost = 0  # without its letters
-        self.ttl_s = 0.0
-        self.created_us = self.expires_us = self.expires_ns = 0
-        self.bytes = 0
-        self.reserved = self.reserved_bytes = 0  # accepted letters that are not stored yet
-        self.syncing = 0  # batches of them that wait for the disk
-        self.has_expired = False
-        self.is_stored = False  # whether its creation is durable
-        self.letters: dict[int, Letter] = {}
-        self.lanes: list[SortedNumbers] = []
-        self.keys: dict[str, int] = {}
-        self.groups: dict[str, PullGroup] = {}
-        self.delayed: dict[int, Letter] = {}
-        self.failures: dict[int, int] = {}
+    def __post_init__(self) -> None:
+        self.key = key_of(self.org, self.mail_id)
 
     def add(self, letters: list[Letter], nbytes: int) -> Letter | None:
         """Store letters of one rank with consecutive numbers, which cost `nbytes` together.
@@ -481,43 +455,21 @@ class Mailbox:
         return last
 
 
-class MailSubscription:
+class MailSubscription(msgspec.Struct, eq=False):
     """One subscription to a mailbox. `link` is the connection, which is opaque here."""
 
-    __slots__ = (
-        "enveloped",
-        "key",
-        "link",
-        "number",
-        "queue_group",
-        "queue_rank",
-        "ranks",
-        "sid",
-        "through",
-    )
-
-    def __init__(
-        self,
-        link: object,
-        number: int,
-        sid: str,
-        key: str,
-        ranks: int,
-        queue_group: str,
-        *,
-        enveloped: bool,
-    ) -> None:
-        self.link = link
-        self.number = number
-        self.sid = sid
-        self.key = key  # of the mailbox
-        self.ranks = ranks
-        self.queue_group = queue_group
-        self.enveloped = enveloped
-        self.through = [0] * RANK_COUNT
-        """For each rank, the last number delivered. Valid only while the subscription is in a backlog."""
-        self.queue_rank = NOT_QUEUED
-        """The rank of the queue in the backlog that holds it."""
+    link: object
+    number: int
+    sid: str
+    key: str
+    """Of the mailbox."""
+    ranks: int
+    queue_group: str
+    enveloped: bool
+    through: list[int] = msgspec.field(default_factory=lambda: [0] * RANK_COUNT)
+    """For each rank, the last number delivered. Valid only while the subscription is in a backlog."""
+    queue_rank: int = NOT_QUEUED
+    """The rank of the queue in the backlog that holds it."""
 
     @property
     def is_waiting(self) -> bool:
@@ -628,7 +580,7 @@ class QueueGroup:
         heappush(self.returned[letter.rank], letter.number)
 
     def arrived(self, letter: Letter) -> None:
-        """Add a new letter. One after the position is found there; an earlier one counts as returned."""
+        """Queue a new letter for redelivery if the group has already passed its position."""
         if letter.number <= self._through[letter.rank]:
             self.return_letter(letter)
 

@@ -237,7 +237,8 @@ class _Reader:
             after_body = after_line + found.size
             after_frame = after_body + 2
             if after_frame > end or after_body > after_line + self._payload_bytes_max:
-                self._check_size(found)
+                if found.size > self._payload_bytes_max:
+                    raise ProtocolBroken(PAYLOAD_TOO_LARGE)
                 self._wanted = after_frame - position
                 break
             if data[after_body:after_frame] != CRLF:
@@ -308,10 +309,6 @@ class _Reader:
                 return 0
         commands.append(self._other(data[start:after_line]))
         return after_line
-
-    def _check_size(self, head: ControlLine) -> None:
-        if head.size > self._payload_bytes_max:
-            raise ProtocolBroken(PAYLOAD_TOO_LARGE)
 
 
 _UNKNOWN = -1, ControlLine(b"", b"", -1, ANY_SIZE)  # a size that no body has
@@ -396,33 +393,27 @@ def _client_other(line: bytes) -> Command:
         words = _words(rest, 2, 3)
         return Subscribe(words[0], words[1] if len(words) == 3 else b"", words[-1])  # noqa: PLR2004
     if verb == b"UNSUB":
-        words = _words(rest, 1, 2)
-        return Unsubscribe(words[0], _count(words[1]) if len(words) == 2 else 0)  # noqa: PLR2004
-    if verb == b"CONNECT":
-        return Connect(rest)
-    if verb == b"+OK":
-        return Okay()
-    if verb == b"INFO":
-        return Info(rest)
-    return _ping_or_pong(verb)
+        words = _words(rest, 1, 2)  # as nats-server: without a valid number it ends at once
+        return Unsubscribe(words[0], int(words[1]) if len(words) == 2 and _SIZE.fullmatch(words[1]) else 0)  # noqa: PLR2004
+    return Connect(rest) if verb == b"CONNECT" else _either_other(verb, rest)
 
 
 def _server_other(line: bytes) -> Command:
     verb, rest = _verb(line)
-    if verb == b"+OK":
-        return Okay()
-    if verb == b"-ERR":
-        return Error(rest.decode("utf-8", "replace").strip("'"))
-    if verb == b"INFO":
-        return Info(rest)
-    return _ping_or_pong(verb)
+    is_error = verb == b"-ERR"
+    return Error(rest.decode("utf-8", "replace").strip("'")) if is_error else _either_other(verb, rest)
 
 
-def _ping_or_pong(verb: bytes) -> Ping | Pong:
-    if verb == b"PING":
-        return Ping()
-    if verb == b"PONG":
-        return Pong()
+def _either_other(verb: bytes, rest: bytes) -> Command:
+    match verb:
+        case b"PING":
+            return Ping()
+        case b"PONG":
+            return Pong()
+        case b"+OK":
+            return Okay()
+        case b"INFO":
+            return Info(rest)
     raise ProtocolBroken(UNKNOWN_OPERATION)
 
 
@@ -431,11 +422,6 @@ def _verb(line: bytes) -> tuple[bytes, bytes]:
     if not parts or line[:1].isspace():
         raise ProtocolBroken(UNKNOWN_OPERATION)
     return parts[0].upper(), parts[1].strip() if len(parts) > 1 else b""
-
-
-def _count(word: bytes) -> int:
-    """As nats-server parses it: without a valid number the subscription ends at once."""
-    return int(word) if _SIZE.fullmatch(word) else 0
 
 
 class ClientReader(_Reader):

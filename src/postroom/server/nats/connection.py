@@ -385,7 +385,7 @@ class ServerConnection(asyncio.Protocol):
         if not is_pattern(request.subject):
             self.send(wire.error(self._hub.refused(self, INVALID_SUBJECT, BAD_REQUEST, "subscribe")))
             return
-        subscription = ServerSubscription(self, request)
+        subscription = ServerSubscription(self, request.subject, request.group, request.sid)
         self.subscriptions[request.sid] = subscription
         refusal = self._hub.subscribe(self, subscription)
         if refusal:

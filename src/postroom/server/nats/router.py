@@ -5,6 +5,8 @@ from itertools import chain
 from random import random
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from postroom.core.nats import natswire as wire
 from postroom.core.nats.subjects import CacheUse, Match, SubjectIndex, merged
 
@@ -42,24 +44,22 @@ class Subscriber(Protocol):
         """End a subscription."""
 
 
-class ServerSubscription:
+class ServerSubscription(msgspec.Struct, eq=False):
     """One subscription of a connection."""
 
-    __slots__ = ("cost", "delivered", "group", "index", "last", "link", "owned", "sid", "subject")
-
-    def __init__(self, link: "Subscriber", request: wire.Subscribe) -> None:
-        self.link = link
-        self.subject = request.subject
-        self.group = request.group
-        self.sid = request.sid
-        self.owned = False
-        """Whether the handler has it, and not the router."""
-        self.index: SubjectIndex[ServerSubscription] | None = None
-        """Where the router has it."""
-        self.cost = 0  # as counted against the client
-        self.delivered = 0
-        self.last = 0
-        """The number of messages after which it ends; 0 is never."""
+    link: Subscriber
+    subject: bytes
+    group: bytes
+    sid: bytes
+    owned: bool = False
+    """Whether the handler has it, and not the router."""
+    index: "SubjectIndex[ServerSubscription] | None" = None
+    """Where the router has it."""
+    cost: int = 0
+    """As counted against the client."""
+    delivered: int = 0
+    last: int = 0
+    """The number of messages after which it ends; 0 is never."""
 
     def take(self, bodies: list[T]) -> list[T]:
         """Count deliveries. Returns those that are still wanted."""

@@ -29,7 +29,7 @@ from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.quotas import ORGANIZATION_SHARE, share_used
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
-from postroom.core.mail.mailbox import AgentKey, MailAccount, MailUsage, size_of
+from postroom.core.mail.mailbox import AgentKey, MailAccount, size_of
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import AgentRecord
 
@@ -52,28 +52,14 @@ _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
 
 
-def _check_share(organization: MailUsage, cost: int, count: int) -> None:
-    """Refuse an agent that does not fit the share of its organization."""
-    agents_max, cards_bytes_max = (
-        int(AGENTS_MAX * ORGANIZATION_SHARE),
-        int(CARDS_BYTES_MAX * ORGANIZATION_SHARE),
-    )
-    if organization.agents + count > agents_max:
-        raise share_used(organization, agents_max, "agents")
-    if organization.card_bytes + cost > cards_bytes_max:
-        raise share_used(organization, cards_bytes_max, "bytes of cards")
-
-
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     """What the registry keeps of an agent besides its record."""
 
-    __slots__ = ("account", "aliases", "cost", "link")
-
-    def __init__(self, account: MailAccount, cost: int, aliases: list[str], link: int) -> None:
-        self.account = account
-        self.cost = cost
-        self.aliases = aliases
-        self.link = link  # the connection that owns the name; 0 when it has ended
+    account: MailAccount
+    cost: int
+    aliases: list[str]
+    link: int
+    """The connection that owns the name; 0 when it has ended."""
 
 
 class AgentRegistry:
@@ -96,7 +82,11 @@ class AgentRegistry:
     def register(self, link: Link, payload: bytes) -> dict[str, str]:
         """Add a card, or replace the card of the same name. Returns the secret of the name."""
         card = mq9.card(payload)
-        name = self._checked_names(card, link.org)[0]
+        names = mq9.agent_names(card)
+        for new in names:  # a new name must not look like another
+            if self._agent(link.org, new) is None and self._of_mailbox(link.org, new) is None:
+                mq9.checked_agent_name(new)
+        name = names[0]
         secret_given = _pop_secret(card)
         known = self._agent(link.org, name)
         self._check_mailbox(card, name, link)
@@ -136,7 +126,8 @@ class AgentRegistry:
         limit = min(mq9.DISCOVER_MAX, max(1, body.limit or DEFAULT_DISCOVER))
         first = limit * (max(1, body.page or 1) - 1)
         searched = " ".join(text for text in (body.text, body.semantic) if text)
-        visible = self._visible(link)
+        orgs = self._indexes if link.sees_all else dict.fromkeys(("", link.org))
+        visible = [self._indexes[org] for org in orgs if org in self._indexes]
         if searched:
             keys = card_index.best(visible, _distinct(searched[:SEARCH_CHARS_MAX], WORDS_MAX), first, limit)
         else:
@@ -147,14 +138,6 @@ class AgentRegistry:
         """Let other connections of the client use the names of an ended connection."""
         for key in self._held.pop(link.number, ()):
             self._entries[key].link = 0
-
-    def _checked_names(self, card: dict[str, Any], org: str) -> list[str]:
-        """The names in a card. New names must not look like others."""
-        names = mq9.agent_names(card)
-        for name in names:
-            if self._agent(org, name) is None and self._of_mailbox(org, name) is None:
-                mq9.checked_agent_name(name)
-        return names
 
     # ---- ownership of names --------------------------------------------------------------------
 
@@ -171,7 +154,8 @@ class AgentRegistry:
         holder = self._entries[_key(agent)].link
         if holder == link.number or (link.user and agent.client == link.client):
             return True
-        return holder == 0 and (agent.client in ("", link.client) or self._is_lapsed(agent))
+        is_lapsed = self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
+        return holder == 0 and (agent.client in ("", link.client) or is_lapsed)
 
     def _check_mailbox(self, card: dict[str, Any], name: str, link: Link) -> None:
         """Refuse a card with the mailbox of another agent, unless the caller owns that agent as well."""
@@ -179,9 +163,6 @@ class AgentRegistry:
         owner = self._of_mailbox(link.org, mailbox) or self._agent(link.org, mailbox)
         if owner is not None and owner.name != name and not self._is_holder(owner, link):
             raise Mq9Error(409, "the mailbox of this card belongs to another agent")
-
-    def _is_lapsed(self, agent: AgentRecord) -> bool:
-        return self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
 
     def _known(self, body: dict[str, Any], org: str) -> AgentRecord:
         """The agent that a call names, by its name or its mailbox."""
@@ -236,7 +217,12 @@ class AgentRegistry:
             raise Mq9Error(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
         if account.organization is not None:
             is_of_org = entry is not None and entry.account.organization is account.organization
-            _check_share(account.organization, cost - (freed if is_of_org else 0), 0 if is_of_org else 1)
+            organization, agents_max = account.organization, int(AGENTS_MAX * ORGANIZATION_SHARE)
+            if organization.agents + (0 if is_of_org else 1) > agents_max:
+                raise share_used(organization, agents_max, "agents")
+            bytes_max = int(CARDS_BYTES_MAX * ORGANIZATION_SHARE)
+            if organization.card_bytes + cost - (freed if is_of_org else 0) > bytes_max:
+                raise share_used(organization, bytes_max, "bytes of cards")
 
     def _add(self, agent: AgentRecord, link: int) -> None:
         card = _decoded(agent.card)
@@ -284,14 +270,6 @@ class AgentRegistry:
 
     def _now_us(self) -> int:
         return self._mailboxes.clock.wall_us()
-
-    # ---- search --------------------------------------------------------------------------------
-
-    def _visible(self, link: Link) -> list[CardIndex]:
-        """The cards that a client sees."""
-        if link.sees_all:
-            return [*self._indexes.values()]
-        return [self._indexes[org] for org in dict.fromkeys(("", link.org)) if org in self._indexes]
 
 
 def _key(agent: AgentRecord) -> AgentKey:
