@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
+
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.service import MailService
 from postroom.core.gate import Caller
@@ -135,6 +137,12 @@ class Harness:
         self.service.close()
         self.soon = queue.SimpleQueue()
         self.service = self.opened()
+
+    def limit(self, **limits: int) -> None:
+        """Open the service again with other limits."""
+        limited = msgspec.structs.replace(self.options.limits, **limits)
+        self.options = msgspec.structs.replace(self.options, limits=limited)
+        self.reopen()
 
     def publish(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> None:
         self.service.published(link, subject, "", len(headers), [headers + payload])

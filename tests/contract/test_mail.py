@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, journal, mailboxes, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, journal, mailboxes
 from postroom.contracts.mail.cards import card_registry
 from postroom.contracts.mail.mailboxes import hashed
 from postroom.core.mail import mq9
@@ -335,10 +335,8 @@ def test_every_subscription_gets_everything_and_so_does_the_same_one_again(harne
     assert other.payloads() == [b"x", b"y"]
 
 
-def test_a_long_replay_comes_in_pieces_and_more_urgent_letters_first(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
+def test_a_long_replay_comes_in_pieces_and_more_urgent_letters_first(harness: Harness) -> None:
+    harness.limit(replay_step=10)
     link, late = FakeLink(), FakeLink()
     mail_id = harness.create(link, ttl=60)
     ids = [harness.send(link, mail_id, str(number).encode()) for number in range(35)]
@@ -994,14 +992,14 @@ def test_a_card_may_hold_anything_and_be_replaced(harness: Harness) -> None:
     assert harness.request(link, "$mq9.AI.AGENT.DISCOVER")["agents"] == []
 
 
-def test_the_cards_of_all_agents_are_bounded(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_of_all_agents_are_bounded(harness: Harness) -> None:
     link = FakeLink()
 
     def register(name: str) -> Any:
         body = json.dumps({"name": name, "text": "x" * 1_000}).encode()
         return harness.request(link, "$mq9.AI.AGENT.REGISTER", body)
 
-    monkeypatch.setattr(card_registry, "CARDS_BYTES_MAX", 3 * (2_000 + card_registry.AGENT_COST_BYTES))
+    harness.limit(cards_bytes_max=3 * (2_000 + card_registry.AGENT_COST_BYTES))
     assert [register(name).get("code") for name in ("a", "b", "c")] == [None, None, 429]
     harness.reopen()
     assert register("c")["code"] == 429

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX, public_list, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, LINK_MESSAGES_MAX
 from postroom.core.mail.mq9 import PUBLIC_LIST
 from postroom.server.nats.server import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
@@ -288,10 +288,8 @@ def test_critical_message_overtakes_backlogs_of_other_subscriptions(
     assert len(slow.got) == 52
 
 
-def test_an_interrupted_replay_continues_when_the_connection_has_drained(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
+def test_an_interrupted_replay_continues_when_the_connection_has_drained(harness: Harness) -> None:
+    harness.limit(replay_step=10)
     _, mail_id = filled(harness, 35)
     link = FakeLink()
     harness.service.subscribed(link, "1", f"{MSG}{mail_id}.*", "")
@@ -412,10 +410,8 @@ def test_changes_during_the_public_list_are_announced_once(harness: Harness) -> 
     assert link.drain(harness) == [("created", "live")]
 
 
-def test_long_public_list_yields_turns_and_ends_with_its_subscription(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(public_list, "ENTRIES_A_TURN_MAX", 10)
+def test_long_public_list_yields_turns_and_ends_with_its_subscription(harness: Harness) -> None:
+    harness.limit(entries_a_turn_max=10)
     listed(harness, 35)
     link = FakeLink()
     harness.service.subscribed(link, "1", PUBLIC_LIST, "")

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import fetch, quotas
-from postroom.contracts.mail.cards import card_registry
+from postroom.contracts.mail.options import MailLimits
 from postroom.contracts.mail.requests import REFUSAL_EVENTS_ALL_MAX, REFUSAL_EVENTS_MAX
 from postroom.core.mail.mailbox import Mailbox
 from postroom.logs.mail_log import SegmentLog
@@ -188,8 +187,8 @@ def test_one_organization_makes_half_of_the_mailboxes(tmp_path: Path) -> None:
     Harness.close_all()
 
 
-def test_one_organization_has_a_limit_of_messages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "MESSAGES_AN_ORGANIZATION_MAX", 3)
+def test_one_organization_has_a_limit_of_messages(world: World) -> None:
+    world.harness.limit(messages_an_organization_max=3)
     harness = world.harness
     mail_id = harness.create(world.operator, name="for.all", public=True)
     for link in (world.acme, world.friend, world.acme):
@@ -202,8 +201,8 @@ def test_one_organization_has_a_limit_of_messages(world: World, monkeypatch: pyt
         harness.send(link, mail_id, b"x")
 
 
-def test_one_organization_registers_half_of_the_agents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_registry, "AGENTS_MAX", 4)
+def test_one_organization_registers_half_of_the_agents(world: World) -> None:
+    world.harness.limit(agents_max=4)
     for name, link in (("ann", world.acme), ("amy", world.friend)):
         assert not world.ask(link, "AGENT.REGISTER", name=name)["error"]
     assert not world.ask(world.acme, "AGENT.REGISTER", name="ann", text="new")["error"]
@@ -212,11 +211,8 @@ def test_one_organization_registers_half_of_the_agents(world: World, monkeypatch
     assert not world.ask(world.other, "AGENT.REGISTER", name="bo")["error"]
 
 
-def test_one_organization_has_at_most_its_share_of_the_waiting_fetches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 4)
-    world = World(tmp_path / "mail")
+def test_one_organization_has_at_most_its_share_of_the_waiting_fetches(tmp_path: Path) -> None:
+    world = World(tmp_path / "mail", limits=MailLimits(client_waits_max=4))
     mail_id = world.harness.create(world.operator, name="for.all", public=True)
 
     def wait(link: FakeLink) -> Any:
@@ -230,10 +226,8 @@ def test_one_organization_has_at_most_its_share_of_the_waiting_fetches(
     Harness.close_all()
 
 
-def test_the_groups_of_one_organization_hold_a_limited_number_of_messages(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "ORGANIZATION_REMEMBERED_MAX", 30)
+def test_the_groups_of_one_organization_hold_a_limited_number_of_messages(world: World) -> None:
+    world.harness.limit(organization_remembered_max=30)
     harness = world.harness
     mail_id = harness.create(world.operator, name="for.all", public=True)
     for _ in range(50):

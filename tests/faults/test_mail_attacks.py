@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import fetch, mailboxes
+from postroom.contracts.mail import mailboxes
 from postroom.contracts.mail.cards import card_index, card_registry
+from postroom.contracts.mail.options import MailLimits
 from postroom.contracts.mail.quotas import RECORD_BYTES
 from postroom.contracts.mail.requests import (
     EVENT_TEXT_CHARS_MAX,
@@ -192,12 +193,8 @@ def wait_for(harness: Harness, link: FakeLink, mail_id: str, wait_ms: int = 60_0
     return harness.request(link, f"{NEWEST}FETCH.{mail_id}", body)
 
 
-def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "WAITS_MAX", 10)
-    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 5)
-    harness = Harness(tmp_path / "mail")
+def test_one_client_has_at_most_its_share_of_the_waiting_fetches(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "mail", limits=MailLimits(waits_max=10, client_waits_max=5))
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = harness.create(greedy, ttl=3600)
     assert [wait_for(harness, greedy, mail_id) for _ in range(5)] == [None] * 5
@@ -208,9 +205,8 @@ def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
     assert wait_for(harness, greedy, mail_id) is None
 
 
-def test_waiting_fetches_end_with_their_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 2)
-    harness = Harness(tmp_path / "mail")
+def test_waiting_fetches_end_with_their_connection(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "mail", limits=MailLimits(client_waits_max=2))
     mail_id = harness.create(FakeLink(), ttl=3600)
     for _ in range(3):
         link = FakeLink()
@@ -382,10 +378,8 @@ def test_a_card_has_one_limit_whatever_the_call(harness: Harness, verb: str) -> 
     assert (card["text"], card.get("report_info")) == ("kept", None)
 
 
-def test_reports_count_against_the_limit_of_all_cards(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(card_registry, "CARDS_BYTES_MAX", 200_000)
+def test_reports_count_against_the_limit_of_all_cards(harness: Harness) -> None:
+    harness.limit(cards_bytes_max=200_000)
     link = FakeLink()
     for name in ("a", "b"):
         agent(harness, link, "REGISTER", name=name)
@@ -397,9 +391,7 @@ def test_reports_count_against_the_limit_of_all_cards(
     assert agent(harness, link, "REPORT", name="b", report_info="x" * 60_000) == {"error": ""}
 
 
-def test_one_client_cannot_use_up_agent_registrations_or_memory(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_client_cannot_use_up_agent_registrations_or_memory(harness: Harness) -> None:
     harness = Harness(harness.folder and harness.folder / "other", client_quota_agents=2)
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     assert [agent(harness, greedy, "REGISTER", name=name).get("code") for name in "abc"] == [None, None, 429]
@@ -408,7 +400,7 @@ def test_one_client_cannot_use_up_agent_registrations_or_memory(
     assert agent(harness, greedy, "REGISTER", name="c")["code"] == 429
     assert agent(harness, other, "REGISTER", name="c")["error"] == ""
     assert agent(harness, greedy, "UNREGISTER", name="a") == {"error": ""}
-    monkeypatch.setattr(card_registry, "CLIENT_CARDS_BYTES_MAX", 5_000)
+    harness.limit(client_cards_bytes_max=5_000)
     assert agent(harness, greedy, "REGISTER", name="d", text="x" * 5_000)["code"] == 429
     assert agent(harness, greedy, "REGISTER", name="d")["error"] == ""
 
@@ -585,10 +577,8 @@ def test_pull_groups_count_against_their_creator(tmp_path: Path) -> None:
     assert harness.service.stats()["bytes"] == 0
 
 
-def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "CLIENT_GROUPS_MAX", 4)
+def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(harness: Harness) -> None:
+    harness.limit(client_groups_max=4)
     owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
     boxes = [harness.create(owner, ttl=60 + number) for number in range(3)]
     for mail_id in boxes[:2]:
@@ -602,10 +592,8 @@ def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
     assert fetched(harness, stranger, boxes[2], "b")["error"] == ""
 
 
-def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "CLIENT_REMEMBERED_MAX", 50)
+def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(harness: Harness) -> None:
+    harness.limit(client_remembered_max=50)
     owner, workers = FakeLink(), [FakeLink(address="192.0.2.2") for _ in range(3)]
     mail_id = filled(harness, owner, 100)
     numbers = list(harness.service._mailboxes.by_key[mail_id].letters)
@@ -872,10 +860,8 @@ def query(harness: Harness, link: FakeLink, inbox: str, mail_id: str, **body: An
     harness.service.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, 0, [json.dumps(body).encode()])
 
 
-def test_a_query_is_answered_after_scanning_the_whole_mailbox(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
+def test_a_query_is_answered_after_scanning_the_whole_mailbox(harness: Harness) -> None:
+    harness.limit(query_scan_max=10)
     link, short = FakeLink(), FakeLink()
     mail_id, small = filled(harness, link, 95), filled(harness, link, 5)
     harness.request(link, f"{NEWEST}SEND.{mail_id}", b"a", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")
@@ -894,11 +880,8 @@ def test_a_query_is_answered_after_scanning_the_whole_mailbox(
     assert len(harness.answer_of(link, "_INBOX.second")["messages"]) == 3
 
 
-def test_running_queries_of_a_connection_are_limited_and_end_with_it(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
-    monkeypatch.setattr(fetch, "QUERIES_MAX", 3)
+def test_running_queries_of_a_connection_are_limited_and_end_with_it(harness: Harness) -> None:
+    harness.limit(query_scan_max=10, queries_max=3)
     greedy, other = FakeLink(), FakeLink()
     mail_id = filled(harness, FakeLink(), 100)
     for number in range(4):
@@ -914,10 +897,8 @@ def test_running_queries_of_a_connection_are_limited_and_end_with_it(
     assert len(greedy.answers) == 2
 
 
-def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
+def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(harness: Harness) -> None:
+    harness.limit(query_scan_max=10)
     link = FakeLink()
     mail_id = filled(harness, link, 100)
     query(harness, link, "_INBOX.query", mail_id, tags="t")

@@ -9,15 +9,13 @@ from typing import NamedTuple
 import pytest
 
 from postroom.errors import InvalidMessage
+from postroom.server.access.nudge_urls import URL_CHARS_MAX, Target, parse_url
 from postroom.server.harness.nudger import (
     STATUS_LINE_BYTES_MAX,
-    URL_CHARS_MAX,
     WAITING_MAX,
     Nudger,
     NudgeRefused,
-    Target,
     is_public,
-    parse_url,
 )
 from tests.waiting import HANG_GUARD_S
 

@@ -1,1 +1,4 @@
-"""Servers and background processes around the contracts. `app` is the task server."""
+"""Servers and background processes around the contracts. `app` is the task server.
+
+Everything below may be imported, but neither the page nor MCP: they mount themselves on the application.
+"""

@@ -23,14 +23,7 @@ from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import Pulled
 from postroom.system.callbacks import attempt
 
-WAITS_MAX = 100_000
-CLIENT_WAITS_MAX = WAITS_MAX // 2  # of one client, and of one organization
 GROUPS_MAX = 1_000  # of one mailbox
-CLIENT_GROUPS_MAX = 10_000  # that one client has created, in all mailboxes
-CLIENT_REMEMBERED_MAX = 1_000_000  # letters that these groups hold, or remember as acknowledged
-ORGANIZATION_REMEMBERED_MAX = 2_000_000  # the same, of all clients of one organization
-QUERY_SCAN_MAX = 1_000  # letters that a query scans in one turn of the loop
-QUERIES_MAX = 64  # of one connection that need more than one turn
 NANOS_PER_MS = 1_000_000
 MICROS_PER_S = 1_000_000
 
@@ -45,13 +38,6 @@ class _Wait(NamedTuple):
     group: str
     limit: int
     through: list[int]
-
-
-def _left_to_remember(account: MailAccount) -> int:
-    """How many more messages a server may remember as fetched by the groups of a client."""
-    left = CLIENT_REMEMBERED_MAX - account.remembered
-    org = account.organization
-    return left if org is None else min(left, ORGANIZATION_REMEMBERED_MAX - org.remembered)
 
 
 class _RunningQuery:
@@ -71,9 +57,9 @@ class _RunningQuery:
         self._found: list[Letter] = []
         self._rank = self._through = 0
 
-    def scan(self, now_ns: int) -> bool:
-        """Scan some more letters, in the order of delivery. Returns whether the query is complete."""
-        left, lanes, letters = QUERY_SCAN_MAX, self._box.lanes, self._box.letters
+    def scan(self, left: int, now_ns: int) -> bool:
+        """Scan `left` more letters, in the order of delivery. Returns whether the query is complete."""
+        lanes, letters = self._box.lanes, self._box.letters
         while self._rank < len(lanes) and left > 0:
             numbers = lanes[self._rank].next(self._through, left)
             for number in numbers:
@@ -120,10 +106,11 @@ class Fetches:
         run_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._mailboxes = mailboxes
+        self._limits = limits = mailboxes.options.limits
         self._run_soon = run_soon
         self._waits: dict[int, dict[int, _Wait]] = {}
         self._last_wait = self._wait_count = 0
-        self._client_waits = ClientShares(CLIENT_WAITS_MAX, CLIENT_WAITS_MAX)
+        self._client_waits = ClientShares(limits.client_waits_max, limits.client_waits_max)
         self._link_waits: dict[int, set[tuple[int, int]]] = {}
         """The waits of each connection, by mailbox and number."""
         self._holding: dict[int, set[tuple[int, str]]] = {}
@@ -172,19 +159,24 @@ class Fetches:
             account = box.groups[name].account
         else:
             account = self._mailboxes.quotas.accounts[client]
-            if account.groups >= CLIENT_GROUPS_MAX:
-                raise Mq9Error(429, f"a client creates at most {CLIENT_GROUPS_MAX} groups")
+            if account.groups >= self._limits.client_groups_max:
+                raise Mq9Error(429, f"a client creates at most {self._limits.client_groups_max} groups")
             self._mailboxes.quotas.admit_group(account, name)
         self._check_remembered(account)
         return account
 
-    @staticmethod
-    def _check_remembered(account: MailAccount) -> None:
-        if account.remembered >= CLIENT_REMEMBERED_MAX:
-            limit = f"{CLIENT_REMEMBERED_MAX} messages, which is the limit"
+    def _left_to_remember(self, account: MailAccount) -> int:
+        """How many more messages a server may remember as fetched by the groups of a client."""
+        left = self._limits.client_remembered_max - account.remembered
+        org = account.organization
+        return left if org is None else min(left, self._limits.organization_remembered_max - org.remembered)
+
+    def _check_remembered(self, account: MailAccount) -> None:
+        if account.remembered >= self._limits.client_remembered_max:
+            limit = f"{self._limits.client_remembered_max} messages, which is the limit"
             raise Mq9Error(429, f"the groups of this client hold {limit}: acknowledge fetched messages first")
-        if _left_to_remember(account) <= 0:
-            limit = f"{ORGANIZATION_REMEMBERED_MAX} messages, which is the limit"
+        if self._left_to_remember(account) <= 0:
+            limit = f"{self._limits.organization_remembered_max} messages, which is the limit"
             raise Mq9Error(429, f"the groups of this organization hold {limit}: acknowledge them first")
 
     def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
@@ -194,7 +186,7 @@ class Fetches:
         link = wait.link
         if wait.box.has_expired or link.is_closing or self._try(wait):
             return
-        is_full = self._wait_count >= WAITS_MAX or not self._client_waits.fits(wait.client, 1)
+        is_full = self._wait_count >= self._limits.waits_max or not self._client_waits.fits(wait.client, 1)
         if not wait_ms or is_full:
             _answer(link, wait.reply, replies.fetched(()))
             return
@@ -211,7 +203,7 @@ class Fetches:
         box, limit = wait.box, wait.limit
         group = box.groups.get(wait.group) if wait.group else None
         if group is not None:
-            reader, limit = group, min(limit, max(0, _left_to_remember(group.account)))
+            reader, limit = group, min(limit, max(0, self._left_to_remember(group.account)))
         else:
             reader = PullGroup(box.letters)
             reader.through = wait.through or [0] * len(box.lanes)
@@ -324,11 +316,11 @@ class Fetches:
         query = _RunningQuery(link, reply, self._mailboxes.find(request.call.mail_id, link), body)
         if not reply:
             return
-        if query.scan(self._mailboxes.now_ns()):
+        if query.scan(self._limits.query_scan_max, self._mailboxes.now_ns()):
             _answer(link, reply, query.answer())
             return
-        if len(self._queries.get(link.number, ())) >= QUERIES_MAX:
-            raise Mq9Error(429, f"a connection has at most {QUERIES_MAX} long queries at a time")
+        if len(self._queries.get(link.number, ())) >= self._limits.queries_max:
+            raise Mq9Error(429, f"a connection has at most {self._limits.queries_max} long queries at a time")
         self._queries.setdefault(link.number, deque()).append(query)
         self._schedule_queries()
 
@@ -351,7 +343,7 @@ class Fetches:
 
     def _run_some(self, queries: "deque[_RunningQuery]") -> None:
         query = queries.popleft()
-        if query.scan(self._mailboxes.now_ns()):
+        if query.scan(self._limits.query_scan_max, self._mailboxes.now_ns()):
             _answer(query.link, query.reply, query.answer())
         else:
             queries.appendleft(query)

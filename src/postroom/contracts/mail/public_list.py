@@ -14,14 +14,13 @@ from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.mailbox import Mailbox
 
-ENTRIES_A_TURN_MAX = 1_000
-
 
 class PublicList:
     """The subscriptions to the public list."""
 
     def __init__(self, mailboxes: Mailboxes, run_soon: Callable[[Callable[[], None]], object]) -> None:
         self._mailboxes = mailboxes
+        self._limits = mailboxes.options.limits
         self._run_soon = run_soon
         self._links: dict[int, dict[str, Link]] = {}
         """The links of subscriptions, by connection and sid."""
@@ -55,7 +54,7 @@ class PublicList:
         """Send a connection more of the list, as far as its window and this turn allow."""
         if link.number in self._scheduled:
             return
-        for _ in range(ENTRIES_A_TURN_MAX):
+        for _ in range(self._limits.entries_a_turn_max):
             sids = self._positions.get(link.number)
             if not sids:
                 return

@@ -23,7 +23,6 @@ from postroom.core.mail.mailbox import (
 from postroom.core.mail.mq9 import Mq9Error
 
 ORGANIZATION_SHARE = 0.5  # of the bytes, the mailboxes and the agents of a server
-MESSAGES_AN_ORGANIZATION_MAX = 1_000_000
 ACCOUNTS_TIDIED_FROM = 1_024  # number of accounts from which empty ones are dropped
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
 MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost, the part that is not in the log
@@ -58,6 +57,7 @@ class Quotas:
 
     def __init__(self, options: MailOptions) -> None:
         self._options = options
+        self._limits = options.limits
         self.accounts = Accounts()
         self.messages = self.stored_bytes = 0
         self.log_bytes = 0  # about what the live messages and agents take up in the log
@@ -82,8 +82,8 @@ class Quotas:
             self._admit_cost(account, cost)
         if account.organization is not None:
             self._admit_share(account.organization, cost)
-            if account.organization.messages + count > MESSAGES_AN_ORGANIZATION_MAX:
-                raise share_used(account.organization, MESSAGES_AN_ORGANIZATION_MAX, "messages")
+            if account.organization.messages + count > self._limits.messages_an_organization_max:
+                raise share_used(account.organization, self._limits.messages_an_organization_max, "messages")
 
     def admit_mailbox(self, account: MailAccount, cost: int, existing: int) -> None:
         """Refuse one more mailbox beside the `existing` ones."""

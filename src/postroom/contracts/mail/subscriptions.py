@@ -26,7 +26,6 @@ from postroom.core.mail.mailbox import (
     Subscribers,
 )
 
-REPLAY_STEP = 1_000  # messages delivered in one turn of the loop
 RUN_MAX = 250  # messages handed at once to a connection that has sent everything
 
 
@@ -39,6 +38,7 @@ class Subscriptions:
         run_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._mailboxes = mailboxes
+        self._limits = mailboxes.options.limits
         self._run_soon = run_soon
         self._public_list = PublicList(mailboxes, run_soon)
         self._subscribers: dict[str, Subscribers] = {}
@@ -182,7 +182,7 @@ class Subscriptions:
     def _feed(self, link: Link) -> None:
         """Deliver from the backlog, the most urgent letters first, as far as window and turn allow."""
         backlog = self._backlogs.get(link.number)
-        left = REPLAY_STEP
+        left = self._limits.replay_step
         while backlog and left > 0:
             room_bytes = LINK_FULL_BYTES - link.pending_bytes
             if room_bytes <= 0:
@@ -265,7 +265,7 @@ class Subscriptions:
 
     def _dispatch_some(self, box: Mailbox, group: QueueGroup) -> None:
         now_ns = self._mailboxes.now_ns()
-        for _ in range(REPLAY_STEP):
+        for _ in range(self._limits.replay_step):
             offer = group.offer(box)
             if offer is None:
                 return

@@ -1,1 +1,1 @@
-"""The NATS protocol as bytes, and subjects."""
+"""The NATS protocol as bytes, and subjects. Nothing here knows a socket, a server or Mail."""

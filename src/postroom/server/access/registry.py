@@ -18,6 +18,7 @@ from postroom.calls.fields import Role
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import checked_name, scoped, split_scoped
 from postroom.errors import AgentExists, InvalidMessage, UnknownAgent
+from postroom.server.access.nudge_urls import checked_url
 from postroom.server.access.registry_file import RegistryFile
 from postroom.server.access.tokens import (
     NO_PERMISSIONS,
@@ -29,7 +30,6 @@ from postroom.server.access.tokens import (
     digest_of,
     new_token,
 )
-from postroom.server.harness.nudger import checked_url
 
 FILE_NAME = "agents.json"
 AGENTS_MAX = 10_000

@@ -16,44 +16,26 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
 from postroom.errors import InvalidMessage
+from postroom.server.access.nudge_urls import Target, parse_url
 
 NUDGE_TIMEOUT_S = 5.0
 NUDGERS = 4  # threads, started by the first nudge
 WAITING_MAX = 256  # nudges; further ones are dropped, which is harmless
-URL_CHARS_MAX = 2_048
 STATUS_LINE_BYTES_MAX = 256
-PORTS = {"http": 80, "https": 443}
 
 # `ipaddress` counts these as public, but the host of a cloud machine answers them.
 METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
-_UNSAFE = re.compile(r"[^\x21-\x7e]")
 _STATUS = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)[ \r]")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Report = Callable[[str, str, str], None]
 """Called with the agent, the task id and the reason when a nudge failed."""
-
-
-class Target(NamedTuple):
-    """The parts of a nudge address."""
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    @property
-    def authority(self) -> str:
-        """The value of the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 class Nudge(NamedTuple):
@@ -66,30 +48,6 @@ class Nudge(NamedTuple):
 
 class NudgeRefused(Exception):
     """The target is not allowed, or the agent did not accept the nudge."""
-
-
-def checked_url(url: str) -> str:
-    """Return the address of an agent unchanged. Raises `InvalidMessage`."""
-    parse_url(url)
-    return url
-
-
-def parse_url(url: str) -> Target:
-    """Parse the address of an agent, without resolving its host."""
-    if not isinstance(url, str) or len(url) > URL_CHARS_MAX or _UNSAFE.search(url):
-        raise InvalidMessage(f"url must be at most {URL_CHARS_MAX} printable ASCII characters")
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise InvalidMessage(f"url is not an address: {error}") from None
-    if parts.scheme not in PORTS:
-        raise InvalidMessage("url must begin with http:// or https://")
-    if not host or parts.username is not None or parts.password is not None:
-        raise InvalidMessage("url must name a host, and no user")
-    if parts.query or parts.fragment or port == 0:
-        raise InvalidMessage("url must have a port above 0, if any, no query and no fragment")
-    return Target(parts.scheme, host, port or PORTS[parts.scheme], parts.path.rstrip("/"))
 
 
 def is_public(address: Address) -> bool:

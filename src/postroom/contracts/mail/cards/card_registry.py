@@ -33,11 +33,8 @@ from postroom.core.mail.mailbox import AgentKey, MailAccount, size_of
 from postroom.core.mail.mq9 import Mq9Error
 from postroom.logs.mail_records import AgentRecord
 
-AGENTS_MAX = 100_000
 CARD_BYTES_MAX = 64 << 10  # of a card with its last report and the fields that the server adds
 CARD_WORDS_MAX = 500  # distinct words of a card that are indexed
-CARDS_BYTES_MAX = 256 << 20  # memory of all cards
-CLIENT_CARDS_BYTES_MAX = 64 << 20  # memory of the cards of one client
 AGENT_COST_BYTES = 880  # of an agent besides its card and its words, about as measured
 WORD_COST_BYTES = 300  # of a word in the index that no other card has, as measured
 WORDS_MAX = 64  # of a search
@@ -67,6 +64,7 @@ class AgentRegistry:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self._mailboxes = mailboxes
+        self._limits = mailboxes.options.limits
         self._entries: dict[AgentKey, _Entry] = {}
         self._by_mailbox: dict[AgentKey, AgentKey] = {}  # agents by organization and mailbox
         self._indexes: dict[str, CardIndex] = {}  # of the cards of each organization that has any
@@ -202,8 +200,8 @@ class AgentRegistry:
         if len(agent.card) > CARD_BYTES_MAX:
             raise Mq9Error(400, f"a card has at most {CARD_BYTES_MAX} bytes, with its last report")
         entry = self._entries.get(_key(agent))
-        if entry is None and len(self._entries) >= AGENTS_MAX:
-            raise Mq9Error(429, f"there are {AGENTS_MAX} agents, which is the limit")
+        if entry is None and len(self._entries) >= self._limits.agents_max:
+            raise Mq9Error(429, f"there are {self._limits.agents_max} agents, which is the limit")
         account = self._mailboxes.quotas.accounts[agent.client]
         quota = self._mailboxes.options.client_quota_agents
         is_own = entry is not None and entry.account is account
@@ -211,16 +209,20 @@ class AgentRegistry:
             raise Mq9Error(429, f"this client has registered {quota} agents, which is its quota")
         cost = _cost(agent.card, _card_words(card))
         freed = entry.cost if entry is not None else 0
-        if self._cost + cost - freed > CARDS_BYTES_MAX:
-            raise Mq9Error(429, f"the cards of all agents cost {CARDS_BYTES_MAX} bytes, which is the limit")
-        if account.card_bytes + cost - (freed if is_own else 0) > CLIENT_CARDS_BYTES_MAX:
-            raise Mq9Error(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
+        if self._cost + cost - freed > self._limits.cards_bytes_max:
+            raise Mq9Error(
+                429, f"the cards of all agents cost {self._limits.cards_bytes_max} bytes, which is the limit"
+            )
+        if account.card_bytes + cost - (freed if is_own else 0) > self._limits.client_cards_bytes_max:
+            raise Mq9Error(
+                429, f"the cards of this client cost {self._limits.client_cards_bytes_max} bytes, its limit"
+            )
         if account.organization is not None:
             is_of_org = entry is not None and entry.account.organization is account.organization
-            organization, agents_max = account.organization, int(AGENTS_MAX * ORGANIZATION_SHARE)
+            organization, agents_max = account.organization, int(self._limits.agents_max * ORGANIZATION_SHARE)
             if organization.agents + (0 if is_of_org else 1) > agents_max:
                 raise share_used(organization, agents_max, "agents")
-            bytes_max = int(CARDS_BYTES_MAX * ORGANIZATION_SHARE)
+            bytes_max = int(self._limits.cards_bytes_max * ORGANIZATION_SHARE)
             if organization.card_bytes + cost - (freed if is_of_org else 0) > bytes_max:
                 raise share_used(organization, bytes_max, "bytes of cards")
 
