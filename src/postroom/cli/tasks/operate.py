@@ -1,7 +1,6 @@
 """For operators: look at queues and tasks, retry and cancel."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -33,7 +32,7 @@ STATUSES = {
 @click.command()
 @where_options
 @click.pass_obj
-def status(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+def status(shell: Shell, **where: Any) -> None:
     """Show the state of every queue.
 
     For each agent: the depth of its queue and the age of the oldest task, the tasks in flight and their lease
@@ -44,36 +43,38 @@ def status(shell: Shell, data: Path | None, url: str | None, token: str | None) 
       postroom tasks status --data run
       postroom tasks status --url http://127.0.0.1:8800 | jq .agents.triage.depth
     """
-    with open_place(shell, data, url, token) as place:
+    with open_place(shell, **where) as place:
         facts = place.status()
     if not shell.output.readable:
         shell.output.json_line(facts)
         return
-    rows = [{"agent": name, **queue, "oldest_age_s": _age(queue)} for name, queue in facts["agents"].items()]
+    rows = [{"agent": name, **queue} for name, queue in facts["agents"].items()]
+    for row in rows:
+        row["oldest_age_s"] = None if row["oldest_age_s"] is None else f"{row['oldest_age_s']:.1f}"
     columns = ["agent", "depth", "oldest_age_s", "in_flight", "holders", "lapses", "states"]
     shell.output.rows(columns, rows, empty="there is no task yet")
     if facts.get("events_waiting") is not None:
         shell.output.facts({}, f"{facts['events_waiting']} events wait for the audit stream")
 
 
-def _age(queue: Mapping[str, Any]) -> str | None:
-    return None if queue["oldest_age_s"] is None else f"{queue['oldest_age_s']:.1f}"
-
-
 @click.command()
 @task_argument
 @where_options
 @click.pass_obj
-def show(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+def show(shell: Shell, task_id: str, **where: Any) -> None:
     """Show everything about a task, with its whole history.
 
     \b
     Example:
       postroom tasks show t-1 --data run
     """
-    with open_place(shell, data, url, token) as place:
+    from postroom.core.times import EPOCH, MICROSECOND
+
+    with open_place(shell, **where) as place:
         task = place.show(task_id)
-    task["history"] = [{"at": event_time(event), **event} for event in task["history"]]
+    task["history"] = [
+        {"at": rfc3339(EPOCH + event["ts_us"] * MICROSECOND), **event} for event in task["history"]
+    ]
     if not shell.output.readable:
         shell.output.json_line(task)
         return
@@ -81,12 +82,6 @@ def show(shell: Shell, task_id: str, data: Path | None, url: str | None, token: 
     shell.output.record([task.pop("task_id"), task.pop("agent"), task.pop("status")], task, "")
     rows = [{**event, "error": event.get("error")} for event in history]
     shell.output.rows(["seq", "at", "kind", "state", "attempt", "worker_id", "error"], rows, empty="")
-
-
-def event_time(event: Mapping[str, Any]) -> str:
-    from postroom.core.times import EPOCH, MICROSECOND
-
-    return rfc3339(EPOCH + event["ts_us"] * MICROSECOND)
 
 
 def parse_states(text: str) -> tuple[str, ...]:
@@ -122,14 +117,7 @@ def parse_states(text: str) -> tuple[str, ...]:
 )  # fmt: skip
 @click.pass_obj
 def list_tasks(
-    shell: Shell,
-    /,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    states: tuple[str, ...] | None,
-    limit: int,
-    **filters: Any,
+    shell: Shell, /, states: tuple[str, ...] | None, agent: str | None, after: int, limit: int, **where: Any
 ) -> None:
     """List tasks, in the order they were accepted.
 
@@ -142,8 +130,10 @@ def list_tasks(
       postroom tasks list --data run --state pending
       postroom tasks list --data run --state DEAD_LETTER
     """
-    with open_place(shell, data, url, token) as place:
-        pages = [place.find(state=state, limit=limit, **filters) for state in states or (None,)]
+    with open_place(shell, **where) as place:
+        pages = [
+            place.find(agent=agent, state=state, after=after, limit=limit) for state in states or (None,)
+        ]
     rows = sorted((row for page in pages for row in page), key=lambda row: row["seq"])[:limit]
     columns = ["seq", "task_id", "agent", "status", "state", "attempt", "created_at"]
     shell.output.rows(columns, rows, empty="there is no such task")
@@ -162,14 +152,7 @@ def list_tasks(
 )
 @click.pass_obj
 def retry(
-    shell: Shell,
-    task_id: str | None,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    all_dead: bool,
-    agent: str | None,
-    since: Any,
+    shell: Shell, task_id: str | None, all_dead: bool, agent: str | None, since: Any, **where: Any
 ) -> None:
     """Put a task that ended without a result back into its queue.
 
@@ -190,7 +173,7 @@ def retry(
     many = all_dead or agent is not None or since is not None
     if many == (task_id is not None):
         raise click.UsageError("give one TASK_ID, or say which dead letters: --all-dead, --agent, --since")
-    with open_place(shell, data, url, token) as place:
+    with open_place(shell, **where) as place:
         if task_id is not None:
             place.operate("retry", task_id)
             print_retried(shell, task_id)
@@ -229,14 +212,14 @@ def dead_letters(place: Folder | Remote, agent: str | None, since: Any) -> Itera
 @task_argument
 @where_options
 @click.pass_obj
-def cancel(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+def cancel(shell: Shell, task_id: str, **where: Any) -> None:
     """Cancel a task. A worker that has claimed it loses its lease.
 
     \b
     Example:
       postroom tasks cancel t-1 --data run
     """
-    with open_place(shell, data, url, token) as place:
+    with open_place(shell, **where) as place:
         place.operate("cancel", task_id)
     shell.output.facts({"task_id": task_id, "action": "cancel"}, f"{task_id} is cancelled")
 

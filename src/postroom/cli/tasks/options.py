@@ -51,8 +51,13 @@ agent_option = click.option(
     "--agent", metavar="NAME", help="The agent whose queue is used. An agent's token implies it."
 )
 task_argument = click.argument("task_id", metavar="TASK_ID")
-lease_option = click.option(
-    "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
+leased_options = together(
+    task_argument,
+    where_options,
+    agent_option,
+    click.option(
+        "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
+    ),
 )
 timeout_option = click.option(
     "--timeout-s",

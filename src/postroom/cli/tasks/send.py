@@ -52,20 +52,10 @@ ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 @timeout_option
 @click.pass_obj
 def enqueue(
-    shell: Shell,
-    /,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    payload: str | None,
-    payload_file: str | None,
-    kind: str,
-    id_only: bool,
-    batch: str | None,
-    waits: bool,
-    timeout_s: float | None,
-    **fields: Any,
-) -> None:
+    shell: Shell, /, data: Path | None, url: str | None, token: str | None, payload: str | None,
+    payload_file: str | None, kind: str, id_only: bool, batch: str | None, waits: bool,
+    timeout_s: float | None, **fields: Any,
+) -> None:  # fmt: skip
     """Store a task and print its id.
 
     With --batch each line is an object with agent and payload, and if wanted task_id, idempotency_key,
@@ -147,14 +137,7 @@ def print_ids(shell: Shell, task_ids: list[str], id_only: bool) -> None:
 @where_options
 @timeout_option
 @click.pass_obj
-def wait(
-    shell: Shell,
-    task_id: str,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    timeout_s: float | None,
-) -> None:
+def wait(shell: Shell, task_id: str, timeout_s: float | None, **where: Any) -> None:
     """Wait until a task has ended and print its result.
 
     The exit code is 0 when there is a result, and 1 when the task failed, was cancelled, or has not ended in
@@ -164,7 +147,7 @@ def wait(
     Example:
       postroom tasks wait t-1 --data run --timeout-s 60
     """
-    with open_place(shell, data, url, token) as place:
+    with open_place(shell, **where) as place:
         ended = place.wait(task_id, timeout_s)
     print_end(shell, ended)
 

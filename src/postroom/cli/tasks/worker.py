@@ -15,10 +15,9 @@ from postroom.cli.server_options import HOST_DEFAULT, PORT
 from postroom.cli.shell import Shell, parse_wait
 from postroom.cli.tasks.options import (
     agent_option,
-    lease_option,
     lease_s_option,
+    leased_options,
     read_json,
-    task_argument,
     where_options,
 )
 from postroom.cli.tasks.places import check_place, claimed_fields, open_client, open_folder, open_place
@@ -47,15 +46,9 @@ GRACE_S_DEFAULT = 20.0
 @click.option("--worker", metavar="NAME", help="The name of the lease holder, for `status`.")
 @click.pass_obj
 def next_tasks(
-    shell: Shell,
-    /,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    agent: str | None,
-    worker: str | None,
-    **terms: Any,
-) -> None:
+    shell: Shell, /, agent: str | None, worker: str | None, limit: int, wait_s: float, lease_s: float,
+    **where: Any,
+) -> None:  # fmt: skip
     """Claim the next task and print it.
 
     Prints nothing when no task is ready. Every later call about the task needs its lease.
@@ -65,38 +58,33 @@ def next_tasks(
       postroom tasks next --data run --agent triage
       postroom tasks next --url http://127.0.0.1:8800 --agent triage --wait-s 30
     """
-    with open_place(shell, data, url, token, agent, worker=worker) as place:
-        claimed = place.claim(agent, worker, **terms)
+    with open_place(shell, **where, agent=agent, worker=worker) as place:
+        claimed = place.claim(agent, worker, limit=limit, wait_s=wait_s, lease_s=lease_s)
     for task in claimed:
-        print_task(shell, task)
+        if not shell.output.readable:
+            shell.output.json_line(task)
+            continue
+        facts = {name: task[name] for name in ("lease", "attempt", "type", "parent")}
+        payload = json.dumps(task["payload"], indent=2, ensure_ascii=False)
+        shell.output.record([task["task_id"]], facts, payload)
 
 
-def print_task(shell: Shell, task: dict[str, Any]) -> None:
-    if not shell.output.readable:
-        shell.output.json_line(task)
-        return
-    facts = {name: task[name] for name in ("lease", "attempt", "type", "parent")}
-    shell.output.record([task["task_id"]], facts, json.dumps(task["payload"], indent=2, ensure_ascii=False))
+def report(
+    shell: Shell, verb: str, said: str, task_id: str, lease: int, where: dict[str, Any], **facts: Any
+) -> None:
+    """Make a call of the lease holder, and print that it was made."""
+    with open_place(shell, **where) as place:
+        place.report(verb, task_id, lease, facts)
+    shell.output.facts({"task_id": task_id, "action": verb}, said)
 
 
 @click.command()
-@task_argument
-@where_options
-@agent_option
-@lease_option
+@leased_options
 @click.option("--decision", metavar="JSON", help="The result.  [default: null]")
 @click.option("--decision-file", metavar="FILE", help="Read the result from a file; - is stdin.")
 @click.pass_obj
 def complete(
-    shell: Shell,
-    task_id: str,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    agent: str | None,
-    lease: int,
-    decision: str | None,
-    decision_file: str | None,
+    shell: Shell, task_id: str, lease: int, decision: str | None, decision_file: str | None, **where: Any
 ) -> None:
     """Complete a task with a decision.
 
@@ -105,26 +93,13 @@ def complete(
       postroom tasks complete t-1 --data run --lease 17 --decision '{"label": "bug"}'
     """
     result = read_json("--decision", decision, decision_file, default=None)
-    with open_place(shell, data, url, token, agent) as place:
-        place.report("complete", task_id, lease, {"result": result})
-    shell.output.facts({"task_id": task_id, "action": "complete"}, f"{task_id} is complete")
+    report(shell, "complete", f"{task_id} is complete", task_id, lease, where, result=result)
 
 
 @click.command()
-@task_argument
-@where_options
-@agent_option
-@lease_option
+@leased_options
 @click.pass_obj
-def heartbeat(
-    shell: Shell,
-    task_id: str,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    agent: str | None,
-    lease: int,
-) -> None:
+def heartbeat(shell: Shell, task_id: str, lease: int, **where: Any) -> None:
     """Renew the lease of a task.
 
     The lease runs its whole length from now.
@@ -133,16 +108,11 @@ def heartbeat(
     Example:
       postroom tasks heartbeat t-1 --data run --lease 17
     """
-    with open_place(shell, data, url, token, agent) as place:
-        place.report("heartbeat", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "action": "heartbeat"}, f"the lease of {task_id} is renewed")
+    report(shell, "heartbeat", f"the lease of {task_id} is renewed", task_id, lease, where)
 
 
 @click.command()
-@task_argument
-@where_options
-@agent_option
-@lease_option
+@leased_options
 @click.option("--error", required=True, metavar="TEXT", help="Why it failed.")
 @click.option(
     "--retry-in-s",
@@ -151,17 +121,7 @@ def heartbeat(
     help="Seconds until the retry.  [default: a pause that grows with each retry]",
 )
 @click.pass_obj
-def fail(
-    shell: Shell,
-    task_id: str,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    agent: str | None,
-    lease: int,
-    error: str,
-    retry_in_s: float | None,
-) -> None:
+def fail(shell: Shell, task_id: str, lease: int, error: str, retry_in_s: float | None, **where: Any) -> None:
     """Report that a task failed.
 
     The task is retried after a pause, or becomes a dead letter.
@@ -171,26 +131,13 @@ def fail(
       postroom tasks fail t-1 --data run --lease 17 --error "no such label" --retry-in-s 60
     """
     pause = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
-    with open_place(shell, data, url, token, agent) as place:
-        place.report("fail", task_id, lease, {"error": error, **pause})
-    shell.output.facts({"task_id": task_id, "action": "fail"}, f"{task_id} has failed")
+    report(shell, "fail", f"{task_id} has failed", task_id, lease, where, error=error, **pause)
 
 
 @click.command()
-@task_argument
-@where_options
-@agent_option
-@lease_option
+@leased_options
 @click.pass_obj
-def release(
-    shell: Shell,
-    task_id: str,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    agent: str | None,
-    lease: int,
-) -> None:
+def release(shell: Shell, task_id: str, lease: int, **where: Any) -> None:
     """Give a task back without working on it.
 
     The task keeps its place in the queue, and no failure is counted.
@@ -199,9 +146,7 @@ def release(
     Example:
       postroom tasks release t-1 --data run --lease 17
     """
-    with open_place(shell, data, url, token, agent) as place:
-        place.report("release", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "action": "release"}, f"{task_id} is queued again")
+    report(shell, "release", f"{task_id} is queued again", task_id, lease, where)
 
 
 # ---- a program as an agent -----------------------------------------------------------------------------
