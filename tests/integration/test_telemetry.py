@@ -358,8 +358,8 @@ def test_a_wrong_protocol_is_one_sentence_and_stops_nothing(
 
 def test_each_signal_has_its_protocol() -> None:
     environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "http/protobuf"}
-    assert [protocol_of(signal, environ) for signal in SIGNALS] == ["grpc", "grpc", "http/protobuf"]
-    assert protocol_of("traces", {}) == "http/protobuf"
+    assert [protocol_of(signal, environ)[1] for signal in SIGNALS] == ["grpc", "grpc", "http/protobuf"]
+    assert protocol_of("traces", {}) == ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
 
 
 def test_tools_of_mcp_over_stdio_are_exported_over_grpc(tmp_path: Path) -> None:

@@ -1,1 +1,5 @@
-"""What leaves for OpenTelemetry: spans, metrics, log records; and the log of a server."""
+"""Telemetry of servers and workers: spans, metrics and logs for OpenTelemetry, and the server's own log.
+
+Servers and commands import `export` and `server_log`. The other modules need the extra `otel`, so only `export`
+and `worker_telemetry` start them.
+"""

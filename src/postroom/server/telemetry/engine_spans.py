@@ -8,7 +8,7 @@ the messages of its batch. `settle` (the commit of the outcome) is a child of `p
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -86,9 +86,14 @@ class EngineSpans:
         stamped: list[Mapping[str, Any]] = []
         for message in messages:
             destination = f"{ENGINE_PREFIX}{message.get('org_id')}"
+            named = {  # nothing has checked these fields yet
+                "postroom.message.type": message.get("type"),
+                "messaging.message.conversation_id": message.get("goal_id"),
+            }
+            known = {name: value for name, value in named.items() if isinstance(value, str) and value}
             span = self._tracer.start_span(
                 f"{name} {destination}", _sender_context(message), SpanKind.PRODUCER,
-                {**_operation(name), DESTINATION: destination, **_facts(message)},
+                {**_operation(name), DESTINATION: destination, **known},
             )  # fmt: skip
             stack.callback(span.end)
             carrier: dict[str, str] = {}
@@ -137,7 +142,9 @@ class EngineSpans:
                 _note_error(span, outcome.error_type or kind, outcome.error)
                 measured["error.type"] = outcome.error_type or kind
             if outcome is not None:
-                self._keep_attempt(outcome, trace.set_span_in_context(span))
+                self._attempts[outcome.message_id, outcome.lease] = trace.set_span_in_context(span)
+                if len(self._attempts) > ATTEMPTS_KEPT_MAX:
+                    self._attempts.popitem(last=False)
 
         with self._tracer.start_as_current_span(
             f"process {record.queue}", _context_of(claimed), SpanKind.CONSUMER, attributes
@@ -161,11 +168,6 @@ class EngineSpans:
             self._child_spans.add(spans)
 
     # ---- outcomes ------------------------------------------------------------------------------------
-
-    def _keep_attempt(self, outcome: Outcome, context: contexts.Context) -> None:
-        self._attempts[outcome.message_id, outcome.lease] = context
-        if len(self._attempts) > ATTEMPTS_KEPT_MAX:
-            self._attempts.popitem(last=False)
 
     def settled(self, outcomes: Sequence[Outcome], stale: Sequence[str], started_ns: int) -> None:
         for outcome in outcomes:
@@ -227,10 +229,9 @@ class EngineGauges:
 
 def _status(engine: GlobalQueue) -> list[EngineStatus]:
     policy = engine.policy
-    try:
+    with suppress(PostroomError):  # the store reports its trouble itself
         return [engine.store.read(lambda found: status_of(Operations(found, policy), policy))]
-    except PostroomError:  # an export without these gauges; the store reports its trouble itself
-        return []
+    return []
 
 
 class TaskSpans:
@@ -255,15 +256,6 @@ class TaskSpans:
 
 def _operation(name: str) -> dict[str, Any]:
     return {"messaging.system": SYSTEM, NAME: name, TYPE: name}
-
-
-def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields of a message say that is not checked yet."""
-    named = {
-        "postroom.message.type": message.get("type"),
-        "messaging.message.conversation_id": message.get("goal_id"),
-    }
-    return {name: value for name, value in named.items() if isinstance(value, str) and value}
 
 
 def _sender_context(message: Mapping[str, Any]) -> contexts.Context:

@@ -31,23 +31,17 @@ def wanted_signals(environ: Mapping[str, str]) -> list[Signal]:
     """The signals that the variables ask to export: by an endpoint, or by the exporter `otlp`."""
     if environ.get(DISABLED, "").strip().lower() == "true":
         return []
-    return [signal for signal in SIGNALS if _is_wanted(signal, environ)]
+    wanted = []
+    for signal in SIGNALS:
+        exporter = environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower()
+        endpoint = environ.get(ENDPOINT) or environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+        if "otlp" in exporter.split(",") if exporter else endpoint:
+            wanted.append(signal)
+    return wanted
 
 
-def _is_wanted(signal: Signal, environ: Mapping[str, str]) -> bool:
-    exporter = environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower()
-    if exporter:
-        return "otlp" in exporter.split(",")
-    return bool(environ.get(ENDPOINT) or environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"))
-
-
-def protocol_of(signal: Signal, environ: Mapping[str, str]) -> str:
-    """The protocol of OTLP that the variables ask for."""
-    return _protocol(signal, environ)[1]
-
-
-def _protocol(signal: Signal, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that decides, and the protocol."""
+def protocol_of(signal: Signal, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that chooses the protocol of OTLP, and the protocol."""
     for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", PROTOCOL):
         if value := environ.get(name, "").strip().lower():
             return name, value
@@ -60,8 +54,7 @@ def exporting(service: str, environ: Mapping[str, str] = os.environ) -> Iterator
 
     `service` is the name of the service when `OTEL_SERVICE_NAME` is not set.
     """
-    signals = wanted_signals(environ)
-    telemetry = _started(service, signals, environ) if signals else None
+    telemetry = _started(service, environ)
     try:
         yield telemetry
     finally:
@@ -72,16 +65,17 @@ def exporting(service: str, environ: Mapping[str, str] = os.environ) -> Iterator
 @cache
 def telemetry_of_process(service: str) -> "Telemetry | None":
     """Export telemetry until the process ends; None when no variable asks for it."""
-    signals = wanted_signals(os.environ)
-    telemetry = _started(service, signals, os.environ) if signals else None
+    telemetry = _started(service, os.environ)
     if telemetry is not None:
         atexit.register(telemetry.close)
     return telemetry
 
 
-def _started(service: str, signals: list[Signal], environ: Mapping[str, str]) -> "Telemetry | None":
-    for signal in signals:
-        variable, protocol = _protocol(signal, environ)
+def _started(service: str, environ: Mapping[str, str]) -> "Telemetry | None":
+    protocols = {signal: protocol_of(signal, environ) for signal in wanted_signals(environ)}
+    if not protocols:
+        return None
+    for variable, protocol in protocols.values():
         if protocol not in PROTOCOLS:
             _log.warning(
                 "telemetry is not exported: %s is %r, which is not supported: set it to %s",
@@ -91,7 +85,7 @@ def _started(service: str, signals: list[Signal], environ: Mapping[str, str]) ->
     try:
         from postroom.server.telemetry.providers import Telemetry  # noqa: PLC0415 - rule 1
 
-        return Telemetry(service, signals, environ)
+        return Telemetry(service, {signal: protocol for signal, (_, protocol) in protocols.items()}, environ)
     except ModuleNotFoundError as error:
         _log.warning("telemetry needs %s, which is not installed: pip install 'postroom[otel]'", error.name)
     except Exception as error:  # noqa: BLE001 - rule 2: a wrong variable must not stop a server

@@ -5,7 +5,7 @@ Rule 1: it happens in the exporter. So spans of handlers and of other libraries 
 Rule 2: what has nothing to redact is exported as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -16,14 +16,13 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import Link, Status, StatusCode
 
 from postroom.core.door import leaving, leaving_facts, leaving_value
-from postroom.server.telemetry.export import Signal
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import ReadableLogRecord  # earlier releases have another class
 
 
-def redacting(exporter: type, signal: Signal) -> type:
-    """A class of exporters that redact what they get, and are otherwise as `exporter`."""
+def redacting(exporter: type, signal: str) -> type:
+    """A subclass of an exporter class that redacts what it exports."""
     redact = _REDACTED[signal]
 
     class Redacting(exporter):  # type: ignore[misc]
@@ -36,10 +35,6 @@ def redacting(exporter: type, signal: Signal) -> type:
 def redacted_resource(resource: Resource) -> Resource:
     """The facts about a process, which the environment may have set."""
     return Resource(leaving_facts(resource.attributes), resource.schema_url)
-
-
-def _spans(spans: Sequence[ReadableSpan]) -> list[ReadableSpan]:
-    return [_span(span) for span in spans]
 
 
 def _span(span: ReadableSpan) -> ReadableSpan:
@@ -79,19 +74,13 @@ def _span(span: ReadableSpan) -> ReadableSpan:
 
 
 def _metrics(data: MetricsData) -> MetricsData:
-    return replace(
-        data,
-        resource_metrics=[
-            replace(
-                resource,
-                scope_metrics=[
-                    replace(scope, metrics=[_metric(metric) for metric in scope.metrics])
-                    for scope in resource.scope_metrics
-                ],
-            )
-            for resource in data.resource_metrics
-        ],
-    )
+    def redacted(resource: Any) -> Any:
+        scopes = [
+            replace(scope, metrics=list(map(_metric, scope.metrics))) for scope in resource.scope_metrics
+        ]
+        return replace(resource, scope_metrics=scopes)
+
+    return replace(data, resource_metrics=list(map(redacted, data.resource_metrics)))
 
 
 def _metric(metric: Metric) -> Metric:
@@ -106,11 +95,8 @@ def _metric(metric: Metric) -> Metric:
         )
         for point in metric.data.data_points
     ]
-    return replace(metric, name=leaving(metric.name), data=_with_points(metric.data, points))
-
-
-def _logs(records: "Sequence[ReadableLogRecord]") -> "list[ReadableLogRecord]":
-    return [_log(record) for record in records]
+    data: Any = metric.data
+    return replace(metric, name=leaving(metric.name), data=replace(data, data_points=points))
 
 
 def _log(record: "ReadableLogRecord") -> "ReadableLogRecord":
@@ -124,12 +110,8 @@ def _log(record: "ReadableLogRecord") -> "ReadableLogRecord":
     return outer
 
 
-def _with_points(data: Any, points: list[Any]) -> Any:
-    return replace(data, data_points=points)
-
-
-_REDACTED: Final[Mapping[Signal, Callable[[Any], Any]]] = {
-    "traces": _spans,
+_REDACTED: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "traces": lambda spans: list(map(_span, spans)),
     "metrics": _metrics,
-    "logs": _logs,
+    "logs": lambda records: list(map(_log, records)),
 }
