@@ -9,7 +9,7 @@ from postroom.engine.inspection import BreakerStatus
 from postroom.engine.rules.operations import Operations
 from postroom.message import Event
 from postroom.page.activity import WAITS_KEPT_MAX, Activity
-from postroom.page.overview import Facts, _breakers_of, read_facts, seen_by, snapshot
+from postroom.page.overview import OverviewFacts, breakers_of, read_facts, seen_by, snapshot
 
 NOW_US = 1_000_000_000
 
@@ -60,7 +60,7 @@ def test_tasks_of_agents_are_not_counted_as_messages() -> None:
     assert activity.rates(NOW_US).submitted == 0
 
 
-async def _facts(path: Path) -> Facts:
+async def _facts(path: Path) -> OverviewFacts:
     with Engine.open(f"sqlite:///{path / 'queue.db'}") as engine:
         for org in ("a", "a", "b"):
             await engine.submit(type="tool_call", payload={}, org_id=org, priority=1)
@@ -91,6 +91,6 @@ def test_breakers_of_other_organizations_are_closed_or_unnamed() -> None:
         "search": BreakerStatus("open", 5.0, []),
         "secret": BreakerStatus("open", 5.0, ["a"], is_declared=False),
     }
-    seen = _breakers_of(found, "b")
+    seen = breakers_of(found, "b")
     assert {name: one.state for name, one in seen.items()} == {"mail": "closed", "search": "open"}
-    assert _breakers_of(found, "a")["secret"].organizations == ["a"]
+    assert breakers_of(found, "a")["secret"].organizations == ["a"]

@@ -18,9 +18,8 @@ from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch, happenings_of
-from postroom.page.messages import lines, tree
+from postroom.page.messages import MessagesViewQuery, lines, tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
-from postroom.page.schemas import MessagesQuery
 from postroom.server.http.messages import Refusal
 from postroom.stores.base import ByIds
 from tests.waiting import HANG_GUARD_S
@@ -86,8 +85,8 @@ def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def listed(engine: Engine, org_id: str | None = None, **query: Any) -> messages.Lines:
-    wanted = MessagesQuery(**query)
+def listed(engine: Engine, org_id: str | None = None, **query: Any) -> messages.MessageRows:
+    wanted = MessagesViewQuery(**query)
     return engine.store.read(
         lambda transaction: lines(Operations(transaction, engine.policy), wanted, org_id)
     )
@@ -146,8 +145,8 @@ def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(
     monkeypatch.setattr(messages, "READS_MAX", 2)
     submitted(engine, 30)
     assert listed(engine, state="QUEUED").messages
-    assert listed(engine, state="COMPLETED") == messages.Lines([], 0)  # a walk would stop with a cursor
-    assert listed(engine, "nobody") == messages.Lines([], 0)
+    assert listed(engine, state="COMPLETED") == messages.MessageRows([], 0)  # a walk would stop with a cursor
+    assert listed(engine, "nobody") == messages.MessageRows([], 0)
 
 
 def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> None:
@@ -191,7 +190,7 @@ def test_the_tree_of_a_message_has_its_ancestors_and_descendants(engine: Engine)
     root = wait(story())
 
     def nodes(message_id: str) -> list[tuple[str, int]]:
-        def work(transaction: Any) -> list[messages.Node]:
+        def work(transaction: Any) -> list[messages.TreeNode]:
             operations = Operations(transaction, engine.policy)
             return tree(operations, operations.loaded(message_id))
 

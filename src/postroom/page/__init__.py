@@ -1,1 +1,4 @@
-"""The live page of a server: what it shows, who is signed in, and how changes reach open pages."""
+"""The live page: its views, its sessions, and the stream of changes. `postroom top` draws it as text.
+
+The task server mounts `mount`. Views read the engine through the server's routes, and never write a store.
+"""

@@ -6,7 +6,7 @@ Rule 2: memory is bounded. When more events come than are read, counts are scale
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -31,7 +31,7 @@ COUNTED: Final[dict[EventKind, Counted]] = {
 }
 
 
-class Rates(msgspec.Struct, frozen=True):
+class Throughput(msgspec.Struct, frozen=True):
     """Messages a second, as the mean of the last `RATE_S` seconds."""
 
     submitted: float = 0.0
@@ -43,9 +43,9 @@ class Second(msgspec.Struct, frozen=True):
     """What happened in one second."""
 
     ago_s: int
-    submitted: int
-    completed: int
-    failed: int
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -91,44 +91,39 @@ class Activity:
             while waits and waits[0][0] < oldest * MICROS_PER_S:
                 waits.popleft()
 
-    def rates(self, now_us: int, org_id: str | None = None) -> Rates:
+    def rates(self, now_us: int, org_id: str | None = None) -> Throughput:
         """The rates of one organization, or of all."""
         now_s = now_us // MICROS_PER_S
-        totals: dict[Counted, float] = {}
-        for second in range(now_s - RATE_S, now_s):  # without the current second, which is not over
-            for (org, counted), count in self._seconds.get(second, {}).items():
-                if org_id in (None, org):
-                    totals[counted] = totals.get(counted, 0.0) + count
-        return Rates(**{counted: round(count / RATE_S, 1) for counted, count in totals.items()})
+        totals = self._totals(range(now_s - RATE_S, now_s), org_id)  # the current second is not over
+        return Throughput(**{counted: round(count / RATE_S, 1) for counted, count in totals.items()})
 
     def history(self, now_us: int, org_id: str | None = None) -> list[Second]:
         """The last `HISTORY_S` whole seconds, the oldest first."""
         now_s = now_us // MICROS_PER_S
-        return [self._second(now_s, ago_s, org_id) for ago_s in range(HISTORY_S, 0, -1)]
+        totals = {ago_s: self._totals([now_s - ago_s], org_id) for ago_s in range(HISTORY_S, 0, -1)}
+        return [
+            Second(ago_s, **{counted: round(count) for counted, count in counts.items()})
+            for ago_s, counts in totals.items()
+        ]
 
-    def _second(self, now_s: int, ago_s: int, org_id: str | None) -> Second:
-        totals: dict[Counted, float] = {"submitted": 0.0, "completed": 0.0, "failed": 0.0}
-        for (org, counted), count in self._seconds.get(now_s - ago_s, {}).items():
-            if org_id in (None, org):
-                totals[counted] += count
-        return Second(ago_s, **{counted: round(count) for counted, count in totals.items()})
+    def _totals(self, seconds: Iterable[int], org_id: str | None) -> dict[Counted, float]:
+        totals: dict[Counted, float] = {}
+        for second in seconds:
+            for (org, counted), count in self._seconds.get(second, {}).items():
+                if org_id in (None, org):
+                    totals[counted] = totals.get(counted, 0.0) + count
+        return totals
 
     def waits(self, org_id: str | None = None) -> list[Wait]:
         """The waiting times of each priority, P0 first."""
-        return [
-            _summary(priority, sorted(wait_us for _, org, wait_us in waits if org_id in (None, org)))
-            for priority, waits in enumerate(self._waits)
-        ]
-
-
-def _summary(priority: int, waits_us: Sequence[int]) -> Wait:
-    p50, p90, p99 = (_percentile_ms(waits_us, share) for share in (0.5, 0.9, 0.99))
-    target_ms = TARGETS_MS[priority]
-    return Wait(priority, len(waits_us), p50, p90, p99, target_ms, is_within_target=p99 <= target_ms)
-
-
-def _percentile_ms(waits_us: Sequence[int], share: float) -> float:
-    """A percentile of sorted times; 0 without any."""
-    if not waits_us:
-        return 0.0
-    return round(waits_us[min(len(waits_us) - 1, int(len(waits_us) * share))] / 1000, 1)
+        found = []
+        for priority, waits in enumerate(self._waits):
+            waits_us = sorted(wait_us for _, org, wait_us in waits if org_id in (None, org))
+            count = len(waits_us)
+            p50, p90, p99 = (
+                round(waits_us[int(count * share)] / 1000, 1) if waits_us else 0.0
+                for share in (0.5, 0.9, 0.99)
+            )
+            target_ms = TARGETS_MS[priority]
+            found.append(Wait(priority, count, p50, p90, p99, target_ms, p99 <= target_ms))
+        return found

@@ -2,14 +2,25 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+
+from postroom.calls.fields import Scope, Text
 from postroom.message import BusMessage
 from postroom.page.redaction import REDACTED_CHARS_MAX, begin_view, shown_body, shown_by, shown_name
-from postroom.page.schemas import BUS_LINES_DEFAULT, BusQuery
 from postroom.server.http.messages import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.event_streams import EventStream, bus_pages
+
+BUS_LINES_DEFAULT: Final = 100
+
+
+class BusViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/buses/{name}`: without `since`, the newest messages."""
+
+    since: Text = ""
+    org_id: Scope = ""
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -38,7 +49,7 @@ def _shown(request: HttpRequest, message: BusMessage) -> dict[str, Any]:
 
 async def stream(server: TaskServer, request: HttpRequest, is_allowed: Callable[[], bool]) -> None:
     """The messages of a bus as they come, from the position of the page on."""
-    query: BusQuery = request.call
+    query: BusViewQuery = request.call
     since = request.header(b"last-event-id") or query.since
 
     def shown(message: BusMessage) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
+from postroom.calls.fields import Text
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.operations import Operations
@@ -25,7 +26,6 @@ from postroom.page.redaction import (
     shown_text,
     shown_texts,
 )
-from postroom.page.schemas import RollbackBody
 from postroom.server.http.messages import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.goal_handlers import answered, check_goal
@@ -33,6 +33,17 @@ from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100
 GOALS_SHOWN_MAX: Final = 500
+STATUS_FIELDS: Final = (
+    "goal_id", "org_id", "state", "open_messages", "effects", "created_us", "ended_us", "undoing"
+)  # fmt: skip
+
+
+class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /page/goals/{id}/rollback`. A preview changes nothing."""
+
+    checkpoint_id: Text
+    accept_irreversible: list[Text] = []
+    is_preview: bool = True
 
 
 # ---- decisions -------------------------------------------------------------------------------------
@@ -74,7 +85,7 @@ async def answer(server: TaskServer, request: HttpRequest) -> HttpReply:
 # ---- goals -----------------------------------------------------------------------------------------
 
 
-class GoalLine(msgspec.Struct, frozen=True):
+class GoalRow(msgspec.Struct, frozen=True):
     """A goal in the list."""
 
     goal_id: str
@@ -88,13 +99,13 @@ class GoalLine(msgspec.Struct, frozen=True):
     created_us: int
 
 
-def goal_lines(transaction: Transaction, org_id: str | None) -> list[GoalLine]:
+def goal_lines(transaction: Transaction, org_id: str | None) -> list[GoalRow]:
     """The goals of one organization or of all: those that have not ended first, then the newest first."""
     waiting = Counter(one.subject.get("goal_id") for one in decision_cells.waiting(transaction))
     found = [(key, goal) for key, goal in STATES.all(transaction) if org_id in (None, goal.org_id)]
     found.sort(key=lambda one: (one[1].ended_us > 0, -one[1].created_us))
     return [
-        GoalLine(
+        GoalRow(
             goal_id=key,
             org_id=goal.org_id,
             state=goal.state,
@@ -131,48 +142,40 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     status, checkpoints = await read(server, request, work)
     context, _ = await server.engine.goals.context(goal_id)
-    staged = await _staged(server, request, goal_id)
+    # What main does not have yet; nothing when the branch is gone or lies elsewhere.
+    staged = await read(
+        server,
+        request,
+        lambda operations: branches.STAGED.under(operations.transaction, goal_id, limit=STAGED_SHOWN_MAX),
+    )
 
     def shown() -> dict[str, Any]:
         return {
-            "goal": _shown_status(request, status),
-            "checkpoints": [_shown_checkpoint(request, one) for one in checkpoints],
+            "goal": {
+                **{name: getattr(status, name) for name in STATUS_FIELDS},
+                "tried": shown_texts(request, status.tried),
+            },
+            "checkpoints": [
+                {
+                    "checkpoint_id": one.checkpoint_id,
+                    "created_us": one.created_us,
+                    "effects": one.effects,
+                    "reason": shown_text(request, one.reason),
+                }
+                for one in checkpoints
+            ],
             "context": shown_json(request, context),
-            "branch": [_shown_change(request, key, one) for key, one in staged],
+            "branch": [
+                {
+                    "node_id": shown_name(request, key.partition(SEPARATOR)[2]),
+                    "changes": shown_json(request, {name: new for name, (_, new) in one.changes.items()}),
+                    "edges": len(one.edges),
+                }
+                for key, one in staged
+            ],
         }
 
     return await shown_by(server, request, shown)
-
-
-def _shown_status(request: HttpRequest, status: GoalStatus) -> dict[str, Any]:
-    names = ("goal_id", "org_id", "state", "open_messages", "effects", "created_us", "ended_us", "undoing")
-    shown = {name: getattr(status, name) for name in names}
-    return {**shown, "tried": shown_texts(request, status.tried)}
-
-
-def _shown_checkpoint(request: HttpRequest, checkpoint: Checkpoint) -> dict[str, Any]:
-    names = ("checkpoint_id", "created_us", "effects")
-    shown = {name: getattr(checkpoint, name) for name in names}
-    return {**shown, "reason": shown_text(request, checkpoint.reason)}
-
-
-async def _staged(
-    server: TaskServer, request: HttpRequest, goal_id: str
-) -> list[tuple[str, branches.Staged]]:
-    """The changes of a goal that main does not have yet; none when the branch is gone or lies elsewhere."""
-
-    def work(operations: Operations) -> list[tuple[str, branches.Staged]]:
-        return branches.STAGED.under(operations.transaction, goal_id, limit=STAGED_SHOWN_MAX)
-
-    return await read(server, request, work)
-
-
-def _shown_change(request: HttpRequest, key: str, one: branches.Staged) -> dict[str, Any]:
-    return {
-        "node_id": shown_name(request, key.partition(SEPARATOR)[2]),
-        "changes": shown_json(request, {name: value for name, (_, value) in one.changes.items()}),
-        "edges": len(one.edges),
-    }
 
 
 async def rollback(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
+from postroom.calls.fields import LETTERS_MAX, Id, Name, Text
 from postroom.core.gate import visible_org
 from postroom.core.names import unscoped
 from postroom.engine import dlq
@@ -13,13 +15,13 @@ from postroom.engine.dlq import DeadLetter, Found
 from postroom.engine.inspection import EngineStatus, status_of
 from postroom.engine.rules.cells import PAUSES, SEPARATOR
 from postroom.engine.rules.operations import Operations
-from postroom.page.messages import read
+from postroom.page.messages import PageSize, read
 from postroom.page.redaction import shown_by, shown_name, shown_text
-from postroom.page.schemas import LettersQuery, ReplayBody
 from postroom.server.http.messages import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.engine_handlers import operated_org, visible
 
+LETTERS_DEFAULT: Final = 50
 PATTERNS_SHOWN_MAX: Final = 50
 SAMPLED_MAX: Final = 500  # dead letters that patterns are computed from
 LOOKED_MAX: Final = 1_000  # dead letters that one list or preview looks at
@@ -28,7 +30,39 @@ PART_NOTE: Final = f"only the first {LOOKED_MAX:,} dead letters were looked at: 
 _encode = msgspec.json.Encoder().encode
 
 
-class Pattern(msgspec.Struct, frozen=True):
+class LettersViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/dead-letters`: `after` is the id of the last dead letter of the previous page."""
+
+    org_id: Name | UnsetType = UNSET
+    type: Text | UnsetType = UNSET
+    error_type: Text | UnsetType = UNSET
+    after: Id | UnsetType = UNSET
+    limit: PageSize = LETTERS_DEFAULT
+
+    @property
+    def filters(self) -> dict[str, object]:
+        """The filters of the contract."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /page/replay`: by ids, or by the filters of the list. A preview changes nothing."""
+
+    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
+    org_id: Name | None = None
+    type: Text | None = None
+    error_type: Text | None = None
+    is_preview: bool = True
+
+    @property
+    def filters(self) -> dict[str, object]:
+        """The filters of the contract."""
+        names = ("org_id", "type", "error_type")
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**chosen, "limit": LETTERS_MAX}
+
+
+class LetterPattern(msgspec.Struct, frozen=True):
     """Dead letters of the same organization, type and error."""
 
     org_id: str
@@ -41,7 +75,7 @@ class Pattern(msgspec.Struct, frozen=True):
     newest: str
 
 
-class LetterLine(msgspec.Struct, frozen=True):
+class LetterRow(msgspec.Struct, frozen=True):
     """A dead letter in the list."""
 
     message_id: str
@@ -67,10 +101,12 @@ class Preview(msgspec.Struct, frozen=True):
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: LettersQuery = request.call
-    filters = _own_filters(request, query.filters)
-    if filters is None:
-        return HttpReply(200, _encode({"letters": [], "after": "", "patterns": [], "sampled": 0}))
+    query: LettersViewQuery = request.call
+    filters, scope = query.filters, visible_org(request.identity)
+    if scope is not None:
+        if not scope or filters.get("org_id", scope) != scope:
+            return HttpReply(200, _encode({"letters": [], "after": "", "patterns": [], "sampled": 0}))
+        filters = {**filters, "org_id": scope}
     wanted = dlq.checked_filters(filters)
     of_patterns = {name: filters[name] for name in ("org_id",) if name in filters}
     sampled = dlq.checked_filters({**of_patterns, "limit": SAMPLED_MAX})
@@ -88,38 +124,28 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
         return {
             "letters": [_line(request, letter) for letter in found.letters],
             "after": unscoped(request.identity.org, found.last),
-            "patterns": [_shown_pattern(request, one) for one in patterns(sample)],
+            "patterns": [
+                msgspec.structs.replace(
+                    one,
+                    type=shown_name(request, one.type),
+                    error_type=shown_name(request, one.error_type),
+                    error=shown_text(request, one.error),
+                )
+                for one in patterns(sample)
+            ],
             "sampled": SAMPLED_MAX if len(sample) == SAMPLED_MAX else 0,
         }
 
     return await shown_by(server, request, shown)
 
 
-def _shown_pattern(request: HttpRequest, pattern: Pattern) -> Pattern:
-    return msgspec.structs.replace(
-        pattern,
-        type=shown_name(request, pattern.type),
-        error_type=shown_name(request, pattern.error_type),
-        error=shown_text(request, pattern.error),
-    )
-
-
-def _own_filters(request: HttpRequest, filters: dict[str, Any]) -> dict[str, Any] | None:
-    """The filters of a caller; None when there is nothing that it may see."""
-    scope = visible_org(request.identity)
-    if scope is None:
-        return filters
-    is_own = scope and filters.get("org_id", scope) == scope
-    return {**filters, "org_id": scope} if is_own else None
-
-
-def patterns(letters: Sequence[DeadLetter]) -> list[Pattern]:
+def patterns(letters: Sequence[DeadLetter]) -> list[LetterPattern]:
     """Dead letters that are alike, the most frequent first."""
     groups: dict[tuple[str, str, str], list[DeadLetter]] = {}
     for letter in letters:
         groups.setdefault(_pattern_of(letter), []).append(letter)
     found = [
-        Pattern(
+        LetterPattern(
             *key,
             error=_last_error(alike[-1])["error"],
             count=len(alike),
@@ -140,10 +166,10 @@ def _last_error(letter: DeadLetter) -> dict[str, Any]:
     return letter.error_history[-1] if letter.error_history else {"error_type": "", "error": ""}
 
 
-def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
+def _line(request: HttpRequest, letter: DeadLetter) -> LetterRow:
     org_id, kind, error_type = _pattern_of(letter)
     message_id = unscoped(request.identity.org, letter.message_id)
-    return LetterLine(
+    return LetterRow(
         message_id, org_id, shown_name(request, kind), letter.state, shown_name(request, error_type),
         shown_text(request, str(_last_error(letter)["error"])), letter.dlq_timestamp, letter.can_replay,
     )  # fmt: skip
@@ -154,7 +180,7 @@ def _line(request: HttpRequest, letter: DeadLetter) -> LetterLine:
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Preview or do a replay. A preview names the messages, and the replay that follows sends their ids."""
-    body: ReplayBody = request.call
+    body: ReplayRequest = request.call
     core = server.engine.core
 
     def look(operations: Operations) -> Preview:
@@ -180,7 +206,9 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     return await shown_by(server, request, shown)
 
 
-def _chosen(operations: Operations, request: HttpRequest, body: ReplayBody) -> tuple[list[DeadLetter], bool]:
+def _chosen(
+    operations: Operations, request: HttpRequest, body: ReplayRequest
+) -> tuple[list[DeadLetter], bool]:
     """The dead letters of a replay, and whether more of them may fit its filters."""
     identity = request.identity
     if body.message_ids is None:

@@ -20,7 +20,7 @@ from postroom.engine.rules.operations import Operations
 from postroom.errors import PostroomError, Unavailable
 from postroom.message import Event, EventKind, org_of
 from postroom.page.activity import Activity
-from postroom.page.overview import Facts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
+from postroom.page.overview import OverviewFacts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
 from postroom.page.redaction import Hide, names_hidden
 from postroom.server.access.shares import Shares
 from postroom.server.http.messages import HttpRequest, disconnection
@@ -133,7 +133,7 @@ class _Look(msgspec.Struct):
     happenings: list[Happening]
     """Those of the events that pages get."""
     after: int
-    facts: Facts | None
+    facts: OverviewFacts | None
 
 
 class Live:
@@ -149,7 +149,7 @@ class Live:
         self._batches: deque[Batch] = deque(maxlen=BATCHES_KEPT_MAX)
         self._position = 0
         self._has_begun = False
-        self._shown: tuple[Facts, Snapshot] | None = None
+        self._shown: tuple[OverviewFacts, Snapshot] | None = None
         """The newest snapshot; None before the first."""
         self._encoded: dict[str | None, bytes] = {}
         self._snapshot_number = 0
@@ -214,7 +214,11 @@ class Live:
             self._note_events(look, is_first)
         if look.facts is not None:
             self._snapshot_due = self._loop.time() + SNAPSHOT_S
-            await self._note_facts(look.facts, hide)
+            self._activity.forget(look.facts.now_us)
+            whole = snapshot(look.facts, self._activity, await self._server.part_facts())
+            self._shown = look.facts, await self._server.read(lambda: with_names_hidden(whole, hide))
+            self._encoded = {}
+            self._snapshot_number += 1
         if has_events or look.facts is not None:
             self._changed.set_result(None)
             self._changed = self._loop.create_future()
@@ -245,13 +249,6 @@ class Live:
             after = look.events[-RECENT_EVENTS:][0].seq - 1
         self._batches.append(Batch(after, last, self.place(last), look.happenings, skipped=skipped > 0))
         self._position = last
-
-    async def _note_facts(self, facts: Facts, hide: Hide) -> None:
-        self._activity.forget(facts.now_us)
-        whole = snapshot(facts, self._activity, await self._server.part_facts())
-        self._shown = facts, await self._server.read(lambda: with_names_hidden(whole, hide))
-        self._encoded = {}
-        self._snapshot_number += 1
 
     def _snapshot_for(self, org_id: str | None) -> bytes:
         found = self._encoded.get(org_id)

@@ -7,11 +7,12 @@ Rule 1: one call reads a bounded number of records, however many are stored. A s
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta, UnsetType
 
+from postroom.calls.fields import Name, Number, Text
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import of_organization, permit, visible_org
@@ -26,7 +27,6 @@ from postroom.errors import InvalidMessage, UnknownTask
 from postroom.goals.goal_cells import STATES
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
-from postroom.page.schemas import MessagesQuery
 from postroom.server.access.registry import Identity
 from postroom.server.access.task_names import stored_id
 from postroom.server.http.messages import HttpReply, HttpRequest
@@ -45,6 +45,9 @@ from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
+LINES_DEFAULT: Final = 50
+LINES_MAX: Final = 200
+PageSize = Annotated[int, Meta(ge=1, le=LINES_MAX)]
 LOOKED_MAX: Final = 500  # messages that one search decodes
 NUMBERS_A_READ: Final = 100_000
 """How many numbers one look at the records walks back. Records have about every fourth number."""
@@ -65,7 +68,18 @@ REPLAYABLE: Final = ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED")
 _encode = msgspec.json.Encoder().encode
 
 
-class Line(msgspec.Struct, frozen=True):
+class MessagesViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/messages`: the newest first. `before` is the cursor of the previous page."""
+
+    org_id: Name | UnsetType = UNSET
+    state: State | UnsetType = UNSET
+    type: Text = ""
+    text: Text = ""
+    before: Number = 0
+    limit: PageSize = LINES_DEFAULT
+
+
+class MessageRow(msgspec.Struct, frozen=True):
     """A message in the list."""
 
     message_id: str
@@ -79,16 +93,16 @@ class Line(msgspec.Struct, frozen=True):
     error_type: str
 
 
-class Lines(msgspec.Struct, frozen=True):
+class MessageRows(msgspec.Struct, frozen=True):
     """A page of the list. `before` is the cursor of the next page; 0 at the end."""
 
-    messages: list[Line]
+    messages: list[MessageRow]
     before: int
     reached: datetime | None = None
     """The time up to which the list was searched; None at its end."""
 
 
-class Node(msgspec.Struct, frozen=True):
+class TreeNode(msgspec.Struct, frozen=True):
     """A message in the tree."""
 
     message_id: str
@@ -103,15 +117,15 @@ class Node(msgspec.Struct, frozen=True):
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: MessagesQuery = request.call
+    query: MessagesViewQuery = request.call
     scope = visible_org(request.identity)
     org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
     if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
-        return HttpReply(200, _encode(Lines([], 0)))
+        return HttpReply(200, _encode(MessageRows([], 0)))
     query = msgspec.structs.replace(query, before=place_of(server.ids, query.before))
     found = await read(server, request, partial(lines, query=query, org_id=org_id))
 
-    def shown() -> Lines:
+    def shown() -> MessageRows:
         return msgspec.structs.replace(
             found,
             messages=[_shown_line(request, line) for line in found.messages],
@@ -121,7 +135,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     return await shown_by(server, request, shown)
 
 
-def _shown_line(request: HttpRequest, line: Line) -> Line:
+def _shown_line(request: HttpRequest, line: MessageRow) -> MessageRow:
     return msgspec.structs.replace(
         line,
         message_id=unscoped(request.identity.org, line.message_id),
@@ -131,39 +145,34 @@ def _shown_line(request: HttpRequest, line: Line) -> Line:
     )
 
 
-def lines(operations: Operations, query: MessagesQuery, org_id: str | None) -> Lines:
+def lines(operations: Operations, query: MessagesViewQuery, org_id: str | None) -> MessageRows:
     """The newest messages that fit a query."""
     by_id = _by_id(operations, query.text, org_id)
     if by_id is not None and not query.before:
-        return Lines([by_id], 0)
-    found: list[Line] = []
+        return MessageRows([by_id], 0)
+    found: list[MessageRow] = []
     last, searched, wanted = None, 0, query.text.strip().casefold()
-    for looked, record in enumerate(_of_organizations(operations.transaction, query, org_id), 1):
+    queue = None if org_id is None else ENGINE_PREFIX + org_id
+    state = None if query.state is UNSET else query.state
+    size = LOOKED_MAX if query.text or query.type else query.limit
+    newest = newest_first(operations.transaction, queue, state, query.before, size)
+    of_organizations = (one for one in newest if isinstance(one, int) or org_of(one.queue))
+    for looked, record in enumerate(of_organizations, 1):
         if isinstance(record, int):  # the numbers that one call may walk are used up
-            return Lines(found, record, None if last is None else accepted_at(last))
+            return MessageRows(found, record, None if last is None else accepted_at(last))
         last = record
         stored = operations.loaded(record.message_id)
         line = _line(stored)
         if query.type in ("", stored.envelope.type):
-            if _is_named(line, wanted):
-                found.append(line)
+            if not wanted or wanted in line.message_id.casefold() or wanted in line.error_type.casefold():
+                found.append(line)  # without reading the message
             else:
                 content = searchable(operations, stored).decode().casefold()
                 searched += len(content)
                 found += [line] if wanted in content else []
         if len(found) == query.limit or looked == LOOKED_MAX or searched >= SEARCHED_BYTES_MAX:
-            return Lines(found, record.seq, accepted_at(record))
-    return Lines(found, 0)
-
-
-def _of_organizations(
-    transaction: Transaction, query: MessagesQuery, org_id: str | None
-) -> "Iterator[Record | int]":
-    queue = None if org_id is None else ENGINE_PREFIX + org_id
-    state = None if query.state is UNSET else query.state
-    page = LOOKED_MAX if query.text or query.type else query.limit
-    found = newest_first(transaction, queue, state, query.before, page)
-    return (one for one in found if isinstance(one, int) or org_of(one.queue))
+            return MessageRows(found, record.seq, accepted_at(record))
+    return MessageRows(found, 0)
 
 
 def newest_first(
@@ -174,8 +183,9 @@ def newest_first(
     `before` 0 begins with the newest. `page` is how many records one read of the store gives.
     """
     before = before or transaction.newest_event() + 1
-    if not _counted(transaction, queue, state):
-        return
+    counts = by_state(transaction.total() if queue is None else transaction.depth(queue))
+    if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
+        return  # by the counters: no record is looked at
     for _ in range(READS_MAX):
         lowest = max(0, before - NUMBERS_A_READ)
         while found := transaction.find(Listing(queue, state, lowest - 1, page, before)):
@@ -202,13 +212,7 @@ def shown_place(ids: OwnIds, number: int) -> int:
     return ids.cover(number) if number else 0
 
 
-def _counted(transaction: Transaction, queue: str | None, state: State | None) -> int:
-    """How many messages of a state there are, by the counters: without any, no record is looked at."""
-    counts = by_state(transaction.total() if queue is None else transaction.depth(queue))
-    return sum(n for what, n in counts.items() if what != "LAPSES" and state in (None, what))
-
-
-def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None:
+def _by_id(operations: Operations, text: str, org_id: str | None) -> MessageRow | None:
     """The message whose id was searched for."""
     try:
         transaction = operations.transaction
@@ -220,15 +224,10 @@ def _by_id(operations: Operations, text: str, org_id: str | None) -> Line | None
         return None
 
 
-def _is_named(line: Line, wanted: str) -> bool:
-    """Whether a text is found without reading the message."""
-    return not wanted or wanted in line.message_id.casefold() or wanted in line.error_type.casefold()
-
-
-def _line(stored: Stored) -> Line:
+def _line(stored: Stored) -> MessageRow:
     record, body = stored.record, body_of(stored.envelope.payload)
     errors = [event.error_type for event in stored.history if event.error_type]
-    return Line(
+    return MessageRow(
         message_id=record.message_id,
         org_id=org_of(record.queue),
         state=record.state,
@@ -257,11 +256,13 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         message_id = stored.record.message_id
         info = info_of(operations, message_id, raw_value)
         goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
+        left_ns = stored.record.lease_until - operations.transaction.steady_ns
+        is_leased = stored.record.state == "PROCESSING"
         return {
             "info": info,
             "has_goal": goal is not None,
             "explanation": explain(operations, core.policy, message_id, core.services),
-            "lease_left_s": _lease_left_s(operations, stored.record),
+            "lease_left_s": round(left_ns / NANOS_PER_S, 1) if is_leased else None,
             "tree": tree(operations, stored),
         }
 
@@ -290,7 +291,10 @@ def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[
         **{name: getattr(info, name) for name in PLAIN_FIELDS},
         "worker_id": shown_name(request, info.worker_id),
         "history": [shown_event(request, event) for event in info.history],
-        "errors": [_shown_error(request, error) for error in info.errors],
+        "errors": [
+            shown_error(request, error["attempt"], error["error_type"], error["error"])
+            for error in info.errors
+        ],
         "org_id": org_id,
         "message": msgspec.json.format(_encode(shown_texts(request, message)), indent=2).decode(),
         "free": shown_json(request, free) if free else None,
@@ -314,15 +318,15 @@ def shown_event(request: HttpRequest, event: Event) -> dict[str, Any]:
     }
 
 
-def _shown_error(request: HttpRequest, error: dict[str, Any]) -> dict[str, Any]:
+def shown_error(request: HttpRequest, attempt: int, error_type: str, text: str) -> dict[str, Any]:
     return {
-        "attempt": error["attempt"],
-        "error_type": shown_name(request, error["error_type"]),
-        "error": shown_text(request, error["error"]),
+        "attempt": attempt,
+        "error_type": shown_name(request, error_type),
+        "error": shown_text(request, text),
     }
 
 
-def _shown_node(request: HttpRequest, node: Node) -> Node:
+def _shown_node(request: HttpRequest, node: TreeNode) -> TreeNode:
     org = request.identity.org
     return msgspec.structs.replace(
         node,
@@ -332,13 +336,7 @@ def _shown_node(request: HttpRequest, node: Node) -> Node:
     )
 
 
-def _lease_left_s(operations: Operations, record: Record) -> float | None:
-    if record.state != "PROCESSING":
-        return None
-    return round((record.lease_until - operations.transaction.steady_ns) / NANOS_PER_S, 1)
-
-
-def tree(operations: Operations, stored: Stored) -> list[Node]:
+def tree(operations: Operations, stored: Stored) -> list[TreeNode]:
     """The ancestors of a message, the message, and its descendants, each after its parent."""
     above = [_node(one, 0) for one in _ancestors(operations, stored)]
     nodes = [msgspec.structs.replace(node, depth=depth) for depth, node in enumerate(above)]
@@ -367,7 +365,7 @@ def _ancestors(operations: Operations, stored: Stored) -> list[Stored]:
 
 def _descendants(
     operations: Operations, stored: Stored, depth: int, looked: list[int], seen: set[str]
-) -> list[Node]:
+) -> list[TreeNode]:
     """The children of a message with theirs.
 
     A child is accepted after the first delivery of its parent, and is looked for among the next messages of
@@ -379,7 +377,7 @@ def _descendants(
     limit = min(CHILDREN_LOOKED_MAX, TREE_LOOKED_MAX - looked[0])
     later = operations.transaction.find(Listing(stored.record.queue, None, claims[0], limit))
     looked[0] += len(later)
-    found: list[Node] = []
+    found: list[TreeNode] = []
     for record in later:
         if record.message_id in seen or len(seen) >= TREE_NODES_MAX:
             continue
@@ -390,9 +388,9 @@ def _descendants(
     return found
 
 
-def _node(stored: Stored, depth: int) -> Node:
+def _node(stored: Stored, depth: int) -> TreeNode:
     record, envelope = stored.record, stored.envelope
-    return Node(
+    return TreeNode(
         record.message_id, envelope.parent_message_id, envelope.type, record.state, accepted_at(record), depth
     )
 

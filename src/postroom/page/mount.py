@@ -7,37 +7,28 @@ Rule 3: a caller sees and does what the HTTP API allows its token, and nothing e
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from html import escape
 from importlib import resources
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
+from postroom.calls.fields import Text
 from postroom.calls.goals import Answer
 from postroom.calls.verb import EVENT_STREAM, TEXT, Route
 from postroom.core.gate import of_organization, permit, visible_org
-from postroom.page import buses, goals, letters, messages, tasks, teams
+from postroom.page import buses, goals, letters, messages, tasks
 from postroom.page.live import Live
 from postroom.page.redaction import REDACTOR
 from postroom.page.reports import Reports
-from postroom.page.schemas import (
-    BusQuery,
-    LettersQuery,
-    MessagesQuery,
-    ReplayBody,
-    RollbackBody,
-    SignInBody,
-    StreamQuery,
-    TaskQueuesQuery,
-    TasksQuery,
-)
 from postroom.page.sessions import Sessions, cookie, cookie_name, csrf_of, is_csrf_of, secret_in
 from postroom.server.access.registry import Identity
 from postroom.server.access.tokens import digest_of
@@ -83,6 +74,18 @@ OWN_SITES: Final = ("", "same-origin", "none")
 _encode = msgspec.json.Encoder().encode
 
 
+class SignInBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /page/sign-in`."""
+
+    token: Annotated[str, Meta(max_length=256)]
+
+
+class StreamQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/stream`: `after` is the last event that the page has, where a header cannot say it."""
+
+    after: Text = ""
+
+
 def mount(redactor: "Callable[[], Redactor]") -> Callable[[TasksApp], "PageMount"]:
     """The live page of a task server. `redactor` makes what hides secrets in payloads, when it is needed."""
     return lambda app: PageMount(app, redactor)
@@ -108,7 +111,9 @@ class PageMount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": _with_headers(message["headers"])}
+                given = dict(message["headers"])
+                own = [header for header in HEADERS if header[0] not in given]
+                message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
         scope[REDACTOR], scope["app"] = self._redactor, self._app
@@ -232,24 +237,30 @@ class PageMount:
             _open("GET", "/page/session", self._session),
             _read("/page/overview", self._overview, "engine.read"),
             _read("/page/stream", self._stream, "engine.read", StreamQuery, answers=EVENT_STREAM),
-            _read("/page/messages", messages.find, "message.list", MessagesQuery),
+            _read("/page/messages", messages.find, "message.list", messages.MessagesViewQuery),
             _read("/page/messages/{id}", messages.show, "message.read"),
             _change("/page/messages/{id}/cancel", messages.cancel, "message.cancel"),
             _change("/page/messages/{id}/retry", messages.retry, "letter.replay"),
-            _read("/page/dead-letters", letters.find, "letter.list", LettersQuery),
-            _change("/page/replay", letters.replay, "letter.replay", ReplayBody),
+            _read("/page/dead-letters", letters.find, "letter.list", letters.LettersViewQuery),
+            _change("/page/replay", letters.replay, "letter.replay", letters.ReplayRequest),
             _read("/page/decisions", goals.decisions, "decision.read"),
             _change("/page/decisions/{id}", goals.answer, "decision.answer", Answer),
             _read("/page/goals", goals.goals, "goal.read"),
             _read("/page/goals/{id}", goals.goal, "goal.read"),
-            _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", RollbackBody),
-            _read("/page/agents", teams.agents, "agent.list"),
-            _read("/page/agents/{agent}/tasks", tasks.find, "task.list", TasksQuery),
-            _read("/page/tasks", tasks.queues, "task.list", TaskQueuesQuery),
+            _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", goals.RollbackBody),
+            _read("/page/agents", tasks.agents, "agent.list"),
+            _read("/page/agents/{agent}/tasks", tasks.find, "task.list", tasks.TasksQuery),
+            _read("/page/tasks", tasks.queues, "task.list", tasks.TaskQueuesQuery),
             _read("/page/tasks/{id}", tasks.show, "task.read"),
             _read("/page/buses", event_streams.find_buses, "bus.list"),
-            _read("/page/buses/{name}", buses.read, "bus.read", BusQuery),
-            _read("/page/buses/{name}/stream", self._stream_bus, "bus.read", BusQuery, answers=EVENT_STREAM),
+            _read("/page/buses/{name}", buses.read, "bus.read", buses.BusViewQuery),
+            _read(
+                "/page/buses/{name}/stream",
+                self._stream_bus,
+                "bus.read",
+                buses.BusViewQuery,
+                answers=EVENT_STREAM,
+            ),
             _read("/page/report", self._reports.state, "server.measure"),
             _read("/page/report.html", self._reports.page, "server.measure", answers=TEXT),
         ]
@@ -309,7 +320,7 @@ def _caller(server: TaskServer, identity: Identity | None, secret: str) -> dict[
     }
 
 
-# ---- files and headers -----------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------
 
 
 class _Files(NamedTuple):
@@ -341,9 +352,3 @@ async def _static(server: TaskServer, request: HttpRequest) -> HttpReply:  # noq
         raise Refusal(404, "NotFound", "the page has no such file: load the page again")
     data, kind = found
     return HttpReply(200, data, ((b"content-type", kind), (b"cache-control", FOREVER)))
-
-
-def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a reply, and those of the page that the reply does not set itself."""
-    given = dict(headers)
-    return [*headers, *(header for header in HEADERS if header[0] not in given)]

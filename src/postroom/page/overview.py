@@ -24,7 +24,7 @@ from postroom.engine.rules.policy import Policy
 from postroom.engine.token_status import TokenStatus
 from postroom.engine.token_status import status_of as token_status_of
 from postroom.goals import decisions
-from postroom.page.activity import Activity, Rates, Second, Wait
+from postroom.page.activity import Activity, Second, Throughput, Wait
 from postroom.page.redaction import Hide
 
 AGENTS_SHOWN_MAX: Final = 200
@@ -32,7 +32,7 @@ WORKERS_SHOWN_MAX: Final = 200
 _WORST_FIRST: Final[tuple[Health, ...]] = ("dead", "suspect", "registered", "alive")
 
 
-class Organization(msgspec.Struct, frozen=True):
+class OrganizationRow(msgspec.Struct, frozen=True):
     """One organization."""
 
     org_id: str
@@ -44,12 +44,12 @@ class Organization(msgspec.Struct, frozen=True):
     stage: int
     paused: bool
     states: dict[str, int]
-    rates: Rates
+    rates: Throughput
     decisions: int
     """Decisions that wait for a person."""
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerRow(msgspec.Struct, frozen=True):
     """A worker process."""
 
     worker_id: str
@@ -69,7 +69,7 @@ class AgentHealth(msgspec.Struct, frozen=True):
     silent_s: float
 
 
-class Facts(msgspec.Struct, frozen=True):
+class OverviewFacts(msgspec.Struct, frozen=True):
     """What one read of a store gives."""
 
     status: EngineStatus
@@ -89,14 +89,14 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The overview at one moment."""
 
     at: datetime
-    organizations: list[Organization]
+    organizations: list[OrganizationRow]
     depth: int
     delayed: int
     stage: int
-    rates: Rates
+    rates: Throughput
     history: list[Second]
     waits: list[Wait]
-    workers: list[Worker]
+    workers: list[WorkerRow]
     wanted_workers: int
     agents: list[AgentHealth]
     health: dict[str, int]
@@ -112,16 +112,24 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The organization that the snapshot is about; None for all of them."""
 
 
-def read_facts(operations: Operations, policy: Policy) -> Facts:
+def read_facts(operations: Operations, policy: Policy) -> OverviewFacts:
     """Read what a snapshot shows."""
     transaction = operations.transaction
-    found = _agents(AgentOperations(transaction, policy))
+    agents = AgentOperations(transaction, policy)
+    found: list[AgentHealth] = []
+    counts: dict[str, Counter[str]] = {}
+    for key, entry in AGENTS.scan(transaction):
+        org_id, _, agent_id = key.partition(SEPARATOR)
+        seen = agents.seen(entry)
+        found.append(AgentHealth(org_id, agent_id, seen.health, round(seen.silent_s, 1)))
+        counts.setdefault(org_id, Counter())[seen.health] += 1
+    found.sort(key=lambda one: (_WORST_FIRST.index(one.health), one.org_id, one.agent_id))
     waiting = Counter(one.org_id for one in decisions.waiting(transaction) if one.state == "waiting")
-    return Facts(
+    return OverviewFacts(
         status=status_of(operations, policy),
         tokens=token_status_of(transaction, policy.token_rules),
         agents=found[:AGENTS_SHOWN_MAX],
-        health=_counted(found),
+        health={org_id: dict(of_org) for org_id, of_org in counts.items()},
         decisions=dict(waiting),
         newest_event=transaction.newest_event(),
         now_us=transaction.wall_us,
@@ -129,29 +137,11 @@ def read_facts(operations: Operations, policy: Policy) -> Facts:
     )
 
 
-def _agents(operations: AgentOperations) -> list[AgentHealth]:
-    """The registered agents, those that are not well first."""
-    found = []
-    for key, entry in AGENTS.scan(operations.transaction):
-        org_id, _, agent_id = key.partition(SEPARATOR)
-        seen = operations.seen(entry)
-        found.append(AgentHealth(org_id, agent_id, seen.health, round(seen.silent_s, 1)))
-    return sorted(found, key=lambda one: (_WORST_FIRST.index(one.health), one.org_id, one.agent_id))
-
-
-def _counted(agents: list[AgentHealth]) -> dict[str, dict[str, int]]:
-    counts: dict[str, dict[str, int]] = {}
-    for one in agents:
-        of_org = counts.setdefault(one.org_id, {})
-        of_org[one.health] = of_org.get(one.health, 0) + 1
-    return counts
-
-
-def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) -> Snapshot:
+def snapshot(facts: OverviewFacts, activity: Activity, parts: HealthFacts = NO_PARTS) -> Snapshot:
     """The overview of all organizations. `parts` is what the server knows of its parts."""
     status, now_us = facts.status, facts.now_us
     organizations = [
-        Organization(
+        OrganizationRow(
             org_id,
             found.lanes,
             found.depth,
@@ -164,6 +154,12 @@ def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) ->
         )
         for org_id, found in sorted(status.organizations.items())
     ]
+    workers = [
+        WorkerRow(
+            name, one.slots, one.in_flight, one.claims, round((facts.now_ns - one.seen_ns) / NANOS_PER_S, 1)
+        )
+        for name, one in sorted(status.workers.items())
+    ]
     return Snapshot(
         at=EPOCH + now_us * MICROSECOND,
         organizations=organizations,
@@ -173,10 +169,10 @@ def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) ->
         rates=activity.rates(now_us),
         history=activity.history(now_us),
         waits=activity.waits(),
-        workers=_workers(facts),
+        workers=workers[:WORKERS_SHOWN_MAX],
         wanted_workers=status.wanted_workers,
         agents=facts.agents,
-        health=_sum(facts.health),
+        health=dict(sum(map(Counter, facts.health.values()), Counter[str]())),
         breakers=status.breakers,
         pauses=status.pauses,
         tokens=facts.tokens,
@@ -185,24 +181,7 @@ def snapshot(facts: Facts, activity: Activity, parts: HealthFacts = NO_PARTS) ->
     )
 
 
-def _workers(facts: Facts) -> list[Worker]:
-    found = [
-        Worker(
-            name, one.slots, one.in_flight, one.claims, round((facts.now_ns - one.seen_ns) / NANOS_PER_S, 1)
-        )
-        for name, one in sorted(facts.status.workers.items())
-    ]
-    return found[:WORKERS_SHOWN_MAX]
-
-
-def _sum(health: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for counts in health.values():
-        total.update(counts)
-    return dict(total)
-
-
-def _needs(organizations: list[Organization]) -> dict[str, int]:
+def _needs(organizations: list[OrganizationRow]) -> dict[str, int]:
     return {
         "decisions": sum(one.decisions for one in organizations),
         "dead_letters": sum(one.states.get("DEAD_LETTER", 0) for one in organizations),
@@ -223,10 +202,10 @@ def with_names_hidden(whole: Snapshot, hide: Hide) -> Snapshot:
     )
 
 
-def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> Snapshot:
+def seen_by(whole: Snapshot, facts: OverviewFacts, activity: Activity, org_id: str) -> Snapshot:
     """The overview as callers of one organization see it: without the others, and without workers."""
     own = [one for one in whole.organizations if one.org_id == org_id]
-    breakers = _breakers_of(whole.breakers, org_id)
+    breakers = breakers_of(whole.breakers, org_id)
     status = replace(facts.status, breakers=breakers).of_organization(org_id)
     return replace(
         whole,
@@ -250,7 +229,7 @@ def seen_by(whole: Snapshot, facts: Facts, activity: Activity, org_id: str) -> S
     )
 
 
-def _breakers_of(breakers: Mapping[str, BreakerStatus], org_id: str) -> dict[str, BreakerStatus]:
+def breakers_of(breakers: Mapping[str, BreakerStatus], org_id: str) -> dict[str, BreakerStatus]:
     """The breakers that hold for an organization, without the names of others."""
     found: dict[str, BreakerStatus] = {}
     for service, one in breakers.items():

@@ -64,8 +64,10 @@ class Reports:
         can_write = all(find_spec(name) is not None for name in PACKAGES)
         if can_write and is_stale(files, self._tables_read):
             self._begin(data, files)
-        before = [] if files.tables is not None else [_run_arguments(data)]
-        commands = [*before, _arguments(data)]
+        commands = [_arguments(data)]
+        if files.tables is None:
+            places = ("--events", str(data / AUDIT_FOLDER), "--tables", str(data / TABLES_FOLDER))
+            commands.insert(0, ("pipeline", "run", *places))
         answer = {
             "has_tables": files.tables is not None,
             "written": files.report,
@@ -129,10 +131,6 @@ class Reports:
 def _arguments(data: Path) -> tuple[str, ...]:
     tables, report = data / TABLES_FOLDER, data / REPORT_FILE
     return "pipeline", "report", "--tables", str(tables), "--out", str(report)
-
-
-def _run_arguments(data: Path) -> tuple[str, ...]:
-    return "pipeline", "run", "--events", str(data / AUDIT_FOLDER), "--tables", str(data / TABLES_FOLDER)
 
 
 def is_stale(files: Files, tables_read: float | None) -> bool:

@@ -1,34 +1,53 @@
-"""The views of tasks: the queues of agents, the newest tasks of one agent, and one task with its life.
+"""The views of agents and tasks: agents, their queues, the newest tasks of one, and one task with its life.
 
 Rule 1: a caller sees the tasks that its token reads over HTTP, and no others.
-Rule 2: figures of a queue are counters. A list reads a bounded number of records, however many are stored.
+Rule 2: the ids of private mailboxes are never shown.
+Rule 3: figures of a queue are counters. A list reads a bounded number of records, however many are stored.
 """
 
+import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from postroom.calls.fields import Number, Text
 from postroom.contracts.tasks.task_views import TaskInfo
+from postroom.core.gate import permit, visible_org
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped
+from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
 from postroom.message import Event, Record, State, Stored
-from postroom.page.messages import accepted_at, newest_first, place_of, shown_event, shown_place
-from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text
-from postroom.page.schemas import TaskQueuesQuery, TasksQuery
+from postroom.page.messages import (
+    LINES_DEFAULT,
+    PageSize,
+    accepted_at,
+    newest_first,
+    place_of,
+    read,
+    shown_error,
+    shown_event,
+    shown_place,
+)
+from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.server.access.task_names import readable_queues, shown_id, shown_task
 from postroom.server.http.messages import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
+from postroom.server.nats.mail_status import read_status
+from postroom.server.routes.agent_handlers import shown_to
 from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.server.routes.task_handlers import read_queue, readable_task
 from postroom.stores.base import by_state, ready
 from postroom.stores.own_ids import OwnIds
 from postroom.stores.transaction import Transaction
 
+AGENTS_LISTED_MAX: Final = 1_000
+REGISTERED_LISTED_MAX: Final = 1_000
+QUEUES_DEFAULT: Final = 100
 MICROS_PER_S: Final = 1_000_000
 ERROR_CHARS_SHOWN: Final = 200
 """How much of an error a line of the list has. The view of the task has all of it."""
@@ -41,7 +60,22 @@ PLAIN_FIELDS: Final = (
 _encode = msgspec.json.Encoder().encode
 
 
-class QueueLine(msgspec.Struct, frozen=True):
+class TaskQueuesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/tasks`: `after` is the name of the last agent of the previous page."""
+
+    after: Text = ""
+    limit: PageSize = QUEUES_DEFAULT
+
+
+class TasksQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /page/agents/{agent}/tasks`: the newest first. `before` is the cursor of the previous page."""
+
+    state: State | UnsetType = UNSET
+    before: Number = 0
+    limit: PageSize = LINES_DEFAULT
+
+
+class QueueRow(msgspec.Struct, frozen=True):
     """The tasks of one agent in numbers."""
 
     agent: str
@@ -52,7 +86,7 @@ class QueueLine(msgspec.Struct, frozen=True):
     """How long the next task has been ready; None when none is."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class TaskRow(msgspec.Struct, frozen=True):
     """A task in the list of its agent."""
 
     task_id: str
@@ -69,13 +103,44 @@ class Line(msgspec.Struct, frozen=True):
     """The beginning of the last error."""
 
 
-class Lines(msgspec.Struct, frozen=True):
+class TaskRows(msgspec.Struct, frozen=True):
     """A page of the list. `before` is the cursor of the next page; 0 at the end."""
 
-    tasks: list[Line]
+    tasks: list[TaskRow]
     before: int
     reached: datetime | None = None
     """The time up to which the list was searched; None at its end."""
+
+
+# ---- agents ----------------------------------------------------------------------------------------
+
+
+async def agents(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """The agents that the caller sees. Operators of all organizations also see mailboxes and tokens."""
+    identity, policy = request.identity, server.engine.policy
+    scope = visible_org(identity)
+    found: list[AgentInfo] = []
+    if scope != "":
+        found = await read(
+            server,
+            request,
+            lambda operations: AgentOperations(operations.transaction, policy).list(scope),
+        )
+    answer: dict[str, Any] = {
+        "agents": [shown_to(identity, info) for info in found[:AGENTS_LISTED_MAX]],
+        "mail": None,
+        "registered": [],
+    }
+    if permit(identity, "server.measure"):
+        mail = await asyncio.to_thread(read_status, server.agents.data / "mail")
+        answer["mail"] = await server.read_for(
+            request, lambda: shown_texts(request, msgspec.to_builtins(mail))
+        )
+        answer["registered"] = [
+            {"name": one.name, "role": one.role, "org_id": one.org}
+            for one in server.agents.list()[:REGISTERED_LISTED_MAX]
+        ]
+    return HttpReply(200, _encode(answer))
 
 
 # ---- the queues ------------------------------------------------------------------------------------
@@ -86,7 +151,7 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: TaskQueuesQuery = request.call
     identity = request.identity
 
-    def work(transaction: Transaction) -> tuple[list[QueueLine], str]:
+    def work(transaction: Transaction) -> tuple[list[QueueRow], str]:
         stored = {
             unscoped(identity.org, queue): queue
             for queue in readable_queues(transaction, server.agents, identity)
@@ -101,12 +166,12 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(200, _encode({"queues": found, "after": after}))
 
 
-def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueLine:
+def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueRow:
     counts = transaction.depth(queue)
     states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
     oldest_ns = transaction.oldest_ns(queue) if ready(counts) else None
     oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
-    return QueueLine(agent, states, counts.get("LAPSES", 0), oldest_s)
+    return QueueRow(agent, states, counts.get("LAPSES", 0), oldest_s)
 
 
 # ---- the tasks of one agent ------------------------------------------------------------------------
@@ -121,9 +186,9 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
 
-    def shown() -> Lines:
+    def shown() -> TaskRows:
         lines = [_shown_line(request, server.ids, stored, age_s) for stored, age_s in found]
-        return Lines(lines, shown_place(server.ids, before), reached)
+        return TaskRows(lines, shown_place(server.ids, before), reached)
 
     return await shown_by(server, request, shown)
 
@@ -153,11 +218,12 @@ def newest_tasks(
     return found, 0, None
 
 
-def _shown_line(request: HttpRequest, ids: OwnIds, stored: Stored, age_s: float) -> Line:
+def _shown_line(request: HttpRequest, ids: OwnIds, stored: Stored, age_s: float) -> TaskRow:
     record = stored.record
     failures = _failures(stored.history)
     error_type, error = (failures[-1].error_type, failures[-1].error) if failures else ("", "")
-    return Line(
+    text = shown_text(request, error)
+    return TaskRow(
         task_id=shown_id(ids, request.identity.org, record.message_id),
         state=record.state,
         type=shown_name(request, stored.envelope.type),
@@ -166,17 +232,13 @@ def _shown_line(request: HttpRequest, ids: OwnIds, stored: Stored, age_s: float)
         worker=shown_name(request, record.worker_id) if record.state == "PROCESSING" else "",
         attempt=record.attempt,
         error_type=shown_name(request, error_type),
-        error=_beginning(shown_text(request, error)),
+        error=text if len(text) <= ERROR_CHARS_SHOWN else text[:ERROR_CHARS_SHOWN] + "…",
     )
 
 
 def _failures(history: Sequence[Event]) -> list[Event]:
     """The events with an error. A dead letter repeats the error before it."""
     return [event for event in history if event.error and event.kind != "dead_letter"]
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= ERROR_CHARS_SHOWN else text[:ERROR_CHARS_SHOWN] + "…"
 
 
 # ---- one task --------------------------------------------------------------------------------------
@@ -199,11 +261,7 @@ def _shown(request: HttpRequest, task: TaskInfo) -> dict[str, Any]:
         "result": None if task.result is None else shown_json(request, task.result),
         "history": [shown_event(request, event) for event in task.history],
         "errors": [
-            {
-                "attempt": event.attempt,
-                "error_type": shown_name(request, event.error_type),
-                "error": shown_text(request, event.error),
-            }
+            shown_error(request, event.attempt, event.error_type, event.error)
             for event in _failures(task.history)
         ],
     }

@@ -10,8 +10,8 @@ from typing import Final
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
 from postroom.message import Event
-from postroom.page.activity import Activity, Second
-from postroom.page.overview import Facts, Organization, Snapshot, read_facts, snapshot
+from postroom.page.activity import Activity
+from postroom.page.overview import OrganizationRow, OverviewFacts, Snapshot, read_facts, snapshot
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -53,7 +53,7 @@ class StoreReader:
         self.activity.forget(facts.now_us)
         return snapshot(facts, self.activity)
 
-    def _look(self, transaction: Transaction) -> tuple[Facts, list[Event], int]:
+    def _look(self, transaction: Transaction) -> tuple[OverviewFacts, list[Event], int]:
         facts = read_facts(Operations(transaction, self._policy), self._policy)
         first = facts.newest_event - EVENTS_A_READ_MAX
         after = max(first, self._position or 0, 0)
@@ -63,35 +63,30 @@ class StoreReader:
 
 def drawn(shown: Snapshot, where: str, columns: int, lines: int) -> list[str]:
     """The lines of a terminal of this size."""
+    rates = shown.rates
+    speeds = f"in {rates.submitted:g}/s   done {rates.completed:g}/s   failed {rates.failed:g}/s"
+    busy = sum(one.in_flight for one in shown.workers)
+    slots = sum(one.slots for one in shown.workers)
+    most = max((one.completed for one in shown.history), default=0) or 1
+    bars = "".join(BARS[round(one.completed / most * (len(BARS) - 1))] for one in shown.history)
     found = [
         f"{BOLD}postroom{PLAIN} {_plain(where)}  {shown.at:%H:%M:%S} UTC",
-        _totals(shown),
-        f"{DIM}done a second, last minute{PLAIN} {_bars(shown.history)}",
+        f"waiting {shown.depth}   delayed {shown.delayed}   {speeds}   backpressure {_stage(shown.stage)}",
+        f"{DIM}done a second, last minute{PLAIN} {bars}",
         *_trouble(shown),
         "",
         *_waits(shown),
         "",
         *_organizations(shown.organizations),
         "",
-        *_workers(shown),
+        f"workers {len(shown.workers)} (wanted {shown.wanted_workers}), {busy} of {slots} slots busy",
         *_agents(shown),
     ]
     return [_cut(line, columns) for line in found[:lines]]
 
 
-def _totals(shown: Snapshot) -> str:
-    rates = shown.rates
-    speeds = f"in {rates.submitted:g}/s   done {rates.completed:g}/s   failed {rates.failed:g}/s"
-    return f"waiting {shown.depth}   delayed {shown.delayed}   {speeds}   backpressure {_stage(shown.stage)}"
-
-
 def _stage(stage: int) -> str:
     return f"{YELLOW}stage {stage}{PLAIN}" if stage else "none"
-
-
-def _bars(history: Sequence[Second]) -> str:
-    most = max((one.completed for one in history), default=0) or 1
-    return "".join(BARS[round(one.completed / most * (len(BARS) - 1))] for one in history)
 
 
 def _trouble(shown: Snapshot) -> list[str]:
@@ -114,7 +109,7 @@ def _waits(shown: Snapshot) -> list[str]:
     return _table(rows)
 
 
-def _organizations(found: Iterable[Organization]) -> list[str]:
+def _organizations(found: Iterable[OrganizationRow]) -> list[str]:
     rows = [[*COLUMNS]]
     for one in sorted(found, key=lambda each: -each.depth):
         state = f"{YELLOW}paused{PLAIN}" if one.paused else _stage(one.stage) if one.stage else ""
@@ -133,12 +128,6 @@ def _organizations(found: Iterable[Organization]) -> list[str]:
             ]
         )
     return _table(rows) if len(rows) > 1 else ["there is no message yet"]
-
-
-def _workers(shown: Snapshot) -> list[str]:
-    busy = sum(one.in_flight for one in shown.workers)
-    slots = sum(one.slots for one in shown.workers)
-    return [f"workers {len(shown.workers)} (wanted {shown.wanted_workers}), {busy} of {slots} slots busy"]
 
 
 def _agents(shown: Snapshot) -> list[str]:
