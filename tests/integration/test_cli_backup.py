@@ -311,8 +311,8 @@ def forged(path: Path, members: list[tuple[tarfile.TarInfo, bytes]], *, format_:
         backup_format.MemberInfo(info.name, len(data), hashlib.sha256(data).hexdigest())
         for info, data in members
     ]
-    manifest = backup_format.encoded(backup_format.Manifest(format_, "9.9", "now", {}, infos))
-    head = backup_format.encoded(backup_format.Head(format_, "9.9", "now"))
+    manifest = backup_format.encoded(backup_format.BackupManifest(format_, "9.9", "now", {}, infos))
+    head = backup_format.encoded(backup_format.BackupHead(format_, "9.9", "now"))
     with tarfile.open(path, "w") as tar:
         for name, data in [(backup_format.HEAD, head)]:
             tar.addfile(sized(tarfile.TarInfo(name), data), io.BytesIO(data))
@@ -384,7 +384,7 @@ def test_a_backup_that_cannot_be_read_back_gets_no_name(
     data, out = filled_folder(tmp_path / "run"), tmp_path / "run.tar"
 
     class Faulty(archive.ArchiveWriter):
-        def finish(self, *facts: Any) -> backup_format.Manifest:
+        def finish(self, *facts: Any) -> backup_format.BackupManifest:
             manifest = super().finish(*facts)
             self._file.seek(2_000)
             self._file.write(b"\xff")

@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from postroom.core.formats.backup_format import (
     FORMAT,
-    Head,
-    Manifest,
+    BackupHead,
+    BackupManifest,
     MemberInfo,
     checked_head,
     checked_manifest,
@@ -17,7 +17,7 @@ from postroom.core.formats.backup_format import (
 from postroom.errors import Rejected, StoreDamaged
 
 MEMBER = MemberInfo("mail/a.log", 3, "ab" * 32)
-MANIFEST = Manifest(FORMAT, "1.0", "2026-11-18T08:00:00+00:00", {"store": 6}, [MEMBER])
+MANIFEST = BackupManifest(FORMAT, "1.0", "2026-11-18T08:00:00+00:00", {"store": 6}, [MEMBER])
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_a_name_that_may_lead_out_of_the_folder_is_refused(name: str) -> None:
 
 
 def test_newer_formats_are_refused_with_one_sentence() -> None:
-    head = Head(FORMAT, "1.0", "now")
+    head = BackupHead(FORMAT, "1.0", "now")
     assert checked_head(encoded(head)) == head
     with pytest.raises(Rejected, match="it has format 2 and was written by postroom 9"):
-        checked_head(encoded(Head(FORMAT + 1, "9", "now")))
+        checked_head(encoded(BackupHead(FORMAT + 1, "9", "now")))
     assert checked_manifest(encoded(MANIFEST), {"store": 6}) == MANIFEST
     with pytest.raises(Rejected, match="its part store has format 6"):
         checked_manifest(encoded(MANIFEST), {"store": 5})

@@ -102,7 +102,7 @@ def restore(shell: Shell, archive: Path, data: Path) -> None:
       postroom verify --data restored
     """
     from postroom.core.formats.backup_format import SETTINGS
-    from postroom.server.folder.restoration import restore as restore_archive
+    from postroom.server.folder.backup import restore as restore_archive
 
     manifest = restore_archive(archive, data, report=_progress(shell))
     has_settings = any(member.name == SETTINGS for member in manifest.members)

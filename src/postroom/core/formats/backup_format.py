@@ -1,8 +1,8 @@
 """The format of a backup: a tar archive with a manifest.
 
-The members, in this order: `postroom-backup.json` (a `Head`), the files of the data folder, `manifest.json`
-(a `Manifest`), and `manifest.sha256`. The manifest is last, because hashes are known only after the files are
-written. A truncated archive therefore has none.
+The members, in this order: `postroom-backup.json` (a `BackupHead`), the files of the data folder,
+`manifest.json` (a `BackupManifest`), and `manifest.sha256`. The manifest is last, because hashes are known
+only after the files are written. A truncated archive therefore has none.
 
 Rule 1: the names of files are relative paths without `..`. Any other name is refused.
 Rule 2: an archive of a newer format, or with files of newer formats, is refused.
@@ -29,7 +29,7 @@ MEMBERS_MAX = 1_000_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Head(msgspec.Struct, frozen=True):
+class BackupHead(msgspec.Struct, frozen=True):
     """The first member: what the archive is."""
 
     format: int
@@ -45,7 +45,7 @@ class MemberInfo(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class BackupManifest(msgspec.Struct, frozen=True):
     """What the archive holds."""
 
     format: int
@@ -63,16 +63,16 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(member.bytes for member in self.members)
 
 
-_decode_head = guarded(msgspec.json.Decoder(Head).decode)
-_decode_manifest = guarded(msgspec.json.Decoder(Manifest).decode)
+_decode_head = guarded(msgspec.json.Decoder(BackupHead).decode)
+_decode_manifest = guarded(msgspec.json.Decoder(BackupManifest).decode)
 
 
-def encoded(value: Head | Manifest) -> bytes:
+def encoded(value: BackupHead | BackupManifest) -> bytes:
     """The content of the member."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-def checked_head(data: bytes, newest: int = FORMAT) -> Head:
+def checked_head(data: bytes, newest: int = FORMAT) -> BackupHead:
     """The head of an archive that this version can read."""
     try:
         head = _decode_head(data)
@@ -86,7 +86,7 @@ def checked_head(data: bytes, newest: int = FORMAT) -> Head:
     return head
 
 
-def checked_manifest(data: bytes, known_formats: Mapping[str, int]) -> Manifest:
+def checked_manifest(data: bytes, known_formats: Mapping[str, int]) -> BackupManifest:
     """The manifest of an archive whose stores this version can use."""
     try:
         manifest = _decode_manifest(data)
@@ -118,7 +118,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def difference(manifest: Manifest, found: Iterable[MemberInfo]) -> str:
+def difference(manifest: BackupManifest, found: Iterable[MemberInfo]) -> str:
     """How the files of an archive differ from its manifest; empty when they are the same."""
     expected = {member.name: member for member in manifest.members}
     seen: set[str] = set()

@@ -18,8 +18,8 @@ from postroom.core.formats.backup_format import (
     MANIFEST_HASH,
     MEMBERS_MAX,
     OWN_NAMES,
-    Head,
-    Manifest,
+    BackupHead,
+    BackupManifest,
     MemberInfo,
     checked_head,
     checked_manifest,
@@ -65,8 +65,8 @@ class ArchiveWriter:
         self._report = report
         self._tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.PAX_FORMAT)
         self._members: list[MemberInfo] = []
-        self._head = Head(FORMAT, version("postroom"), utc_text(time.time_ns()))
-        self._add_own(HEAD, encoded(self._head))
+        self._head = BackupHead(FORMAT, version("postroom"), utc_text(time.time_ns()))
+        self._put(HEAD, encoded(self._head))
 
     def add(self, name: str, fd: int, size: int) -> None:
         """Add the first `size` bytes of a descriptor."""
@@ -76,24 +76,24 @@ class ArchiveWriter:
 
     def add_bytes(self, name: str, data: bytes) -> None:
         """Add a small file."""
-        self._tar.addfile(_info(checked_name(name), len(data)), io.BytesIO(data))
+        self._put(checked_name(name), data)
         self._members.append(MemberInfo(name, len(data), hashlib.sha256(data).hexdigest()))
 
-    def finish(self, formats: Mapping[str, int], left_out: list[str]) -> Manifest:
+    def finish(self, formats: Mapping[str, int], left_out: list[str]) -> BackupManifest:
         """Write the manifest, and end the archive durably."""
         head = self._head
-        manifest = Manifest(
+        manifest = BackupManifest(
             FORMAT, head.postroom, head.created, dict(formats), self._members, sorted(left_out)
         )
         data = encoded(manifest)
-        self._add_own(MANIFEST, data)
-        self._add_own(MANIFEST_HASH, hashlib.sha256(data).hexdigest().encode() + b"\n")
+        self._put(MANIFEST, data)
+        self._put(MANIFEST_HASH, hashlib.sha256(data).hexdigest().encode() + b"\n")
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         return manifest
 
-    def _add_own(self, name: str, data: bytes) -> None:
+    def _put(self, name: str, data: bytes) -> None:
         self._tar.addfile(_info(name, len(data)), io.BytesIO(data))
 
 
@@ -108,7 +108,7 @@ def _info(name: str, size: int) -> tarfile.TarInfo:
 
 @contextmanager
 def reading(path: Path) -> Iterator["Archive"]:
-    """Open an archive. Every error about it is one sentence with its path."""
+    """Open an archive. Every error about it names its path."""
     try:
         fd = open_safely(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -130,7 +130,7 @@ class Archive:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
-    def check(self, known_formats: Mapping[str, int], report: Report) -> Manifest:
+    def check(self, known_formats: Mapping[str, int], report: Report) -> BackupManifest:
         """Read every byte and compare it with the manifest, which is returned."""
         found: list[MemberInfo] = []
         own: dict[str, bytes] = {}
@@ -143,8 +143,21 @@ class Archive:
             if HEAD not in own:
                 raise StoreDamaged("it does not begin with the head of a backup")
             checked_name(info.name)
-            found.append(MemberInfo(info.name, info.size, _hashed(content, report)))
-        return _checked(own, known_formats, found)
+            digest = hashlib.sha256()
+            while data := content.read(BLOCK_BYTES):
+                digest.update(data)
+                report("checking", len(data))
+            found.append(MemberInfo(info.name, info.size, digest.hexdigest()))
+        if MANIFEST not in own or MANIFEST_HASH not in own:
+            raise StoreDamaged("its manifest is missing, so it was cut short")
+        if hashlib.sha256(own[MANIFEST]).hexdigest().encode() != own[MANIFEST_HASH].strip():
+            raise StoreDamaged("its manifest was changed")
+        manifest = checked_manifest(own[MANIFEST], known_formats)
+        if own[HEAD] != encoded(BackupHead(manifest.format, manifest.postroom, manifest.created)):
+            raise StoreDamaged("its head was changed")
+        if fault := difference(manifest, found):
+            raise StoreDamaged(fault)
+        return manifest
 
     def members(self) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
         """The files in order. Anything but a regular file is refused."""
@@ -160,24 +173,3 @@ class Archive:
                     raise StoreDamaged(f"{info.name!r} is not a regular file")
                 yield info, content
                 tar.members.clear()  # type: ignore[attr-defined] # it would remember all of them
-
-
-def _hashed(content: IO[bytes], report: Report) -> str:
-    digest = hashlib.sha256()
-    while data := content.read(BLOCK_BYTES):
-        digest.update(data)
-        report("checking", len(data))
-    return digest.hexdigest()
-
-
-def _checked(own: Mapping[str, bytes], known_formats: Mapping[str, int], found: list[MemberInfo]) -> Manifest:
-    if MANIFEST not in own or MANIFEST_HASH not in own:
-        raise StoreDamaged("its manifest is missing, so it was cut short")
-    if hashlib.sha256(own[MANIFEST]).hexdigest().encode() != own[MANIFEST_HASH].strip():
-        raise StoreDamaged("its manifest was changed")
-    manifest = checked_manifest(own[MANIFEST], known_formats)
-    if own[HEAD] != encoded(Head(manifest.format, manifest.postroom, manifest.created)):
-        raise StoreDamaged("its head was changed")
-    if fault := difference(manifest, found):
-        raise StoreDamaged(fault)
-    return manifest

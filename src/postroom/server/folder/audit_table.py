@@ -8,7 +8,7 @@ Rule 3: a line is stored as it stands in a segment, so the table can be exported
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds, StoreFeed
 from postroom.core.formats.events import AuditEvent, from_line, to_line
 from postroom.errors import ShippedElsewhere, StoreDamaged, StoreRefused
-from postroom.server.folder.shipping import Sources, redaction_of, store_feed, stream_name
+from postroom.server.folder.shipping import ShippedSources, redaction_of, store_feed, stream_name
 from postroom.settings import AuditSettings
 from postroom.stores.postgres.connection import ON_DISK, SCHEMA_DEFAULT, Address, unreachable
 from postroom.stores.postgres.trips import Connection
@@ -166,18 +166,27 @@ class TableSink:
         return int(found[0][0]) if found else 0
 
     def write(self, events: Sequence[AuditEvent]) -> None:
-        prepared = [self._prepared(event) for event in events]
-        self._table.run(lambda connection: self._write(connection, prepared))
-
-    def _prepared(self, event: AuditEvent) -> AuditEvent:
-        event = event if self._prepare is None else self._prepare(event)
-        return event if self._cipher is None else self._cipher.encrypt(event)
+        if self._prepare is not None:
+            events = [self._prepare(event) for event in events]
+        if self._cipher is not None:
+            events = [self._cipher.encrypt(event) for event in events]
+        self._table.run(lambda connection: self._write(connection, events))
 
     def _write(self, connection: Connection, events: Sequence[AuditEvent]) -> None:
         table = self._table
         for source in dict.fromkeys(event.source for event in events):
             seqs = [event.seq for event in events if event.source == source]
-            self._move_position(connection, source, seqs[0], seqs[-1])
+            moved = connection.execute(
+                table.sql(
+                    "INSERT INTO {schema}.positions AS p VALUES (%s, %s) "
+                    "ON CONFLICT (source) DO UPDATE SET seq = excluded.seq WHERE p.seq < %s"
+                ),
+                [source, seqs[-1], seqs[0]],
+            )
+            if not moved.rowcount:
+                raise ShippedElsewhere(
+                    f"another shipper has written events of {source} to {table.url}: run one at a time"
+                )
         table.make_months(connection, [event.ts_us for event in events])
         copying = table.sql("COPY {schema}.events (source, seq, at, kind, message_id, line) FROM STDIN")
         with connection.cursor().copy(copying) as copy:
@@ -187,19 +196,6 @@ class TableSink:
                 copy.write_row(
                     (event.source, event.seq, at, event.kind, name, to_line(event).decode().rstrip())
                 )
-
-    def _move_position(self, connection: Connection, source: str, first: int, last: int) -> None:
-        moved = connection.execute(
-            self._table.sql(
-                "INSERT INTO {schema}.positions AS p VALUES (%s, %s) "
-                "ON CONFLICT (source) DO UPDATE SET seq = excluded.seq WHERE p.seq < %s"
-            ),
-            [source, last, first],
-        )
-        if not moved.rowcount:
-            raise ShippedElsewhere(
-                f"another shipper has written events of {source} to {self._table.url}: run one at a time"
-            )
 
     def reopen(self) -> None:
         self._table.close()
@@ -253,17 +249,15 @@ class TableShipping(msgspec.Struct):
 
 
 @contextmanager
-def opened_table(url: str, sources: Sources, settings: AuditSettings) -> Iterator[TableShipping]:
+def opened_table(url: str, sources: ShippedSources, settings: AuditSettings) -> Iterator[TableShipping]:
     """Open a shipper of these sources to a table, and close it at the end."""
     with ExitStack() as stack:
         cipher = None if settings.key_file is None else Cipher.from_file(settings.key_file)
-        table = AuditTable(url)
-        stack.callback(table.close)
+        table = stack.enter_context(closing(AuditTable(url)))
         sink = TableSink(table, redaction_of(settings, whole_payloads=cipher is not None), cipher)
         stream = table.stream()
         stores: list[StoreFeed] = [store_feed(each, settings, stream, stack) for each in sources.stores]
-        files = FileFeeds(sources.queue_roots, sources.buses, sources.mail)
-        stack.callback(files.close)
+        files = stack.enter_context(closing(FileFeeds(sources.queue_roots, sources.buses, sources.mail)))
         for feed in stores:
             feed.kept(sink.position(feed.source))  # from now on the store keeps unshipped events
         yield TableShipping(Shipper(sink, lambda: [*stores, *files()]))
@@ -271,26 +265,19 @@ def opened_table(url: str, sources: Sources, settings: AuditSettings) -> Iterato
 
 def export_table(url: str, folder: Path, settings: AuditSettings) -> int:
     """Write the events that a folder of segments does not hold yet, and seal them. Returns how many."""
-    table = AuditTable(url)
-    sink = SegmentSink(folder, seal_bytes=settings.seal_bytes, seal_after_s=settings.seal_after_s)
-    try:
+    opened = SegmentSink(folder, seal_bytes=settings.seal_bytes, seal_after_s=settings.seal_after_s)
+    with closing(AuditTable(url)) as table, closing(opened) as sink:
         stream_name(folder, table.stream())
         sources = [source for (source,) in table.ask("SELECT source FROM {schema}.positions ORDER BY source")]
         exported = Shipper(sink, lambda: [TableFeed(table, source) for source in sources]).ship()
         sink.seal()
         return exported
-    finally:
-        sink.close()
-        table.close()
 
 
 def retain_table(url: str, before: datetime) -> list[str]:
     """Drop the months of a table that ended before a time. Returns them, as `2026-01`."""
-    table = AuditTable(url)
-    try:
+    with closing(AuditTable(url)) as table:
         return table.drop_months(before)
-    finally:
-        table.close()
 
 
 def _end_of_month(name: str) -> datetime:

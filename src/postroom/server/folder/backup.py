@@ -1,4 +1,4 @@
-"""Copies a data folder into one archive while servers use it.
+"""Copies a data folder into one archive while servers use it, and restores the archive into a new folder.
 
 Rule 1: the copy is a state that the folder could have had after a crash. So a restored folder needs no more
         than what every start does.
@@ -6,11 +6,16 @@ Rule 2: the audit stream is looked at before the store: the store then knows eve
 Rule 3: no server waits for a backup. Locks are held only to note the sizes of files that grow; the store is
         read from a snapshot.
 Rule 4: the archive gets its name when it is whole, durable, and read back.
+Rule 5: a restore compares every hash before it writes the first byte. The folder gets its name when all its
+        files are durable: a restore that is killed leaves only a hidden folder. A folder with files is never
+        touched.
 """
 
 import errno
+import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,18 +23,18 @@ from typing import NamedTuple, Self
 
 import apsw
 
-from postroom.audit.chain import ChainEntry, parse_chain
+from postroom.audit.chain import parse_chain
 from postroom.audit.heads import SUFFIX as HEAD_SUFFIX
 from postroom.audit.heads import head_path
 from postroom.audit.layout import CHAIN, OPEN, STREAM, TORN, chain_locked, holds_stream, index_path, numbered
-from postroom.core.formats.backup_format import SETTINGS, Manifest
+from postroom.core.formats.backup_format import OWN_NAMES, SETTINGS, BackupManifest, checked_name
 from postroom.core.formats.events import SCHEMA
 from postroom.core.formats.manifest import MANIFEST_FILE
 from postroom.errors import InvalidMessage, PostroomError, StoreDamaged, Unavailable, WriteFailed
 from postroom.logs import busfile, eventfiles
 from postroom.logs.mail_log import is_log_segment, log_segments
 from postroom.server.folder import bus_owners
-from postroom.server.folder.archive import ArchiveWriter, Report, reading
+from postroom.server.folder.archive import BLOCK_BYTES, Archive, ArchiveWriter, Report, reading
 from postroom.server.folder.layout import (
     AUDIT_FOLDER,
     DATABASE,
@@ -41,17 +46,21 @@ from postroom.server.folder.layout import (
 from postroom.stores.sqlite.snapshot import SqliteSnapshot, newest_version
 from postroom.system import lock
 from postroom.system.atomic import (
+    PRIVATE_FOLDER_MODE,
     TEMPORARY_SUFFIX,
     absolute_path,
+    make_folder,
     open_safely,
     read_file,
     size_of_whole_lines,
     sync_folder,
+    write_all,
 )
 
 ATTEMPTS_MAX = 5  # while servers rename and remove files
 LOCK_TIMEOUT_S = 10.0
-_SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")  # of the files that SQLite has beside a database
+UNFINISHED_SUFFIX = ".restoring"
+_SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")  # of the files that SQLite keeps next to a database
 _KEY_FILE = re.compile(r".*\.(?:key|keys|pem|p12)")
 
 
@@ -59,18 +68,10 @@ class Moved(Exception):
     """A server renamed or removed a file meanwhile. The backup starts again."""
 
 
-class Growing(NamedTuple):
-    """A file that is appended to: the first `size` bytes belong to the backup."""
-
-    name: str
-    fd: int
-    size: int
-
-
 class BackupResult(NamedTuple):
     """A finished backup."""
 
-    manifest: Manifest
+    manifest: BackupManifest
     bytes: int
     """The size of the archive."""
     is_encrypted: bool
@@ -94,7 +95,12 @@ def back_up(
     """Write the archive `out` with all data of a folder. Key files stay out unless `with_keys`."""
     folder = absolute_path("the data folder", checked_data_folder(data))
     target = absolute_path("the archive", out)
-    _check_target(folder, target)
+    if target.resolve().is_relative_to(folder.resolve()):
+        raise InvalidMessage(f"{target} is inside the data folder: a backup has to be elsewhere")
+    if target.exists():
+        raise Unavailable(f"{target} exists already, and stays as it is")
+    if not target.parent.is_dir():
+        raise Unavailable(f"there is no folder {target.parent}")
     keys = set() if with_keys else {path.resolve() for path in key_files}
     is_encrypted = False
     with _temporary(target) as (temporary, database_copy):
@@ -135,19 +141,20 @@ def _repeated(write_once: Callable[[], None], folder: Path, target: Path) -> Non
             return
 
 
-def _check_target(folder: Path, target: Path) -> None:
-    if target.resolve().is_relative_to(folder.resolve()):
-        raise InvalidMessage(f"{target} is inside the data folder: a backup has to be elsewhere")
-    if target.exists():
-        raise Unavailable(f"{target} exists already, and stays as it is")
-    if not target.parent.is_dir():
-        raise Unavailable(f"there is no folder {target.parent}")
-
-
 @contextmanager
 def _temporary(target: Path) -> Iterator[tuple[Path, Path]]:
-    """The names of the unfinished archive and of the copy of the store. Both are removed at the end."""
-    _remove_left(target)
+    """The names of the unfinished archive and of the copy of the store. Both are removed at the end.
+
+    So is what backups that were killed have left.
+    """
+    left = re.compile(
+        rf"\.{re.escape(target.name)}(?:\.db)?\.(\d+){re.escape(TEMPORARY_SUFFIX)}"
+        rf"(?:{'|'.join(_SQLITE_SUFFIXES)})?"
+    )
+    for path in target.parent.iterdir():
+        found = left.fullmatch(path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            path.unlink(missing_ok=True)
     archive = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     database = target.with_name(f".{target.name}.db.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
@@ -160,18 +167,6 @@ def _temporary(target: Path) -> Iterator[tuple[Path, Path]]:
             path.unlink(missing_ok=True)
 
 
-def _remove_left(target: Path) -> None:
-    """Remove what backups that were killed have left."""
-    suffixes = "|".join(_SQLITE_SUFFIXES)
-    temporary = re.compile(
-        rf"\.{re.escape(target.name)}(?:\.db)?\.(\d+){re.escape(TEMPORARY_SUFFIX)}(?:{suffixes})?"
-    )
-    for path in target.parent.iterdir():
-        found = temporary.fullmatch(path.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            path.unlink(missing_ok=True)
-
-
 class _Selection:
     """The files of a folder that belong to one state of it. A context manager."""
 
@@ -181,7 +176,8 @@ class _Selection:
         self._with_keys = with_keys
         self._stack = ExitStack()
         self._small: dict[str, bytes] = {}
-        self._growing: list[Growing] = []
+        self._growing: list[tuple[str, int, int]] = []
+        """Files that are appended to: the name, the descriptor, and how many bytes belong to the backup."""
         self._sealed: list[tuple[str, int | None]] = []
         """Files that never change, with their size if it is known."""
         self._snapshot: SqliteSnapshot | None = None
@@ -230,11 +226,8 @@ class _Selection:
                 del entries[n]
                 self._sealed.append((self._name(index_path(audit, n)), None))
         for entry in entries.values():
-            self._note_sealed(audit, entry)
-
-    def _note_sealed(self, audit: Path, entry: ChainEntry) -> None:
-        self._sealed.append((self._name(audit / entry.name), entry.bytes))
-        self._sealed.append((self._name(index_path(audit, entry.n)), None))
+            self._sealed.append((self._name(audit / entry.name), entry.bytes))
+            self._sealed.append((self._name(index_path(audit, entry.n)), None))
 
     def _pin_store(self, stack: ExitStack) -> None:
         path = self._folder / DATABASE
@@ -262,9 +255,7 @@ class _Selection:
         fd = open_safely(path, os.O_RDONLY)
         stack.callback(os.close, fd)
         size = os.fstat(fd).st_size
-        self._growing.append(
-            Growing(self._name(path), fd, size_of_whole_lines(fd, size) if whole_lines else size)
-        )
+        self._growing.append((self._name(path), fd, size_of_whole_lines(fd, size) if whole_lines else size))
 
     # ---- writing -------------------------------------------------------------------------------------
 
@@ -304,27 +295,23 @@ class _Selection:
             faults = copied.page_faults()
         if faults:
             raise StoreDamaged(f"{self._folder / DATABASE} is damaged: {faults[0]}; see `postroom doctor`")
-        fd = open_safely(copy, os.O_RDONLY)
-        try:
-            writer.add(DATABASE, fd, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
+        self._write_file(writer, DATABASE, None, copy)
         copy.unlink()
 
-    def _write_file(self, writer: ArchiveWriter, name: str, known_size: int | None) -> None:
-        fd = open_safely(self._folder / name, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
+    def _write_file(
+        self, writer: ArchiveWriter, name: str, known_size: int | None, path: Path | None = None
+    ) -> None:
+        path = path or self._folder / name
+        with os.fdopen(open_safely(path, os.O_RDONLY), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             if known_size is not None and size != known_size:
-                raise StoreDamaged(f"{self._folder / name} has {size} bytes instead of {known_size}")
-            writer.add(name, fd, size)
-        finally:
-            os.close(fd)
+                raise StoreDamaged(f"{path} has {size} bytes instead of {known_size}")
+            writer.add(name, file.fileno(), size)
 
     def _write_bus(self, writer: ArchiveWriter, bus: Path) -> set[str]:
         """Write a bus with its archives. Under its lock it is neither rotated nor appended to."""
-        fd = open_safely(bus, os.O_RDONLY)
-        try:
+        with os.fdopen(open_safely(bus, os.O_RDONLY), "rb") as file:
+            fd = file.fileno()
             lock.acquire(fd, LOCK_TIMEOUT_S, bus)
             if os.fstat(fd).st_ino != bus.stat().st_ino:
                 raise Moved(f"{bus} was rotated")
@@ -333,8 +320,6 @@ class _Selection:
             for path in archives:
                 self._write_file(writer, self._name(path), None)
             writer.add(self._name(bus), fd, size)
-        finally:
-            os.close(fd)
         return {self._name(path) for path in (*archives, bus)}
 
     def _others(self, written: set[str]) -> Iterator[Path]:
@@ -343,15 +328,12 @@ class _Selection:
             name = self._name(path)
             if name in written or name == SETTINGS or _belongs_to_part(name, written):
                 continue
-            if path.is_symlink() or not path.is_file() or is_copy(path.name) or self._is_key(path):
+            is_key = path.resolve() in self._keys or _KEY_FILE.fullmatch(path.name) is not None
+            is_kept_out = is_key and not self._with_keys
+            if path.is_symlink() or not path.is_file() or is_copy(path.name) or is_kept_out:
                 self.left_out.append(name)
             else:
                 yield path
-
-    def _is_key(self, path: Path) -> bool:
-        if self._with_keys:
-            return False
-        return path.resolve() in self._keys or _KEY_FILE.fullmatch(path.name) is not None
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -375,3 +357,55 @@ def _belongs_to_part(name: str, written: set[str]) -> bool:
         bus, suffix, _ = name.rpartition(bus_owners.SUFFIX)  # of an archive, its bus
         return bus + suffix in written
     return name == f"{AUDIT_FOLDER}{HEAD_SUFFIX}"
+
+
+# ---- restoring -----------------------------------------------------------------------------------------
+
+
+def restore(archive: Path, data: Path, *, report: Report = lambda *_: None) -> BackupManifest:
+    """Restore a backup into the folder `data`, which must not exist or be empty."""
+    target = absolute_path("the data folder", data)
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise Unavailable(f"{target} is not a folder")
+    if target.is_dir() and any(target.iterdir()):
+        raise Unavailable(f"{target} is not empty: a backup is restored into a new folder")
+    with reading(absolute_path("the archive", archive)) as source:
+        manifest = source.check(known_formats(), report)
+        make_folder(target.parent, "group")
+        disk = os.statvfs(target.parent)
+        free = disk.f_bavail * disk.f_frsize
+        if free < manifest.bytes:
+            needed = f"the backup needs {manifest.bytes:,} bytes"
+            raise Unavailable(f"{needed}, and {free:,} are free in {target.parent}")
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}{UNFINISHED_SUFFIX}")
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(mode=PRIVATE_FOLDER_MODE)
+            _extract(source, manifest, unfinished, report)
+            for parent, _, _ in os.walk(unfinished, topdown=False):
+                sync_folder(Path(parent))
+            unfinished.rename(target)  # replaces an empty folder, and no other one
+            sync_folder(target.parent)
+        except OSError as error:
+            raise WriteFailed(target, error) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return manifest
+
+
+def _extract(source: Archive, manifest: BackupManifest, folder: Path, report: Report) -> None:
+    """Write the files durably. Their hashes are compared again: the archive may have changed meanwhile."""
+    hashes = {member.name: member.sha256 for member in manifest.members}
+    for info, content in source.members():
+        if info.name in OWN_NAMES:
+            continue
+        path, digest = folder / checked_name(info.name), hashlib.sha256()
+        path.parent.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
+        with os.fdopen(open_safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            while data := content.read(BLOCK_BYTES):
+                write_all(file.fileno(), data)
+                digest.update(data)
+                report("restoring", len(data))
+            os.fsync(file.fileno())
+        if digest.hexdigest() != hashes.get(info.name):
+            raise StoreDamaged("it was changed while it was restored")

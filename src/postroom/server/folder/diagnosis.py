@@ -1,7 +1,7 @@
 """Gathers the facts about a data folder, or about a store on a server, for `postroom doctor`.
 
 Rule 1: nothing is changed. Stores are opened read-only, and no lock is taken.
-Rule 2: a fact that cannot be had is left out or becomes a fault; looking never fails for one of them.
+Rule 2: a fact that cannot be read is left out or becomes a fault. It never stops the diagnosis.
 """
 
 import os
@@ -10,6 +10,7 @@ import resource
 import socket
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ from postroom.message import Record, org_of
 from postroom.server.access.registry import Agents
 from postroom.server.folder.layout import DATABASE, MAIL_FOLDER, is_transient, upgrade_copies
 from postroom.server.folder.verification import DataCheck, Report
-from postroom.server.up.parts import STATES_FILE, States
+from postroom.server.up.parts import States, read_states
 from postroom.settings import UpSettings
 from postroom.stores.base import NEWEST, Ending, Listing, by_state, ready, waiting
 from postroom.stores.event_quarantine import QUARANTINE
@@ -73,6 +74,8 @@ FILES_READ_MAX = 10_000  # whose permissions are looked at
 QUARANTINED_READ_MAX = 100  # rows of events that are counted
 MICROS_PER_S = 1_000_000
 MOUNTS = Path("/proc/mounts")
+_UNREADABLE = (PostroomError, apsw.Error, ValueError, OSError)
+"""What reading a damaged store raises."""
 
 
 # ---- a data folder -----------------------------------------------------------------------------------
@@ -90,11 +93,14 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
             store = msgspec.structs.replace(store, faults=found)
         faults += check.file_faults()
     faults += check.losses(whole=deep)
-    now_us = SystemClock().wall_us()
+    encryption, encrypted = key_file_encryption(None), None
+    if encryption is not None and deep and store is not None and not moved_to:
+        counts = read_at_rest_or_live(data / DATABASE, lambda snapshot: snapshot.count_keys(encryption))
+        encrypted = _encryption_facts(encryption, counts)
     return Facts(
         data=str(data),
         environment=environment(),
-        clock=ClockFacts(now_us, _newest_us(data)),
+        clock=ClockFacts(SystemClock().wall_us(), _newest_us(data)),
         folder=_folder(data),
         server=_server(data, settings),
         store=store,
@@ -102,7 +108,7 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         faults=tuple(faults),
         tokens=_tokens(data),
         mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
-        encryption=_encryption_in(data) if deep and store is not None and not moved_to else None,
+        encryption=encrypted,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
     )
@@ -176,11 +182,13 @@ def _server(data: Path, settings: UpSettings) -> ServerFacts:
             restarts={name: part.restarts for name, part in states.parts.items()},
         )
     wanted = [("http", settings.http_port)] + ([("nats", settings.nats_port)] if settings.mail else [])
-    ports = [
-        PortFacts(part, f"{settings.host}:{port}", is_taken=_is_taken(settings.host, port))
-        for part, port in wanted
-        if port
-    ]
+    ports = []
+    for part, port in wanted:
+        if port:
+            is_taken = False
+            with suppress(OSError), socket.create_connection((settings.host, port), timeout=1.0):
+                is_taken = True  # found without binding the port
+            ports.append(PortFacts(part, f"{settings.host}:{port}", is_taken=is_taken))
     return ServerFacts(is_running=False, ports=tuple(ports))
 
 
@@ -189,26 +197,15 @@ def _states(data: Path) -> States | None:
 
     The lock of `up` is not tried: a start at the same moment would be refused.
     """
+    states = read_states(data)
     try:
-        states = msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    try:
-        os.kill(states.pid, 0)
+        if states is not None:
+            os.kill(states.pid, 0)
     except ProcessLookupError:
         return None
     except PermissionError:  # the process of another user
-        return states
+        pass
     return states
-
-
-def _is_taken(host: str, port: int) -> bool:
-    """Whether a program listens on the port. The port is not taken for that."""
-    try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
-    except OSError:
-        return False
 
 
 def _tokens(data: Path) -> tuple[TokenFacts, ...] | None:
@@ -230,23 +227,20 @@ def _store_in(data: Path, faults: list[FileFault]) -> StoreFacts | None:
     path = data / DATABASE
     if not path.exists():
         return None
+
+    def facts(snapshot: SqliteSnapshot) -> StoreFacts:
+        known = StoreFacts(DATABASE, snapshot.version, newest_version(), has_clock=snapshot.has_clock)
+        if not snapshot.is_current or snapshot.moved_to:
+            return known
+        return snapshot.read(lambda transaction: _with_messages(known, transaction))
+
     try:
-        return read_at_rest_or_live(path, _store_of_snapshot)
+        return read_at_rest_or_live(path, facts)
     except StoreUnwritable:  # a fault of the folder, which is reported as such
         return None
-    except (PostroomError, apsw.Error, ValueError, OSError) as error:
-        is_locked = isinstance(error, KeyMissing)
-        faults.append(FileFault("store", DATABASE, str(error), is_locked))
+    except _UNREADABLE as error:
+        faults.append(FileFault("store", DATABASE, str(error), isinstance(error, KeyMissing)))
         return None
-
-
-def _encryption_in(data: Path) -> EncryptionFacts | None:
-    """How many values each key encrypted; None without encryption, or without its key."""
-    path, encryption = data / DATABASE, key_file_encryption(None)
-    if encryption is None or not path.exists():
-        return None
-    counts = read_at_rest_or_live(path, lambda snapshot: snapshot.count_keys(encryption))
-    return _encryption_facts(encryption, counts)
 
 
 def _encryption_facts(encryption: Encryption, counts: Mapping[str, int]) -> EncryptionFacts:
@@ -254,23 +248,16 @@ def _encryption_facts(encryption: Encryption, counts: Mapping[str, int]) -> Encr
     return EncryptionFacts(encryption.names[encryption.current], counts.get(PLAIN, 0), outdated)
 
 
-def _store_of_snapshot(snapshot: SqliteSnapshot) -> StoreFacts:
-    known = StoreFacts(DATABASE, snapshot.version, newest_version(), has_clock=snapshot.has_clock)
-    if not snapshot.is_current or snapshot.moved_to:
-        return known
-    return snapshot.read(lambda transaction: _with_messages(known, transaction))
-
-
 def _newest_us(data: Path) -> int:
+    """The time of the newest event; 0 without any, or when the store cannot be read: `_store_in` says why."""
     path = data / DATABASE
-    try:
-        return read_at_rest_or_live(path, _newest_in) if path.exists() else 0
-    except (PostroomError, apsw.Error, ValueError, OSError):  # reported by `_store_in`
-        return 0
 
+    def newest(snapshot: SqliteSnapshot) -> int:
+        return snapshot.read(_newest_event_us) if snapshot.is_current else 0
 
-def _newest_in(snapshot: SqliteSnapshot) -> int:
-    return snapshot.read(_newest_event_us) if snapshot.is_current else 0
+    with suppress(*_UNREADABLE):
+        return read_at_rest_or_live(path, newest) if path.exists() else 0
+    return 0
 
 
 # ---- a store -----------------------------------------------------------------------------------------
@@ -337,19 +324,18 @@ def _newest_event_us(transaction: Transaction) -> int:
 
 
 def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
+    policy = Policy()  # the rules of an app are not known here
+    flow = HealthFacts()
+    if known.has_clock:
+        flow = status_of(Operations(transaction, policy), policy, with_idle=False).health_facts()
     return msgspec.structs.replace(
         known,
         queues=tuple(_queue(transaction, name) for name in transaction.queues()),
-        flow=_flow(transaction) if known.has_clock else HealthFacts(),
+        flow=flow,
         leases=tuple(_leases(transaction, late=known.has_clock)),
         shipper=_shipper(transaction),
         quarantined_rows=len(transaction.cells(QUARANTINE, limit=QUARANTINED_READ_MAX)),
     )
-
-
-def _flow(transaction: Transaction) -> HealthFacts:
-    policy = Policy()  # the rules of an app are not known here
-    return status_of(Operations(transaction, policy), policy, with_idle=False).health_facts()
 
 
 def _queue(transaction: Transaction, name: str) -> QueueFacts:

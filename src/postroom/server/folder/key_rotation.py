@@ -4,7 +4,8 @@ Rule 1: a key is removed from its file only when no value of any part needs it.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -46,33 +47,30 @@ class EncryptedData:
             store_url = f"{SQLITE}{folder / DATABASE}"
         self._store_url = store_url
 
-    def _store(self, *, notes_keys: bool = False) -> Store | None:
+    @contextmanager
+    def _store(self, *, notes_keys: bool = False) -> Iterator[Store | None]:
         if self._store_url is None:
-            return None
-        return open_store(self._store_url, key_file=self.encryption.path, notes_keys=notes_keys)
+            yield None
+            return
+        opened = open_store(self._store_url, key_file=self.encryption.path, notes_keys=notes_keys)
+        with closing(opened) as store:
+            yield store
 
     def check(self) -> None:
         """Raise when the key file lacks a key of the data. Call it before another key encrypts anything."""
-        store = self._store()
-        if store is None:
-            self._check_mail()
-            return
-        try:
-            store.identity()
-        finally:
-            store.close()
-
-    def _check_mail(self) -> None:
+        with self._store() as store:
+            if store is not None:
+                store.identity()
+                return
         missing = {key: "" for key in self._mail_counts() if key not in (PLAIN, *self.encryption.names)}
         if missing:
             raise self.encryption.lacks(f"the mail log of {self._folder}", missing)
 
     def convert(self, report: Callable[[Progress], None]) -> Progress | None:
         """Encrypt every value of the store with the newest key. None without a store."""
-        store = self._store(notes_keys=True)
-        if store is None:
-            return None
-        try:
+        with self._store(notes_keys=True) as store:
+            if store is None:
+                return None
             while not (progress := store.convert()).is_done:
                 report(progress)
             if progress.was_plain and not store.wipe():
@@ -81,8 +79,6 @@ class EncryptedData:
                     "encrypt` again when no long read uses it",
                     store.url,
                 )
-        finally:
-            store.close()
         self.encryption.reload_if_changed()  # another rotation may have added a newer key
         return progress
 
@@ -102,19 +98,13 @@ class EncryptedData:
     def uses(self) -> list[KeyUse]:
         """The keys of the file and those that values need, each with the number of values."""
         counts: Counter[str] = Counter(self._mail_counts())
-        store = self._store()
-        if store is not None:
-            try:
+        with self._store() as store:
+            if store is not None:
                 counts.update(store.count_keys())
-            finally:
-                store.close()
         names, current = self.encryption.names, self.encryption.current
         ordered = [*names, *(key for key in sorted(counts) if key not in names)]
-        unknown = {PLAIN: ""}
-        return [
-            KeyUse(names.get(key, unknown.get(key, "?")), key, key == current, counts.get(key, 0))
-            for key in ordered
-        ]
+        shown = {PLAIN: "", **names}
+        return [KeyUse(shown.get(key, "?"), key, key == current, counts[key]) for key in ordered]
 
     def retire(self, name: str) -> None:
         """Remove a key that no value needs from the key file."""
@@ -134,12 +124,9 @@ class EncryptedData:
             )
         if self._is_in_audit(name):
             raise KeyInUse(f"the audit stream has payloads that are encrypted with the key {name!r}")
-        store = self._store()
-        if store is not None:
-            try:
+        with self._store() as store:
+            if store is not None:
                 store.retire_key(key)
-            finally:
-                store.close()
         remove_key(self.encryption.path, name)
 
     def _is_in_audit(self, name: str) -> bool:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,15 +109,11 @@ def _fits(path: Path, mark: FileMark, *, whole: bool) -> bool:
 def _growing_files(data: Path) -> dict[str, _Seen]:
     """The files of a folder that are appended to, and archives of buses, by name."""
     mail, stream = data / MAIL_FOLDER, data / AUDIT_FOLDER
-    paths = [
-        *(log_segments(mail) if mail.is_dir() else ()),
-        *(
-            path
-            for path in (data / bus_owners.FOLDER).rglob(f"*{bus_owners.SUFFIX}*")
-            if _is_of_bus(path.name)
-        ),
-        *numbered(stream / OPEN, ".jsonl").values(),
-    ]
+    paths = [*(log_segments(mail) if mail.is_dir() else ()), *numbered(stream / OPEN, ".jsonl").values()]
+    for path in (data / bus_owners.FOLDER).rglob(f"*{bus_owners.SUFFIX}*"):
+        bus, _, rest = path.name.partition(bus_owners.SUFFIX)
+        if bus and (not rest or rest.endswith(busfile.ARCHIVE_SUFFIX)):
+            paths.append(path)
     found = {}
     for path in paths:
         with suppress(FileNotFoundError):
@@ -126,24 +122,11 @@ def _growing_files(data: Path) -> dict[str, _Seen]:
     return found
 
 
-def _whole_lines(path: Path, size: int) -> int:
-    fd = open_safely(path, os.O_RDONLY)
-    try:
-        return size_of_whole_lines(fd, size)
-    finally:
-        os.close(fd)
-
-
-def _is_of_bus(name: str) -> bool:
-    bus, suffix, rest = name.partition(bus_owners.SUFFIX)
-    return bool(bus and suffix) and (not rest or rest.endswith(busfile.ARCHIVE_SUFFIX))
-
-
 # ---- losses ------------------------------------------------------------------------------------------
 
 
 class Comparison:
-    """A folder beside its manifest. With `whole`, all noted content is read."""
+    """Compares a folder with its manifest. With `whole`, all noted content is read."""
 
     def __init__(self, data: Path, *, whole: bool, store: str | None = None) -> None:
         self._data = data
@@ -152,74 +135,71 @@ class Comparison:
         self.manifest = read_manifest(data)  # first: the folder only grows meanwhile
 
     def losses(self) -> list[Loss]:
-        """What the folder held, and does not hold any more."""
-        manifest = self.manifest
-        known = self._known_store()
-        found = [*self._manifest_losses(known), *self._unknown_store_losses(known)]
-        if manifest is not None:
-            found += [*self._store_losses(manifest, known), *self._registry_losses(manifest)]
-            found += [*self._file_losses(manifest), *self._stream_losses(manifest)]
-        return found
+        """What the folder held and no longer holds."""
+        manifest, path = self.manifest, self._data / DATABASE
+        known = None
+        if path.exists():
+            try:
+                known = read_at_rest_or_live(path, _known_store)
+            except PostroomError:  # a fault of the file, which its own checks report
+                known = _KnownStore("", 0, "")
+        if manifest is None:
+            return [*self._manifest_losses(known), *self._unnoted_store_losses(known)]
+        missing = [name for name in manifest.registries if not (self._data / name).exists()]
+        return [
+            *self._store_losses(manifest, known),
+            *(Loss(name, name, "it is missing") for name in missing),
+            *self._file_losses(manifest),
+            *self._stream_losses(manifest),
+        ]
 
     def unnamed_store(self) -> list[Loss]:
-        """A store on a server whose address a start was not given: it would make an empty one."""
+        """The store on a server when a start lacks its address: the start would make an empty store."""
         server = None if self.manifest is None else self.manifest.server
         if server is None or self._store is not None or (self._data / DATABASE).exists():
             return []
         return [Loss(SERVER, "the store", f"{server.identity} is on a server: give its address with --store")]
 
-    def _known_store(self) -> "_KnownStore | None":
-        path = self._data / DATABASE
-        if not path.exists():
-            return None
-        try:
-            return read_at_rest_or_live(path, _known_store)
-        except PostroomError:  # a fault of the file, which its own checks report
-            return _KnownStore("", 0, "")
-
     def _manifest_losses(self, known: "_KnownStore | None") -> Iterator[Loss]:
         if (self._data / MANIFEST_FILE).exists():
-            if self.manifest is None:
-                yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it was changed")
-            return
-        if known is not None and known.folder_id:
+            yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it was changed")
+        elif known is not None and known.folder_id:
             yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it is missing, and the store says that there was one")
 
-    def _unknown_store_losses(self, known: "_KnownStore | None") -> Iterator[Loss]:
-        """A store that only the audit stream knows: the folder has no manifest yet."""
-        if self.manifest is not None or self._store is not None or (known is not None and known.newest_event):
+    def _unnoted_store_losses(self, known: "_KnownStore | None") -> Iterator[Loss]:
+        """Stores that the audit stream has events of, in a folder without a manifest."""
+        if self._store is not None or (known is not None and known.newest_event):
             return
         if known is not None and not known.identity:  # it cannot be read, which is a fault of its own
             return
-        own = "" if known is None else f"tasks:{known.identity}"
-        shipped = {
-            source: last
-            for source, last in _shipped(self._data / AUDIT_FOLDER).items()
-            if source.startswith("tasks:") and source != own
-        }
-        for source, last in shipped.items():
-            what, name = "missing" if known is None else "empty", source.removeprefix("tasks:")
-            yield Loss(
-                STORE, STORE, f"it is {what}, and the audit stream has {last:,} events of the store {name}"
-            )
+        what = "missing" if known is None else "empty"
+        for source, last in _shipped(self._data / AUDIT_FOLDER).items():
+            prefix, _, name = source.partition(":")
+            if prefix == "tasks" and (known is None or name != known.identity):
+                reason = f"it is {what}, and the audit stream has {last:,} events of the store {name}"
+                yield Loss(STORE, STORE, reason)
 
     def _store_losses(self, manifest: Manifest, known: "_KnownStore | None") -> Iterator[Loss]:
         noted, server = manifest.store, manifest.server
         if self._store is not None and server is not None:
-            yield from _server_losses(self._store, server)
+            found = _mark_at(self._store)
+            if found is not None and found.identity != server.identity:
+                reason = f"it is {found.identity or 'missing'} instead of {server.identity}"
+                yield Loss(SERVER, "the store", reason)
+            elif found is not None and found.newest_event < server.newest_event:
+                yield Loss(SERVER, "the store", _ends_early(found, server))
         if noted is None or (server is not None and server.identity == noted.identity):
             return  # the store was moved to the server
         if known is None:
             yield Loss(STORE, STORE, f"it is missing, with {noted.newest_event:,} events")
         elif known.identity:
-            yield from _store_fault(noted, known)
+            if known.identity != noted.identity:
+                was = f"the store {noted.identity} with {noted.newest_event:,} events"
+                yield Loss(STORE, STORE, f"{was} was replaced by {known.identity}")
+            elif known.newest_event < noted.newest_event:
+                yield Loss(STORE, STORE, _ends_early(known, noted))
             if known.folder_id not in ("", manifest.folder_id):
                 yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it belongs to another folder than the store")
-
-    def _registry_losses(self, manifest: Manifest) -> Iterator[Loss]:
-        for name in manifest.registries:
-            if not (self._data / name).exists():
-                yield Loss(name, name, "it is missing")
 
     def _file_losses(self, manifest: Manifest) -> Iterator[Loss]:
         newest = {max((name for name in manifest.files if _is_mail(name)), default="")}
@@ -228,7 +208,8 @@ class Comparison:
             whole = self._whole or (is_newest and mark.bytes <= START_BYTES_MAX)
             reason = fault_of_file(self._data, name, mark, whole=whole)
             if reason:
-                yield Loss(_part_of(name), name, reason)
+                part = STREAM if name.startswith(_OPEN_SEGMENTS) else MAIL if _is_mail(name) else name
+                yield Loss(part, name, reason)
 
     def _stream_losses(self, manifest: Manifest) -> Iterator[Loss]:
         noted, folder = manifest.stream, self._data / AUDIT_FOLDER
@@ -297,12 +278,6 @@ def _is_mail(name: str) -> bool:
     return folder == MAIL_FOLDER and is_log_segment(rest)
 
 
-def _part_of(name: str) -> str:
-    if name.startswith(_OPEN_SEGMENTS):
-        return STREAM
-    return MAIL if _is_mail(name) else name
-
-
 class _KnownStore(NamedTuple):
     """What the store of a folder says about itself."""
 
@@ -318,31 +293,12 @@ def _known_store(snapshot: SqliteSnapshot) -> _KnownStore:
     )
 
 
-def _store_fault(noted: StoreMark, known: _KnownStore) -> Iterator[Loss]:
-    if known.identity != noted.identity:
-        yield Loss(
-            STORE, STORE,
-            f"the store {noted.identity} with {noted.newest_event:,} events was replaced by {known.identity}",
-        )  # fmt: skip
-    elif known.newest_event < noted.newest_event:
-        yield Loss(
-            STORE, STORE, f"it ends with event {known.newest_event:,} instead of {noted.newest_event:,}"
-        )
-
-
-def _server_losses(url: str, noted: StoreMark) -> Iterator[Loss]:
-    found = _mark_at(url)
-    if found is None:
-        return  # unreachable, and therefore not lost
-    if found.identity != noted.identity:
-        yield Loss(SERVER, "the store", f"it is {found.identity or 'missing'} instead of {noted.identity}")
-    elif found.newest_event < noted.newest_event:
-        reason = f"it ends with event {found.newest_event:,} instead of {noted.newest_event:,}"
-        yield Loss(SERVER, "the store", reason)
+def _ends_early(found: StoreMark | _KnownStore, noted: StoreMark) -> str:
+    return f"it ends with event {found.newest_event:,} instead of {noted.newest_event:,}"
 
 
 def _mark_at(url: str) -> StoreMark | None:
-    """What is at the address of a store; None when that is not known. Nothing is made there."""
+    """The store at an address; None when it cannot be reached. Nothing is made there."""
     if url.startswith(AMQP):
         from postroom.stores.rabbitmq.store import parse_address  # noqa: PLC0415 - needs the extra of RabbitMQ
 
@@ -353,13 +309,11 @@ def _mark_at(url: str) -> StoreMark | None:
         return StoreMark(known.identity, known.newest_event)
     if url == MEMORY:
         return None
-    store = open_store(url, notes_keys=False)
-    try:
-        return StoreMark(store.identity(), store.newest_event())
-    except Unavailable:
-        return None
-    finally:
-        store.close()
+    with closing(open_store(url, notes_keys=False)) as store:
+        try:
+            return StoreMark(store.identity(), store.newest_event())
+        except Unavailable:
+            return None
 
 
 def _shipped(folder: Path) -> dict[str, int]:
@@ -419,7 +373,7 @@ class ManifestKeeper:
             self._say(f"the loss of {loss.name} is accepted: {loss.sentence}")
 
     def _forget_stream(self) -> None:
-        """Let the shipper begin a new stream. What is left of the old one stays beside it."""
+        """Let the shipper begin a new stream. The rest of the old one is renamed and kept."""
         folder = self._data / AUDIT_FOLDER
         head_path(folder).unlink(missing_ok=True)
         if holds_stream(folder):
@@ -430,14 +384,11 @@ class ManifestKeeper:
         self._manifest = msgspec.structs.replace(self._manifest, files=files)
         url = self._store or f"{SQLITE}{self._data / DATABASE}"
         if self._store is not None or (self._data / DATABASE).exists():
-            store = open_store(url)
-            try:
+            with closing(open_store(url)) as store:
                 set_outbox(store, None)
-            finally:
-                store.close()
 
     def start(self) -> None:
-        """Note the files that a start has made, and go on in the background."""
+        """Note the files that a start has made, and keep noting in the background."""
         keep_control_reserve(self._data)
         self._tried(self.note_names)
         self._tried(self._note_store)
@@ -452,7 +403,7 @@ class ManifestKeeper:
             self._tried(self.note_names if looks % LOOKS_PER_NOTE else self.note)
 
     def _tried(self, note: Callable[[], None]) -> None:
-        """Note. A full disk does not stop a server: the manifest names less meanwhile."""
+        """Run a note. A full disk does not stop a server: the manifest only names less."""
         try:
             note()
         except (OSError, PostroomError) as error:
@@ -515,7 +466,10 @@ class ManifestKeeper:
             return mark
         self._inodes[name] = now.inode
         with suppress(FileNotFoundError):  # renamed or removed a moment ago
-            size = _whole_lines(path, before.size) if name.startswith(_OPEN_SEGMENTS) else before.size
+            size = before.size
+            if name.startswith(_OPEN_SEGMENTS):
+                with os.fdopen(open_safely(path, os.O_RDONLY), "rb") as file:
+                    size = size_of_whole_lines(file.fileno(), size)
             sync_file(path)
             return FileMark(size, _checksum(path, size, mark)) if size > mark.bytes else mark
         return mark
@@ -558,11 +512,8 @@ class ManifestKeeper:
         path, folder_id = self._data / DATABASE, self._manifest.folder_id
         if not path.exists() or read_at_rest_or_live(path, _known_store).folder_id == folder_id:
             return
-        store = open_store(f"{SQLITE}{path}")
-        try:
+        with closing(open_store(f"{SQLITE}{path}")) as store:
             store.write(lambda transaction: transaction.put_cell(MANIFEST, "", folder_id.encode()))
-        finally:
-            store.close()
 
     def _look_at_stream(self) -> StreamMark | None:
         noted, folder = self._manifest.stream, self._data / AUDIT_FOLDER
@@ -578,8 +529,7 @@ class ManifestKeeper:
     def _write(self, manifest: Manifest) -> None:
         self._manifest = manifest
         if manifest != self._written:
-            path, data = self._data / MANIFEST_FILE, encode_manifest(manifest)
-            replace_file(path, data, "group")
+            replace_file(self._data / MANIFEST_FILE, encode_manifest(manifest), "group")
             self._written = manifest
 
 

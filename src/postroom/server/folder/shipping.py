@@ -6,7 +6,7 @@ Rule 2: the shipper is a separate process. It shares the disk with the workers, 
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ TOKEN_KEY_BYTES_MIN = 16
 CHECKED_EVENTS = 100  # of a store, compared with the stream before shipping resumes
 
 
-class Sources(msgspec.Struct, frozen=True):
+class ShippedSources(msgspec.Struct, frozen=True):
     """The sources to ship."""
 
     stores: tuple[str, ...] = ()
@@ -62,14 +62,15 @@ class Shipping(msgspec.Struct):
     def once(self) -> int:
         """Ship all waiting events, seal them and publish them. Returns how many events were shipped."""
         shipped = self.shipper.ship()
-        self.sink.seal()
-        self._note_head()
-        self._publish()
+        self._seal()
         return shipped
 
     def run(self, stopped: Callable[[float], bool]) -> None:
         """Ship until `stopped`. Events that wait then are still shipped and sealed."""
         self.shipper.run(stopped)
+        self._seal()
+
+    def _seal(self) -> None:
         self.sink.seal()
         self._note_head()
         self._publish()
@@ -101,7 +102,7 @@ class Shipping(msgspec.Struct):
 
 
 @contextmanager
-def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[Shipping]:
+def opened(folder: Path, sources: ShippedSources, settings: AuditSettings) -> Iterator[Shipping]:
     """Open a shipper of these sources to a folder, and close it at the end.
 
     All checks that can refuse run before the folder is made.
@@ -113,8 +114,8 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         publisher = None if settings.publish is None else Publisher(folder, settings.publish)
         stream = stream_of(folder) or _new_name(folder)
         stores = [store_feed(url, settings, stream, stack) for url in sources.stores]
-        files = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=partial(_holds, folder))
-        stack.callback(files.close)
+        found = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=partial(_holds, folder))
+        files = stack.enter_context(closing(found))
         files()
         _check_heads(folder, stores)
         sink = SegmentSink(

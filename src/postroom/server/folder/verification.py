@@ -1,6 +1,7 @@
 """Reads all data of a folder and reports damage. Nothing is changed, and servers may run meanwhile."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from postroom.audit.heads import StreamHead, head_path
@@ -18,6 +19,7 @@ from postroom.server.access.registry import Agents
 from postroom.server.folder import bus_owners
 from postroom.server.folder.layout import AUDIT_FOLDER, DATABASE, MAIL_FOLDER
 from postroom.server.folder.manifest import Comparison
+from postroom.stores.base import Outbox
 from postroom.stores.sqlite.snapshot import SqliteSnapshot, newest_version, read_at_rest_or_live
 from postroom.system.crypto.encryption import key_file_encryption
 
@@ -41,7 +43,7 @@ class DataCheck:
         yield from self.file_faults()
 
     def losses(self, *, whole: bool = True) -> Iterator[FileFault]:
-        """What the folder held and does not hold any more. With `whole`, all noted content is read."""
+        """What the folder held and no longer holds. With `whole`, all noted content is read."""
         comparison = Comparison(self._data, whole=whole)
         if comparison.manifest is not None:
             self._begin("manifest", MANIFEST_FILE)
@@ -53,9 +55,17 @@ class DataCheck:
         path = self._data / DATABASE
         if not path.exists():
             return
+
+        def faults(snapshot: SqliteSnapshot) -> list[str]:
+            if snapshot.is_newer:
+                return [
+                    f"its format {snapshot.version} is newer than {newest_version()}, the newest known one"
+                ]
+            return snapshot.faults()
+
         self._begin("store", DATABASE)
         try:
-            for text in read_at_rest_or_live(path, _faults_of_store):
+            for text in read_at_rest_or_live(path, faults):
                 yield FileFault("store", DATABASE, text)
         except StoreUnwritable:  # of a read-only file system: whether the store is damaged is not known
             raise
@@ -134,23 +144,12 @@ class DataCheck:
     def _noted_heads(self) -> list[StreamHead]:
         """The head of the stream that the store has recorded."""
         path = self._data / DATABASE
-        if not path.exists():
-            return []
-        try:
-            head = read_at_rest_or_live(path, _head_in)
-        except PostroomError:
-            return []  # a fault of the store, which is reported as such
-        return [] if head is None else [head]
+        with suppress(PostroomError):  # a fault of the store, which is reported as such
+            outbox = read_at_rest_or_live(path, _outbox_in) if path.exists() else None
+            if outbox is not None and outbox.head:
+                return [StreamHead(outbox.stream, outbox.segment, outbox.head)]
+        return []
 
 
-def _faults_of_store(snapshot: SqliteSnapshot) -> list[str]:
-    if snapshot.is_newer:
-        return [f"its format {snapshot.version} is newer than {newest_version()}, the newest known one"]
-    return snapshot.faults()
-
-
-def _head_in(snapshot: SqliteSnapshot) -> StreamHead | None:
-    outbox = snapshot.read(lambda transaction: transaction.outbox()) if snapshot.is_current else None
-    return (
-        StreamHead(outbox.stream, outbox.segment, outbox.head) if outbox is not None and outbox.head else None
-    )
+def _outbox_in(snapshot: SqliteSnapshot) -> Outbox | None:
+    return snapshot.read(lambda transaction: transaction.outbox()) if snapshot.is_current else None

@@ -267,9 +267,15 @@ def with_port(command: Sequence[str], url: str | None) -> list[str]:
     return [*command[:place], str(port), *command[place + 1 :]]
 
 
+def read_states(data: Path) -> States | None:
+    """The file of states; None without one, so when `up` does not run. It is left when `up` is killed."""
+    try:
+        return msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 def part_states(data: Path) -> dict[str, PartState]:
     """The parts of `postroom up` by name; empty when `up` does not run."""
-    try:
-        return msgspec.json.decode((data / STATES_FILE).read_bytes(), type=States).parts
-    except (OSError, msgspec.MsgspecError):
-        return {}
+    states = read_states(data)
+    return {} if states is None else states.parts
