@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import Unavailable
-from postroom.server.up.parts import Part, Parts
+from postroom.server.up.parts import PartCommand, Parts
 
 
 def parts_of(data: Path, program: str) -> Parts:
-    return Parts(data, [Part("http", (sys.executable, "-c", program))], stop_grace_s=5.0)
+    return Parts(data, [PartCommand("http", (sys.executable, "-c", program))], stop_grace_s=5.0)
 
 
 def started(parts: Parts) -> None:

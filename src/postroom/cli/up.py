@@ -23,7 +23,7 @@ from postroom.cli.tasks.options import FOLDER
 
 if TYPE_CHECKING:
     from postroom.server.access.tokens import NewToken
-    from postroom.server.up.parts import Part
+    from postroom.server.up.parts import PartCommand
     from postroom.settings import UpSettings
 
 STOP_GRACE_S = 35.0  # workers finish their messages within 30 s
@@ -233,8 +233,8 @@ def _first_token(data: Path) -> "NewToken | None":
     return agents.tokens.create("admin")
 
 
-def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
-    from postroom.server.up.parts import Part
+def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[PartCommand]":
+    from postroom.server.up.parts import PartCommand
 
     config: tuple[str, ...] = () if shell.config is None else ("--config", str(shell.config))
     program = (sys.executable, "-m", "postroom.cli.main", *config, "--json")
@@ -247,32 +247,32 @@ def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     store = () if settings.store is None else ("--store", f"{FROM_ENVIRONMENT}{STORE_VARIABLE}")
     records = store or ("--data", folder)
     off = tuple(f"--no-{name}" for name in ("page", "mcp") if not getattr(settings, name))
-    parts: list[Part] = []
+    parts: list[PartCommand] = []
     if settings.http:
         names = ("--allowed-hosts", settings.allowed_hosts) if settings.allowed_hosts else ()
         serve = ("tasks", "serve", "--data", folder, *store, "--port", port, *listen, *names, *app, *off)
-        parts.append(Part("http", (*program, *serve)))
+        parts.append(PartCommand("http", (*program, *serve)))
     if settings.mail:
         mail = ("mail", "serve", "--data", str(data / MAIL_FOLDER), "--tokens", folder)
-        parts.append(Part("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
+        parts.append(PartCommand("mail", (*program, *mail, "--port", str(settings.nats_port), *listen)))
     if settings.audit:
         sources = (*records, *(("--mail", str(data / MAIL_FOLDER)) if settings.mail else ()))
         ship = ("audit", "ship", *sources, "--to", str(data / AUDIT_FOLDER), "--while-stdin")
         servers = tuple(part.name for part in parts)  # they make what is shipped
-        parts.append(Part("audit", (*program, *ship), after=servers, is_silent=True))
+        parts.append(PartCommand("audit", (*program, *ship), after=servers, is_silent=True))
     if settings.app is not None:
         work = ("engine", "work", *records, *app, "--while-stdin")
         after = ("http",) if settings.http else ()
-        parts.append(Part("workers", (*program, *work), after=after, is_silent=True))
+        parts.append(PartCommand("workers", (*program, *work), after=after, is_silent=True))
     return parts
 
 
-def _demo_part(data: Path, ready: Any) -> "Part":
-    from postroom.server.up.parts import Part
+def _demo_part(data: Path, ready: Any) -> "PartCommand":
+    from postroom.server.up.parts import PartCommand
 
     where = ("--url", ready["http"]["url"], "--nats", ready.get("mail", {}).get("url", ""))
     command = (sys.executable, "-m", "postroom.server.up.demo", *where, "--data", str(data))
-    return Part("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True, beats=False)
+    return PartCommand("demo", (*command, "--store-variable", STORE_VARIABLE), is_silent=True, beats=False)
 
 
 def _print_addresses(shell: Shell, data: Path, ready: Any, token: str | None, *, demo: bool) -> None:

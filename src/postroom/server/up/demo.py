@@ -78,7 +78,7 @@ def call_tool(payload: Mapping[str, Any], attempt: int, now_s: float) -> None:
 
 
 class Demo:
-    """The agents of the demo, one thread for each thing that they do."""
+    """The agents of the demo: one thread for each activity."""
 
     def __init__(self, url: str, nats: str, data: Path, store: str) -> None:
         self._url, self._nats = url, nats
@@ -98,9 +98,8 @@ class Demo:
         """Make traffic until `stop`."""
         self._revoke()  # what a killed run has left
         try:
-            threads = [
-                threading.Thread(target=act, name=f"demo-{number}") for number, act in enumerate(self._acts())
-            ]
+            acts = enumerate(self._acts())
+            threads = [threading.Thread(target=act, name=f"demo-{number}") for number, act in acts]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -151,7 +150,12 @@ class Demo:
         client = EngineClient(self._url, token)
 
         def submit() -> None:
-            if not self._may_submit():
+            with self._mutex:
+                self._submitted += 1
+                number = self._submitted
+            if number >= MESSAGES_MAX:
+                if number == MESSAGES_MAX:
+                    _log.warning("the demo ends its traffic after %d messages", MESSAGES_MAX)
                 return
             subject = self._random.choice(SUBJECTS)
             kind = self._random.choice(("model_call", "tool_call"))
@@ -159,24 +163,14 @@ class Demo:
             fields: dict[str, Any] = {"priority": self._random.choice(PRIORITIES)}
             if kind == "tool_call":
                 fields["service"] = self._random.choice(SERVICES)
-                payload |= {"tool": fields["service"], "fate": self._fate()}
+                fate = fate_of(self._random.random())
+                self._dead_letters += fate == "invalid"
+                if self._dead_letters > DEAD_LETTERS_MAX and fate == "invalid":
+                    fate = "fine"
+                payload |= {"tool": fields["service"], "fate": fate}
             client.submit(type=kind, payload=payload, **fields)
 
         return submit
-
-    def _may_submit(self) -> bool:
-        with self._mutex:
-            self._submitted += 1
-            if self._submitted == MESSAGES_MAX:
-                _log.warning("the demo ends its traffic after %d messages", MESSAGES_MAX)
-            return self._submitted < MESSAGES_MAX
-
-    def _fate(self) -> str:
-        fate = fate_of(self._random.random())
-        if fate != "invalid":
-            return fate
-        self._dead_letters += 1
-        return "invalid" if self._dead_letters <= DEAD_LETTERS_MAX else "fine"
 
     def _work(self) -> None:
         """Handle the messages of all organizations in this process."""

@@ -97,10 +97,14 @@ async def run_load(
     """
     count = _checked_count(rate, duration_s, orgs, mix)
     engine.register_type(PROBE_TYPE)
-    await _warm_up(engine)
+    first = await engine.submit(**probe_message("load-0", 0))  # it opens files and starts threads
+    await first.result(timeout_s=WARM_UP_TIMEOUT_S)  # raises `TimeoutError` without a worker
     handles: list[tuple[int, Handle]] = []
     refused = 0
     chooser = random.Random()  # noqa: S311 - a load needs no secrets
+    parts = [round(count * part / sum(mix)) for part in mix]
+    priorities = [priority for priority in range(LANES) for _ in range(parts[priority])]
+    chooser.shuffle(priorities)
 
     async def submit(priority: int) -> None:
         nonlocal refused
@@ -113,7 +117,7 @@ async def run_load(
 
     started_s = time.monotonic()
     async with asyncio.TaskGroup() as submits:
-        for number, priority in enumerate(_priorities(count, mix, chooser)):
+        for number, priority in enumerate(priorities):
             await asyncio.sleep(max(0.0, started_s + number / rate - time.monotonic()))
             submits.create_task(submit(priority))
     latencies = await _latencies(handles)
@@ -135,20 +139,6 @@ def _checked_count(rate: float, duration_s: float, orgs: int, mix: Sequence[floa
     if count > MESSAGES_LIMIT:
         raise InvalidSetting(f"a load has at most {MESSAGES_LIMIT} messages, not {count}")
     return count
-
-
-def _priorities(count: int, mix: Sequence[float], chooser: random.Random) -> list[int]:
-    """The priorities of the messages: in exact parts, and in random order."""
-    parts = [round(count * part / sum(mix)) for part in mix]
-    priorities = [priority for priority in range(LANES) for _ in range(parts[priority])]
-    chooser.shuffle(priorities)
-    return priorities
-
-
-async def _warm_up(engine: Engine) -> None:
-    """Wait for one message, which opens files and starts threads. Raises `TimeoutError` without a worker."""
-    handle = await engine.submit(**probe_message("load-0", 0))
-    await handle.result(timeout_s=WARM_UP_TIMEOUT_S)
 
 
 async def _latencies(handles: Sequence[tuple[int, Handle]]) -> list[list[float]]:

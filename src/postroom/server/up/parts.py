@@ -4,7 +4,7 @@ Rule 1: a part that dies is restarted with a growing pause. Meanwhile the server
 Rule 2: a part that has not beaten for `BEAT_LATE_S` is degraded, too. It goes on, because it may be at work.
 Rule 3: the parts end when this process ends, in any way.
 Rule 4: every line of a part's log is one JSON object on stderr, with the name of the part. The lines of a
-        start are held back until all parts are ready: a start that fails is one sentence.
+        start are held back until all parts are ready: a start that fails prints one line.
 """
 
 import os
@@ -39,7 +39,7 @@ ENDED = "ended"
 _encode = msgspec.json.Encoder().encode
 
 
-class Part(msgspec.Struct, frozen=True):
+class PartCommand(msgspec.Struct, frozen=True):
     """A command that runs as a part. The first line of its output is JSON and says that it is ready."""
 
     name: str
@@ -88,7 +88,7 @@ class Parts:
     def __init__(
         self,
         data: Path,
-        parts: Sequence[Part],
+        parts: Sequence[PartCommand],
         *,
         stop_grace_s: float,
         environment: Mapping[str, str] | None = None,
@@ -108,14 +108,16 @@ class Parts:
         self._environment = environment
         self._supervisors = {part.name: self._supervisor(part) for part in parts}
 
-    def _supervisor(self, part: Part) -> Supervisor:
+    def _supervisor(self, part: PartCommand) -> Supervisor:
         return Supervisor(
             part.command,
             name=part.name,
             stop_grace_s=self._stop_grace_s,
             on_output=None if part.is_silent else self._note_ready(part.name),
             on_log=self._log_line(part.name),
-            on_exit=self._note_exit(part.name),
+            on_exit=lambda code: self._write_log(
+                {"ts": _now(), "part": part.name, "event": ENDED, "exit_code": code}
+            ),
             environment=self._environment,
         )
 
@@ -123,7 +125,7 @@ class Parts:
         """Start all parts, unless a stop comes first. Returns what each of them printed when it was ready."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         waiting = dict(self._parts)
-        while (waiting or not self._all_ready()) and not is_stopping():
+        while (waiting or not all(map(self._is_ready, self._parts))) and not is_stopping():
             for part in [part for part in waiting.values() if all(map(self._is_ready, part.after))]:
                 del waiting[part.name]
                 self._supervisors[part.name].start()
@@ -138,7 +140,7 @@ class Parts:
         self.write_states()
         return self._ready
 
-    def add(self, part: Part) -> None:
+    def add(self, part: PartCommand) -> None:
         """Start a further part, which needs the addresses of the others."""
         self._parts[part.name] = part
         self._supervisors[part.name] = self._supervisor(part)
@@ -155,9 +157,6 @@ class Parts:
                     self._write_held()
                 why = self._last_text.get(name, "see the log above")
                 raise Unavailable(f"the part {name} cannot start: {why}")
-
-    def _all_ready(self) -> bool:
-        return all(self._is_ready(name) for name in self._parts)
 
     def _is_ready(self, name: str) -> bool:
         supervisor = self._supervisors[name]
@@ -178,27 +177,17 @@ class Parts:
 
     def write_states(self) -> None:
         """Write the states, when they changed."""
-        states = States(
-            os.getpid(),
-            {
-                name: PartState(
-                    supervisor.state,
-                    supervisor.restarts,
-                    supervisor.pid,
-                    self._is_hung(name, supervisor),
-                )
-                for name, supervisor in self._supervisors.items()
-            },
-        )
+        parts = {}
+        for name, supervisor in self._supervisors.items():
+            is_late = supervisor.silent_s() > self._beat_late_s  # also reads the beats
+            is_hung = is_late and self._parts[name].beats and supervisor.state == "running"
+            parts[name] = PartState(supervisor.state, supervisor.restarts, supervisor.pid, is_hung)
+        states = States(os.getpid(), parts)
         if states != self._written:
             path, data = self._data / STATES_FILE, _encode(states)
-            with suppress(WriteFailed):  # the next look tries again: a full disk stops no part
+            with suppress(WriteFailed):  # written again at the next check: a full disk stops no part
                 with_control_reserve(self._data, lambda: replace_file(path, data, "os"))
                 self._written = states
-
-    def _is_hung(self, name: str, supervisor: Supervisor) -> bool:
-        late = supervisor.silent_s() > self._beat_late_s  # also reads the beats
-        return late and self._parts[name].beats and supervisor.state == "running"
 
     def _note_ready(self, name: str) -> Callable[[str], None]:
         def note(line: str) -> None:
@@ -210,12 +199,6 @@ class Parts:
             with self._changed:
                 self._ready.setdefault(name, facts)
                 self._changed.notify_all()
-
-        return note
-
-    def _note_exit(self, name: str) -> Callable[[int], None]:
-        def note(code: int) -> None:
-            self._write_log({"ts": _now(), "part": name, "event": ENDED, "exit_code": code})
 
         return note
 

@@ -145,14 +145,11 @@ class Supervisor:
             for line in process.stderr or ():
                 self._on_log(_text(line))
             reader.join()
-        self._end_pulse()
-        return process.returncode
-
-    def _end_pulse(self) -> None:
         with self._mutex:
             pulse, self._pulse = self._pulse, None
         if pulse is not None:
             pulse.close()
+        return process.returncode
 
     def _read_output(self, output: IO[bytes] | None) -> None:
         for line in output or ():
