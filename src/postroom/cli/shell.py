@@ -1,6 +1,6 @@
 """The parts that all commands share: settings, output, opening a bus or a queue, signals, exit codes.
 
-Rule 1: an error is one sentence on stderr; exit code 0 is success, 1 a failure, 2 a usage error.
+Rule 1: an error is one line on stderr; exit code 0 is success, 1 a failure, 2 a usage error.
 Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower that is its normal end.
 Rule 3: it is no error when the reader of stdout closes the pipe.
 """
@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ CONFIG_NAME = "postroom.toml"
 CONFIG_VARIABLE = "POSTROOM_CONFIG"
 KEY_FILE_VARIABLE = "POSTROOM_KEY_FILE"  # as in `system.crypto.encryption`, which a command may not need
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
+PROGRESS_EVERY_S = 1.0
 COUNT_MAX = 1_000_000_000  # of messages in one result
 COUNT = click.IntRange(0, COUNT_MAX)
 _PLAIN_WORDS = (
@@ -72,6 +74,7 @@ class Shell:
         self.queue_root: Path | None = None
         """The value of --root in front of the command."""
         self.output = Output(sys.stdout, form)
+        self._noted_at = time.monotonic()
 
     @cached_property
     def settings(self) -> "Settings":
@@ -162,18 +165,23 @@ class Shell:
         """Print what the library logs, such as skipped damage, as lines on stderr."""
         import logging
 
-        program = self.program
-
-        class Lines(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                warn(program, f"{record.levelname.lower()}: {record.getMessage()}")
-
-        logging.getLogger("postroom").handlers = [Lines()]
+        handler = logging.Handler()
+        handler.emit = lambda record: warn(  # type: ignore[method-assign]
+            self.program, f"{record.levelname.lower()}: {record.getMessage()}"
+        )
+        logging.getLogger("postroom").handlers = [handler]
 
     def note(self, text: str) -> None:
         """Print a line on stderr if that is a terminal."""
         if sys.stderr.isatty():
             warn(self.program, text)
+
+    def note_progress(self, text: str) -> None:
+        """As `note`, at most every `PROGRESS_EVERY_S`."""
+        now = time.monotonic()
+        if now >= self._noted_at + PROGRESS_EVERY_S:
+            self._noted_at = now
+            self.note(text)
 
 
 # ---- reading a body --------------------------------------------------------------------------
@@ -188,19 +196,15 @@ def read_body(shell: Shell, body: str | None, body_file: str | None, bytes_max: 
     if body_file is not None and body_file != "-":
         with Path(body_file).open("rb") as file:
             raw = file.read(bytes_max + 1)
+    elif sys.stdin is None:
+        raw = b""
     else:
-        raw = _read_stdin(shell, bytes_max)
+        if sys.stdin.isatty():
+            shell.note("reading the body from this terminal; end it with Ctrl-D")
+        raw = sys.stdin.buffer.read(bytes_max + 1)
     if len(raw) > bytes_max:
         raise InvalidMessage(f"the body is longer than {bytes_max} bytes")
     return raw.decode("utf-8", "surrogateescape")
-
-
-def _read_stdin(shell: Shell, bytes_max: int) -> bytes:
-    if sys.stdin is None:
-        return b""
-    if sys.stdin.isatty():
-        shell.note("reading the body from this terminal; end it with Ctrl-D")
-    return sys.stdin.buffer.read(bytes_max + 1)
 
 
 # ---- signals and pipes -----------------------------------------------------------------------
@@ -259,45 +263,57 @@ def leave(code: int) -> NoReturn:
 
 def run(command: click.Command, program: str, arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit code."""
-    _open_missing_descriptors()
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # open a missing one, so that no bus file gets its number
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the rest of the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - the same
     try:
         with _stoppable():
-            return _finished(_guarded(command, program, arguments), program)
+            code = _guarded(command, program, sys.argv[1:] if arguments is None else arguments)
+            failure = _flush(sys.stdout)  # a full disk is an error, a closed pipe is not
+            if failure is not None and code == EXIT_OK:  # else a failure was already reported
+                code = _failed(program, str(OutputFailed(failure)))
+            _flush(sys.stderr)
+            return code
     except Stopped:  # the signal came outside of `_guarded`
         return EXIT_RUNTIME
 
 
-def _guarded(command: click.Command, program: str, arguments: list[str] | None) -> int:
+def _guarded(command: click.Command, program: str, arguments: list[str]) -> int:
+    """As `command.main`, but with our messages and exit codes: it returns 1 for a closed pipe."""
+    result: object
     try:
-        result = _invoke(command, program, sys.argv[1:] if arguments is None else arguments)
+        if f"_{program.upper().replace('-', '_')}_COMPLETE" in os.environ:
+            result = command.main(arguments, prog_name=program)
+        else:
+            with command.make_context(program, arguments) as context:
+                result = command.invoke(context)
     except click.exceptions.Exit as done:
-        return done.exit_code
+        result = done.exit_code
     except Stopped:
-        return _failed(program, "interrupted")
+        result = _failed(program, "interrupted")
     except BrokenPipeError:
-        return EXIT_OK
+        result = EXIT_OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        with suppress(OSError):
+            click.echo(error.format_message(), err=True)
+        result = EXIT_USAGE
     except click.ClickException as error:
-        return _misused(program, error)
+        context = getattr(error, "ctx", None)
+        hint = "" if context is None else f"; try '{context.command_path} --help'"
+        result = _failed(program, plain(error.format_message()).rstrip(".") + hint, error.exit_code)
     except Exception as error:  # noqa: BLE001 - rule 1
-        return _broken(program, error)
+        result = exit_code(error)
+        if os.environ.get(TRACE_VARIABLE):
+            sys.stderr.write(leaving("".join(traceback.format_exception(error))))
+        else:
+            warn(program, sentence(error))
     return result if isinstance(result, int) else EXIT_OK
-
-
-def _invoke(command: click.Command, program: str, arguments: list[str]) -> object:
-    """As `command.main`, but without its exit codes: it returns 1 for a closed pipe."""
-    if f"_{program.upper().replace('-', '_')}_COMPLETE" in os.environ:
-        return command.main(arguments, prog_name=program)
-    with command.make_context(program, arguments) as context:
-        return command.invoke(context)
-
-
-def _finished(code: int, program: str) -> int:
-    """Flush the output. A full disk is an error, a closed pipe is not."""
-    failure = _flush(sys.stdout)
-    if failure is not None and code == EXIT_OK:  # else a failure was already reported
-        code = _failed(program, str(OutputFailed(failure)))
-    _flush(sys.stderr)
-    return code
 
 
 def _flush(stream: TextIO) -> OSError | None:
@@ -314,21 +330,8 @@ def _flush(stream: TextIO) -> OSError | None:
     return None
 
 
-def _open_missing_descriptors() -> None:
-    """Open missing standard descriptors, so that no bus file gets the number 0, 1 or 2."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the rest of the process
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - the same
-
-
 def sentence(error: BaseException) -> str:
-    """An error as one sentence. An unexpected error is a bug in postroom, and its sentence says so."""
+    """The message of an error. An unexpected error is a bug in postroom, and its message says so."""
     if isinstance(error, OSError) and not isinstance(error, PostroomError) and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, PostroomError):
@@ -341,23 +344,6 @@ def sentence(error: BaseException) -> str:
 def _failed(program: str, text: str, code: int = EXIT_RUNTIME) -> int:
     warn(program, text)
     return code
-
-
-def _broken(program: str, error: Exception) -> int:
-    if os.environ.get(TRACE_VARIABLE):
-        sys.stderr.write(leaving("".join(traceback.format_exception(error))))
-        return exit_code(error)
-    return _failed(program, sentence(error), exit_code(error))
-
-
-def _misused(program: str, error: click.ClickException) -> int:
-    context = getattr(error, "ctx", None)
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        with suppress(OSError):
-            click.echo(error.format_message(), err=True)
-        return EXIT_USAGE
-    hint = f"; try '{context.command_path} --help'" if context is not None else ""
-    return _failed(program, plain(error.format_message()).rstrip(".") + hint, error.exit_code)
 
 
 def plain(message: str) -> str:
@@ -428,16 +414,16 @@ DATA_DEFAULT = "[default: $POSTROOM_DATA, else data in [up] of the settings]"
 
 def needed_data_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--data` of a command that works on a data folder only."""
+
+    def as_needed(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+        shell = context.find_object(Shell)
+        folder = as_folder(context, parameter, value)
+        return folder if shell is None else shell.data_place(folder)
+
     folder = click.Path(file_okay=False)
     return click.option(
-        "--data", type=folder, callback=_as_needed_folder, metavar="DIR", help=f"{text}  {DATA_DEFAULT}"
+        "--data", type=folder, callback=as_needed, metavar="DIR", help=f"{text}  {DATA_DEFAULT}"
     )
-
-
-def _as_needed_folder(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    shell = context.find_object(Shell)
-    folder = as_folder(context, parameter, value)
-    return folder if shell is None else shell.data_place(folder)
 
 
 class StoreAddress(PosixPath):
@@ -454,9 +440,8 @@ class StoreAddress(PosixPath):
         return address
 
     def __str__(self) -> str:
-        return (
-            getattr(self, "shown", None) or super().__str__()
-        )  # a path would have one slash behind the scheme
+        # A path would have one slash after the scheme.
+        return getattr(self, "shown", None) or super().__str__()
 
 
 def as_place(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
@@ -484,24 +469,29 @@ def parse_rate(text: str) -> float:
     """A number of calls a second; 0 is no limit."""
     from postroom.settings import RATE_MAX
 
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = -1.0
-    if not 0 <= rate <= RATE_MAX:
-        raise click.BadParameter(f"{text!r} is not a number of calls a second from 0 to {RATE_MAX:,.0f}")
-    return rate
+    return _parsed(text, RATE_MAX, f"a number of calls a second from 0 to {RATE_MAX:,.0f}")
 
 
 def parse_wait(text: str) -> float:
     """A finite number of seconds, 0 or more."""
+    return _parsed(text, sys.float_info.max, "a number of seconds, 0 or more")
+
+
+def _parsed(text: str, most: float, what: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) <= most:
+            return number
+    raise click.BadParameter(f"{text!r} is not {what}")
+
+
+def parse_time(text: str) -> Any:
+    """An RFC 3339 time."""
+    from postroom.core.times import parse_utc
+
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise click.BadParameter(f"{text!r} is not a number of seconds, 0 or more")
-    return seconds
+        return parse_utc(text)
+    except InvalidMessage as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class TimeoutOption(click.Option):

@@ -1,6 +1,6 @@
 """`postroom backup` and `postroom restore`: a data folder in one file, and back."""
 
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from postroom.cli.shell import (
 if TYPE_CHECKING:
     from postroom.settings import Settings
 
-PROGRESS_EVERY_S = 1.0
 MIB = 1 << 20
 
 
@@ -129,16 +128,12 @@ def key_files(settings: "Settings") -> list[Path]:
 
 
 def _progress(shell: Shell) -> Callable[[str, int], None]:
-    """Print the progress on a terminal, once a second."""
-    done: dict[str, int] = {}
-    noted_at = time.monotonic()
+    """Print the progress on a terminal."""
+    done: Counter[str] = Counter()
 
     def report(what: str, nbytes: int) -> None:
-        nonlocal noted_at
-        done[what] = done.get(what, 0) + nbytes
-        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
-            noted_at = time.monotonic()
-            shell.note(f"{what}: {done[what] // MIB:,} MiB")
+        done[what] += nbytes
+        shell.note_progress(f"{what}: {done[what] // MIB:,} MiB")
 
     return report
 

@@ -38,6 +38,8 @@ def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
       postroom doctor --data run --quick --json
       postroom doctor --data postgres://app@db.internal/postroom
     """
+    import msgspec
+
     from postroom.core.health.diagnosis import diagnose, worst
 
     place = shell.data_place(data)
@@ -46,7 +48,8 @@ def doctor(shell: Shell, data: Path | None, quick: bool) -> int:
     if shell.output.readable:
         _show(shell, place, findings, level)
     else:
-        shell.output.json_line({"data": str(place), "status": level, "findings": list(map(_plain, findings))})
+        found = msgspec.to_builtins(findings)
+        shell.output.json_line({"data": str(place), "status": level, "findings": found})
     return {"ok": 0, "warning": EXIT_WARNINGS, "problem": EXIT_PROBLEMS}[level]
 
 
@@ -110,16 +113,6 @@ def _facts_of_store(place: StoreAddress, *, deep: bool) -> "Facts":
         return facts_of_store(store, str(place), deep=deep)
     finally:
         store.close()
-
-
-def _plain(finding: "Finding") -> dict[str, str]:
-    return {
-        "check": finding.check,
-        "level": finding.level,
-        "what": finding.what,
-        "why": finding.why,
-        "command": finding.command,
-    }
 
 
 def _show(shell: Shell, place: Path, findings: "list[Finding]", level: "Level") -> None:

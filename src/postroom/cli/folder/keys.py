@@ -1,7 +1,6 @@
 """`postroom keys`: the keys that encrypt what Tasks, Engine and Mail store."""
 
 import os
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,7 @@ from postroom.cli.shell import (
 )
 
 if TYPE_CHECKING:
-    from postroom.server.folder.key_rotation import EncryptedData, KeyUse
-    from postroom.stores.conversion import Progress
-
-PROGRESS_EVERY_S = 1.0
+    from postroom.server.folder.key_rotation import EncryptedData
 
 key_file_option = path_option(
     "--key-file", metavar="FILE",
@@ -92,18 +88,13 @@ def list_keys(shell: Shell, data: Path | None, key_file: Path | None) -> None:
     from postroom.server.folder.key_rotation import key_uses
 
     path = _key_file(shell, key_file)
-    uses = key_uses(path) if data is None else _data(shell, data, path).uses()
-    for use in uses:
-        _show(shell, use)
-
-
-def _show(shell: Shell, use: "KeyUse") -> None:
-    facts: dict[str, Any] = {
-        "key": use.name, "fingerprint": use.fingerprint, "current": use.is_current, "values": use.values,
-    }  # fmt: skip
-    name = f"{use.name} ({use.fingerprint})" if use.fingerprint else "not encrypted"
-    said = f"{name}: encrypts new values" if use.is_current else name
-    shell.output.facts(facts, said if use.values is None else f"{said}, {use.values} values")
+    for use in key_uses(path) if data is None else _data(shell, data, path).uses():
+        facts = {
+            "key": use.name, "fingerprint": use.fingerprint, "current": use.is_current, "values": use.values,
+        }  # fmt: skip
+        name = f"{use.name} ({use.fingerprint})" if use.fingerprint else "not encrypted"
+        said = f"{name}: encrypts new values" if use.is_current else name
+        shell.output.facts(facts, said if use.values is None else f"{said}, {use.values} values")
 
 
 @keys.command()
@@ -148,7 +139,11 @@ def encrypt(shell: Shell, data: Path | None, key_file: Path | None) -> None:
 
 def _encrypt(shell: Shell, place: Path, path: Path) -> None:
     found = _data(shell, place, path)
-    done = found.convert(_reporter(shell))
+    done = found.convert(
+        lambda progress: shell.note_progress(
+            f"{progress.rows:,} rows, {progress.converted:,} values encrypted"
+        )
+    )
     name = found.encryption.names[found.encryption.current]
     waiting, copies = found.waiting_mail(), found.plain_copies()
     facts: dict[str, Any] = {
@@ -175,7 +170,7 @@ def _encrypt(shell: Shell, place: Path, path: Path) -> None:
 def retire(shell: Shell, name: str, data: Path | None, key_file: Path | None) -> None:
     """Remove a key from the key file. Refused while a stored value needs it.
 
-    A backup that was made before the key was replaced needs it for ever: keep the key with such a backup.
+    A backup that was made before the key was replaced always needs it: keep the key with such a backup.
 
     \b
     Example:
@@ -217,18 +212,6 @@ def _new_name(taken: tuple[str, ...]) -> str:
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     names = (today, *(f"{today}.{n}" for n in range(2, len(taken) + 3)))
     return next(name for name in names if name not in taken)
-
-
-def _reporter(shell: Shell) -> Any:
-    noted_at = time.monotonic()
-
-    def report(progress: "Progress") -> None:
-        nonlocal noted_at
-        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
-            noted_at = time.monotonic()
-            shell.note(f"{progress.rows:,} rows, {progress.converted:,} values encrypted")
-
-    return report
 
 
 add_json_option(keys)

@@ -1,17 +1,19 @@
 """`postroom verify`: checks the guarantees of the contracts, and all data of a folder."""
 
-import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait, path_option
-from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, PostroomError, Unavailable
+from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_time, parse_wait, path_option
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, PostroomError, Unavailable
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from postroom.audit.reader import Segments
     from postroom.core.formats.events import AuditEvent
     from postroom.core.history.history_checker import History, HistoryVerdict, Open
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
-PROGRESS_EVERY_S = 2.0
 MICROS_PER_S = 1_000_000
 PAGE = 1_000  # events of the store per read
 COLUMNS = ("rule", "message_id", "event_ids", "sentence")
@@ -38,7 +39,7 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
     "--horizon-s",
     type=parse_wait,
     metavar="S",
-    help="How long an open message may have no event before it counts as lost; 0 is for ever.  "
+    help="How long an open message may have no event before it counts as lost; 0: never.  "
     f"[default: {HORIZON_S:g}, with --store 0]",
 )
 @click.option(
@@ -46,20 +47,16 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
     help="Do not check the order of deliveries: workers of a store on PostgreSQL claim at the same time.  "
     "[default: with --store postgres://... or amqp://...]",
 )  # fmt: skip
-@click.option("--since", metavar="TIME", help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.")
-@click.option("--until", metavar="TIME", help="End at this time.")
+@click.option(
+    "--since", type=parse_time, metavar="TIME",
+    help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.",
+)  # fmt: skip
+@click.option("--until", type=parse_time, metavar="TIME", help="End at this time.")
 @click.pass_obj
 def verify_command(
-    shell: Shell,
-    /,
-    folder: Path | None,
-    data: Path | None,
-    store: str | None,
-    horizon_s: float | None,
-    unordered: bool,
-    since: str | None,
-    until: str | None,
-) -> int:
+    shell: Shell, /, folder: Path | None, data: Path | None, store: str | None, horizon_s: float | None,
+    unordered: bool, since: "datetime | None", until: "datetime | None",
+) -> int:  # fmt: skip
     """Check the audit stream in FOLDER, or all data of a folder, and print every violation of a guarantee.
 
     The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
@@ -78,6 +75,7 @@ def verify_command(
       postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
     """
     from postroom.core.history.history_checker import History
+    from postroom.core.times import epoch_ns_of
     from postroom.stores.open import SERVERS
 
     if folder is None and data is None:
@@ -95,7 +93,7 @@ def verify_command(
     assert folder is not None  # noqa: S101 - for the type checker: checked above
     if store is not None and until is not None:
         raise click.UsageError("--store compares with the present, so it cannot be used with --until")
-    since_us, until_us = _time_us("--since", since), _time_us("--until", until)
+    since_us, until_us = (None if time is None else epoch_ns_of(time) // 1000 for time in (since, until))
     overlaps = unordered or (store is not None and store.startswith(SERVERS))
     history = History(since_us=since_us, until_us=until_us, ordered=not overlaps)
     if horizon_s is None:
@@ -113,18 +111,11 @@ def verify_command(
             raise
         warn(shell.program, f"warning: the history was not checked: {error}")
         return _show(shell, damage, 0, {}, "the files of the stream")
-    return _show_stream(shell, verdict, damage)
-
-
-def _time_us(option: str, text: str | None) -> int | None:
-    from postroom.core.times import epoch_ns_of, parse_utc
-
-    if text is None:
-        return None
-    try:
-        return epoch_ns_of(parse_utc(text)) // 1000
-    except InvalidMessage as error:
-        raise click.UsageError(f"{option}: {error}") from None
+    stretch = (
+        f"{verdict.events:,} events of {len(verdict.sources)} sources, "
+        f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"
+    )
+    return _show(shell, damage + _rows(verdict), verdict.more, _figures(verdict), stretch)
 
 
 # ---- the stream --------------------------------------------------------------------------------------
@@ -136,23 +127,11 @@ def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, 
     segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
     add = history.add
     n = 0
-    noted_at = time.monotonic()
     for events in _blocks(segments, since_us, until_us):
         for event in events:
             add(event)
         n += len(events)
-        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
-            noted_at = time.monotonic()
-            shell.note(f"{n:,} events read")
-
-
-def _hint(folder: Path) -> str:
-    """What to call instead, for a data folder."""
-    from postroom.server.folder.layout import is_data_folder
-
-    return (
-        f": a data folder is checked with `postroom verify --data {folder}`" if is_data_folder(folder) else ""
-    )
+        shell.note_progress(f"{n:,} events read")
 
 
 def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) -> "Iterator[list[AuditEvent]]":
@@ -186,8 +165,7 @@ def _beside_store(
     history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
 ) -> "HistoryVerdict":
     """Check that open messages of the stream are in the store, unless they ended after the stream ends."""
-    store = _opened(url)
-    try:
+    with closing(_opened(url)) as store:
         source = _source_of(history, store)
         if source is None:
             raise click.ClickException(
@@ -196,8 +174,6 @@ def _beside_store(
         if not stretch_ends:
             _read_on(history, store, source)
         return history.verdict(horizon_us=horizon_us, absent=_absent(store, source))
-    finally:
-        store.close()
 
 
 def _opened(url: str) -> "Store":
@@ -296,18 +272,17 @@ def _damage_of_stream(folder: Path, store: str | None) -> list[dict[str, Any]]:
     from postroom.audit.layout import holds_stream
     from postroom.audit.verify import verify
     from postroom.contracts.feeds import head_in
+    from postroom.server.folder.layout import is_data_folder
     from postroom.system.atomic import absolute_path
 
     place = absolute_path("the folder of segments", folder)
     if not holds_stream(place):
-        raise Unavailable(f"{place} holds no audit stream{_hint(folder)}")
+        hint = f": a data folder is checked with `postroom verify --data {folder}`"
+        raise Unavailable(f"{place} holds no audit stream{hint if is_data_folder(folder) else ''}")
     heads = []
     if store is not None:
-        opened = _opened(store)
-        try:
+        with closing(_opened(store)) as opened:
             heads = [head for head in [head_in(opened)] if head is not None]
-        finally:
-            opened.close()
     return [_damage_row("damage", f"{found.file}: {found.reason}") for found in verify(folder, noted=heads)]
 
 
@@ -316,23 +291,9 @@ def _damage_row(rule: str, sentence: str) -> dict[str, Any]:
 
 
 def _rows(verdict: "HistoryVerdict") -> list[dict[str, Any]]:
-    return [
-        {
-            "rule": violation.rule,
-            "message_id": violation.message_id,
-            "event_ids": list(violation.event_ids),
-            "sentence": violation.sentence,
-        }
-        for violation in verdict.violations
-    ]
+    import msgspec
 
-
-def _show_stream(shell: Shell, verdict: "HistoryVerdict", damage: list[dict[str, Any]]) -> int:
-    stretch = (
-        f"{verdict.events:,} events of {len(verdict.sources)} sources, "
-        f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"
-    )
-    return _show(shell, damage + _rows(verdict), verdict.more, _figures(verdict), stretch)
+    return [msgspec.to_builtins(violation) for violation in verdict.violations]
 
 
 def _figures(verdict: "HistoryVerdict") -> dict[str, int]:

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from postroom.cli.render import rfc3339, warn
-from postroom.cli.shell import Shell
-from postroom.cli.tasks.options import parse_time, task_argument, where_options
+from postroom.cli.shell import Shell, parse_time
+from postroom.cli.tasks.options import task_argument, where_options
 from postroom.cli.tasks.places import Folder, Remote, open_place
 from postroom.errors import UnknownTask, WrongState
 
@@ -32,7 +32,7 @@ STATUSES = {
 @click.command()
 @where_options
 @click.pass_obj
-def status(shell: Shell, **where: Any) -> None:
+def status(shell: Shell, /, **where: Any) -> None:
     """Show the state of every queue.
 
     For each agent: the depth of its queue and the age of the oldest task, the tasks in flight and their lease
@@ -61,7 +61,7 @@ def status(shell: Shell, **where: Any) -> None:
 @task_argument
 @where_options
 @click.pass_obj
-def show(shell: Shell, task_id: str, **where: Any) -> None:
+def show(shell: Shell, /, task_id: str, **where: Any) -> None:
     """Show everything about a task, with its whole history.
 
     \b
@@ -152,7 +152,7 @@ def list_tasks(
 )
 @click.pass_obj
 def retry(
-    shell: Shell, task_id: str | None, all_dead: bool, agent: str | None, since: Any, **where: Any
+    shell: Shell, /, task_id: str | None, all_dead: bool, agent: str | None, since: Any, **where: Any
 ) -> None:
     """Put a task that ended without a result back into its queue.
 
@@ -212,7 +212,7 @@ def dead_letters(place: Folder | Remote, agent: str | None, since: Any) -> Itera
 @task_argument
 @where_options
 @click.pass_obj
-def cancel(shell: Shell, task_id: str, **where: Any) -> None:
+def cancel(shell: Shell, /, task_id: str, **where: Any) -> None:
     """Cancel a task. A worker that has claimed it loses its lease.
 
     \b

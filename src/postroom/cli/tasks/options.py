@@ -88,16 +88,6 @@ def durability_option(default: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def parse_time(text: str) -> Any:
-    """An RFC 3339 time."""
-    from postroom.core.times import parse_utc
-
-    try:
-        return parse_utc(text)
-    except InvalidMessage as error:
-        raise click.BadParameter(str(error)) from None
-
-
 def read_json(option: str, text: str | None, file: str | None, default: Any = ...) -> Any:
     """A JSON value from an option, a file or stdin."""
     import msgspec

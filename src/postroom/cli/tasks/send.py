@@ -137,7 +137,7 @@ def print_ids(shell: Shell, task_ids: list[str], id_only: bool) -> None:
 @where_options
 @timeout_option
 @click.pass_obj
-def wait(shell: Shell, task_id: str, timeout_s: float | None, **where: Any) -> None:
+def wait(shell: Shell, /, task_id: str, timeout_s: float | None, **where: Any) -> None:
     """Wait until a task has ended and print its result.
 
     The exit code is 0 when there is a result, and 1 when the task failed, was cancelled, or has not ended in

@@ -84,7 +84,7 @@ def report(
 @click.option("--decision-file", metavar="FILE", help="Read the result from a file; - is stdin.")
 @click.pass_obj
 def complete(
-    shell: Shell, task_id: str, lease: int, decision: str | None, decision_file: str | None, **where: Any
+    shell: Shell, /, task_id: str, lease: int, decision: str | None, decision_file: str | None, **where: Any
 ) -> None:
     """Complete a task with a decision.
 
@@ -99,7 +99,7 @@ def complete(
 @click.command()
 @leased_options
 @click.pass_obj
-def heartbeat(shell: Shell, task_id: str, lease: int, **where: Any) -> None:
+def heartbeat(shell: Shell, /, task_id: str, lease: int, **where: Any) -> None:
     """Renew the lease of a task.
 
     The lease runs its whole length from now.
@@ -121,7 +121,9 @@ def heartbeat(shell: Shell, task_id: str, lease: int, **where: Any) -> None:
     help="Seconds until the retry.  [default: a pause that grows with each retry]",
 )
 @click.pass_obj
-def fail(shell: Shell, task_id: str, lease: int, error: str, retry_in_s: float | None, **where: Any) -> None:
+def fail(
+    shell: Shell, /, task_id: str, lease: int, error: str, retry_in_s: float | None, **where: Any
+) -> None:
     """Report that a task failed.
 
     The task is retried after a pause, or becomes a dead letter.
@@ -137,7 +139,7 @@ def fail(shell: Shell, task_id: str, lease: int, error: str, retry_in_s: float |
 @click.command()
 @leased_options
 @click.pass_obj
-def release(shell: Shell, task_id: str, lease: int, **where: Any) -> None:
+def release(shell: Shell, /, task_id: str, lease: int, **where: Any) -> None:
     """Give a task back without working on it.
 
     The task keeps its place in the queue, and no failure is counted.
