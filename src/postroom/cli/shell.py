@@ -304,8 +304,8 @@ def _guarded(command: click.Command, program: str, arguments: list[str]) -> int:
             click.echo(error.format_message(), err=True)
         result = EXIT_USAGE
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = "" if context is None else f"; try '{context.command_path} --help'"
+        used = getattr(error, "ctx", None)
+        hint = "" if used is None else f"; try '{used.command_path} --help'"
         result = _failed(program, plain(error.format_message()).rstrip(".") + hint, error.exit_code)
     except Exception as error:  # noqa: BLE001 - rule 1
         result = exit_code(error)

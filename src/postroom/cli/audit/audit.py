@@ -2,15 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.audit.audit_rows import SPAN_COLUMNS, as_plain, print_events, span_rows
 from postroom.cli.server_options import store_option
 from postroom.cli.shell import (
     COUNT,
@@ -22,21 +22,26 @@ from postroom.cli.shell import (
     add_json_option,
     as_folder,
     as_path,
+    parse_time,
     path_option,
     reader_gone,
 )
 from postroom.errors import EXIT_RUNTIME
 
 if TYPE_CHECKING:
-    from postroom.audit.heads import StreamHead
     from postroom.contracts.audit import Audit
+    from postroom.core.history.tracing import Span
     from postroom.settings import AuditSettings
 
 SERVICE = "postroom-audit"  # its name in telemetry, unless OTEL_SERVICE_NAME says otherwise
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
 FOLLOW_EVERY_S = 0.5
-PROGRESS_EVERY_S = 2.0
+EVENT_COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
+SPAN_COLUMNS = (
+    "at_ms", "message", "type", "queue", "waited_ms", "took_ms", "attempts", "outcome", "next_try", "error",
+)  # fmt: skip
+STEPS_MAX = 10  # deepest indent of a message in a trace; a deeper message shows its depth as a number
 KEEP_DAYS_MAX = 365_000.0  # a thousand years
 PATH = click.Path(path_type=Path)
 CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
@@ -107,16 +112,9 @@ def _as_stream(context: click.Context, parameter: click.Parameter, value: str | 
 @click.option("--while-stdin", is_flag=True, hidden=True, help="Exit when stdin ends: the parent has exited.")
 @click.pass_obj
 def ship(
-    shell: Shell,
-    folder: Path | None,
-    data: tuple[Path, ...],
-    store: tuple[str, ...],
-    roots: tuple[Path, ...],
-    buses: tuple[Path, ...],
-    mail: tuple[Path, ...],
-    once: bool,
-    while_stdin: bool,
-) -> None:
+    shell: Shell, /, folder: Path | None, data: tuple[Path, ...], store: tuple[str, ...],
+    roots: tuple[Path, ...], buses: tuple[Path, ...], mail: tuple[Path, ...], once: bool, while_stdin: bool,
+) -> None:  # fmt: skip
     """Ship events to the stream as they are committed, until SIGTERM.
 
     No event is lost when the shipper is killed: the next one continues where the stream ends. Secrets and
@@ -252,13 +250,9 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
         from postroom.system.parent import stop_with_stdin
 
         stop_with_stdin()
-    noted_at = time.monotonic()
 
     def stopped(wait_s: float) -> bool:
-        nonlocal noted_at
-        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
-            noted_at = time.monotonic()
-            shell.note(f"{progress.shipped} events shipped, {progress.waiting} waiting")
+        shell.note_progress(f"{progress.shipped} events shipped, {progress.waiting} waiting")
         HEARTBEAT.beat()
         while wait_s > BEAT_EVERY_S and not stop.wait(BEAT_EVERY_S):
             HEARTBEAT.beat()
@@ -290,24 +284,21 @@ def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
       postroom audit retain audit --keep-days 90
       postroom audit retain postgres://audit@db/postroom --keep-days 90
     """
+    before = datetime.now(UTC) - timedelta(days=keep_days)
     if isinstance(folder, StoreAddress):
-        _retain_table(shell, folder.url, keep_days)
+        from postroom.server.folder.audit_table import retain_table
+
+        shell.show_warnings()
+        removed = retain_table(folder.url, before)
+        shell.output.facts({"removed": removed}, f"{len(removed)} months removed")
         return
     audit = _audit(shell, folder)
-    removed = audit.retain(datetime.now(UTC) - timedelta(days=keep_days))
+    removed = audit.retain(before)
     if removed:
         shell.output.facts({"removed": removed}, f"{len(removed)} segments removed")
     else:
         why = audit.why_kept()
         shell.output.facts({"removed": [], "why": why}, f"no segment removed: {why}")
-
-
-def _retain_table(shell: Shell, url: str, keep_days: float) -> None:
-    from postroom.server.folder.audit_table import retain_table
-
-    shell.show_warnings()
-    removed = retain_table(url, datetime.now(UTC) - timedelta(days=keep_days))
-    shell.output.facts({"removed": removed}, f"{len(removed)} months removed")
 
 
 @audit.command()
@@ -358,11 +349,11 @@ def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: 
     """
     followed = _audit(shell, folder, key_file).follow(count)
     if not follow:
-        print_events(shell, next(followed))
+        _print_events(shell, next(followed))
         return
     try:
         while not reader_gone():
-            print_events(shell, next(followed))
+            _print_events(shell, next(followed))
             time.sleep(FOLLOW_EVERY_S)
     except Stopped:
         return  # the normal end of a follower
@@ -370,18 +361,8 @@ def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: 
 
 @audit.command()
 @folder_argument
-@click.option(
-    "--since",
-    metavar="TIME",
-    callback=lambda _c, _p, text: _moment(text),
-    help="Only events from this time on.",
-)
-@click.option(
-    "--until",
-    metavar="TIME",
-    callback=lambda _c, _p, text: _moment(text),
-    help="Only events before this time.",
-)
+@click.option("--since", type=parse_time, metavar="TIME", help="Only events from this time on.")
+@click.option("--until", type=parse_time, metavar="TIME", help="Only events before this time.")
 @click.option(
     "--kind",
     callback=lambda _c, _p, text: _kind(text),
@@ -407,27 +388,18 @@ def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: 
 @key_option
 @click.pass_obj
 def query(
-    shell: Shell,
-    /,
-    folder: Path | None,
-    since: datetime | None,
-    until: datetime | None,
-    limit: int | None,
-    key_file: Path | None,
-    type_: str | None,
-    **equal: str | None,
-) -> None:
+    shell: Shell, /, folder: Path | None, since: datetime | None, until: datetime | None, limit: int | None,
+    key_file: Path | None, type_: str | None, **equal: str | None,
+) -> None:  # fmt: skip
     """Print events by time and by their fields.
 
     \b
     Example:
       postroom audit query audit --kind dead_letter --since 2026-11-01T00:00:00Z
     """
-    from itertools import islice
-
     filters = {name: value for name, value in {**equal, "type": type_}.items() if value is not None}
     found = _audit(shell, folder, key_file).query(since=since, until=until, **filters)
-    print_events(shell, islice(found, limit))
+    _print_events(shell, islice(found, limit))
 
 
 @audit.command()
@@ -445,13 +417,19 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
     Example:
       postroom audit trace audit t41c0ffee-17
     """
-    folder, message = _folder_and_message(shell, first, second)
-    spans = _audit(shell, folder, key_file).trace(message)
+    if first is None or (second is None and shell.settings.audit.folder is None):
+        raise click.UsageError("say which message to trace: [FOLDER] MESSAGE")
+    message = first if second is None else second  # a single argument is the message
+    if not message:
+        raise click.UsageError("the id of the message is empty")
+    if first == "":
+        raise click.UsageError("the path of the folder is empty")
+    spans = _audit(shell, None if second is None else Path(first), key_file).trace(message)
     if shell.output.readable:
-        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(span_rows, spans)), "")
+        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(_span_rows, spans)), "")
         return
     for span in spans:
-        shell.output.json_line(as_plain(span))
+        shell.output.json_line(_plain(span))
 
 
 @audit.command()
@@ -477,7 +455,13 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
       postroom audit verify audit
     """
     audit = _audit(shell, folder)
-    noted = [found for url in stores if (found := _head_in(url)) is not None]
+    noted = []
+    for url in stores:
+        from postroom.contracts.feeds import head_in
+        from postroom.stores.open import open_store
+
+        with closing(open_store(_existing(url))) as store:
+            noted += [found for found in [head_in(store)] if found is not None]
     findings = audit.verify(head, noted=noted)
     for finding in findings:
         shell.output.facts(
@@ -494,30 +478,7 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
     )
 
 
-def _head_in(url: str) -> "StreamHead | None":
-    from postroom.contracts.feeds import head_in
-    from postroom.stores.open import open_store
-
-    store = open_store(_existing(url))
-    try:
-        return head_in(store)
-    finally:
-        store.close()
-
-
 # ---- pieces ------------------------------------------------------------------------------------------
-
-
-def _folder_and_message(shell: Shell, first: str | None, second: str | None) -> tuple[Path | None, str]:
-    """A single argument is the message, if the settings name the folder."""
-    if first is None or (second is None and shell.settings.audit.folder is None):
-        raise click.UsageError("say which message to trace: [FOLDER] MESSAGE")
-    message = first if second is None else second
-    if not message:
-        raise click.UsageError("the id of the message is empty")
-    if first == "":
-        raise click.UsageError("the path of the folder is empty")
-    return (None, message) if second is None else (Path(first), message)
 
 
 def _folder(shell: Shell, folder: Path | None, option: str = "its FOLDER") -> Path:
@@ -528,19 +489,14 @@ def _folder(shell: Shell, folder: Path | None, option: str = "its FOLDER") -> Pa
 
 
 def _audit(shell: Shell, folder: Path | None, key_file: Path | None = None) -> "Audit":
+    from postroom.audit.cipher import Cipher
     from postroom.contracts.audit import Audit
 
     shell.show_warnings()
-    audit = Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+    place, keys = _folder(shell, folder), key_file or shell.settings.audit.key_file
+    audit = Audit(place, cipher=None if keys is None else Cipher.from_file(keys))
     audit.need_stream()
     return audit
-
-
-def _cipher(key_file: Path | None, settings: "AuditSettings") -> Any:
-    from postroom.audit.cipher import Cipher
-
-    found = key_file or settings.key_file
-    return None if found is None else Cipher.from_file(found)
 
 
 def _kind(text: str | None) -> str | None:
@@ -561,10 +517,64 @@ def _number(days: float) -> float:
     return days
 
 
-def _moment(text: str | None) -> datetime | None:
-    from postroom.core.times import parse_utc
+# ---- printing ----------------------------------------------------------------------------------------
 
-    return None if text is None else parse_utc(text)
+
+def _print_events(shell: Shell, events: Any) -> None:
+    if not shell.output.readable:
+        for event in events:
+            shell.output.json_line(_plain(event))
+        shell.output.flush()
+        return
+    names = ("kind", "queue", "message_id", "worker_id", "error")
+    rows = (
+        {"time": _time_text(event.ts_us), **{name: getattr(event, name) for name in names}}
+        for event in events
+    )
+    shell.output.rows(EVENT_COLUMNS, rows, "no events")
+
+
+def _plain(struct: Any) -> Any:
+    """A struct as values that JSON has."""
+    import msgspec
+
+    return msgspec.json.decode(msgspec.json.encode(struct))
+
+
+def _time_text(ts_us: int) -> str:
+    """A time as text; the number itself when no date can represent it."""
+    from postroom.core.times import utc_text
+
+    try:
+        return utc_text(ts_us * 1000)
+    except OverflowError:
+        return str(ts_us)
+
+
+def _span_rows(span: "Span") -> Iterator[dict[str, Any]]:
+    """A row for the message, and one for each attempt that failed."""
+    indent = "  " * min(span.depth, STEPS_MAX)
+    message = f"{indent}[{span.depth}] " if span.depth > STEPS_MAX else indent
+    message += span.message_id
+    yield {
+        "at_ms": f"{span.offset_us / 1000:.1f}",
+        "message": message,
+        "type": span.type,
+        "queue": span.queue,
+        "waited_ms": None if span.wait_us is None else f"{span.wait_us / 1000:.1f}",
+        "took_ms": f"{span.total_us / 1000:.1f}",
+        "attempts": span.attempts,
+        "outcome": span.outcome,
+        "next_try": None if span.due_us is None else _time_text(span.due_us),
+    }
+    for failure in span.failures:
+        yield {
+            "at_ms": f"{failure.offset_us / 1000:.1f}",
+            "message": message,
+            "attempts": failure.attempt,
+            "outcome": "failed",
+            "error": ": ".join(filter(None, (failure.error_type, failure.error))),
+        }
 
 
 add_json_option(audit)
