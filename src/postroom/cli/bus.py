@@ -101,17 +101,9 @@ def bus() -> None:
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
 @click.pass_obj
 def post(
-    shell: Shell,
-    /,
-    path: Path | None,
-    kind: str,
-    parents: tuple[str, ...],
-    body: str | None,
-    body_file: str | None,
-    durability: str | None,
-    id_only: bool,
-    **fields: str | None,
-) -> None:
+    shell: Shell, /, path: Path | None, kind: str, parents: tuple[str, ...], body: str | None,
+    body_file: str | None, durability: str | None, id_only: bool, **fields: str | None,
+) -> None:  # fmt: skip
     """Append one message and print its id.
 
     The body is kept byte for byte.
@@ -145,9 +137,7 @@ def read(shell: Shell, path: Path | None, since_id: str, limit: int | None, arch
       postroom bus read --bus bus.yaml --limit 20
       postroom bus read --bus bus.yaml --since MSG-20261115-010112-326360337-PID26098-0001
     """
-    log = shell.bus(path)
-    check_is_bus(shell, log)
-    print_messages(shell, itertools.islice(log.scan(since_id, archives=archives), limit))
+    print_messages(shell, itertools.islice(opened(shell, path).scan(since_id, archives=archives), limit))
 
 
 @bus.command()
@@ -161,9 +151,7 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
     Example:
       postroom bus tail --bus bus.yaml -n 3
     """
-    log = shell.bus(path)
-    check_is_bus(shell, log)
-    print_messages(shell, log.tail(count))
+    print_messages(shell, opened(shell, path).tail(count))
 
 
 @bus.command()
@@ -182,15 +170,9 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
 @click.option("--type", "kind", metavar="TYPE", help="Only messages of this type; -n counts these.")
 @click.pass_obj
 def follow(
-    shell: Shell,
-    path: Path | None,
-    since_id: str,
-    archives: bool,
-    timeout_s: float | None,
-    count: int | None,
-    only_new: bool,
-    kind: str | None,
-) -> None:
+    shell: Shell, path: Path | None, since_id: str, archives: bool, timeout_s: float | None,
+    count: int | None, only_new: bool, kind: str | None,
+) -> None:  # fmt: skip
     """Print the stored messages, then new ones as they arrive.
 
     Follows the file across rotations. Ends at a signal, after --timeout-s, or when its output is closed.
@@ -246,9 +228,7 @@ def query(shell: Shell, /, path: Path | None, **filters: Any) -> None:
       postroom bus query --bus bus.yaml --task t1 --type error
       postroom bus query --bus bus.yaml --since 2026-11-15T00:00:00Z --until 2026-11-16T00:00:00Z
     """
-    log = shell.bus(path)
-    check_is_bus(shell, log)
-    print_messages(shell, log.query(**filters))
+    print_messages(shell, opened(shell, path).query(**filters))
 
 
 @bus.command()
@@ -261,9 +241,7 @@ def count(shell: Shell, path: Path | None) -> None:
     Example:
       postroom bus count --bus bus.yaml
     """
-    log = shell.bus(path)
-    check_is_bus(shell, log)
-    shell.output.number(log.count())
+    shell.output.number(opened(shell, path).count())
 
 
 @bus.command()
@@ -380,10 +358,12 @@ def remove(shell: Shell, name: str, url: str, token: str | None, org_id: str) ->
 add_json_option(bus)
 
 
-def check_is_bus(shell: Shell, log: "Bus") -> None:
-    """Refuse a file that is no bus, and warn when there is no file."""
+def opened(shell: Shell, path: Path | None) -> "Bus":
+    """A bus to read. Refuses a file that is no bus, and warns when there is no file."""
+    log = shell.bus(path)
     note_missing(shell, log.path)
     log.need_bus()
+    return log
 
 
 def before_last(log: "Bus", count: int, kind: str | None) -> str:
@@ -410,23 +390,15 @@ def print_messages(shell: Shell, messages: Iterable["BusMessage"]) -> None:
 
 
 def print_report(shell: Shell, report: "BusReport") -> None:
-    if not shell.output.readable:
-        import msgspec
+    import msgspec
 
+    if not shell.output.readable:
         shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
         return
-    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
-    duplicates = [
-        {"offset": d.offset, "first_offset": d.first_offset, "msg_id": d.msg_id} for d in report.duplicates
-    ]
-    verdict = (
-        shell.output.style("ok", "bold", "green")
-        if report.ok
-        else shell.output.style("DAMAGED", "bold", "red")
-    )
+    damaged, duplicates = msgspec.to_builtins(report.damaged), msgspec.to_builtins(report.duplicates)
     shell.output.sentence(report.path)
     shell.output.text(
-        f"{verdict}: {report.messages:,} messages in {report.bytes:,} bytes, "
+        f"{shell.output.verdict(report.ok)}: {report.messages:,} messages in {report.bytes:,} bytes, "
         f"{report.checked:,} with a correct checksum, {report.unchecked:,} without one"
     )
     if report.torn_tail_bytes:
@@ -446,26 +418,17 @@ def rotate_all(shell: Shell, paths: list[Path], max_size: int | None) -> int:
     worst = EXIT_OK
     for path in paths:
         try:
-            facts = rotate_one(shell, path, max_size or 1)
+            size = size_of(path)
+            with shell.bus(path) as log:
+                archive = log.rotate(max_size or 1)
         except (PostroomError, OSError) as error:
             warn(shell.program, sentence(error))
             worst = EXIT_RUNTIME
             continue
-        shell.output.facts(facts, rotation_sentence(facts))
+        facts = {"path": str(path), "bytes": size, "archive": None if archive is None else str(archive)}
+        done = "is not rotated" if archive is None else f"is now {archive}"
+        shell.output.facts(facts, f"{path} {done} ({size:,} bytes)")
     return worst
-
-
-def rotate_one(shell: Shell, path: Path, min_bytes: int) -> dict[str, Any]:
-    size = size_of(path)
-    with shell.bus(path) as log:
-        archive = log.rotate(min_bytes)
-    return {"path": str(path), "bytes": size, "archive": None if archive is None else str(archive)}
-
-
-def rotation_sentence(facts: dict[str, Any]) -> str:
-    if facts["archive"] is None:
-        return f"{facts['path']} is not rotated ({facts['bytes']:,} bytes)"
-    return f"{facts['path']} is now {facts['archive']} ({facts['bytes']:,} bytes)"
 
 
 def size_of(path: Path) -> int:

@@ -71,17 +71,37 @@ class Output:
 
     # ---- one result, in both forms ---------------------------------------------------------
 
+    def verdict(self, is_ok: bool) -> str:
+        """The result of a check, in one word."""
+        return self.style("ok", "bold", "green") if is_ok else self.style("DAMAGED", "bold", "red")
+
     def bus_message(self, message: "BusMessage") -> None:
-        if self.readable:
-            self._record(*_bus_record(message))
-        else:
+        if not self.readable:
             self.json_line(bus_object(message))
+            return
+        place = "/".join(part for part in (message.project_id, message.task_id, message.run_id) if part)
+        details = {
+            "id": message.msg_id,
+            "parents": ", ".join(message.parents),
+            "attachment": message.attachment_path,
+        }
+        extra = ((str(key), _cell(value)) for key, value in message.extra.items())
+        head = [message.type, place, rfc3339(message.ts)]
+        self._record(head, [*details.items(), *extra], message.body)
 
     def queue_message(self, message: Mapping[str, Any]) -> None:
-        if self.readable:
-            self._record(*_queue_record(message))
-        else:
+        if not self.readable:
             self.json_line(message)
+            return
+        details = {
+            "id": str(message["msg_id"]),
+            "in reply to": str(message.get("in_reply_to") or ""),
+            "ttl": "" if message.get("ttl_s") is None else f"{message['ttl_s']} s",
+            "body error": str(message.get("_body_error") or ""),
+        }
+        route = f"{message['from']} -> {message.get('to') or 'all'}"
+        head = [str(message["topic"]), route, str(message["ts"])]
+        self._record(head, details.items(), str(message["body"]))
 
     def record(self, head: Sequence[str], details: Mapping[str, Any], body: str) -> None:
         """Print a heading, details below it, and a body. For people only."""
@@ -199,28 +219,6 @@ def bus_object(message: "BusMessage") -> dict[str, Any]:
     return {**fields, "extra": message.extra} if message.extra else fields
 
 
-def _bus_record(message: "BusMessage") -> tuple[list[str], list[tuple[str, str]], str]:
-    place = "/".join(part for part in (message.project_id, message.task_id, message.run_id) if part)
-    details = [
-        ("id", message.msg_id),
-        ("parents", ", ".join(message.parents)),
-        ("attachment", message.attachment_path),
-        *((str(key), _cell(value)) for key, value in message.extra.items()),
-    ]
-    return [message.type, place, rfc3339(message.ts)], details, message.body
-
-
-def _queue_record(message: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, str]], str]:
-    details = [
-        ("id", str(message["msg_id"])),
-        ("in reply to", str(message.get("in_reply_to") or "")),
-        ("ttl", "" if message.get("ttl_s") is None else f"{message['ttl_s']} s"),
-        ("body error", str(message.get("_body_error") or "")),
-    ]
-    route = f"{message['from']} -> {message.get('to') or 'all'}"
-    return [str(message["topic"]), route, str(message["ts"])], details, str(message["body"])
-
-
 def rfc3339(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
@@ -255,13 +253,8 @@ def width(text: str) -> int:
     """The width of a text in columns of a terminal."""
     if text.isascii():
         return len(text)
-    return sum(_char_width(char) for char in text)
-
-
-def _char_width(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    shown = [char for char in text if not unicodedata.combining(char)]
+    return len(shown) + sum(unicodedata.east_asian_width(char) in "WF" for char in shown)
 
 
 def warn(program: str, text: str) -> None:

@@ -1,6 +1,5 @@
 """`postroom top`: the overview of a server in a terminal."""
 
-import os
 import shutil
 import signal
 import sys
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from postroom.cli.engine.places import store_in
-from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, Stopped, json_option, place_option
+from postroom.cli.tasks.places import needed_token
 
 if TYPE_CHECKING:
     from postroom.page.overview import Snapshot
@@ -77,14 +76,8 @@ def _reader(
     if url is not None:
         from postroom.client.calls import HttpClient
 
-        token = token or os.environ.get(TOKEN_VARIABLE, "")
-        if not token:
-            raise click.UsageError(f"--url needs a token: --token TOKEN, or ${TOKEN_VARIABLE}")
-        client = HttpClient(url, token)
-        try:
+        with HttpClient(url, needed_token(token)) as client:
             yield lambda: msgspec.convert(client.request("GET", "/page/overview"), Snapshot)
-        finally:
-            client.close()
         return
     from postroom.goals.engine import Engine
     from postroom.page.terminal import StoreReader
@@ -104,7 +97,7 @@ def _print_all(
     while True:
         found = look()
         if shell.output.readable:
-            for line in drawn(found, where, *_size()):
+            for line in drawn(found, where, *shutil.get_terminal_size(SIZE_UNKNOWN)):
                 shell.output.sentence(without_colors(line))
         else:
             shell.output.json_line(msgspec.to_builtins(found))
@@ -126,7 +119,7 @@ def _draw_all(look: "Callable[[], Snapshot]", where: str, every_s: float) -> Non
             found = look()
             due = time.monotonic() + every_s
             while True:
-                columns, lines = _size()
+                columns, lines = shutil.get_terminal_size(SIZE_UNKNOWN)
                 text = f"{REST_OF_LINE}\r\n".join(drawn(found, where, columns, lines - 1))
                 out.write(f"{HOME}{text}{REST_OF_LINE}{REST_OF_SCREEN}")
                 out.flush()
@@ -154,11 +147,6 @@ class _Resized:
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
         found, self._is_changed = self._is_changed, False
         return found
-
-
-def _size() -> tuple[int, int]:
-    columns, lines = shutil.get_terminal_size(SIZE_UNKNOWN)
-    return columns, lines
 
 
 top.params.append(json_option())

@@ -62,14 +62,9 @@ MAIL_FOLDER, AUDIT_FOLDER = "mail", "audit"
 @click.option("--insecure", is_flag=True, help="Listen without TLS on an address that is not loopback.")
 @click.pass_obj
 def up(
-    shell: Shell,
-    /,
-    demo: bool,
-    insecure: bool,
-    key_file: Path | None,
-    accept_loss: tuple[str, ...],
+    shell: Shell, /, demo: bool, insecure: bool, key_file: Path | None, accept_loss: tuple[str, ...],
     **given: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Start everything: Tasks, Engine and buses over HTTP, Mail over NATS, and the audit shipper.
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
@@ -85,22 +80,21 @@ def up(
       postroom up --data run --key-file postroom.keys
       postroom up --demo
     """
+    import msgspec
+
     from postroom.server.up.parts import LOCK_FILE
     from postroom.system.atomic import make_folder
     from postroom.system.lock import alone
 
     if demo and given["data"] is None:
         given["data"] = Path(DEMO_FOLDER)
-    settings = _chosen(shell, given)
+    options = {name: value for name, value in given.items() if value is not None}
+    settings = msgspec.structs.replace(shell.settings.up, **options)
     data = shell.data_place(settings.data)
     if key_file is not None:
         shell.use_key_file(key_file)
-    _check_parts(settings, demo=demo)
-    _check_address(settings, insecure=insecure)
-    _check_certificate(settings)
-    _check_store(settings.store)
+    _check_settings(settings, demo=demo, insecure=insecure)
     _check_data(data, settings.store)
-    _check_key_file(data, settings.store)
     make_folder(data, "os")
     with alone(data / LOCK_FILE, f"another `postroom up` serves {data}: stop it first"):
         _run(shell, data, settings, accept_loss, demo=demo)
@@ -109,6 +103,7 @@ def up(
 def _run(
     shell: Shell, data: Path, settings: "UpSettings", accept_loss: tuple[str, ...], *, demo: bool
 ) -> None:
+    from postroom.contracts.tasks.tasks import Tasks
     from postroom.server.access.tokens import Tokens
     from postroom.server.folder.manifest import keeping
     from postroom.server.up.parts import Parts
@@ -121,8 +116,9 @@ def _run(
         environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
     parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
     with keeping(data, settings.store, parts.log, accept_loss) as keeper:
-        if not settings.http:
-            _make_store(data, settings.store)
+        if not settings.http:  # the shipper reads the store, which the HTTP server makes otherwise
+            with Tasks.open(settings.store or f"sqlite:///{data / 'queue.db'}") as tasks:
+                tasks.store.identity()
         first, is_printed = _first_token(data), False
         try:
             ready = parts.start(stop.is_set)
@@ -136,66 +132,43 @@ def _run(
             parts.run(stop.wait)
         finally:
             parts.stop()
-            if (
-                first is not None and not is_printed
-            ):  # nobody has seen the token: the next start makes another
+            if first is not None and not is_printed:  # nobody has seen it: the next start makes another
                 Tokens(data).revoke(first.token_id)
 
 
-def _make_store(data: Path, store: str | None) -> None:
-    """Make the store, which the HTTP server makes otherwise: the shipper reads it."""
-    from postroom.contracts.tasks.tasks import Tasks
+def _check_settings(settings: "UpSettings", *, demo: bool, insecure: bool) -> None:
+    from postroom.stores.open import MEMORY, open_store
+    from postroom.system.crypto.tls import server_context
 
-    with Tasks.open(store or f"sqlite:///{data / 'queue.db'}") as tasks:
-        tasks.store.identity()
-
-
-def _chosen(shell: Shell, given: dict[str, Any]) -> "UpSettings":
-    """The settings, with the options of the command in the first place."""
-    import msgspec
-
-    options = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(shell.settings.up, **options)
-
-
-def _check_parts(settings: "UpSettings", *, demo: bool) -> None:
     if not (settings.http or settings.mail or settings.audit or settings.app):
         raise click.UsageError("every part is switched off: there is nothing to start")
     if demo and not settings.http:
         raise click.UsageError("the demo needs HTTP")
-
-
-def _check_address(settings: "UpSettings", *, insecure: bool) -> None:
     if settings.tls_cert is None and not insecure and not _is_loopback(settings.host):
         raise click.UsageError(
             f"{settings.host} is not loopback: tokens would cross the network in the clear. Give --tls-cert "
             "(a first one: postroom tls self-signed), or --insecure behind a proxy that speaks TLS"
         )
-
-
-def _check_certificate(settings: "UpSettings") -> None:
-    from postroom.system.crypto.tls import server_context
-
     if settings.tls_cert is not None:
         server_context(settings.tls_cert, settings.tls_key)
     elif settings.tls_key is not None:
         raise click.UsageError("--tls-key has no effect without --tls-cert")
-
-
-def _check_store(store: str | None) -> None:
-    from postroom.stores.open import MEMORY, open_store
-
-    if store == MEMORY:
+    if settings.store == MEMORY:
         raise click.UsageError("the parts are processes of their own, and memory:// belongs to one process")
-    if store is not None:
-        open_store(store).close()  # opens no connection, and refuses an address that is none
+    if settings.store is not None:
+        open_store(settings.store).close()  # opens no connection, and refuses an address that is none
 
 
 def _check_data(data: Path, store: str | None) -> None:
-    """Refuse a folder of something else, and a store that was moved: every write to it would fail."""
+    """Refuse a folder of something else, a store that was moved, and a key file that lacks a key of the data.
+
+    Else every write would fail, or parts would encrypt values before the missing key is noticed.
+    """
     from postroom.errors import StoreMoved
+    from postroom.server.folder.key_rotation import EncryptedData
     from postroom.server.folder.layout import DATABASE, is_new_data_folder
     from postroom.stores.sqlite.snapshot import SqliteSnapshot
+    from postroom.system.crypto.encryption import key_file_encryption
 
     is_new_data_folder(data)  # raises for a folder of something else
     path = data / DATABASE
@@ -203,13 +176,6 @@ def _check_data(data: Path, store: str | None) -> None:
         with SqliteSnapshot(path) as snapshot:
             if snapshot.moved_to:
                 raise StoreMoved(str(path), snapshot.moved_to)
-
-
-def _check_key_file(data: Path, store: str | None) -> None:
-    """Refuse a key file that does not fit the data, before a part stores anything with its keys."""
-    from postroom.server.folder.key_rotation import EncryptedData
-    from postroom.system.crypto.encryption import key_file_encryption
-
     encryption = key_file_encryption(None)
     if encryption is not None:
         EncryptedData(encryption, data, store).check()

@@ -99,47 +99,21 @@ durability_option = option(
 
 
 def send(
-    shell: Shell,
-    /,
-    topic: str,
-    to: str | None,
-    ttl_s: float | None,
-    session: str | None,
-    sender: str | None,
-    reply_to: str | None,
-    body: str | None,
-    body_file: str | None = None,
-    root: Path | None = None,
-    durability: str | None = None,
-    id_only: bool = False,
-) -> None:
+    shell: Shell, /, session: str | None, sender: str | None, body: str | None, body_file: str | None = None,
+    root: Path | None = None, durability: str | None = None, id_only: bool = False, **fields: Any,
+) -> None:  # fmt: skip
     """Store one message and print its id."""
+    session, sender = chosen_session(shell, session), chosen_sender(shell, sender)
     with shell.queue(root, durability) as mailbox:
         text = queue_body(shell, body, body_file)
-        msg_id = mailbox.send(
-            topic,
-            text,
-            to=to,
-            ttl_s=ttl_s,
-            session=chosen_session(shell, session),
-            sender=chosen_sender(shell, sender),
-            reply_to=reply_to,
-        )
+        msg_id = mailbox.send(body=text, session=session, sender=sender, **fields)
     shell.output.msg_id(msg_id, bare=id_only)
 
 
 def poll(
-    shell: Shell,
-    /,
-    agent_id: str,
-    topics: tuple[str, ...],
-    session: str | None,
-    root: Path | None = None,
-    wait_s: float = 0.0,
-    keep_filtered: bool = False,
-    durability: str | None = None,
-    limit: int | None = None,
-) -> None:
+    shell: Shell, /, agent_id: str, topics: tuple[str, ...], session: str | None, root: Path | None = None,
+    durability: str | None = None, **terms: Any,
+) -> None:  # fmt: skip
     """Print the new messages of an agent.
 
     They then count as read. The agent's cursor is stored before anything is printed: a crash loses messages
@@ -147,9 +121,7 @@ def poll(
     """
     name = chosen_session(shell, session)
     with shell.queue(root, durability) as mailbox:
-        messages = mailbox.poll(
-            agent_id, topics or None, name, wait_s=wait_s, keep_filtered=keep_filtered, limit=limit
-        )
+        messages = mailbox.poll(agent_id, topics or None, name, **terms)
         if not messages:
             note_nothing_to_read(shell, mailbox, name, agent_id)
     print_messages(shell, messages)
@@ -243,27 +215,14 @@ def inbox(shell: Shell, /, agent_id: str, session: str | None, root: Path | None
 
 
 def ask(
-    shell: Shell,
-    /,
-    to: str,
-    body: str | None,
-    body_file: str | None,
-    sender: str | None,
-    timeout_s: float,
-    ttl_s: float | None,
-    session: str | None,
-    root: Path | None,
-) -> None:
+    shell: Shell, /, to: str, body: str | None, body_file: str | None, sender: str | None, timeout_s: float,
+    ttl_s: float | None, session: str | None, root: Path | None,
+) -> None:  # fmt: skip
     """Send a question, wait for the answer and print it."""
+    session, sender = chosen_session(shell, session), chosen_sender(shell, sender)
     with shell.queue(root) as mailbox:
-        answer = mailbox.ask(
-            queue_body(shell, body, body_file),
-            to,
-            sender=chosen_sender(shell, sender),
-            timeout_s=timeout_s,
-            ttl_s=ttl_s,
-            session=chosen_session(shell, session),
-        )
+        text = queue_body(shell, body, body_file)
+        answer = mailbox.ask(text, to, sender=sender, timeout_s=timeout_s, ttl_s=ttl_s, session=session)
     if answer is None:
         raise click.ClickException(f"{to} did not answer within {timeout_s:g} s")
     print_messages(shell, [answer])
@@ -304,16 +263,9 @@ def check(shell: Shell, /, session: str | None, root: Path | None) -> int:
 
 
 def repair(
-    shell: Shell,
-    /,
-    agent_id: str | None,
-    to: str | None,
-    msg_id: str | None,
-    body: str | None,
-    body_file: str | None,
-    session: str | None,
-    root: Path | None,
-) -> None:
+    shell: Shell, /, agent_id: str | None, to: str | None, msg_id: str | None, body: str | None,
+    body_file: str | None, session: str | None, root: Path | None,
+) -> None:  # fmt: skip
     """Repair a damaged cursor or side file.
 
     A cursor is set to a position that you choose: "start" delivers all messages again, "end" none of the
@@ -400,12 +352,7 @@ def print_report(shell: Shell, report: "QueueReport") -> None:
     if not shell.output.readable:
         shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
         return
-    verdict = (
-        shell.output.style("ok", "bold", "green")
-        if report.ok
-        else shell.output.style("DAMAGED", "bold", "red")
-    )
-    shell.output.text(f"{report.session}: {verdict}, {report.messages:,} lines")
+    shell.output.text(f"{report.session}: {shell.output.verdict(report.ok)}, {report.messages:,} lines")
     faults = [
         *({"what": "session", "reason": reason} for reason in report.state),
         *({"what": f"line at {d.offset}", "reason": d.reason} for d in report.unreadable),

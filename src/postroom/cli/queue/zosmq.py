@@ -30,25 +30,20 @@ def cli(context: click.Context, root: Path | None) -> None:
     context.obj = shell
 
 
-cli.add_command(
+for _command in (
     queue.command(
         "send",
         queue.send,
         queue.send_options(),
         'zos-mq send --topic ask --to builder --ttl 600 --body "is it green?"',
         "git diff | zos-mq send --topic broadcast --body -",
-    )
-)
-cli.add_command(
-    queue.command("poll", queue.poll, queue.poll_options(), "zos-mq poll --agent builder --topic ask")
-)
-cli.add_command(queue.command("tail", queue.tail, queue.tail_options(), "zos-mq tail -n 3 --include-expired"))
-cli.add_command(
-    queue.command("expire", queue.expire, [queue.session_option()], "zos-mq expire --session nightly")
-)
-cli.add_command(
-    queue.command("status", queue.status, [queue.every_session_option()], "zos-mq status --session nightly")
-)
+    ),
+    queue.command("poll", queue.poll, queue.poll_options(), "zos-mq poll --agent builder --topic ask"),
+    queue.command("tail", queue.tail, queue.tail_options(), "zos-mq tail -n 3 --include-expired"),
+    queue.command("expire", queue.expire, [queue.session_option()], "zos-mq expire --session nightly"),
+    queue.command("status", queue.status, [queue.every_session_option()], "zos-mq status --session nightly"),
+):
+    cli.add_command(_command)
 
 
 def main() -> None:
