@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from postroom.core.health.diagnosis import (
+    BacklogFacts,
     ClockFacts,
     DatabaseFacts,
     EnvironmentFacts,
@@ -16,7 +17,6 @@ from postroom.core.health.diagnosis import (
     LeaseFacts,
     MoveFacts,
     PortFacts,
-    QueueFacts,
     ServerFacts,
     ShipperFacts,
     StoreFacts,
@@ -63,7 +63,7 @@ def database(**fields: Any) -> Facts:
 
 
 def with_queue(**fields: Any) -> Facts:
-    return replace(WELL, store=replace(STORE, queues=(QueueFacts("triage", 3, 100, **fields),)))
+    return replace(WELL, store=replace(STORE, queues=(BacklogFacts("triage", 3, 100, **fields),)))
 
 
 def with_lease(*, claimed_s: float = 100.0, late_s: float = 0.0) -> Facts:
@@ -135,8 +135,8 @@ def test_a_healthy_folder_has_a_line_for_every_check_and_no_advice() -> None:
         (with_queue(dead_letters=2), "poison", "warning", "2 messages of triage"),
         (with_queue(oldest_s=601.0), "backlog", "warning", "has waited 10 min"),
         (with_queue(oldest_s=601.0, delayed=2), "backlog", "warning", "the oldest of 1 message in triage"),
-        (store(queues=(QueueFacts("q", 80, 100),)), "backlog", "warning", "80 of at most 100"),
-        (store(queues=(QueueFacts("q", 100, 100),)), "backlog", "problem", "is full"),
+        (store(queues=(BacklogFacts("q", 80, 100),)), "backlog", "warning", "80 of at most 100"),
+        (store(queues=(BacklogFacts("q", 100, 100),)), "backlog", "problem", "is full"),
         (with_shipper(10, 5, 1.0, True), "shipper", "problem", "10 events wait"),
         (with_shipper(10, 50, 61.0), "shipper", "warning", "the oldest for 61 s"),
         (store(quarantined_rows=2), "shipper", "problem", "2 rows of events cannot be read, and are kept"),
@@ -190,7 +190,7 @@ def test_commands_name_the_store_of_the_messages() -> None:
         name="postgres://x",
         is_folder=False,
         leases=(late,),
-        queues=(QueueFacts("q", 0, 9, dead_letters=1),),
+        queues=(BacklogFacts("q", 0, 9, dead_letters=1),),
     )
     commands = {finding.check: finding.command for finding in diagnose(replace(WELL, store=there))}
     assert commands["leases"] == "postroom up --data run --store postgres://x"

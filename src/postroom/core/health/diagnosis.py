@@ -100,7 +100,7 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Looked at only while `up` does not run."""
 
 
-class QueueFacts(msgspec.Struct, frozen=True):
+class BacklogFacts(msgspec.Struct, frozen=True):
     """The queue of an agent or of an organization."""
 
     name: str
@@ -150,7 +150,7 @@ class StoreFacts(msgspec.Struct, frozen=True):
     newest_format: int
     faults: tuple[str, ...] = ()
     has_clock: bool = True
-    queues: tuple[QueueFacts, ...] = ()
+    queues: tuple[BacklogFacts, ...] = ()
     flow: HealthFacts = HealthFacts()
     """How the messages of organizations flow."""
     leases: tuple[LeaseFacts, ...] = ()
@@ -291,9 +291,10 @@ def _health(facts: Facts, check: Check) -> Iterator[Finding]:
 
 def _cure(facts: Facts, check: Check) -> str:
     match check:
+        case "backlog" if facts.store is not None and facts.store.flow.is_paused:
+            return f"postroom engine resume --data {_place(facts)}"
         case "backlog":
-            is_paused = facts.store is not None and facts.store.flow.is_paused
-            return f"postroom engine resume --data {_place(facts)}" if is_paused else _engine_workers(facts)
+            return f"{_up(facts)} --app MODULE:ENGINE"
         case "breakers":
             return f"postroom engine status --data {_place(facts)}"
         case "server":
@@ -393,8 +394,9 @@ def _parts(facts: Facts) -> Iterator[Finding]:
     yield from _health(facts, "server")
     for name, restarts in server.restarts.items():
         if restarts and name not in server.broken:
+            times = "once" if restarts == 1 else f"{restarts} times"
             yield Finding(
-                "server", "warning", f"the part {name} was restarted {_times(restarts)}",
+                "server", "warning", f"the part {name} was restarted {times}",
                 "it died, and may die again", "read the log of `postroom up` for the event `ended`",
             )  # fmt: skip
     for port in server.ports:
@@ -491,7 +493,7 @@ def _database(facts: Facts) -> Iterator[Finding]:
         if dead >= DEAD_ROWS_MIN and dead > live:
             yield Finding(
                 "database", "warning",
-                f"the table {table} has about {dead:,} old rows beside {live:,} live ones",
+                f"the table {table} has about {dead:,} old rows and {live:,} live ones",
                 "claims read them, too; autovacuum does not keep up, or is switched off",
                 _psql(database, f"VACUUM (ANALYZE) {database.schema}.{table}"),
             )  # fmt: skip
@@ -593,7 +595,7 @@ def _failures(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _listing(facts: Facts, queue: QueueFacts, state: str) -> str:
+def _listing(facts: Facts, queue: BacklogFacts, state: str) -> str:
     if queue.is_engine:
         return f"postroom engine dlq list --data {_place(facts)} --org {queue.name}"
     return f"postroom tasks list --data {_place(facts)} --agent {queue.name} --state {state}"
@@ -623,11 +625,7 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _engine_workers(facts: Facts) -> str:
-    return f"{_up(facts)} --app MODULE:ENGINE"
-
-
-def _more_workers(facts: Facts, queue: QueueFacts) -> str:
+def _more_workers(facts: Facts, queue: BacklogFacts) -> str:
     return f"postroom tasks work --data {_place(facts)} --agent {queue.name} --exec COMMAND"
 
 
@@ -700,20 +698,12 @@ def _fine_environment(facts: Facts) -> str:
     return f"postroom {found.postroom}, Python {found.python}, SQLite {found.sqlite}"
 
 
-def _fine_disk(facts: Facts) -> str:
-    return f"{_size(facts.folder.free_bytes)} are free" if facts.folder else ""
-
-
 def _fine_server(facts: Facts) -> str:
     if facts.server is None:
         return ""
     if not facts.server.is_running:
         return "`postroom up` does not run, and its ports are free"
     return f"`postroom up` runs: {', '.join(facts.server.parts) or 'it is starting'}"
-
-
-def _fine_stores(facts: Facts) -> str:
-    return f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)"
 
 
 def _is_read(facts: Facts) -> bool:
@@ -750,10 +740,14 @@ def _fine_backlog(facts: Facts) -> str:
 _CHECKS = (
     ("environment", _environment, _fine_environment),
     ("permissions", _permissions, lambda facts: "only this user can read the folder" if facts.folder else ""),
-    ("disk", _disk, _fine_disk),
+    ("disk", _disk, lambda facts: f"{_size(facts.folder.free_bytes)} are free" if facts.folder else ""),
     ("clock", _clock, lambda _: "no event is in the future"),
     ("server", _parts, _fine_server),
-    ("stores", _stores, _fine_stores),
+    (
+        "stores",
+        _stores,
+        lambda facts: f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)",
+    ),
     ("database", _database, _fine_database),
     ("encryption", _encryption, _fine_encryption),
     ("leases", _leases, lambda facts: "no lease is stuck" if _is_read(facts) else ""),
@@ -776,10 +770,6 @@ def _names(names: Sequence[str]) -> str:
 
 def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
-
-
-def _times(n: int) -> str:
-    return "once" if n == 1 else f"{n} times"
 
 
 def _size(n: int) -> str:

@@ -1,1 +1,4 @@
-"""Work on a data folder: its buses, its manifest, backups, checks, keys, and the shipping of its events."""
+"""The data folder: its layout, manifest, buses, backups and keys, and the shipping of its events.
+
+Servers and commands use it. It reads stores and logs through their own rooms, and answers no request.
+"""

@@ -21,6 +21,7 @@ import msgspec
 from postroom.core.health.diagnosis import (
     LEASE_LATE_S,
     LEASE_LONG_S,
+    BacklogFacts,
     ClockFacts,
     DatabaseFacts,
     EncryptionFacts,
@@ -31,7 +32,6 @@ from postroom.core.health.diagnosis import (
     LeaseFacts,
     MoveFacts,
     PortFacts,
-    QueueFacts,
     ServerFacts,
     ShipperFacts,
     StoreFacts,
@@ -338,12 +338,12 @@ def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
     )
 
 
-def _queue(transaction: Transaction, name: str) -> QueueFacts:
+def _queue(transaction: Transaction, name: str) -> BacklogFacts:
     counts = transaction.depth(name)
     states = by_state(counts)
     is_engine = bool(org_of(name))
     oldest_ns = transaction.oldest_ns(name) if states.get("QUEUED") and not is_engine else None
-    return QueueFacts(
+    return BacklogFacts(
         name=org_of(name) or name,
         depth=waiting(counts),
         delayed=waiting(counts) - ready(counts),
