@@ -19,6 +19,8 @@ from postroom.cli.shell import (
     Stopped,
     TimeoutOption,
     add_json_option,
+    body_options,
+    durability_option,
     note_missing,
     parse_wait,
     path_option,
@@ -90,14 +92,8 @@ def bus() -> None:
     "--attachment", metavar="PATH", help="A file below the folder of the bus, relative to that folder."
 )
 @click.option("--ts", metavar="TIME", help="The time of the message, RFC 3339.  [default: now]")
-@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
-@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
-@click.option(
-    "--durability",
-    type=click.Choice(["os", "group", "fsync"]),
-    help="When the message counts as stored: in the page cache, or after an fsync.  "
-    "[default: from the settings, else os]",
-)
+@body_options
+@durability_option
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
 @click.pass_obj
 def post(

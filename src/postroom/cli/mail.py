@@ -17,6 +17,7 @@ from postroom.cli.shell import (
     Stopped,
     TimeoutOption,
     add_json_option,
+    body_options,
     parse_rate,
     parse_wait,
     path_option,
@@ -28,7 +29,6 @@ from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
     from postroom.client.mail import Mail, Subscription
-    from postroom.contracts.mail.options import MailOptions
     from postroom.core.mail.mailcalls import MailMessage
     from postroom.server.nats.options import ServerOptions, TokenOwner
 
@@ -109,8 +109,15 @@ count_option = click.option(
     help="Print at most N messages.  [default: all]",
 )
 mail_argument = click.argument("mail_id", metavar="MAIL_ID")
-priority_option = click.option(
-    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="The priority."
+message_options = together(
+    mail_argument,
+    body_options,
+    click.option(
+        "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="The priority."
+    ),
+    click.option(
+        "--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated."
+    ),
 )
 only_option = click.option(
     "--priority",
@@ -182,7 +189,7 @@ def mail() -> None:
     default=86_400.0,
     show_default=True,
     metavar="S",
-    help="The lifetime of a mailbox that is created without one; 0 is for ever.",
+    help="The lifetime of a mailbox that is created without one; 0: it never ends.",
 )
 @_count_option("--mailboxes-max", 1_000_000, "Maximum number of mailboxes on the server.")
 @_count_option("--stored-bytes-max", 1 << 30, "Maximum memory of all messages and mailboxes, in bytes.")
@@ -225,9 +232,11 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
       postroom mail serve --data run/mail --port 4222
       postroom mail serve --data run/mail --user ada --durable-normal --quota-messages 10000
     """
+    from postroom.contracts.mail.options import MailOptions
     from postroom.server.nats.mail_server import serve as run_server
     from postroom.server.nats.mail_status import mail_gauges
     from postroom.server.telemetry.export import exporting
+    from postroom.system.parent import stop_with_stdin
 
     def print_address(port: int) -> None:
         scheme = "tls" if chosen["tls_cert"] else "nats"
@@ -236,15 +245,16 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
         shell.output.facts(facts, f"mailboxes in {data} are served at {url}")
         shell.output.flush()
 
+    options = {name: chosen[name] for name in MailOptions.__struct_fields__ if chosen.get(name) is not None}
+    if chosen["durable_normal"] and options.setdefault("normal", "group") != "group":
+        raise click.UsageError(f"--durable-normal and --normal {chosen['normal']} exclude each other")
     shell.show_warnings()
-    from postroom.system.parent import stop_with_stdin
-
     if chosen["while_stdin"]:
         stop_with_stdin()
     with exporting(SERVICE) as telemetry:
         if telemetry is not None:
             telemetry.observe(mail_gauges(data))
-        run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=print_address)
+        run_server(data, _server_options(host, chosen), MailOptions(**options), ready=print_address)
 
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
@@ -295,17 +305,6 @@ def _identify(data: Path, token_rate: float) -> "Callable[[str], TokenOwner | No
     return owner_of
 
 
-def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
-    from postroom.contracts.mail.options import MailOptions
-
-    options = {name: value for name, value in chosen.items() if name in MailOptions.__struct_fields__}
-    if chosen["durable_normal"]:
-        if chosen["normal"] not in (None, "group"):
-            raise click.UsageError(f"--durable-normal and --normal {chosen['normal']} exclude each other")
-        options["normal"] = "group"
-    return MailOptions(**{name: value for name, value in options.items() if value is not None})
-
-
 # ---- mailboxes -----------------------------------------------------------------------------------------
 
 
@@ -335,11 +334,7 @@ def create(shell: Shell, /, name: str, public: bool, ttl_s: float | None, desc: 
 
 
 @mail.command()
-@mail_argument
-@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
-@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
-@priority_option
-@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
+@message_options
 @click.option("--no-wait", is_flag=True, help="Do not wait until the message is stored.")
 @server_options
 @click.pass_obj
@@ -364,11 +359,7 @@ def send(
 
 
 @mail.command()
-@mail_argument
-@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
-@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
-@priority_option
-@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
+@message_options
 @_timeout_option(ASK_TIMEOUT_S, "How long to wait for the answer to the message.")
 @place_options
 @click.pass_obj
@@ -512,14 +503,11 @@ def list_command(shell: Shell, /, mail_id: str, **where: Any) -> None:
     from postroom.core.times import NANOS_PER_S, utc_text
 
     with _mail(shell, where) as client:
-        rows = [
-            {
-                "msg_id": each.msg_id,
-                "priority": each.priority,
-                "time": utc_text(each.created_s * NANOS_PER_S),
-            }
-            for each in client.list(_mail_id(mail_id))
-        ]
+        found = client.list(_mail_id(mail_id))
+    rows = [
+        {"msg_id": each.msg_id, "priority": each.priority, "time": utc_text(each.created_s * NANOS_PER_S)}
+        for each in found
+    ]
     shell.output.rows(LIST_COLUMNS, rows, "the mailbox is empty")
 
 
@@ -542,28 +530,27 @@ def discover(shell: Shell, /, **where: Any) -> None:
 
 
 def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
+    import ssl
+
     from postroom.client.mail import DEFAULT_SERVER, Mail
 
     shell.show_warnings()
+    tls, authorities = None, where["tls_ca"]
+    try:
+        if authorities:
+            tls = ssl.create_default_context(cafile=authorities)
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or "it holds no certificate"
+        raise InvalidSetting(f"cannot use the certificates in {authorities}: {why}") from None
     return Mail(
         where["server"] or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER,
         user=where["user"],
         password=where["password"] or os.environ.get(PASSWORD_VARIABLE, ""),
         token=where["token"] or os.environ.get(TOKEN_VARIABLE, ""),
-        tls=_tls_context(where["tls_ca"]) if where["tls_ca"] else None,
+        tls=tls,
         timeout_s=where.get("timeout_s", CALL_TIMEOUT_S),
         name="postroom-cli",
     )
-
-
-def _tls_context(authorities: Path) -> Any:
-    import ssl
-
-    try:
-        return ssl.create_default_context(cafile=authorities)
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or "it holds no certificate"
-        raise InvalidSetting(f"cannot use the certificates in {authorities}: {why}") from None
 
 
 def _mail_id(text: str) -> str:

@@ -369,6 +369,18 @@ def together(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
     return decorate
 
 
+body_options = together(
+    click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]"),
+    click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin."),
+)
+durability_option = click.option(
+    "--durability",
+    type=click.Choice(["os", "group", "fsync"]),
+    help="When the message counts as stored: in the page cache, or after an fsync.  "
+    "[default: from the settings, else os]",
+)
+
+
 def as_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001 - click's
     """Refuse an empty path, which would mean the current folder and usually comes from an unset variable.
 

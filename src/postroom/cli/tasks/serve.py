@@ -27,7 +27,6 @@ from postroom.system.log import library_log
 if TYPE_CHECKING:
     from postroom.contracts.tasks.tasks import LeasedTask, Tasks
     from postroom.core.redaction import Redactor
-    from postroom.goals.engine import Engine
     from postroom.settings import AuditSettings
 
 PORT_DEFAULT = 8800
@@ -53,7 +52,7 @@ CONCURRENCY_DEFAULT = 4
 )
 @click.option(
     "--allow-nudge",
-    "nudge_hosts",
+    "allowed_nudge_hosts",
     multiple=True,
     metavar="HOST",
     help="A private host at which agents may be nudged. May be repeated.",
@@ -97,26 +96,10 @@ CONCURRENCY_DEFAULT = 4
 @durability_option("group")
 @click.pass_obj
 def serve(
-    shell: Shell,
-    /,
-    data: Path,
-    store: str | None,
-    host: str,
-    port: int,
-    execute: str | None,
-    nudge_hosts: tuple[str, ...],
-    bus_max_bytes: int,
-    audit: Path | None,
-    app: str | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    page: bool,
-    mcp: bool,
-    allowed_hosts: str | None,
-    while_stdin: bool,
-    durability: Any,
-    **terms: Any,
-) -> None:
+    shell: Shell, /, data: Path, store: str | None, host: str, execute: str | None, audit: Path | None,
+    app: str | None, tls_cert: Path | None, tls_key: Path | None, page: bool, mcp: bool,
+    allowed_hosts: str | None, while_stdin: bool, durability: Any, **terms: Any,
+) -> None:  # fmt: skip
     """Run the harness: an HTTP server for the agents, and its background loops.
 
     Agents claim their tasks there and report their decisions; --execute acts on the decisions. Without
@@ -147,7 +130,9 @@ def serve(
     from postroom.mcp.mount import mount
     from postroom.page.mount import mount as mount_page
     from postroom.server.folder.manifest import keeping
+    from postroom.server.harness.engine_workers import load_app
     from postroom.server.http.hosts import checked_hosts
+    from postroom.system.crypto.tls import server_context
     from postroom.system.parent import stop_with_stdin
 
     address = store or f"sqlite:///{data / DATABASE}"
@@ -166,15 +151,19 @@ def serve(
                 note_files = keeper.start
             yield
 
+    if tls_key is not None and tls_cert is None:
+        raise click.UsageError("--tls-key needs --tls-cert")
+    tls = None if tls_cert is None else (tls_cert, tls_key)
+    if tls is not None:
+        server_context(*tls)  # refuses files that do not fit
     with Tasks.open(address) as tasks:  # opens no file before its first use
         act = None if execute is None else executor(tasks, execute)
         try:
             run_server(
-                data, store=store, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts,
-                ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=beside(),
-                app_engine=None if app is None else load_engine(app),
-                tls=check_tls(tls_cert, tls_key), mounted=mount if mcp else None,
+                data, store=store, host=host, execute=act, ready=print_address,
+                durability=durability or "group", beside=beside(),
+                app_engine=None if app is None else load_app(app), tls=tls,
+                mounted=mount if mcp else None,
                 page=mount_page(lambda: page_redactor(hidden)) if page else None,
                 hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
             )  # fmt: skip
@@ -182,21 +171,9 @@ def serve(
             end_programs()
 
 
-def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
-    """The files of TLS, after a check that they fit."""
-    from postroom.system.crypto.tls import server_context
-
-    if certificate is None:
-        if key is not None:
-            raise click.UsageError("--tls-key needs --tls-cert")
-        return None
-    server_context(certificate, key)
-    return certificate, key
-
-
 @contextmanager
 def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -> Iterator[None]:
-    """Run the audit shipper beside the harness. It ends after the harness."""
+    """Run the audit shipper while the harness runs. It ends after the harness."""
     from postroom.server.up.supervisor import Supervisor
 
     if folder is None:
@@ -219,12 +196,6 @@ def page_redactor(settings: "AuditSettings") -> "Redactor":
     from postroom.server.folder.shipping import redactor_of
 
     return redactor_of(settings)
-
-
-def load_engine(app: str) -> "Engine":
-    from postroom.server.harness.engine_workers import load_app
-
-    return load_app(app)
 
 
 def executor(store: "Tasks", command: str) -> Callable[["LeasedTask"], None]:

@@ -2,8 +2,8 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from postroom.cli.tasks.options import (
 from postroom.cli.tasks.places import check_place, claimed_fields, open_client, open_folder, open_place
 
 if TYPE_CHECKING:
-    from postroom.client import Task, TaskClient, TaskEnd
+    from postroom.client import Task, TaskEnd
 
 # As in the contract and in the client, which --help must not import.
 LEASE_S_DEFAULT = 300.0
@@ -195,17 +195,9 @@ def release(shell: Shell, /, task_id: str, lease: int, **where: Any) -> None:
 )
 @click.pass_obj
 def work(
-    shell: Shell,
-    /,
-    data: Path | None,
-    url: str | None,
-    agent: str,
-    token: str | None,
-    command: str,
-    poll_every_s: float,
-    worker: str | None,
-    **terms: Any,
-) -> None:
+    shell: Shell, /, data: Path | None, url: str | None, agent: str, token: str | None, command: str,
+    poll_every_s: float, worker: str | None, **terms: Any,
+) -> None:  # fmt: skip
     """Be an agent: run a program for every task, and print a line about each.
 
     Works through a harness, or on a data folder without one. Heartbeats are sent while the program runs.
@@ -217,7 +209,9 @@ def work(
       postroom tasks work --url http://127.0.0.1:8800 --agent triage --exec './triage.py'
       postroom tasks work --data run --agent echo --exec 'jq .payload' --until-empty
     """
+    from postroom.cli.local_client import LocalClient
     from postroom.client import StopWork, TaskFailed
+    from postroom.core.names import checked_name
 
     def handler(task: "Task") -> Any:
         try:
@@ -231,30 +225,19 @@ def work(
     check_place(data, url)
     shell.show_warnings()
     options = {"poll_every_s": poll_every_s, "worker": worker}
-    with working_client(shell, data, url, agent, token, options) as client:
+    with ExitStack() as stack:
+        if data is None:
+            client = stack.enter_context(open_client(str(url), agent, token, **options))
+        else:
+            checked_name("agent", agent)
+            tasks = stack.enter_context(open_folder(shell.store_place(data)))
+            client = LocalClient(tasks, agent, **options)
         try:
             client.work(handler, on_end=end_printer(shell, agent), **terms)
         except StopWork as error:
             raise click.ClickException(str(error)) from None
         finally:
             end_programs()
-
-
-@contextmanager
-def working_client(
-    shell: Shell, data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
-) -> "Iterator[TaskClient]":
-    """A worker's client, of a harness or of a data folder."""
-    if data is None:
-        with open_client(str(url), agent, token, **options) as client:
-            yield client
-        return
-    from postroom.cli.local_client import LocalClient
-    from postroom.core.names import checked_name
-
-    checked_name("agent", agent)
-    with open_folder(shell.store_place(data)) as tasks:
-        yield LocalClient(tasks, agent, **options)
 
 
 def end_printer(shell: Shell, agent: str) -> "Callable[[TaskEnd], None]":

@@ -1,4 +1,4 @@
-"""Health as pure functions: `health` judges whether messages flow, `diagnosis` the facts of `postroom doctor`.
+"""Health as pure functions: whether messages flow (`health`), and what the doctor concludes (`diagnosis`).
 
 Facts are arguments. Whoever shows health asks `judge`, and decides nothing itself.
 """

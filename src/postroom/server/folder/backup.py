@@ -40,6 +40,7 @@ from postroom.server.folder.layout import (
     DATABASE,
     MAIL_FOLDER,
     checked_data_folder,
+    files_of,
     is_copy,
     is_transient,
 )
@@ -324,9 +325,9 @@ class _Selection:
 
     def _others(self, written: set[str]) -> Iterator[Path]:
         """The registry, and files that belong to no part."""
-        for path in _walk(self._folder):
+        for path in files_of(self._folder):
             name = self._name(path)
-            if name in written or name == SETTINGS or _belongs_to_part(name, written):
+            if is_transient(path.name) or name in written or name == SETTINGS or _is_of_part(name, written):
                 continue
             is_key = path.resolve() in self._keys or _KEY_FILE.fullmatch(path.name) is not None
             is_kept_out = is_key and not self._with_keys
@@ -336,17 +337,7 @@ class _Selection:
                 yield path
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """All files that hold data. Symlinks are listed and not followed."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not is_transient(name))
-        links = [name for name in folders if Path(parent, name).is_symlink()]
-        for name in sorted([*files, *links]):
-            if not is_transient(name):
-                yield Path(parent, name)
-
-
-def _belongs_to_part(name: str, written: set[str]) -> bool:
+def _is_of_part(name: str, written: set[str]) -> bool:
     """Whether a part owns the file. Files that a part made since its state was noted are no part of it."""
     folder, _, rest = name.partition("/")
     if folder == AUDIT_FOLDER:

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ from postroom.errors import KeyMissing, PostroomError, StoreUnwritable, Unreadab
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.server.access.registry import Agents
-from postroom.server.folder.layout import DATABASE, MAIL_FOLDER, is_transient, upgrade_copies
+from postroom.server.folder.layout import DATABASE, MAIL_FOLDER, files_of, upgrade_copies
 from postroom.server.folder.verification import DataCheck, Report
 from postroom.server.up.parts import States, read_states
 from postroom.settings import UpSettings
@@ -131,7 +132,9 @@ def environment() -> EnvironmentFacts:
 def _folder(data: Path) -> FolderFacts:
     disk = os.statvfs(data)
     free = disk.f_bavail * disk.f_frsize
-    foreign = [path for path in _files(data) if not os.access(path, os.R_OK | os.W_OK)]
+    files = (path for path in files_of(data) if not path.is_symlink() and path.exists())
+    looked = islice(files, FILES_READ_MAX)
+    foreign = [path for path in looked if not os.access(path, os.R_OK | os.W_OK)]
     return FolderFacts(
         path=str(data),
         mode=stat.S_IMODE(data.stat().st_mode),
@@ -143,20 +146,6 @@ def _folder(data: Path) -> FolderFacts:
         reserve_bytes=free - free_bytes(data),
         filesystem=_filesystem(data),
     )
-
-
-def _files(data: Path) -> Iterator[Path]:
-    """The first files of the folder, at most `FILES_READ_MAX`."""
-    seen = 0
-    for parent, folders, files in os.walk(data):
-        folders[:] = sorted(name for name in folders if not is_transient(name))
-        for name in sorted(files):
-            path = Path(parent, name)
-            if not path.is_symlink() and path.exists():  # a server may have removed it meanwhile
-                yield path
-                seen += 1
-                if seen >= FILES_READ_MAX:
-                    return
 
 
 def _filesystem(data: Path) -> str:

@@ -1,6 +1,8 @@
 """The layout of a data folder: which files hold data, and which of them only serve running processes."""
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from postroom.core.formats.manifest import MANIFEST_FILE
@@ -75,6 +77,15 @@ def is_new_data_folder(folder: Path) -> bool:
     if is_taken:
         checked_data_folder(folder)
     return not is_taken
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    """The files and symlinks below a folder, in order. Symlinks are not followed."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_transient(name))
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        for name in sorted([*files, *links]):
+            yield Path(parent, name)
 
 
 def is_transient(name: str) -> bool:
