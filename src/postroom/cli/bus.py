@@ -328,7 +328,9 @@ def discover(shell: Shell, root: Path) -> None:
 @click.argument("name", metavar="NAME")
 @click.option("--url", metavar="URL", required=True, help="The address of the server.")
 @token_option
-@click.option("--org-id", metavar="ORG", default="", help="Its organization, for an operator of all of them.")
+@click.option(
+    "--org-id", metavar="ORG", default="", help="Its organization, for an operator of all organizations."
+)
 @click.pass_obj
 def remove(shell: Shell, name: str, url: str, token: str | None, org_id: str) -> None:
     """Remove a bus of a server, with its archives. Its streams end.

@@ -29,7 +29,7 @@ tls_options = together(
 allowed_hosts_option = click.option(
     "--allowed-hosts",
     metavar="NAMES",
-    help="Names, with commas, that the page and MCP answer for beside localhost and the certificate's.",
+    help="Names, with commas, that the page and MCP answer for besides localhost and the certificate's.",
 )
 
 

@@ -24,7 +24,7 @@ class BusViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 async def read(server: TaskServer, request: HttpRequest) -> HttpReply:
-    """The newest messages of a bus, the oldest of them first."""
+    """The newest messages of a bus, oldest first."""
     name, identity, org_id = request.path_param("name"), request.identity, request.call.org_id
     newest = await server.on_bus(
         request, lambda: server.buses.newest(name, BUS_LINES_DEFAULT, identity, org_id)

@@ -2,7 +2,7 @@
 
 Rule 1: the store is read once for all pages: events every `TICK_S`, the overview every `SNAPSHOT_S`. Nothing
         is read while no page is open.
-Rule 2: a page has a position, and gets every event behind it or a `reset`. A page that comes back says its
+Rule 2: a page has a position, and gets every event after it or a `reset`. A page that reconnects sends its
         position, so it misses nothing. After a `reset` it loads its view again.
 Rule 3: a slow page keeps no memory: it gets what the shared buffer still has when it is ready.
 """
@@ -41,7 +41,7 @@ LINGER_S: Final = 5.0
 EVENTS_A_TICK_MAX: Final = 200
 EVENTS_FIRST_MAX: Final = 1_000  # that the first figures are computed from
 RECENT_EVENTS: Final = 30  # that a new page begins with
-CATCH_UP_MAX: Final = 2_000  # events that a page may be behind when it comes back
+CATCH_UP_MAX: Final = 2_000  # events that a page may have missed when it reconnects
 BATCHES_KEPT_MAX: Final = 100
 RETRY_MS: Final = 500
 """How soon a browser connects again after it lost its connection."""
@@ -75,7 +75,7 @@ class Batch:
         """The position before the batch."""
         self.last = last
         self._place = place
-        """The position behind it, as pages get it."""
+        """The position after it, as pages get it."""
         self._skipped = skipped
         """Whether events at the beginning were not read, because there were too many."""
         self._happenings = happenings
@@ -331,7 +331,7 @@ class Live:
         return str(self._server.ids.cover(position))
 
     def position_of(self, place: str) -> int | None:
-        """The event number behind a position that a page sends; None when no page was given it."""
+        """The event number of a position that a page sends; None when no page was given it."""
         return self._server.ids.place(int(place))
 
     @property

@@ -1,4 +1,4 @@
-"""The report of the Spark pipeline beside the live numbers, where its tables exist.
+"""The report of the Spark pipeline on the live page, where its tables exist.
 
 Rule 1: the report is a file of the data folder, no symlink. It runs no code, and its own policy allows none.
 Rule 2: it is written again when somebody looks and the tables are newer: by one child process at a time,

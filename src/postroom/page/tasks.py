@@ -196,9 +196,9 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
 def newest_tasks(
     transaction: Transaction, queue: str, query: TasksQuery
 ) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-    """The newest tasks of a queue with their ages, the cursor behind them, and the time it has reached.
+    """The newest tasks of a queue with their ages, the cursor of the next page, and the time reached.
 
-    They are without their payloads. The list ends after `SEARCHED_BYTES_MAX` of these.
+    Payloads are left out, and the list ends once `SEARCHED_BYTES_MAX` of them were read.
     """
     state: State | None = None if query.state is UNSET else query.state
     found: list[tuple[Stored, float]] = []

@@ -447,7 +447,7 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
     """Check that no segment was changed after it was sealed.
 
     Prints every changed file; the exit code is then 1. The shipper records the last sealed segment in
-    FOLDER.head, beside the folder. With that file, a folder that was emptied, truncated or replaced is
+    FOLDER.head, next to the folder. With that file, a folder that was emptied, truncated or replaced is
     detected, too.
 
     \b

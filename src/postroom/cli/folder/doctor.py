@@ -65,31 +65,31 @@ def _facts(shell: Shell, place: Path, *, deep: bool) -> "Facts":
     settings = shell.settings.up
     facts = facts_of_folder(checked_data_folder(place), settings, deep=deep, report=shell.note)
     if settings.store is not None and settings.store.startswith(POSTGRES):
-        return _beside(facts, settings.store, deep=deep, moved=None)
+        return _with_store(facts, settings.store, deep=deep, moved=None)
     if facts.moved is None:
         return facts
     try:  # `moved` is None when the settings name a broker, whose ledger the address is
         moved = facts.moved if settings.store is None else None
-        return _beside(facts, facts.moved.to, deep=deep, moved=moved)
+        return _with_store(facts, facts.moved.to, deep=deep, moved=moved)
     except (PostroomError, click.ClickException) as error:
         fault = error.message if isinstance(error, click.ClickException) else str(error)
         return msgspec.structs.replace(facts, moved=msgspec.structs.replace(facts.moved, fault=fault))
 
 
-def _beside(facts: "Facts", url: str, *, deep: bool, moved: "MoveFacts | None") -> "Facts":
+def _with_store(facts: "Facts", url: str, *, deep: bool, moved: "MoveFacts | None") -> "Facts":
     """The facts about a folder, and about a store on a server that is used instead of the store in it."""
     import msgspec
 
-    beside = _facts_of_store(StoreAddress.of(url), deep=deep)
+    used = _facts_of_store(StoreAddress.of(url), deep=deep)
     return msgspec.structs.replace(
         facts,
         moved=moved,
-        store=beside.store,
-        database=beside.database,
-        clock=beside.clock,
-        encryption=beside.encryption,
-        faults=(*facts.faults, *beside.faults),
-        checked=(*facts.checked, *beside.checked),
+        store=used.store,
+        database=used.database,
+        clock=used.clock,
+        encryption=used.encryption,
+        faults=(*facts.faults, *used.faults),
+        checked=(*facts.checked, *used.checked),
     )
 
 

@@ -105,7 +105,7 @@ def verify_command(
         if store is None:
             verdict = history.verdict(horizon_us=horizon_us)
         else:
-            verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
+            verdict = _compared_with_store(history, store, horizon_us, stretch_ends=until_us is not None)
     except (click.ClickException, PostroomError) as error:
         if not damage:
             raise
@@ -148,7 +148,7 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
             yield events
 
 
-# ---- the store beside it -----------------------------------------------------------------------------
+# ---- the store that was shipped ----------------------------------------------------------------------
 
 
 class ReadableStore(Protocol):
@@ -161,7 +161,7 @@ class ReadableStore(Protocol):
     def load(self, message_id: str) -> "Stored | None": ...
 
 
-def _beside_store(
+def _compared_with_store(
     history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
 ) -> "HistoryVerdict":
     """Check that open messages of the stream are in the store, unless they ended after the stream ends."""

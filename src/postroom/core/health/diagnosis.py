@@ -25,7 +25,7 @@ TOKEN_SOON_S = 7 * 86_400.0
 TRANSACTION_LONG_S = 300.0  # an open transaction keeps old rows of all tables
 DEAD_ROWS_MIN = 100_000  # fewer old rows are no trouble, even in a small table
 MAIL_FILES_WAITING = 2  # full files of Mail's events; one may be under way
-SHOWN_MAX = 5  # names in one sentence
+SHOWN_MAX = 5  # names in one finding
 
 MICROS_PER_S = 1_000_000
 GIB = 1 << 30
@@ -37,7 +37,7 @@ RECOUNT: Final = (
     "INSERT INTO postroom.count_changes SELECT queue, "
     "CASE state WHEN 'QUEUED' THEN 'P' || lane ELSE state END, count(*) FROM postroom.records GROUP BY 1, 2"
 )
-"""Counts the records again, in one transaction. Commits wait meanwhile: each of them writes a change."""
+"""Counts the records again in one transaction. Commits wait for it, because each writes a change."""
 
 
 # ---- facts -------------------------------------------------------------------------------------------
@@ -707,7 +707,7 @@ def _fine_server(facts: Facts) -> str:
 
 
 def _is_read(facts: Facts) -> bool:
-    """Whether the messages were read: not those of another format, nor those that a move has left behind."""
+    """Whether messages were read: a store of another format, or one that was moved away, is not."""
     store = facts.store
     if store is None or store.format != store.newest_format:
         return False

@@ -1,7 +1,7 @@
 """Whether messages flow: the verdict of `doctor`, `engine status`, `top`, the live page and `GET /health`.
 
-Rule 1: nothing else decides whether a queue is well. Who shows health hands its facts to `judge`.
-Rule 2: what waits for a person, such as a dead letter, is not ill health: the messages beside it flow.
+Rule 1: only `judge` decides whether a queue is well. Whatever shows health passes it the facts.
+Rule 2: what waits for a person, such as a dead letter, is not ill health: other messages flow.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

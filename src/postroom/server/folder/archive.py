@@ -172,4 +172,4 @@ class Archive:
                 if content is None:
                     raise StoreDamaged(f"{info.name!r} is not a regular file")
                 yield info, content
-                tar.members.clear()  # type: ignore[attr-defined] # it would remember all of them
+                tar.members.clear()  # type: ignore[attr-defined] # or it keeps every member in memory

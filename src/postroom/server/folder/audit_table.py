@@ -1,4 +1,4 @@
-"""The audit stream in a PostgreSQL table, beside or instead of segments.
+"""The audit stream in a PostgreSQL table, instead of segments or in addition to them.
 
 Rule 1: events and the position of their source are one transaction, so the two cannot disagree.
 Rule 2: a writer says which position it continues. Of two shippers, one is refused.
@@ -216,7 +216,7 @@ class TableFeed:
         return int(self._table.ask(query, after, self.source)[0][0])
 
     def settle(self) -> None:
-        """The database has committed what it answers."""
+        """Nothing to do: the database answers with committed events."""
 
     def read(self, after: int, limit: int) -> list[AuditEvent]:
         rows = self._table.ask(

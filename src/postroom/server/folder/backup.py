@@ -241,7 +241,7 @@ class _Selection:
         self.is_encrypted = self._snapshot.is_encrypted
 
     def _note_mail(self, stack: ExitStack) -> None:
-        """Note the segments of Mail's log. All of them are opened before a compaction can remove one."""
+        """Note the segments of Mail's log. Opened, their bytes outlive a compaction that removes them."""
         folder = self._folder / MAIL_FOLDER
         if not folder.is_dir():
             return

@@ -63,7 +63,7 @@ BUSES_AN_AGENT_MAX = 50
 OPERATOR_BUSES_RESERVE = 100
 BUS_BYTES_MAX = 1024 * 1024 * 1024  # of a bus with its archives, by default
 FULL_BUSES_AN_ORGANIZATION_MAX = 8  # as many full buses may an organization have
-MEASURED_PARTS = 16  # the buses of an organization are measured again when such a part was posted
+MEASURED_PARTS = 16  # the buses of an organization are measured again after this part of their limit
 ROTATE_BYTES = 64 * 1024 * 1024
 FILES_A_BUS = 4  # at least, so that moving one archive away makes room and leaves history
 RECORD_EXTRA_BYTES = 512  # of a record, besides the posted fields
@@ -128,9 +128,9 @@ class Buses:
     def find(
         self, name: str, caller: Identity, org_id: str = "", action: str = "bus.read"
     ) -> FoundBus | None:
-        """The bus that a name means to a caller; None when there is none. No file of a bus is read.
+        """The bus that a caller means by a name; None without one. Reads no file of a bus.
 
-        With `org_id`, only that of this organization.
+        With `org_id`, only buses of that organization are found.
         """
         checked_name("bus", name)
         self._check_caller(caller, org_id)
@@ -190,7 +190,7 @@ class Buses:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """No other thread or process creates or removes a bus of the folder meanwhile."""
+        """Hold the lock that every thread and process takes to create or remove a bus."""
         make_folder(self._data / FOLDER, self._durability)
         path = self._data / LOCK_FILE
         fd = lock.open_lock_file(path)
@@ -361,7 +361,7 @@ class Buses:
         return _page(messages, limit, BUS_ANSWER_BYTES_MAX)[0]
 
     def newest(self, name: str, limit: int, caller: Identity, org_id: str = "") -> list[BusMessage]:
-        """The newest messages of the bus file without its archives, the oldest of them first."""
+        """The newest messages of the bus file, oldest first. Archives are not read."""
         found = self.find(name, caller, org_id)
         if found is None or not found.key.path(self._data).exists():
             return []
@@ -440,7 +440,7 @@ class BusRemoved(Exception):
 class Follower:
     """Reads a bus page by page. It opens the file only after the bus has changed.
 
-    It searches for its position only after it has reached the end.
+    Its position is looked up again only after it has read to the end.
     """
 
     def __init__(self, buses: Buses, find: Callable[[], FoundBus | None], since: str) -> None:

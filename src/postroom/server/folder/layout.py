@@ -35,7 +35,7 @@ def is_data_folder(folder: Path) -> bool:
 
 
 def checked_data_folder(folder: Path) -> Path:
-    """The folder, or one sentence that says why it is no data folder."""
+    """The folder. Raises `Unavailable` with the reason when it is no data folder."""
     if not folder.exists():
         raise Unavailable(f"there is no data folder {folder}: {_how_to_start(folder)}")
     if not folder.is_dir():

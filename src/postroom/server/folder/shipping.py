@@ -84,7 +84,7 @@ class Shipping(msgspec.Struct):
             self._publish()
 
     def _note_head(self) -> None:
-        """Record a new last sealed segment beside the folder and in the stores."""
+        """Record a newly sealed last segment, in the stores and in a file next to the folder."""
         sealed = self.sink.sealed
         if sealed == self.noted:
             return

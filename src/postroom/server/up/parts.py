@@ -122,7 +122,7 @@ class Parts:
         )
 
     def start(self, is_stopping: Callable[[], bool]) -> Mapping[str, dict[str, Any]]:
-        """Start all parts, unless a stop comes first. Returns what each of them printed when it was ready."""
+        """Start all parts, unless a stop comes first. Returns the facts that each printed when ready."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         waiting = dict(self._parts)
         while (waiting or not all(map(self._is_ready, self._parts))) and not is_stopping():
