@@ -16,7 +16,7 @@ from postroom.message import BusMessage
 from postroom.server.access.registry import Identity
 from postroom.server.folder import bus_owners, buses
 from postroom.server.folder.bus_owners import BusKey, take_over
-from postroom.server.folder.buses import BUSES_AN_AGENT_MAX, BUSES_AN_ORGANIZATION_MAX, Buses
+from postroom.server.folder.buses import BUSES_AN_AGENT_MAX, BUSES_AN_ORGANIZATION_MAX, Buses, BusLimits
 from tests.integration.commandline import postroom
 from tests.integration.servers import Server, serving
 from tests.postgresserver import database, postgres, store_url
@@ -196,10 +196,8 @@ def test_a_damaged_record_of_an_owner_opens_nothing(opened: Buses, tasks: Tasks)
 # ---- shares ------------------------------------------------------------------------------------------
 
 
-def test_an_organization_creates_a_limited_number_of_buses(
-    opened: Buses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buses, "BUSES_AN_ORGANIZATION_MAX", 3)
+def test_an_organization_creates_a_limited_number_of_buses(tasks: Tasks, data: Path) -> None:
+    opened = Buses(data, tasks.store, "os", BYTES_MAX, limits=BusLimits(of_organization=3))
     for number in range(3):
         post(opened, f"b{number}", Identity(f"agent{number}", "agent", org="acme"))
     for caller in (ADA, Identity("op", "operator", org="acme")):
@@ -211,6 +209,7 @@ def test_an_organization_creates_a_limited_number_of_buses(
     post(opened, "one-more", BOSS, org_id="beta")
     opened.remove("b0", BOSS, "acme")
     post(opened, "again", ADA)
+    opened.close()
     assert BUSES_AN_AGENT_MAX < BUSES_AN_ORGANIZATION_MAX < buses.BUSES_MAX
 
 

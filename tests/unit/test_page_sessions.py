@@ -3,12 +3,10 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import pytest
-
-from postroom.page import sessions as page_sessions
 from postroom.page.sessions import (
     SESSION_S,
     SESSIONS_MAX,
+    SessionLimits,
     Sessions,
     cookie,
     cookie_name,
@@ -51,23 +49,16 @@ def test_sessions_are_bounded_and_the_oldest_ends_first(tmp_path: Path) -> None:
     assert found == [None, "b", "d"]
 
 
-def test_one_token_does_not_end_the_sessions_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
-    monkeypatch.setattr(page_sessions, "SESSIONS_A_TOKEN_MAX", 3)
-    found = Sessions(tmp_path)
+def test_one_token_does_not_end_the_sessions_of_others(tmp_path: Path) -> None:
+    found = Sessions(tmp_path, SessionLimits(all=5, of_token=3))
     operator = found.begin("operator", "")
     secrets = [found.begin("agent", "acme") for _ in range(10)]
     assert found.token_of(operator) == "operator"
     assert [found.token_of(secret) for secret in secrets] == [None] * 7 + ["agent"] * 3
 
 
-def test_one_organization_does_not_end_the_sessions_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_sessions, "SESSIONS_MAX", 5)
-    found = Sessions(tmp_path)
+def test_one_organization_does_not_end_the_sessions_of_others(tmp_path: Path) -> None:
+    found = Sessions(tmp_path, SessionLimits(all=5))
     others = [found.begin("a", "acme"), found.begin("b", "")]
     flood = [found.begin(f"token-{number}", "flood") for number in range(10)]
     assert [found.token_of(secret) for secret in others] == ["a", "b"]

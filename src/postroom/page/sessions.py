@@ -14,7 +14,7 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from postroom.server.access.tokens import Session, session_file
 
@@ -26,11 +26,19 @@ SESSIONS_A_TOKEN_MAX: Final = 20
 """Of one token, so that no token ends the sessions of others."""
 
 
+class SessionLimits(NamedTuple):
+    """How many sessions there may be."""
+
+    all: int = SESSIONS_MAX
+    of_token: int = SESSIONS_A_TOKEN_MAX
+
+
 class Sessions:
     """The sessions of a data folder. They survive a restart of the server."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, limits: SessionLimits | None = None) -> None:
         self._file = session_file(data)
+        self._limits = limits or SessionLimits()
 
     def begin(self, token_sha256: str, org: str, now: datetime | None = None) -> str:
         """Begin a session and return its secret, which is not stored."""
@@ -40,9 +48,9 @@ class Sessions:
         with self._file.changing() as sessions:
             live = [*(one for one in sessions if one.expires > now), begun]
             own = [one for one in live if one.token_sha256 == token_sha256]
-            for ended in own[:-SESSIONS_A_TOKEN_MAX]:
+            for ended in own[: -self._limits.of_token]:
                 live.remove(ended)
-            while len(live) > SESSIONS_MAX:
+            while len(live) > self._limits.all:
                 [(largest, _)] = Counter(one.org for one in live).most_common(1)
                 live.remove(next(one for one in live if one.org == largest))
             sessions[:] = live

@@ -87,6 +87,28 @@ class FoundBus(NamedTuple):
         return owner_of(self.key, self.record)
 
 
+class BusLimits(msgspec.Struct, frozen=True):
+    """How many buses there may be."""
+
+    all: int = BUSES_MAX
+    of_organization: int = BUSES_AN_ORGANIZATION_MAX
+    of_agent: int = BUSES_AN_AGENT_MAX
+
+    def fault(
+        self, records: Mapping[BusKey, BusRecord], org: str, creator: str, caller: Identity
+    ) -> Exception | None:
+        """Why a caller may create no more buses; None when it may."""
+        buses_max = self.all if caller.is_operator else self.all - OPERATOR_BUSES_RESERVE
+        if len(records) >= buses_max:
+            return InvalidMessage(f"there are {buses_max} buses already, which is the limit")
+        of_org = [record for key, record in records.items() if key.org == org]
+        if org and len(of_org) >= self.of_organization:
+            return TooMany(org, "buses of its own", self.of_organization, RETRY_AFTER_S)
+        if creator and sum(record.creator == creator for record in of_org) >= self.of_agent:
+            return TooMany(creator, "buses of its own", self.of_agent, RETRY_AFTER_S)
+        return None
+
+
 class _RemovedMeanwhile(Exception):
     """A bus was removed since its owner was looked up."""
 
@@ -101,7 +123,9 @@ class Buses:
         durability: Durability,
         bytes_max: int = BUS_BYTES_MAX,
         unreadable: Unavailable | None = None,
+        limits: BusLimits | None = None,
     ) -> None:
+        self._limits = limits or BusLimits()
         self._data = data
         self._store = store
         self._durability: Durability = durability
@@ -210,24 +234,21 @@ class Buses:
             raise NotAllowed(
                 HTTPStatus.FORBIDDEN, f"it is unknown whose bus {name!r} is: only operators may use it"
             )
-        records = self._store.read(known)
+        records, place = self._store.read(known), place_of(self._data)
         gone: list[BusKey] = []
-        if _too_many(records, key.org, creator, caller) is not None:
-            place = place_of(self._data)
-            gone = [
-                each
-                for each, record in records.items()
-                if record.place == place and not each.exists(self._data)
-            ]
+        if self._limits.fault(records, key.org, creator, caller) is not None:
+            for each, record in records.items():
+                if record.place == place and not each.exists(self._data):
+                    gone.append(each)
             left = {each: record for each, record in records.items() if each not in gone}
-            fault = _too_many(left, key.org, creator, caller)
+            fault = self._limits.fault(left, key.org, creator, caller)
             if fault is not None:
                 raise fault
 
         def note(transaction: Transaction) -> None:
             for each in gone:
                 OWNERS.put(transaction, None, *each)
-            OWNERS.put(transaction, BusRecord(creator, transaction.wall_us, place_of(self._data)), *key)
+            OWNERS.put(transaction, BusRecord(creator, transaction.wall_us, place), *key)
             transaction.synced = True
 
         self._store.write(note)
@@ -310,8 +331,8 @@ class Buses:
         measured, added = self._measured.get(org, (0, bytes_max))
         if added + size > bytes_max // MEASURED_PARTS or measured + added + size > bytes_max:
             folder = BusKey(org, "").path(self._data).parent
-            arriving = sum(each for key, each in self._arriving.items() if key.org == org)
-            measured, added = _folder_bytes(folder), arriving
+            measured = sum(map(_size, folder.iterdir())) if folder.is_dir() else 0
+            added = sum(each for key, each in self._arriving.items() if key.org == org)
         if measured + added + size > bytes_max:
             raise BusFull(
                 f"the buses of organization {org!r} may have at most {bytes_max} bytes together: remove one",
@@ -478,21 +499,6 @@ class Follower:
         return page
 
 
-def _too_many(
-    records: Mapping[BusKey, BusRecord], org: str, creator: str, caller: Identity
-) -> Exception | None:
-    """Why a caller may create no more buses; None when it may."""
-    buses_max = BUSES_MAX if caller.is_operator else BUSES_MAX - OPERATOR_BUSES_RESERVE
-    if len(records) >= buses_max:
-        return InvalidMessage(f"there are {buses_max} buses already, which is the limit")
-    of_org = [record for key, record in records.items() if key.org == org]
-    if org and len(of_org) >= BUSES_AN_ORGANIZATION_MAX:
-        return TooMany(org, "buses of its own", BUSES_AN_ORGANIZATION_MAX, RETRY_AFTER_S)
-    if creator and sum(record.creator == creator for record in of_org) >= BUSES_AN_AGENT_MAX:
-        return TooMany(creator, "buses of its own", BUSES_AN_AGENT_MAX, RETRY_AFTER_S)
-    return None
-
-
 def _page(messages: Iterator[BusMessage], limit: int, bytes_max: int) -> tuple[list[BusMessage], bool]:
     """Up to `limit` messages or about `bytes_max` bytes, and whether the end was reached."""
     page: list[BusMessage] = []
@@ -510,7 +516,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:  # moved away a moment ago
         return 0
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(_size(path) for path in folder.iterdir()) if folder.is_dir() else 0
