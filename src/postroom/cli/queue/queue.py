@@ -53,46 +53,72 @@ def parse_seconds(text: str) -> float | int:
         raise click.BadParameter(f"{text!r} is not a number of seconds") from None
 
 
-def option(*names: str, **facts: Any) -> Callable[[], click.Option]:
-    """An option of several commands. Each command gets its own copy."""
-    return lambda: click.Option(list(names), **facts)
-
-
-root_option = option(
-    "--root",
+root_option = click.Option(
+    ["--root"],
     type=click.Path(),
     callback=as_path,
     metavar="DIR",
     help="The folder of the queue.  [default: $POSTROOM_QUEUE_ROOT, $ZOS_MQ_ROOT, $ZOS_HOME/agent-mq, "
     "else a folder of the user]",
 )
-session_option = option(
-    "--session",
+session_option = click.Option(
+    ["--session"],
     metavar="NAME",
     help="The session.  [default: $POSTROOM_QUEUE_SESSION, $ZOS_MQ_SESSION, else default]",
 )
-every_session_option = option("--session", metavar="NAME", help="One session only.  [default: every session]")
-agent_option = option("--agent", "agent_id", required=True, metavar="ID", help="The agent that reads.")
-body_option = option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
-body_file_option = option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
-ttl_option = option(
-    "--ttl",
-    "ttl_s",
+every_session_option = click.Option(
+    ["--session"], metavar="NAME", help="One session only.  [default: every session]"
+)
+agent_option = click.Option(
+    ["--agent", "agent_id"], required=True, metavar="ID", help="The agent that reads."
+)
+body_option = click.Option(["--body"], metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
+body_file_option = click.Option(
+    ["--body-file"], metavar="FILE", help="Read the body from a file; - is stdin."
+)
+ttl_option = click.Option(
+    ["--ttl", "ttl_s"],
     type=parse_seconds,
     metavar="S",
     help="Seconds until the message expires.  [default: never]",
 )
-sender_option = option(
-    "--sender",
+sender_option = click.Option(
+    ["--sender"],
     metavar="ID",
     help="The agent that sends.  [default: $POSTROOM_QUEUE_AGENT_ID, $ZOS_MQ_AGENT_ID, else anonymous]",
 )
-durability_option = option(
-    "--durability",
+durability_option = click.Option(
+    ["--durability"],
     type=click.Choice(["os", "group", "fsync"]),
     help="When the message counts as stored: in the page cache, or after an fsync.  "
     "[default: from the settings, else os]",
 )
+send_options: list[click.Parameter] = [
+    click.Option(["--topic"], required=True, type=click.Choice(TOPICS), help="The topic of the message."),
+    body_option,
+    click.Option(["--to"], metavar="ID", help="The recipient.  [default: every agent]"),
+    ttl_option,
+    session_option,
+    sender_option,
+    click.Option(["--reply-to"], metavar="MSG_ID", help="The message that this one answers."),
+]
+poll_options: list[click.Parameter] = [
+    agent_option,
+    click.Option(
+        ["--topic", "topics"],
+        multiple=True,
+        type=click.Choice(TOPICS),
+        help="Only this topic; messages of other topics are skipped for good. May be repeated.",
+    ),
+    session_option,
+]
+tail_options: list[click.Parameter] = [
+    click.Option(
+        ["-n", "count"], type=COUNT, default=TAIL_DEFAULT, show_default=True, help="How many messages."
+    ),
+    session_option,
+    click.Option(["--include-expired"], is_flag=True, help="Also print expired messages."),
+]
 
 
 # ---- the commands of the original ---------------------------------------------------------------
@@ -160,40 +186,6 @@ def status(shell: Shell, /, session: str | None, root: Path | None = None) -> No
     rows = [{"session": name, **facts} for name, facts in by_session.items()]
     columns = ["session", "messages", "expired", "unreadable", "queue_bytes", "by_topic", "cursors"]
     shell.output.rows(columns, rows, empty="there is no session yet")
-
-
-def send_options() -> list[click.Parameter]:
-    return [
-        click.Option(["--topic"], required=True, type=click.Choice(TOPICS), help="The topic of the message."),
-        body_option(),
-        click.Option(["--to"], metavar="ID", help="The recipient.  [default: every agent]"),
-        ttl_option(),
-        session_option(),
-        sender_option(),
-        click.Option(["--reply-to"], metavar="MSG_ID", help="The message that this one answers."),
-    ]
-
-
-def poll_options() -> list[click.Parameter]:
-    topic = click.Option(
-        ["--topic", "topics"],
-        multiple=True,
-        type=click.Choice(TOPICS),
-        help="Only this topic; messages of other topics are skipped for good. May be repeated.",
-    )
-    return [agent_option(), topic, session_option()]
-
-
-def tail_options() -> list[click.Parameter]:
-    count = click.Option(
-        ["-n", "count"],
-        type=COUNT,
-        default=TAIL_DEFAULT,
-        show_default=True,
-        help="How many messages.",
-    )
-    expired = click.Option(["--include-expired"], is_flag=True, help="Also print expired messages.")
-    return [count, session_option(), expired]
 
 
 # ---- the commands of postroom alone -------------------------------------------------------------
@@ -368,7 +360,7 @@ def print_report(shell: Shell, report: "QueueReport") -> None:
 # ---- the command line ---------------------------------------------------------------------------
 
 
-@click.group(context_settings=HELP_OPTIONS, params=[root_option()])
+@click.group(context_settings=HELP_OPTIONS, params=[root_option])
 @click.pass_obj
 def queue(shell: Shell, root: Path | None) -> None:
     """The mailbox of the agents on one machine.
@@ -399,16 +391,16 @@ def command(
 
 
 def add(name: str, callback: Callable[..., Any], params: list[click.Parameter], *examples: str) -> None:
-    queue.add_command(command(name, callback, [*params, root_option()], *examples))
+    queue.add_command(command(name, callback, [*params, root_option], *examples))
 
 
 add(
     "send",
     send,
     [
-        *send_options(),
-        body_file_option(),
-        durability_option(),
+        *send_options,
+        body_file_option,
+        durability_option,
         click.Option(["--id-only"], is_flag=True, help="Print the bare id, also into a pipe."),
     ],
     'postroom queue send --topic ask --to builder --ttl 600 --body "is it green?"',
@@ -418,7 +410,7 @@ add(
     "poll",
     poll,
     [
-        *poll_options(),
+        *poll_options,
         click.Option(
             ["--wait", "wait_s"],
             type=parse_wait,
@@ -435,24 +427,24 @@ add(
             metavar="N",
             help="Print at most N messages; the next poll gets the rest.  [default: all]",
         ),
-        durability_option(),
+        durability_option,
     ],
     "postroom queue poll --agent builder --wait 30",
     "postroom queue poll --agent builder --topic ask --keep-filtered",
     "postroom queue poll --agent builder --limit 1",
 )
-add("tail", tail, tail_options(), "postroom queue tail -n 3 --session nightly")
-add("expire", expire, [session_option()], "postroom queue expire --session nightly")
-add("status", status, [every_session_option()], "postroom queue status --session nightly")
-add("inbox", inbox, [agent_option(), session_option()], "postroom queue inbox --agent builder")
+add("tail", tail, tail_options, "postroom queue tail -n 3 --session nightly")
+add("expire", expire, [session_option], "postroom queue expire --session nightly")
+add("status", status, [every_session_option], "postroom queue status --session nightly")
+add("inbox", inbox, [agent_option, session_option], "postroom queue inbox --agent builder")
 add(
     "ask",
     ask,
     [
         click.Option(["--to"], required=True, metavar="ID", help="The agent to ask."),
-        body_option(),
-        body_file_option(),
-        sender_option(),
+        body_option,
+        body_file_option,
+        sender_option,
         TimeoutOption(
             ["--timeout-s"],
             type=parse_wait,
@@ -461,14 +453,14 @@ add(
             metavar="S",
             help="How long to wait for the answer.",
         ),
-        ttl_option(),
-        session_option(),
+        ttl_option,
+        session_option,
     ],
     'postroom queue ask --to builder --timeout-s 60 --body "is it green?"',
 )
-add("register", register, [agent_option(), session_option()], "postroom queue register --agent builder")
-add("agents", agents, [session_option()], "postroom queue agents")
-add("check", check, [every_session_option()], "postroom queue check --session nightly")
+add("register", register, [agent_option, session_option], "postroom queue register --agent builder")
+add("agents", agents, [session_option], "postroom queue agents")
+add("check", check, [every_session_option], "postroom queue check --session nightly")
 add(
     "repair",
     repair,
@@ -478,9 +470,9 @@ add(
         click.Option(
             ["--message", "msg_id"], metavar="MSG_ID", help="The message whose side file to restore."
         ),
-        body_option(),
-        body_file_option(),
-        session_option(),
+        body_option,
+        body_file_option,
+        session_option,
     ],
     "postroom queue repair --agent builder --to end",
     "postroom queue repair --message MSG_ID --body-file copy.txt",

@@ -11,7 +11,7 @@ from postroom.cli.shell import HELP_OPTIONS, Shell, run
 PROGRAM = "zos-mq"
 
 
-@click.group(context_settings=HELP_OPTIONS, params=[queue.root_option()])
+@click.group(context_settings=HELP_OPTIONS, params=[queue.root_option])
 @click.pass_context
 def cli(context: click.Context, root: Path | None) -> None:
     """A mailbox for the agents of one machine, in plain files.
@@ -34,14 +34,14 @@ for _command in (
     queue.command(
         "send",
         queue.send,
-        queue.send_options(),
+        queue.send_options,
         'zos-mq send --topic ask --to builder --ttl 600 --body "is it green?"',
         "git diff | zos-mq send --topic broadcast --body -",
     ),
-    queue.command("poll", queue.poll, queue.poll_options(), "zos-mq poll --agent builder --topic ask"),
-    queue.command("tail", queue.tail, queue.tail_options(), "zos-mq tail -n 3 --include-expired"),
-    queue.command("expire", queue.expire, [queue.session_option()], "zos-mq expire --session nightly"),
-    queue.command("status", queue.status, [queue.every_session_option()], "zos-mq status --session nightly"),
+    queue.command("poll", queue.poll, queue.poll_options, "zos-mq poll --agent builder --topic ask"),
+    queue.command("tail", queue.tail, queue.tail_options, "zos-mq tail -n 3 --include-expired"),
+    queue.command("expire", queue.expire, [queue.session_option], "zos-mq expire --session nightly"),
+    queue.command("status", queue.status, [queue.every_session_option], "zos-mq status --session nightly"),
 ):
     cli.add_command(_command)
 
