@@ -266,12 +266,9 @@ class Finding(msgspec.Struct, frozen=True):
 def diagnose(facts: Facts) -> list[Finding]:
     """Every finding; a check without a warning or problem has one that says so."""
     found: list[Finding] = []
-    for name, check, fine in _CHECKS:
-        made = list(check(facts))
-        if made:
-            found += made
-        elif text := fine(facts):
-            found.append(Finding(name, "ok", text))
+    for check in _CHECKS:
+        *made, fine = [*check(facts)] or [Finding("", "ok", "")]
+        found += made or ([fine] if fine.what else [])
     return found
 
 
@@ -313,6 +310,8 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             "environment", "warning", f"a process may open only {found.open_files_max} files",
             "a server refuses connections once it has reached the limit", f"ulimit -n {64 * OPEN_FILES_MIN}",
         )  # fmt: skip
+    text = f"postroom {found.postroom}, Python {found.python}, SQLite {found.sqlite}"
+    yield Finding("environment", "ok", text)
 
 
 def _permissions(facts: Facts) -> Iterator[Finding]:
@@ -342,6 +341,7 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
             "a command was run as another user, and servers of this user will fail",
             f"chown -R $(id -un) {folder.path}",
         )  # fmt: skip
+    yield Finding("permissions", "ok", "only this user can read the folder")
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -362,6 +362,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
             "file locks between machines are not reliable there, and SQLite can be damaged",
             "postroom move sqlite:///DIR/queue.db postgres://USER@HOST/DB, or use a local disk",
         )  # fmt: skip
+    yield Finding("disk", "ok", f"{_size(folder.free_bytes)} are free")
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
@@ -372,6 +373,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
             "the clock of the machine was wrong or is; times in logs and reports are out of order",
             "timedatectl set-ntp true",
         )  # fmt: skip
+    yield Finding("clock", "ok", "no event is in the future")
 
 
 def _up(facts: Facts) -> str:
@@ -406,6 +408,10 @@ def _parts(facts: Facts) -> Iterator[Finding]:
                 "`postroom up` cannot start there",
                 f"postroom up --data {facts.data} --{port.part}-port 0, or end that program",
             )  # fmt: skip
+    text = f"`postroom up` runs: {', '.join(server.parts) or 'it is starting'}"
+    yield Finding(
+        "server", "ok", text if server.is_running else "`postroom up` does not run, and its ports are free"
+    )
 
 
 def _stores(facts: Facts) -> Iterator[Finding]:
@@ -425,6 +431,8 @@ def _stores(facts: Facts) -> Iterator[Finding]:
             "it is needed only to go back to the earlier version",
             " ".join(["rm", *(f"{facts.data}/{name}" for name in facts.copies)]),
         )  # fmt: skip
+    text = f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)"
+    yield Finding("stores", "ok", text)
 
 
 def _format(facts: Facts, store: StoreFacts) -> Iterator[Finding]:
@@ -503,6 +511,8 @@ def _database(facts: Facts) -> Iterator[Finding]:
             "waiting workers of other machines poll instead of being woken, as behind PgBouncer",
             "add listen=off to the address, or connect to the server itself",
         )  # fmt: skip
+    woken = {None: "wake-ups are switched off", True: "LISTEN works", False: ""}[database.hears]
+    yield Finding("database", "ok", f"all indexes are valid, no transaction is old, and {woken}")
 
 
 def _indexes(database: DatabaseFacts) -> Iterator[Finding]:
@@ -524,14 +534,6 @@ def _psql(database: DatabaseFacts, statement: str) -> str:
     return f"psql '{database.psql}' -c '{quoted}'"
 
 
-def _fine_database(facts: Facts) -> str:
-    database = facts.database
-    if database is None:
-        return ""
-    woken = {None: "wake-ups are switched off", True: "LISTEN works", False: ""}[database.hears]
-    return f"all indexes are valid, no transaction is old, and {woken}"
-
-
 def _encryption(facts: Facts) -> Iterator[Finding]:
     for fault in facts.faults:
         if fault.is_locked:
@@ -546,14 +548,10 @@ def _encryption(facts: Facts) -> Iterator[Finding]:
             "they were stored before encryption was turned on",
             f"postroom keys encrypt --data {_place(facts)}",
         )  # fmt: skip
-
-
-def _fine_encryption(facts: Facts) -> str:
-    found = facts.encryption
-    if found is None:
-        return ""
-    more = f"; {found.outdated} values use an earlier key" if found.outdated else ""
-    return f"values are encrypted with the key {found.key}{more}"
+    text = "" if found is None else f"values are encrypted with the key {found.key}"
+    if found is not None and found.outdated:
+        text += f"; {found.outdated} values use an earlier key"
+    yield Finding("encryption", "ok", text)
 
 
 def _leases(facts: Facts) -> Iterator[Finding]:
@@ -578,6 +576,7 @@ def _leases(facts: Facts) -> Iterator[Finding]:
             "the worker sends heartbeats but may hang",
             f"postroom {verb} cancel {lease.message_id} --data {_place(facts)}",
         )  # fmt: skip
+    yield Finding("leases", "ok", "no lease is stuck" if _is_read(facts) else "")
 
 
 def _failures(facts: Facts) -> Iterator[Finding]:
@@ -593,6 +592,8 @@ def _failures(facts: Facts) -> Iterator[Finding]:
                 "poison", "warning", f"dead letters: {messages(queue.dead_letters)} of {queue.name}",
                 "they failed for good, and wait for a decision", _listing(facts, queue, "DEAD_LETTER"),
             )  # fmt: skip
+    text = "no dead letters, and nothing in quarantine" if _is_read(facts) else ""
+    yield Finding("poison", "ok", text)
 
 
 def _listing(facts: Facts, queue: BacklogFacts, state: str) -> str:
@@ -623,6 +624,14 @@ def _backlog(facts: Facts) -> Iterator[Finding]:
                 "backlog", "warning", f"the oldest of {messages(queue.waiting)} {waited}",
                 "too few workers claim from this queue, or none", _more_workers(facts, queue),
             )  # fmt: skip
+    waiting, delayed = sum(queue.waiting for queue in queues), sum(queue.delayed for queue in queues)
+    text = f"waiting: {messages(waiting)}" + (f"; delayed: {messages(delayed)}" if delayed else "")
+    yield Finding("backlog", "ok", text if _is_read(facts) else "")
+
+
+def _breakers(facts: Facts) -> Iterator[Finding]:
+    yield from _health(facts, "breakers")
+    yield Finding("breakers", "ok", "")
 
 
 def _more_workers(facts: Facts, queue: BacklogFacts) -> str:
@@ -658,6 +667,10 @@ def _shipper(facts: Facts) -> Iterator[Finding]:
             "shipper", "warning", f"{facts.mail_files_waiting} full files of Mail's events are not shipped",
             "the oldest are removed when they fill 1 GiB", command,
         )  # fmt: skip
+    shipped = "events are not shipped"
+    if shipper is not None:
+        shipped = f"{shipper.waiting} events wait to be shipped"
+    yield Finding("shipper", "ok", shipped if _is_read(facts) else "")
 
 
 def _tokens(facts: Facts) -> Iterator[Finding]:
@@ -688,22 +701,7 @@ def _tokens(facts: Facts) -> Iterator[Finding]:
                 "it is refused, and only takes up a place in the list",
                 f"postroom token revoke {token.token_id} --data {facts.data}",
             )  # fmt: skip
-
-
-# ---- what a check says when all is well --------------------------------------------------------------
-
-
-def _fine_environment(facts: Facts) -> str:
-    found = facts.environment
-    return f"postroom {found.postroom}, Python {found.python}, SQLite {found.sqlite}"
-
-
-def _fine_server(facts: Facts) -> str:
-    if facts.server is None:
-        return ""
-    if not facts.server.is_running:
-        return "`postroom up` does not run, and its ports are free"
-    return f"`postroom up` runs: {', '.join(facts.server.parts) or 'it is starting'}"
+    yield Finding("tokens", "ok", f"{_count(facts.tokens, 'token')}, none expires soon")
 
 
 def _is_read(facts: Facts) -> bool:
@@ -714,50 +712,11 @@ def _is_read(facts: Facts) -> bool:
     return facts.moved is None or not store.is_folder
 
 
-def _fine_shipper(facts: Facts) -> str:
-    if facts.store is None or not _is_read(facts):
-        return ""
-    shipper = facts.store.shipper
-    return "events are not shipped" if shipper is None else f"{shipper.waiting} events wait to be shipped"
-
-
-def _fine_failures(facts: Facts) -> str:
-    return "no dead letters, and nothing in quarantine" if _is_read(facts) else ""
-
-
-def _fine_tokens(facts: Facts) -> str:
-    return "" if facts.tokens is None else f"{_count(facts.tokens, 'token')}, none expires soon"
-
-
-def _fine_backlog(facts: Facts) -> str:
-    if facts.store is None or not _is_read(facts):
-        return ""
-    queues = facts.store.queues
-    waiting, delayed = sum(queue.waiting for queue in queues), sum(queue.delayed for queue in queues)
-    return f"waiting: {messages(waiting)}" + (f"; delayed: {messages(delayed)}" if delayed else "")
-
-
 _CHECKS = (
-    ("environment", _environment, _fine_environment),
-    ("permissions", _permissions, lambda facts: "only this user can read the folder" if facts.folder else ""),
-    ("disk", _disk, lambda facts: f"{_size(facts.folder.free_bytes)} are free" if facts.folder else ""),
-    ("clock", _clock, lambda _: "no event is in the future"),
-    ("server", _parts, _fine_server),
-    (
-        "stores",
-        _stores,
-        lambda facts: f"undamaged: {', '.join(facts.checked)}" if facts.checked else "not read (--quick)",
-    ),
-    ("database", _database, _fine_database),
-    ("encryption", _encryption, _fine_encryption),
-    ("leases", _leases, lambda facts: "no lease is stuck" if _is_read(facts) else ""),
-    ("poison", _failures, _fine_failures),
-    ("backlog", _backlog, _fine_backlog),
-    ("breakers", lambda facts: _health(facts, "breakers"), lambda _: ""),
-    ("shipper", _shipper, _fine_shipper),
-    ("tokens", _tokens, _fine_tokens),
-)
-"""The name of each check, the check, and what it says without a finding; an empty text says nothing."""
+    _environment, _permissions, _disk, _clock, _parts, _stores, _database, _encryption, _leases, _failures,
+    _backlog, _breakers, _shipper, _tokens,
+)  # fmt: skip
+"""Each ends with what it says when all is well, which is dropped when it has found something."""
 
 
 # ---- words -------------------------------------------------------------------------------------------
