@@ -34,7 +34,7 @@ from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Level, Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
 from postroom.server.folder import shipping as shipping_module
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.stores.base import Outbox
 from tests import children
@@ -165,7 +165,7 @@ def test_a_sink_ahead_of_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> 
 def ship_store(folder: Path, database: Path) -> int:
     """As `postroom audit ship --once` does."""
     with opened(
-        folder, ShippedSources(stores=(f"sqlite:///{database}",)), AuditSettings(environment="dev")
+        folder, Sources(stores=(f"sqlite:///{database}",)), AuditSettings(environment="dev")
     ) as shipping:
         return shipping.once()
 
@@ -185,7 +185,7 @@ STEPS = (
 
 def publish(data: Path, copy: Path) -> None:
     settings = AuditSettings(environment="dev", publish=f"file://{copy}")
-    with opened(data / "audit", ShippedSources(stores=(f"sqlite:///{data}/queue.db",)), settings) as shipping:
+    with opened(data / "audit", Sources(stores=(f"sqlite:///{data}/queue.db",)), settings) as shipping:
         shipping.once()
 
 
@@ -243,9 +243,7 @@ def test_a_store_has_one_stream(tmp_path: Path) -> None:
 def test_a_store_replaced_during_shipping_ends_the_shipper(tmp_path: Path) -> None:
     database = tmp_path / "queue.db"
     enqueue(database, "one")
-    with opened(
-        tmp_path / "audit", ShippedSources(stores=(f"sqlite:///{database}",)), AuditSettings()
-    ) as shipping:
+    with opened(tmp_path / "audit", Sources(stores=(f"sqlite:///{database}",)), AuditSettings()) as shipping:
         assert shipping.shipper.ship() == 2
         for path in [database, *tmp_path.glob("queue.db-*")]:
             path.unlink()
@@ -310,7 +308,7 @@ def test_segments_are_marked_with_the_redaction_by_built_in_rules(
     url = f"sqlite:///{tmp_path}/queue.db"
     with Tasks.open(url) as tasks:
         tasks.enqueue(agent="a", payload={}, type="t")
-    with opened(tmp_path / "audit", ShippedSources(stores=(url,)), settings) as shipping:
+    with opened(tmp_path / "audit", Sources(stores=(url,)), settings) as shipping:
         shipping.once()
     assert [entry.redaction for entry in read_chain(tmp_path / "audit").entries] == [mark_of(level)]
 
@@ -544,9 +542,7 @@ def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: 
     shutil.copy(path, tmp_path / "old")
     say("old")
     say("old")
-    sources = (
-        ShippedSources(buses=(path,)) if contract == "bus" else ShippedSources(queue_roots=(path.parent,))
-    )
+    sources = Sources(buses=(path,)) if contract == "bus" else Sources(queue_roots=(path.parent,))
     assert ship_sources(tmp_path / "audit", sources) == 3
     path.write_bytes((tmp_path / "old").read_bytes())
     with pytest.raises(SinkAhead):
@@ -565,9 +561,7 @@ def test_a_file_restored_during_shipping_ends_the_shipper(contract: str, tmp_pat
     say("first")
     old = path.read_bytes()
     say("second")
-    sources = (
-        ShippedSources(buses=(path,)) if contract == "bus" else ShippedSources(queue_roots=(path.parent,))
-    )
+    sources = Sources(buses=(path,)) if contract == "bus" else Sources(queue_roots=(path.parent,))
     with opened(tmp_path / "audit", sources, AuditSettings()) as shipping:
         assert shipping.shipper.ship() == 2
         path.write_bytes(old)
@@ -580,11 +574,11 @@ def test_a_file_restored_during_shipping_ends_the_shipper(contract: str, tmp_pat
 def test_a_file_is_continued_after_retention_removed_its_events(tmp_path: Path) -> None:
     path, say = speaker("bus", tmp_path)
     say("first")
-    assert ship_sources(tmp_path / "audit", ShippedSources(buses=(path,))) == 1
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1
     assert len(Audit(tmp_path / "audit").retain(datetime.now(UTC) + timedelta(days=1))) == 1
-    assert ship_sources(tmp_path / "audit", ShippedSources(buses=(path,))) == 0
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 0
     say("second")
-    assert ship_sources(tmp_path / "audit", ShippedSources(buses=(path,))) == 1
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1
 
 
 def speaker(contract: str, folder: Path) -> tuple[Path, Callable[[str], object]]:
@@ -596,7 +590,7 @@ def speaker(contract: str, folder: Path) -> tuple[Path, Callable[[str], object]]
     return queue.root / "audit.jsonl", lambda body: queue.send("ask", body, sender="ada")
 
 
-def ship_sources(folder: Path, sources: ShippedSources) -> int:
+def ship_sources(folder: Path, sources: Sources) -> int:
     """As `postroom audit ship --once` does."""
     with opened(folder, sources, AuditSettings(environment="dev")) as shipping:
         return shipping.once()

@@ -23,7 +23,7 @@ from postroom.audit.segment_writer import SegmentSink
 from postroom.audit.verify import verify
 from postroom.core.formats.events import AuditEvent, of_store
 from postroom.core.history.history_checker import History
-from postroom.server.folder.shipping import ShippedSources, Shipping, opened
+from postroom.server.folder.shipping import Shipping, Sources, opened
 from postroom.settings import AuditSettings
 from tests.contract import test_history_checker
 from tests.crash.ledger import Tally
@@ -67,7 +67,7 @@ def ship(report: Report, *, folder: str, careless: bool = False) -> None:
 
 def _shipping(folder: Path) -> "contextlib.AbstractContextManager[Shipping]":
     settings = AuditSettings(environment="dev", seal_bytes=SEAL_BYTES, seal_after_s=SEAL_AFTER_S)
-    return opened(folder / "audit", ShippedSources(stores=(f"sqlite:///{folder}/queue.db",)), settings)
+    return opened(folder / "audit", Sources(stores=(f"sqlite:///{folder}/queue.db",)), settings)
 
 
 def _drop_some(sink: SegmentSink) -> None:

@@ -12,7 +12,7 @@ from postroom.audit.reader import Segments
 from postroom.core.formats.events import AuditEvent
 from postroom.core.health.diagnosis import diagnose
 from postroom.server.folder.diagnosis import facts_of_folder
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings, UpSettings
 from postroom.stores.event_quarantine import QUARANTINE
 from postroom.stores.event_runs import UNREADABLE
@@ -54,7 +54,7 @@ def damage(data: Path, seq: int, batch: bytes) -> None:
 
 def ship(data: Path) -> list[AuditEvent]:
     """Ship what waits, as a shipper that starts and ends; returns everything in the stream."""
-    sources = ShippedSources(stores=(f"sqlite:///{data / 'queue.db'}",))
+    sources = Sources(stores=(f"sqlite:///{data / 'queue.db'}",))
     with opened(data / "audit", sources, AuditSettings(environment="dev")) as shipping:
         shipping.once()
     return list(Segments(data / "audit").events())

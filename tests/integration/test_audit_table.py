@@ -15,7 +15,7 @@ from postroom.core.formats.events import to_line
 from postroom.errors import ShippedElsewhere, StoreUnreachable
 from postroom.server.folder import audit_table
 from postroom.server.folder.audit_table import AuditTable, TableSink, export_table, opened_table, retain_table
-from postroom.server.folder.shipping import ShippedSources
+from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.testing.postgres_server import PostgresServer
 from tests.integration.commandline import isolate, postroom
@@ -74,7 +74,7 @@ def test_exported_lines_are_those_that_a_segment_sink_writes(
 ) -> None:
     some_tasks(database, 5)
     table = postgres.new_store()
-    with opened_table(table, ShippedSources((database,)), SETTINGS) as shipping:
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
         shipping.once()
     export_table(table, tmp_path / "exported", SETTINGS)
     with Tasks.open(database) as tasks:
@@ -85,7 +85,7 @@ def test_exported_lines_are_those_that_a_segment_sink_writes(
 def test_second_shipper_is_refused_and_writes_nothing(database: str, postgres: PostgresServer) -> None:
     some_tasks(database, 2)
     table = postgres.new_store()
-    with opened_table(table, ShippedSources((database,)), SETTINGS) as shipping:
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
         [feed] = shipping.shipper._feeds()
         events = feed.read(0, 100)
         shipping.once()
@@ -102,7 +102,7 @@ def test_retention_drops_months_that_ended_long_enough_ago(
     isolate(monkeypatch, tmp_path)
     some_tasks(database, 1)
     table = postgres.new_store()
-    with opened_table(table, ShippedSources((database,)), SETTINGS) as shipping:
+    with opened_table(table, Sources((database,)), SETTINGS) as shipping:
         [feed] = shipping.shipper._feeds()
         events = [
             msgspec.structs.replace(
@@ -130,7 +130,7 @@ def test_lost_connection_during_a_write_doubles_and_loses_no_event(
     table = postgres.new_store()
     with TcpProxy(postgres.port) as proxy:
         url = table.replace(f":{postgres.port}/", f":{proxy.port}/")
-        with opened_table(url, ShippedSources((database,)), SETTINGS) as shipping:
+        with opened_table(url, Sources((database,)), SETTINGS) as shipping:
             left = [wish]
             proxy.watch = lambda chunk: left.pop() if left and b"COMMIT" in chunk else "pass"
             with pytest.raises(StoreUnreachable):

@@ -29,7 +29,7 @@ from postroom.engine.agents.agent_sweeps import Swept, sweep
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.work.handlers import ended
 from postroom.pipeline.times import DAY_US
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.engines import EngineUnderTest
 from tests.integration.mailservers import serving
@@ -222,7 +222,7 @@ class World:
         }
 
 
-def others(folder: Path) -> ShippedSources:
+def others(folder: Path) -> Sources:
     """A bus, a queue, a store of tasks and a mail server."""
     for number in range(3):
         Bus(folder / "bus.yaml").append(type="FACT", project_id="p", body=f"fact {number}")
@@ -239,7 +239,7 @@ def others(folder: Path) -> ShippedSources:
             else:
                 tasks.complete(task.task_id, task.lease, "done")
     mail(folder / "mail")
-    return ShippedSources(
+    return Sources(
         (f"sqlite:///{folder}/queue.db",), (folder / "queue",), (folder / "bus.yaml",), (folder / "mail",)
     )
 
@@ -296,7 +296,7 @@ def lived(folder: Path) -> RealHistory:
     world = World(folder)
     world.live()
     own = others(folder / "others")
-    sources = ShippedSources((world.url, *own.stores), own.queue_roots, own.buses, own.mail)
+    sources = Sources((world.url, *own.stores), own.queue_roots, own.buses, own.mail)
     published = (folder / "published").as_uri()
     with opened(folder / "audit", sources, AuditSettings(publish=published)) as shipping:
         shipping.once()

@@ -14,7 +14,7 @@ from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.spark import event_logs
 from postroom.server.folder.audit_table import export_table, opened_table
-from postroom.server.folder.shipping import ShippedSources
+from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import database, postgres
@@ -85,7 +85,7 @@ def test_exported_audit_table_runs_through_the_pipeline(
             tasks.enqueue(agent="a", payload={"n": number, "nul": "\0"})
         held = tasks.claim(agent="a", limit=2)
         tasks.complete_many([(task.task_id, task.lease, None) for task in held])
-    with opened_table(table, ShippedSources((database,)), settings) as shipping:
+    with opened_table(table, Sources((database,)), settings) as shipping:
         shipping.once()
     assert export_table(table, tmp_path / "events", settings) == 10
     done = commands("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables", "--json")

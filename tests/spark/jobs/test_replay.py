@@ -19,7 +19,7 @@ from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.replay import ReplayRequest, replay
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.system.crypto.key_file import add_key
 from tests.spark.commands import Commands
@@ -43,7 +43,7 @@ class Past:
         self.redacted = self._tables(spark, folder / "redacted", AuditSettings())
 
     def _tables(self, spark: SparkSession, folder: Path, settings: AuditSettings) -> Tables:
-        with opened(folder / "audit", ShippedSources(stores=(self.store,)), settings) as shipping:
+        with opened(folder / "audit", Sources(stores=(self.store,)), settings) as shipping:
             shipping.once()
         with Tasks.open(self.store) as tasks:
             set_outbox(tasks.store, None)  # one store has one stream, and this one is given up

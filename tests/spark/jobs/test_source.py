@@ -14,7 +14,7 @@ from postroom.pipeline.ingest.filters import bounds_of, condition_of
 from postroom.pipeline.ingest.source import register
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.submission import ReplayMessage, Submitter
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.spark.stories import events_in
 
@@ -66,9 +66,9 @@ def test_rows_are_those_that_the_shipper_ships(
     session: SparkSession, places: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     sources = {
-        "bus": ShippedSources(buses=(places["bus"],)),
-        "queue": ShippedSources(queue_roots=(places["queue"],)),
-        "store": ShippedSources(stores=(f"sqlite:///{places['store']}",)),
+        "bus": Sources(buses=(places["bus"],)),
+        "queue": Sources(queue_roots=(places["queue"],)),
+        "store": Sources(stores=(f"sqlite:///{places['store']}",)),
     }[kind]
     found = rows_of(read(session, places, kind))  # before the shipper may have the store forget something
     with opened(tmp_path / "audit", sources, AuditSettings()) as shipping:

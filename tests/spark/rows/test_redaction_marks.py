@@ -20,7 +20,7 @@ from postroom.pipeline.ingest import bronze, bronze_writer
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.jobs import SILVER_INPUTS, Pipeline
 from postroom.pipeline.schema import MARK
-from postroom.server.folder.shipping import ShippedSources, opened
+from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.spark.oracle import expected, oracle, stored
 from tests.spark.plainrows import column, records, rows_of
@@ -40,9 +40,7 @@ def ship(folder: Path, level: Level) -> None:
             tasks.enqueue(agent="a", payload={"to": SECRETS[0], "n": 12}, type="t", max_retries=0)
             [task] = tasks.claim(agent="a")
             tasks.fail(task.task_id, task.lease, f'login of "bo" with password={SECRETS[1]} failed')
-    with opened(
-        folder / "audit", ShippedSources(stores=(store,)), AuditSettings(redaction=level)
-    ) as shipping:
+    with opened(folder / "audit", Sources(stores=(store,)), AuditSettings(redaction=level)) as shipping:
         shipping.once()
 
 

@@ -125,7 +125,7 @@ def ship(
       postroom audit ship --data run --bus runs/bus.yaml --to audit
       postroom audit ship --store postgres://app@db/postroom --to postgres://audit@db/postroom
     """
-    from postroom.server.folder.shipping import ShippedSources
+    from postroom.server.folder.shipping import Sources
     from postroom.server.telemetry.export import exporting
 
     _check_exists("bus", buses)
@@ -141,7 +141,7 @@ def ship(
     settings = shell.settings.audit
     shell.show_warnings()
     with _shipping(
-        _folder(shell, folder, "--to FOLDER"), ShippedSources(stores, roots, buses, mail), settings
+        _folder(shell, folder, "--to FOLDER"), Sources(stores, roots, buses, mail), settings
     ) as shipping:
         if once:
             shipped = shipping.once()

@@ -22,7 +22,7 @@ from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds, StoreFeed
 from postroom.core.formats.events import AuditEvent, from_line, to_line
 from postroom.errors import ShippedElsewhere, StoreDamaged, StoreRefused
-from postroom.server.folder.shipping import ShippedSources, redaction_of, store_feed, stream_name
+from postroom.server.folder.shipping import Sources, redaction_of, store_feed, stream_name
 from postroom.settings import AuditSettings
 from postroom.stores.postgres.connection import ON_DISK, SCHEMA_DEFAULT, Address, unreachable
 from postroom.stores.postgres.trips import Connection
@@ -249,7 +249,7 @@ class TableShipping(msgspec.Struct):
 
 
 @contextmanager
-def opened_table(url: str, sources: ShippedSources, settings: AuditSettings) -> Iterator[TableShipping]:
+def opened_table(url: str, sources: Sources, settings: AuditSettings) -> Iterator[TableShipping]:
     """Open a shipper of these sources to a table, and close it at the end."""
     with ExitStack() as stack:
         cipher = None if settings.key_file is None else Cipher.from_file(settings.key_file)

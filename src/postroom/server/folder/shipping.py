@@ -38,7 +38,7 @@ TOKEN_KEY_BYTES_MIN = 16
 CHECKED_EVENTS = 100  # of a store, compared with the stream before shipping resumes
 
 
-class ShippedSources(msgspec.Struct, frozen=True):
+class Sources(msgspec.Struct, frozen=True):
     """The sources to ship."""
 
     stores: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Shipping(msgspec.Struct):
 
 
 @contextmanager
-def opened(folder: Path, sources: ShippedSources, settings: AuditSettings) -> Iterator[Shipping]:
+def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[Shipping]:
     """Open a shipper of these sources to a folder, and close it at the end.
 
     All checks that can refuse run before the folder is made.
