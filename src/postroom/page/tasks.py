@@ -160,18 +160,17 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
         start = bisect_right(names, query.after)
         page = names[start : start + query.limit]
         is_last = start + query.limit >= len(names)
-        return [_queue_line(transaction, name, stored[name]) for name in page], "" if is_last else page[-1]
+        rows = []
+        for name in page:
+            counts = transaction.depth(stored[name])
+            states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
+            oldest_ns = transaction.oldest_ns(stored[name]) if ready(counts) else None
+            oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
+            rows.append(QueueRow(name, states, counts.get("LAPSES", 0), oldest_s))
+        return rows, "" if is_last else page[-1]
 
     found, after = await server.read_for(request, lambda: server.tasks.store.read(work))
     return HttpReply(200, _encode({"queues": found, "after": after}))
-
-
-def _queue_line(transaction: Transaction, agent: str, queue: str) -> QueueRow:
-    counts = transaction.depth(queue)
-    states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
-    oldest_ns = transaction.oldest_ns(queue) if ready(counts) else None
-    oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
-    return QueueRow(agent, states, counts.get("LAPSES", 0), oldest_s)
 
 
 # ---- the tasks of one agent ------------------------------------------------------------------------

@@ -135,6 +135,14 @@ def _folder(data: Path) -> FolderFacts:
     files = (path for path in files_of(data) if not path.is_symlink() and path.exists())
     looked = islice(files, FILES_READ_MAX)
     foreign = [path for path in looked if not os.access(path, os.R_OK | os.W_OK)]
+    filesystem = ""
+    with suppress(OSError):  # some systems have no list of mounts
+        mounts = [line.split()[1:3] for line in MOUNTS.read_text("utf-8", "replace").splitlines()]
+        real = data.resolve()
+        holding = [
+            (len(point), kind) for point, kind in mounts if real.is_relative_to(point.replace("\\040", " "))
+        ]
+        filesystem = max(holding)[1] if holding else ""
     return FolderFacts(
         path=str(data),
         mode=stat.S_IMODE(data.stat().st_mode),
@@ -144,21 +152,8 @@ def _folder(data: Path) -> FolderFacts:
         free_bytes=free,
         total_bytes=disk.f_blocks * disk.f_frsize,
         reserve_bytes=free - free_bytes(data),
-        filesystem=_filesystem(data),
+        filesystem=filesystem,
     )
-
-
-def _filesystem(data: Path) -> str:
-    """The kind of the file system, from the list of mounts; empty where there is no such list."""
-    try:
-        lines = [line.split()[1:3] for line in MOUNTS.read_text("utf-8", "replace").splitlines()]
-    except OSError:
-        return ""
-    real = data.resolve()
-    holding = [
-        (len(point), kind) for point, kind in lines if real.is_relative_to(point.replace("\\040", " "))
-    ]
-    return max(holding)[1] if holding else ""
 
 
 def _server(data: Path, settings: UpSettings) -> ServerFacts:

@@ -122,20 +122,14 @@ class EncryptedData:
                 f"{mail} records of Mail are encrypted with the key {name!r}: a mail server converts them "
                 "within a minute of its start"
             )
-        if self._is_in_audit(name):
+        mark = f"enc:1:{name}:".encode()  # the audit stream may share the key file
+        segments = [] if self._folder is None else (self._folder / AUDIT_FOLDER).rglob("*.jsonl")
+        if any(_holds(path, mark) for path in segments if path.is_file()):
             raise KeyInUse(f"the audit stream has payloads that are encrypted with the key {name!r}")
         with self._store() as store:
             if store is not None:
                 store.retire_key(key)
         remove_key(self.encryption.path, name)
-
-    def _is_in_audit(self, name: str) -> bool:
-        """Whether the audit stream of the folder names the key: it may share the key file."""
-        mark = f"enc:1:{name}:".encode()
-        folder = None if self._folder is None else self._folder / AUDIT_FOLDER
-        if folder is None or not folder.is_dir():
-            return False
-        return any(_holds(path, mark) for path in folder.rglob("*.jsonl") if path.is_file())
 
 
 def _holds(path: Path, mark: bytes) -> bool:

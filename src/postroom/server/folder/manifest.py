@@ -144,7 +144,13 @@ class Comparison:
             except PostroomError:  # a fault of the file, which its own checks report
                 known = _KnownStore("", 0, "")
         if manifest is None:
-            return [*self._manifest_losses(known), *self._unnoted_store_losses(known)]
+            reason = ""
+            if (self._data / MANIFEST_FILE).exists():
+                reason = "it was changed"
+            elif known is not None and known.folder_id:
+                reason = "it is missing, and the store says that there was one"
+            own = [Loss(MANIFEST_FILE, MANIFEST_FILE, reason)] if reason else []
+            return [*own, *self._unnoted_store_losses(known)]
         missing = [name for name in manifest.registries if not (self._data / name).exists()]
         return [
             *self._store_losses(manifest, known),
@@ -159,12 +165,6 @@ class Comparison:
         if server is None or self._store is not None or (self._data / DATABASE).exists():
             return []
         return [Loss(SERVER, "the store", f"{server.identity} is on a server: give its address with --store")]
-
-    def _manifest_losses(self, known: "_KnownStore | None") -> Iterator[Loss]:
-        if (self._data / MANIFEST_FILE).exists():
-            yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it was changed")
-        elif known is not None and known.folder_id:
-            yield Loss(MANIFEST_FILE, MANIFEST_FILE, "it is missing, and the store says that there was one")
 
     def _unnoted_store_losses(self, known: "_KnownStore | None") -> Iterator[Loss]:
         """Stores that the audit stream has events of, in a folder without a manifest."""
@@ -221,25 +221,21 @@ class Comparison:
         reason = fault_of(StreamHead(noted.stream, noted.segment, noted.hash), stream_of(folder), chain)
         if reason:
             yield Loss(STREAM, STREAM, reason)
-        if not self._whole:  # `verify` reads the segments
-            yield from _segment_losses(folder)
-
-
-def _segment_losses(folder: Path) -> list[Loss]:
-    """Sealed segments that are missing or have another length."""
-    losses = []
-    with chain_locked(folder):
-        for entry in read_chain(folder).entries:
-            path = folder / entry.name
-            if not path.exists():
-                path = open_path(folder, entry.n)  # sealed, but not yet moved
-            reason = f"it is missing, with {entry.events:,} events"
-            with suppress(FileNotFoundError):
-                size = path.stat().st_size
-                reason = f"it has {size:,} bytes instead of {entry.bytes:,}" if size != entry.bytes else ""
-            if reason:
-                losses.append(Loss(STREAM, f"{AUDIT_FOLDER}/{entry.name}", reason))
-    return losses
+        if self._whole:  # `verify` reads the segments
+            return
+        with chain_locked(folder):
+            for entry in read_chain(folder).entries:
+                path = folder / entry.name
+                if not path.exists():
+                    path = open_path(folder, entry.n)  # sealed, but not yet moved
+                reason = f"it is missing, with {entry.events:,} events"
+                with suppress(FileNotFoundError):
+                    size = path.stat().st_size
+                    reason = (
+                        f"it has {size:,} bytes instead of {entry.bytes:,}" if size != entry.bytes else ""
+                    )
+                if reason:
+                    yield Loss(STREAM, f"{AUDIT_FOLDER}/{entry.name}", reason)
 
 
 def fault_of_file(data: Path, name: str, mark: FileMark, *, whole: bool) -> str:
@@ -440,7 +436,13 @@ class ManifestKeeper:
         before, store = self._seen, self._seen_store
         self.note_names()
         self._seen, self._seen_store = _growing_files(self._data), self._look_at_store()
-        stream = self._look_at_stream()
+        stream, folder = self._manifest.stream, self._data / AUDIT_FOLDER
+        if holds_stream(folder):
+            with chain_locked(folder):
+                chain = read_chain(folder)
+            name = stream_of(folder)
+            if chain.last and (stream is None or (stream.stream == name and stream.segment < chain.last)):
+                stream = StreamMark(name, chain.last, chain.head)
         files = {}
         for name, mark in self._manifest.files.items():
             noted = self._advanced(name, mark, before.get(name))
@@ -514,17 +516,6 @@ class ManifestKeeper:
             return
         with closing(open_store(f"{SQLITE}{path}")) as store:
             store.write(lambda transaction: transaction.put_cell(MANIFEST, "", folder_id.encode()))
-
-    def _look_at_stream(self) -> StreamMark | None:
-        noted, folder = self._manifest.stream, self._data / AUDIT_FOLDER
-        if not holds_stream(folder):
-            return noted
-        with chain_locked(folder):
-            chain = read_chain(folder)
-        stream = stream_of(folder)
-        if not chain.last or (noted is not None and (noted.stream != stream or noted.segment >= chain.last)):
-            return noted
-        return StreamMark(stream, chain.last, chain.head)
 
     def _write(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -205,22 +205,16 @@ def level_of(settings: AuditSettings) -> Level:
 
 def redactor_of(settings: AuditSettings) -> Redactor:
     """The redactor of these settings."""
-    return Redactor(
-        level_of(settings),
-        patterns=settings.patterns,
-        fields={*DEFAULT_FIELDS, *settings.fields},
-        key=None if settings.token_key_file is None else _token_key(settings.token_key_file),
-    )
-
-
-def _token_key(path: Path) -> bytes:
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise InvalidSetting(f"cannot read the token key {path}: {error.strerror}") from None
-    if len(key) < TOKEN_KEY_BYTES_MIN:
-        raise InvalidSetting(f"the token key {path} must have at least {TOKEN_KEY_BYTES_MIN} bytes")
-    return key
+    key, path = None, settings.token_key_file
+    if path is not None:
+        try:
+            key = path.read_bytes().strip()
+        except OSError as error:
+            raise InvalidSetting(f"cannot read the token key {path}: {error.strerror}") from None
+        if len(key) < TOKEN_KEY_BYTES_MIN:
+            raise InvalidSetting(f"the token key {path} must have at least {TOKEN_KEY_BYTES_MIN} bytes")
+    fields = {*DEFAULT_FIELDS, *settings.fields}
+    return Redactor(level_of(settings), patterns=settings.patterns, fields=fields, key=key)
 
 
 def redaction_of(

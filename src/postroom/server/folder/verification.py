@@ -135,20 +135,17 @@ class DataCheck:
                 )
             return
         self._begin("audit", AUDIT_FOLDER)
-        try:
-            for finding in verify_stream(folder, noted=self._noted_heads()):
-                yield FileFault("audit", f"{AUDIT_FOLDER}/{finding.file}", finding.reason)
-        except (PostroomError, OSError) as error:
-            yield FileFault("audit", AUDIT_FOLDER, str(error))
-
-    def _noted_heads(self) -> list[StreamHead]:
-        """The head of the stream that the store has recorded."""
         path = self._data / DATABASE
+        noted = []
         with suppress(PostroomError):  # a fault of the store, which is reported as such
             outbox = read_at_rest_or_live(path, _outbox_in) if path.exists() else None
             if outbox is not None and outbox.head:
-                return [StreamHead(outbox.stream, outbox.segment, outbox.head)]
-        return []
+                noted = [StreamHead(outbox.stream, outbox.segment, outbox.head)]
+        try:
+            for finding in verify_stream(folder, noted=noted):
+                yield FileFault("audit", f"{AUDIT_FOLDER}/{finding.file}", finding.reason)
+        except (PostroomError, OSError) as error:
+            yield FileFault("audit", AUDIT_FOLDER, str(error))
 
 
 def _outbox_in(snapshot: SqliteSnapshot) -> Outbox | None:
