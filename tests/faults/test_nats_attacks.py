@@ -209,7 +209,7 @@ def test_the_incomplete_messages_of_an_address_are_bounded() -> None:
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
         kept = [await opened(server.port, part) for _ in range(2)]
-        while sum(server.usage._incomplete._used.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
+        while sum(server.usage.incomplete.used.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         reader, writer = await opened(server.port, part)
         assert (await reader.readline()).startswith(b"-ERR 'too many bytes of incomplete messages")
@@ -220,7 +220,7 @@ def test_the_incomplete_messages_of_an_address_are_bounded() -> None:
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert not server.usage._incomplete
+        assert not server.usage.incomplete
 
     served(work, limits=NatsLimits(incomplete_bytes_max=200_000))
 
@@ -315,7 +315,7 @@ def test_pending_output_of_all_connections_of_a_client_is_bounded() -> None:
             assert len(of(server, "127.0.0.3")) == 1
         while len(server.connections) > 1:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert not server.usage._pending
+        assert not server.usage.pending
         writer.close()
 
     served(work, pending_bytes_max=8 * MB, limits=NatsLimits(client_pending_bytes_max=8 * MB))
@@ -350,7 +350,7 @@ def test_the_cost_of_the_subscriptions_of_a_client_is_bounded() -> None:
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert not server.usage._subscriptions
+        assert not server.usage.subscriptions
 
     served(work, limits=NatsLimits(client_subscription_bytes_max=20_000))
 
@@ -406,7 +406,7 @@ def test_the_subscriptions_of_a_client_and_of_an_organization_are_limited() -> N
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert not server.usage._subscription_counts
+        assert not server.usage.subscription_counts
 
     served(work, identify=owner, subscriptions_max=limit)
 
@@ -593,7 +593,7 @@ def test_subscriptions_of_an_ended_connection_are_removed_in_turns(wanted: bytes
         to_other.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert not server.usage._subscriptions
+        assert not server.usage.subscriptions
         assert not server.router._of_orgs
 
     served(work, identify=owner)
@@ -611,14 +611,14 @@ def test_input_that_waits_is_limited_for_each_organization() -> None:
         said, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         assert all(b"waiting input" in end.result() for end in said)
         assert len(said) < len(floods)
-        assert server.usage._incomplete.fits("acme/ann", 0)
+        assert server.usage.incomplete.fits("acme/ann", 0)
         to_other.write(b"PING\r\n")
         assert await other.readuntil(b"PONG\r\n")
         for writer in (to_other, *(writer for _, writer in floods)):
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert not server.usage._incomplete
+        assert not server.usage.incomplete
         await asyncio.wait(ends)
 
     served(work, identify=owner, limits=NatsLimits(slice_s=0.0, organization_incomplete_bytes_max=100_000))

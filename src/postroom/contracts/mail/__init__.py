@@ -22,41 +22,24 @@ MESSAGE_LEAST_BYTES = LINK_FULL_BYTES // LINK_MESSAGES_MAX
 class Link(Protocol):
     """One connection, as the service sees it. On a closed connection every method does nothing."""
 
-    @property
-    def number(self) -> int:
-        """Unique for the life of the server."""
-
-    @property
-    def user(self) -> str:
-        """The user that logged in; empty without a login."""
-
-    @property
-    def client(self) -> str:
-        """Whose quota the connection uses: the user, or the network address. Stable across reconnects."""
-
-    @property
-    def org(self) -> str:
-        """The organization that the client belongs to; empty for none."""
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether the client may use the mailboxes of every organization."""
-
-    @property
-    def identity(self) -> Caller | None:
-        """The owner of the client's token; None for a client without one, which has every permission."""
-
-    @property
-    def name(self) -> str:
-        """The name that the client gave in CONNECT."""
-
-    @property
-    def address(self) -> str:
-        """Host and port of the peer."""
-
-    @property
-    def headers(self) -> bool:
-        """Whether the client understands headers."""
+    number: int
+    """Unique for the life of the server."""
+    user: str
+    """The user that logged in; empty without a login."""
+    client: str
+    """Whose quota the connection uses: the user, or the network address. Stable across reconnects."""
+    org: str
+    """The organization that the client belongs to; empty for none."""
+    sees_all: bool
+    """Whether the client may use the mailboxes of every organization."""
+    identity: Caller | None
+    """The owner of the client's token; None for a client without one, which has every permission."""
+    name: str
+    """The name that the client gave in CONNECT."""
+    address: str
+    """Host and port of the peer."""
+    headers: bool
+    """Whether the client understands headers."""
 
     @property
     def is_closing(self) -> bool:

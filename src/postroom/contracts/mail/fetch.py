@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes
-from postroom.contracts.mail.requests import Request
+from postroom.contracts.mail.requests import MailRequest
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.clientshares import ClientShares
@@ -121,7 +121,7 @@ class Fetches:
 
     # ---- fetch ---------------------------------------------------------------------------------
 
-    def fetch(self, request: Request) -> None:
+    def fetch(self, request: MailRequest) -> None:
         link, reply = request.link, request.reply
         if not reply:
             return  # the reply, and the letters in it, would be lost
@@ -274,9 +274,9 @@ class Fetches:
 
     # ---- acknowledge ---------------------------------------------------------------------------
 
-    def acknowledge(self, request: Request) -> None:
+    def acknowledge(self, request: MailRequest) -> None:
         link, reply = request.link, request.reply
-        body = mq9.body(request.payload, mq9.Ack)
+        body = mq9.body(request.payload, mq9.Acknowledgement)
         box = self._mailboxes.find(request.call.mail_id, link)
         group = box.groups.get(body.group_name)
         if group is None:
@@ -309,7 +309,7 @@ class Fetches:
 
     # ---- query ---------------------------------------------------------------------------------
 
-    def query(self, request: Request) -> None:
+    def query(self, request: MailRequest) -> None:
         """Find letters by key, by tags or since a time, without fetching them."""
         link, reply = request.link, request.reply
         body = mq9.body(request.payload, mq9.Query)

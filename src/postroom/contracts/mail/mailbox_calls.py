@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes, owner_of
 from postroom.contracts.mail.options import Storage
-from postroom.contracts.mail.requests import Request, Responder
+from postroom.contracts.mail.requests import MailRequest, Responder
 from postroom.contracts.mail.subscriptions import Subscriptions
 from postroom.core.gate import permit
 from postroom.core.mail import mq9
@@ -43,7 +43,7 @@ class MailboxCalls:
         self._responder = responder
         self._on_stored, self._on_unwritten = self._stored, self._unwritten  # bound once, for every send
 
-    def create(self, request: Request) -> None:
+    def create(self, request: MailRequest) -> None:
         body = mq9.body(request.payload, Creation)
         if body.is_public and not body.name:
             raise Mq9Error(400, "a public mailbox needs a name")
@@ -74,7 +74,7 @@ class MailboxCalls:
         box.creator_link = request.link.number
         self._journal.after("group", self._created, box, request, fail=self._uncreated)
 
-    def _is_duplicate(self, request: Request, name: str) -> bool:
+    def _is_duplicate(self, request: MailRequest, name: str) -> bool:
         """Answer the call if a public mailbox of this name exists; returns whether it does.
 
         A client of all organizations creates mailboxes for all: those of one organization do not count.
@@ -89,19 +89,19 @@ class MailboxCalls:
         self._responder.answer_when_stored(request, storage, replies.created(name, is_new=False))
         return True
 
-    def _created(self, box: Mailbox, request: Request) -> None:
+    def _created(self, box: Mailbox, request: MailRequest) -> None:
         box.is_stored = True
         if not box.has_expired:
             self._subscriptions.announce_created(box)
         request.answer(replies.created(box.mail_id, is_new=True))
 
-    def _uncreated(self, box: Mailbox, request: Request, why: str) -> None:
+    def _uncreated(self, box: Mailbox, request: MailRequest, why: str) -> None:
         """End a mailbox that could not be written to the log, and refuse the call."""
         if not box.has_expired:
             self._mailboxes.expire(box)
         self._responder.refuse_unwritten(request, why)
 
-    def extend(self, request: Request) -> None:
+    def extend(self, request: MailRequest) -> None:
         if not self._mailboxes.options.extend:
             raise Mq9Error(403, "this server does not extend lifetimes")
         ttl_s = mq9.checked_ttl_s(mq9.body(request.payload, mq9.Extension).ttl)
@@ -113,7 +113,7 @@ class MailboxCalls:
         self._mailboxes.extend(box, ttl_s)
         self._responder.answer_when_stored(request, "group", replies.extended(box.mail_id, ttl_s))
 
-    def send(self, request: Request) -> None:
+    def send(self, request: MailRequest) -> None:
         """Store a batch. `Mq9Error` when not all of it fits: then no message of it is stored."""
         mailboxes, journal = self._mailboxes, self._journal
         call, headers, payloads = request.call, request.headers, request.payloads
@@ -158,7 +158,7 @@ class MailboxCalls:
             tags=options.tags,
         )
 
-    def _stored(self, box: Mailbox, letters: list[Letter], nbytes: int, request: Request) -> None:
+    def _stored(self, box: Mailbox, letters: list[Letter], nbytes: int, request: MailRequest) -> None:
         is_stored = self._mailboxes.commit(box, letters, nbytes, request.link.user)
         if not request.reply:
             return
@@ -167,19 +167,19 @@ class MailboxCalls:
             request.answer(replies.stored(request.call.verb, msg_id) if is_stored else _EXPIRED)
 
     def _unwritten(
-        self, box: Mailbox, letters: list[Letter], nbytes: int, request: Request, why: str
+        self, box: Mailbox, letters: list[Letter], nbytes: int, request: MailRequest, why: str
     ) -> None:
         self._mailboxes.give_up(box, letters, nbytes)
         self._responder.refuse_unwritten(request, why)
 
-    def list(self, request: Request) -> None:
+    def list(self, request: MailRequest) -> None:
         box = self._mailboxes.find(request.call.mail_id, request.link)
         payloads = mq9.body(request.payload, mq9.ListOptions).payload
         sdk = replies.is_enveloped(self._mailboxes.options.envelope, request.link.name)
         letters = box.replay(EVERY_RANK, self._mailboxes.now_ns())
         request.answer(replies.listed(box.mail_id, letters, sdk=sdk, payloads=payloads))
 
-    def delete(self, request: Request) -> None:
+    def delete(self, request: MailRequest) -> None:
         call = request.call
         number = mq9.number(call.detail)
         box = self._mailboxes.find_reachable(call.mail_id, request.link, "mailbox.delete")

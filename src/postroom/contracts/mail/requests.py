@@ -29,7 +29,7 @@ REFUSAL_CLIENTS_MAX = 100  # clients whose further refusals are summed up apart
 _log = library_log("postroom.mail")
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class MailRequest(msgspec.Struct, frozen=True, gc=False):
     """One call of a client. Only sends come in batches; every other call has one payload."""
 
     link: Link
@@ -73,21 +73,21 @@ class Responder:
         self._window_ends_ns = 0
         """0 while there was no refusal since the last window."""
 
-    def answer_when_stored(self, request: Request, storage: Storage, payload: bytes) -> None:
+    def answer_when_stored(self, request: MailRequest, storage: Storage, payload: bytes) -> None:
         """Answer when everything appended so far is stored."""
         self._mailboxes.journal.after(storage, self._answer, request, payload, fail=self._fail)
 
-    def _answer(self, request: Request, payload: bytes) -> None:
+    def _answer(self, request: MailRequest, payload: bytes) -> None:
         request.answer(payload)
 
-    def _fail(self, request: Request, _: bytes, why: str) -> None:
+    def _fail(self, request: MailRequest, _: bytes, why: str) -> None:
         self.refuse_unwritten(request, why)
 
-    def refuse_unwritten(self, request: Request, why: str) -> None:
+    def refuse_unwritten(self, request: MailRequest, why: str) -> None:
         """Refuse a call at once because the log cannot be written."""
         self.refuse(request, Mq9Error(503, why))
 
-    def refuse(self, request: Request, error: Mq9Error) -> None:
+    def refuse(self, request: MailRequest, error: Mq9Error) -> None:
         mail_id = request.call.mail_id
         request.answer(replies.refused(error))
         box = self._mailboxes.visible(mail_id, request.link) if mail_id else None

@@ -18,7 +18,7 @@ from postroom.contracts.mail.fetch import Fetches
 from postroom.contracts.mail.mailbox_calls import MailboxCalls
 from postroom.contracts.mail.mailboxes import Emit, Mailboxes
 from postroom.contracts.mail.options import MailOptions
-from postroom.contracts.mail.requests import Request, Responder, as_refusal
+from postroom.contracts.mail.requests import MailRequest, Responder, as_refusal
 from postroom.contracts.mail.subscriptions import Subscriptions
 from postroom.core.gate import entry_of
 from postroom.core.mail import mq9
@@ -74,10 +74,13 @@ class MailService:
         self._subscriptions = Subscriptions(mailboxes, run_soon)
         self._fetches = Fetches(mailboxes, run_soon)
         self._agents = AgentRegistry(mailboxes)
+        self.unsubscribed, self.drained = self._subscriptions.unsubscribe, self._subscriptions.drained
+        self.removed = self._subscriptions.removed
+        self.wait_expired, self.is_waiting = self._fetches.wait_expired, self._fetches.is_waiting
         mailboxes.observe(self)
         self._trouble = ""
         calls = MailboxCalls(mailboxes, self._subscriptions, self._responder)
-        self._verbs: dict[Verb, Callable[[Request], None]] = {
+        self._verbs: dict[Verb, Callable[[MailRequest], None]] = {
             "create": calls.create,
             "send": calls.send,
             "send3": calls.send,
@@ -109,20 +112,20 @@ class MailService:
                 self._responder.refuse_subject(link, reply, error)
             return
         if not header_bytes and call.verb in SENDS:
-            self._carry_out(Request(link, reply, call, b"", bodies))
+            self._carry_out(MailRequest(link, reply, call, b"", bodies))
             return
         for body in bodies:
-            request = Request(link, reply, call, body[:header_bytes], [body[header_bytes:]])
+            request = MailRequest(link, reply, call, body[:header_bytes], [body[header_bytes:]])
             if call.verb not in READS or not self._waits_for_sends(request):
                 self._carry_out(request)
 
-    def _waits_for_sends(self, request: Request) -> bool:
+    def _waits_for_sends(self, request: MailRequest) -> bool:
         """Whether a call waits until earlier sends to its mailbox are stored. It is carried out then."""
         box = self._mailboxes.visible(request.call.mail_id, request.link)
         fail = self._responder.refuse_unwritten
         return self._mailboxes.journal.after_earlier(box, self._carry_out, request, fail=fail)
 
-    def _carry_out(self, request: Request) -> None:
+    def _carry_out(self, request: MailRequest) -> None:
         try:
             self._verbs[request.call.verb](request)
         except Mq9Error as error:
@@ -134,7 +137,7 @@ class MailService:
         except Exception as error:  # noqa: BLE001 - rule 2
             self._responder.refuse(request, as_refusal(error))
 
-    def _change_agent(self, request: Request) -> None:
+    def _change_agent(self, request: MailRequest) -> None:
         self._mailboxes.journal.check("group")
         changes = {
             "register": self._agents.register,
@@ -144,7 +147,7 @@ class MailService:
         facts = changes[request.call.verb](request.link, request.payload)
         self._responder.answer_when_stored(request, "group", replies.done(**facts))
 
-    def _discover(self, request: Request) -> None:
+    def _discover(self, request: MailRequest) -> None:
         request.answer(replies.done(agents=self._agents.discover(request.link, request.payload)))
 
     # ---- subscriptions and connections ---------------------------------------------------------
@@ -162,17 +165,11 @@ class MailService:
     def refused(self, link: Link, call: str, reply: str, code: int, text: str) -> None:
         self._responder.refuse_subject(link, reply, Mq9Error(code, text), call)
 
-    def unsubscribed(self, link: Link, sid: str) -> None:
-        self._subscriptions.unsubscribe(link, sid)
-
     def closed(self, link: Link) -> None:
         self._subscriptions.close(link)
         self._fetches.close(link)
         self._agents.close(link)
         self.flush()
-
-    def drained(self, link: Link) -> None:
-        self._subscriptions.drained(link)
 
     # ---- the log and time ----------------------------------------------------------------------
 
@@ -231,30 +228,18 @@ class MailService:
         if self._emit_stored is not None:
             self._emit_stored(box.label, letters, sender)
         elif self._mailboxes.emit is not None:
-            self._emit_created(box, letters, sender)
+            for letter in letters:
+                self._mailboxes.emit_event(
+                    "created",
+                    queue=box.label,
+                    message_id=f"{box.label}/{letter.number}",
+                    priority=letter.rank,
+                    sender=sender,
+                    body_bytes=len(letter.payload),
+                )
         self._subscriptions.push(box, letters)
         self._fetches.stored(box)
-
-    def _emit_created(self, box: Mailbox, letters: list[Letter], sender: str) -> None:
-        for letter in letters:
-            self._mailboxes.emit_event(
-                "created",
-                queue=box.label,
-                message_id=f"{box.label}/{letter.number}",
-                priority=letter.rank,
-                sender=sender,
-                body_bytes=len(letter.payload),
-            )
-
-    def removed(self, box: Mailbox, number: int) -> None:
-        self._subscriptions.removed(box, number)
 
     def expired(self, box: Mailbox) -> None:
         self._subscriptions.expired(box)
         self._fetches.expired(box)
-
-    def wait_expired(self, serial: int, number: int) -> None:
-        self._fetches.wait_expired(serial, number)
-
-    def is_waiting(self, serial: int, number: int) -> bool:
-        return self._fetches.is_waiting(serial, number)

@@ -9,16 +9,16 @@ class ClientShares:
     def __init__(self, client_max: int, organization_max: int) -> None:
         self._client_max = client_max
         self._organization_max = organization_max
-        self._used: dict[str, int] = {}
-        """By client, and by the name of an organization with a slash behind it."""
+        self.used: dict[str, int] = {}
+        """By client, and by the name of an organization followed by a slash."""
 
     def __bool__(self) -> bool:
-        return bool(self._used)
+        return bool(self.used)
 
     def fits(self, client: str, more: int) -> bool:
         """Whether a client may use more."""
         org = organization_of(client)
-        used = self._used.get
+        used = self.used.get
         return used(client, 0) + more <= self._client_max and (
             not org or used(f"{org}/", 0) + more <= self._organization_max
         )
@@ -26,8 +26,8 @@ class ClientShares:
     def add(self, client: str, more: int) -> bool:
         """Count more, or less. False when that is too much, and counted nevertheless."""
         org = organization_of(client)
-        fits_client = counted(self._used, client, more) <= self._client_max
-        fits_organization = not org or counted(self._used, f"{org}/", more) <= self._organization_max
+        fits_client = counted(self.used, client, more) <= self._client_max
+        fits_organization = not org or counted(self.used, f"{org}/", more) <= self._organization_max
         return fits_client and fits_organization
 
 

@@ -229,7 +229,7 @@ class Fetch(msgspec.Struct, frozen=True):
         return self.from_id or 0
 
 
-class Ack(msgspec.Struct, frozen=True):
+class Acknowledgement(msgspec.Struct, frozen=True):
     """The body of ACK."""
 
     group_name: str

@@ -15,46 +15,36 @@ class ClientUsage:
 
     def __init__(self, options: ServerOptions) -> None:
         limits, pending_bytes_max = options.limits, options.pending_bytes_max
-        self._connections = ClientShares(options.client_connections_max, options.client_connections_max)
-        self._pending = ClientShares(
+        self.connections = ClientShares(options.client_connections_max, options.client_connections_max)
+        self.pending = ClientShares(
             max(limits.client_pending_bytes_max, pending_bytes_max),
             max(limits.organization_pending_bytes_max, pending_bytes_max),
         )
         """Bytes waiting for those connections of each client that are backed up."""
-        self._subscriptions = ClientShares(
+        self.subscriptions = ClientShares(
             limits.client_subscription_bytes_max, limits.organization_subscription_bytes_max
         )
         """Cost of the subscriptions of each client."""
-        self._subscription_counts = ClientShares(
+        self.subscription_counts = ClientShares(
             options.subscriptions_max, ORGANIZATION_SUBSCRIPTION_CLIENTS * options.subscriptions_max
         )
         self._logins: dict[str, int] = {}
         """Connections of each address that have not logged in."""
-        self._incomplete = ClientShares(limits.incomplete_bytes_max, limits.organization_incomplete_bytes_max)
+        self.incomplete = ClientShares(limits.incomplete_bytes_max, limits.organization_incomplete_bytes_max)
         """Bytes of incomplete messages, and of input that waits for its turn."""
-
-    def may_connect(self, client: str) -> bool:
-        return self._connections.fits(client, 1)
-
-    def add_connection(self, client: str) -> None:
-        self._connections.add(client, 1)
-
-    def remove_connection(self, client: str) -> None:
-        self._connections.add(client, -1)
 
     def move(
         self, old: str, new: str, *, incomplete: int, pending: int, subscriptions: int, subscription_cost: int
     ) -> bool:
         """Count a connection against its user instead of its address. False when the user has too many."""
-        if not self.may_connect(new):
+        if not self.connections.fits(new, 1):
             return False
-        self.remove_connection(old)
-        self.add_connection(new)
         for counts, used in (
-            (self._incomplete, incomplete),
-            (self._pending, pending),
-            (self._subscriptions, subscription_cost),
-            (self._subscription_counts, subscriptions),
+            (self.connections, 1),
+            (self.incomplete, incomplete),
+            (self.pending, pending),
+            (self.subscriptions, subscription_cost),
+            (self.subscription_counts, subscriptions),
         ):
             counts.add(old, -used)
             counts.add(new, used)
@@ -72,21 +62,7 @@ class ClientUsage:
         """A connection has logged in, or has ended without a login."""
         counted(self._logins, network, -1)
 
-    def add_incomplete(self, client: str, more: int) -> bool:
-        """Count bytes of incomplete messages and waiting input. False when the client has too many."""
-        return self._incomplete.add(client, more)
-
-    def add_pending(self, client: str, more: int) -> bool:
-        """Count bytes that wait for a backed-up connection. False when the client has too many."""
-        return self._pending.add(client, more)
-
-    def has_subscriptions_left(self, client: str) -> bool:
-        return self._subscription_counts.fits(client, 1)
-
-    def may_subscribe(self, client: str, cost: int) -> bool:
-        return self._subscriptions.fits(client, cost)
-
     def add_subscriptions(self, client: str, count: int, cost: int) -> None:
         """Count subscriptions and their cost; negative numbers remove them."""
-        self._subscription_counts.add(client, count)
-        self._subscriptions.add(client, cost)
+        self.subscription_counts.add(client, count)
+        self.subscriptions.add(client, cost)

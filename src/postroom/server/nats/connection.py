@@ -253,7 +253,7 @@ class ServerConnection(asyncio.Protocol):
         held_bytes = self._reader.held_bytes + (self._backlog_bytes if self._backlog else 0)
         if held_bytes != self.held_bytes and not self._released:
             more, self.held_bytes = held_bytes - self.held_bytes, held_bytes
-            if not self._hub.usage.add_incomplete(self.client, more) and more > 0:
+            if not self._hub.usage.incomplete.add(self.client, more) and more > 0:
                 self._refuse(TOO_MUCH_INCOMPLETE, TOO_MANY, "publish")
 
     def _log_in(self, data: bytes) -> bytes:
@@ -511,7 +511,7 @@ class ServerConnection(asyncio.Protocol):
         if not self._released:
             self._released = True
             self.output.discard()
-            self._hub.usage.add_incomplete(self.client, -self.held_bytes)
+            self._hub.usage.incomplete.add(self.client, -self.held_bytes)
             self.held_bytes = 0
             self._reader = wire.ClientReader()  # frees the incomplete message
             self._hub.release(self)

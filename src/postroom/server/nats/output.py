@@ -154,7 +154,7 @@ class ConnectionOutput:
         """Count the bytes that wait in a paused transport against the client. Above its limit, overflow."""
         waiting = self.transport.get_write_buffer_size() if self.paused and self.transport is not None else 0
         more, self.counted_bytes = waiting - self.counted_bytes, waiting
-        if not self._hub.usage.add_pending(self.link.client, more) and more > 0:
+        if not self._hub.usage.pending.add(self.link.client, more) and more > 0:
             self._overflow()
 
     def _overflow(self) -> None:
@@ -163,7 +163,7 @@ class ConnectionOutput:
             self._hub.refused(self.link, SLOW_CONSUMER, TOO_MANY, "deliver")
         self.discard()
         # Uncounted at once, so that other connections of the client can continue.
-        self._hub.usage.add_pending(self.link.client, -self.counted_bytes)
+        self._hub.usage.pending.add(self.link.client, -self.counted_bytes)
         self.counted_bytes = 0
         self._hub.loop.call_soon(self.link.cut)
 

@@ -218,14 +218,14 @@ class NatsServer:
         client = client_of("", link.network)
         is_full = len(self.connections) >= self.options.connections_max
         link.client = client
-        if self._lame or is_full or not self.usage.may_connect(client):
+        if self._lame or is_full or not self.usage.connections.fits(client, 1):
             return self.refused(link, TOO_MANY_CONNECTIONS, TOO_MANY)
         if self.options.needs_auth:
             if not self.usage.add_login(link.network):
                 return self.refused(link, TOO_MANY_LOGINS, TOO_MANY)
             self.loop.call_later(self.options.auth_timeout_s, self._check_login, link)
         self.connections.add(link)
-        self.usage.add_connection(client)
+        self.usage.connections.add(client, 1)
         self._empty.clear()
         return ""
 
@@ -268,7 +268,7 @@ class NatsServer:
     def closed(self, link: ServerConnection) -> None:
         if link in self.connections:
             self.connections.remove(link)
-            self.usage.remove_connection(link.client)
+            self.usage.connections.add(link.client, -1)
         if not self.connections:
             self._empty.set()
 
@@ -355,12 +355,12 @@ class NatsServer:
     # ---- routing ---------------------------------------------------------------------------------------
 
     def subscribe(self, link: ServerConnection, subscription: ServerSubscription) -> str:
-        if not self.usage.has_subscriptions_left(link.client):
+        if not self.usage.subscription_counts.fits(link.client, 1):
             return self.refused(link, TOO_MANY_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         text = self.owned(subscription.subject)
         subscription.owned = text is not None
         subscription.cost = _cost_of(subscription)
-        if not self.usage.may_subscribe(link.client, subscription.cost):
+        if not self.usage.subscriptions.fits(link.client, subscription.cost):
             return self.refused(link, TOO_LARGE_SUBSCRIPTIONS, TOO_MANY, "subscribe")
         self._count_subscriptions(link, 1, subscription.cost)
         if text is None or self._handler is None:
