@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.core.mail import mailbox
+from postroom.core.mail import mailbox, subscribers
 from postroom.core.mail.mailbox import RANKS
 from postroom.core.nats import natswire
 from postroom.logs import mail_log, mail_records
@@ -88,11 +88,11 @@ def _answer_early() -> None:
 
 def _deliver_twice() -> None:
     """Sabotage: offer every other letter of a queue group again, although a member has it."""
-    take, takes = mailbox.QueueGroup.take, iter(range(1 << 30))
+    take, takes = subscribers.QueueGroup.take, iter(range(1 << 30))
 
     def again(
-        group: mailbox.QueueGroup,
-        subscription: mailbox.MailSubscription,
+        group: subscribers.QueueGroup,
+        subscription: subscribers.MailSubscription,
         rank: int,
         box: mailbox.Mailbox,
         now_ns: int,
@@ -103,7 +103,7 @@ def _deliver_twice() -> None:
             group.return_letter(letter)
         return letter
 
-    mailbox.QueueGroup.take = again  # type: ignore[assignment,method-assign]
+    subscribers.QueueGroup.take = again  # type: ignore[assignment,method-assign]
 
 
 def _forget_deletes() -> None:

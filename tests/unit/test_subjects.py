@@ -31,7 +31,6 @@ def test_patterns(subject: bytes) -> None:
 )
 def test_invalid_patterns_are_refused(subject: bytes) -> None:
     assert not subjects.is_pattern(subject)
-    assert not subjects.is_literal(subject)
 
 
 def test_a_pattern_has_a_maximum_length() -> None:
@@ -45,7 +44,7 @@ def test_a_pattern_has_a_maximum_length() -> None:
     ("subject", "literal"), [(b"a.b", True), (b"a*.b", True), (b"a>", True), (b"a.*", False), (b">", False)]
 )
 def test_wildcards_are_whole_tokens(subject: bytes, literal: bool) -> None:
-    assert subjects.is_literal(subject) == literal
+    assert subjects.has_wildcard(subject) == (not literal)
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,7 @@ class Responder:
 
     def answer_when_stored(self, request: MailRequest, storage: Storage, payload: bytes) -> None:
         """Answer when everything appended so far is stored."""
-        self._mailboxes.journal.after(storage, self._answer, request, payload, fail=self._fail)
-
-    def _answer(self, request: MailRequest, payload: bytes) -> None:
-        request.answer(payload)
+        self._mailboxes.journal.after(storage, MailRequest.answer, request, payload, fail=self._fail)
 
     def _fail(self, request: MailRequest, _: bytes, why: str) -> None:
         self.refuse_unwritten(request, why)

@@ -16,15 +16,8 @@ from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.contracts.mail.public_list import PublicList
 from postroom.core.mail import mq9
 from postroom.core.mail import mq9replies as replies
-from postroom.core.mail.mailbox import (
-    RANK_COUNT,
-    ConnectionBacklog,
-    Letter,
-    Mailbox,
-    MailSubscription,
-    QueueGroup,
-    Subscribers,
-)
+from postroom.core.mail.mailbox import RANK_COUNT, Letter, Mailbox
+from postroom.core.mail.subscribers import ConnectionBacklog, MailSubscription, QueueGroup, Subscribers
 
 RUN_MAX = 250  # messages handed at once to a connection that has sent everything
 

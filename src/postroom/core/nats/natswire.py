@@ -32,7 +32,6 @@ ANY_SIZE = -1
 
 CRLF = b"\r\n"
 PING, PONG, OK = b"PING\r\n", b"PONG\r\n", b"+OK\r\n"
-HEADER_VERSION = b"NATS/1.0"
 NO_RESPONDERS = b"NATS/1.0 503\r\nNats-Subject: %b\r\n\r\n"
 
 UNKNOWN_OPERATION = "Unknown Protocol Operation"

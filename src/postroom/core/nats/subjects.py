@@ -67,11 +67,6 @@ def is_pattern(subject: bytes) -> bool:
     return len(tokens) <= TOKENS_MAX and b"" not in tokens and ANY_MORE not in tokens[:-1]
 
 
-def is_literal(subject: bytes) -> bool:
-    """Whether a subject is valid and has no wildcards."""
-    return is_pattern(subject) and not has_wildcard(subject)
-
-
 def has_wildcard(pattern: bytes) -> bool:
     """Whether a valid pattern has wildcards."""
     if ANY_ONE not in pattern and ANY_MORE not in pattern:

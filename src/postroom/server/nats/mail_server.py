@@ -119,12 +119,20 @@ class EventLog:
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            self._keep(data, count, error)
+            if not self._failing:
+                self._failing = True
+                _log.warning("%s: events wait to be written: %s", self._path, error.strerror)
+            if len(data) <= EVENTS_WAITING_BYTES_MAX:
+                self._unwritten = data
+            else:
+                self._lost += count
             return
         self._unwritten = data[written:]
         self._size += written
         self._failing = False
-        self._report_lost()
+        lost, self._lost = self._lost, 0
+        if lost:
+            self("alert", type="mail-events", error=f"{lost} events are missing: they could not be written")
         if self._size >= self._full_at and not (self._unwritten or self._removing):
             self._rotate()
 
@@ -164,20 +172,6 @@ class EventLog:
         _log.warning("%s", text)
         self("alert", type="mail-events", error_type="EventsRemoved", error=text, detail={"events": events})
         self.write()
-
-    def _keep(self, data: bytes, count: int, error: OSError) -> None:
-        if not self._failing:
-            self._failing = True
-            _log.warning("%s: events wait to be written: %s", self._path, error.strerror)
-        if len(data) <= EVENTS_WAITING_BYTES_MAX:
-            self._unwritten = data
-        else:
-            self._lost += count
-
-    def _report_lost(self) -> None:
-        lost, self._lost = self._lost, 0
-        if lost:
-            self("alert", type="mail-events", error=f"{lost} events are missing: they could not be written")
 
     def close(self) -> None:
         """Write the remaining events, and end."""
