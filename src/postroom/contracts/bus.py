@@ -25,7 +25,7 @@ from postroom.logs.appendfile import AppendFile, opened
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
 from postroom.system import lock
-from postroom.system.atomic import absolute_path, is_path, sync_folder
+from postroom.system.atomic import absolute_path, is_path, open_safely, sync_folder
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 from postroom.system.log import library_log
@@ -37,11 +37,9 @@ REOPENS_MAX = 1000  # times that one append follows a path whose file keeps bein
 DURABILITIES = ("os", "group", "fsync")
 
 _log = library_log("postroom.bus")
-_APPEND_DEFAULTS = {
-    "type": "", "project_id": "", "task_id": "", "run_id": "", "parents": (), "attachment": None, "body": "",
-    "ts": None,
-}  # fmt: skip
-"""The keywords of `append`, in the order of `buswire.draft`."""
+_APPEND_KEYWORDS = frozenset(
+    {"type", "project_id", "task_id", "run_id", "parents", "attachment", "body", "ts"}
+)
 _UNKNOWN = -2  # differs from every size and from -1, which means that the file was replaced
 _sequence = itertools.count(1)
 
@@ -190,19 +188,18 @@ class Bus(Closing):
             raise InvalidMessage(
                 f"a message must be given by append's keywords, not {type(message).__name__}"
             )
-        fields = {**_APPEND_DEFAULTS, **message}
-        unknown = fields.keys() - _APPEND_DEFAULTS
+        unknown = set(message) - _APPEND_KEYWORDS
         if unknown:
             raise InvalidMessage(f"unknown message fields: {', '.join(sorted(map(str, unknown)))}")
-        kind, project_id, task_id, run_id, parents, attachment, body, ts = fields.values()
+        attachment, ts = message.get("attachment"), message.get("ts")
         return buswire.draft(
-            kind,
-            project_id,
-            task_id,
-            run_id,
-            parents,
+            message.get("type", ""),
+            message.get("project_id", ""),
+            message.get("task_id", ""),
+            message.get("run_id", ""),
+            message.get("parents", ()),
             self._attachment(attachment) if attachment is not None else "",
-            body,
+            message.get("body", ""),
             normal_utc(ts) if ts is not None else "",
         )
 
@@ -304,23 +301,27 @@ class Bus(Closing):
 
     def scan(self, since_id: str = "", *, archives: bool = False) -> Iterator[BusMessage]:
         """As `read`, but an iterator with bounded memory."""
-        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
+        # Opened here, so that an unknown `since_id` raises now and not at the first message.
+        return self._scan(busfile.BusReader(self._at, since_id, self._report, search_archives=archives))
 
-        def messages() -> Iterator[BusMessage]:
-            with closing(reader):
-                for batch in reader.batches():
-                    yield from batch
-
-        return messages()  # an unknown `since_id` raises here, and not at the first message
+    def _scan(self, reader: busfile.BusReader) -> Iterator[BusMessage]:
+        try:
+            for batch in reader.batches():
+                yield from batch
+        finally:
+            reader.close()
 
     def tail(self, n: int = 100) -> list[BusMessage]:
         """The last n messages. The cost depends on n, not on the size of the file."""
         n = _checked_limit("n", n)
         try:
-            with opened(self._at) as fd:
-                return busfile.tail(fd, n, self._report)
+            fd = open_safely(self._at, os.O_RDONLY)
         except FileNotFoundError:
             return []
+        try:
+            return busfile.tail(fd, n, self._report)
+        finally:
+            os.close(fd)
 
     def count(self) -> int:
         """The number of messages in the current file."""

@@ -72,21 +72,21 @@ def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Dec
 
 def _decode_window(fd: int, position: int, wanted: int, legacy_line: int | None) -> tuple[bytes, Decoded]:
     """Read `wanted` bytes and decode them; fewer bytes are the end of the file."""
-
-    def attempt(length: int, *, settled: bool = False) -> tuple[bytes, Decoded]:
-        data = os.pread(fd, length, position)
-        at_end = len(data) < wanted
-        return data, decode(
-            data, offset=position, legacy_line=legacy_line, at_file_end=at_end, settled_tail=settled
-        )
-
-    data, decoded = attempt(wanted)
+    data = os.pread(fd, wanted, position)
+    decoded = _decode(data, position, wanted, legacy_line, settled=False)
     if decoded.damaged:
         # An append that was rolled back and overwritten during this read looks like damage: read again.
-        data, decoded = attempt(wanted)
+        data = os.pread(fd, wanted, position)
+        decoded = _decode(data, position, wanted, legacy_line, settled=False)
     if decoded.held_back and (size := settled_size(fd)) is not None:
-        data, decoded = attempt(max(0, min(wanted, size - position)), settled=True)
+        data = os.pread(fd, max(0, min(wanted, size - position)), position)
+        decoded = _decode(data, position, wanted, legacy_line, settled=True)
     return data, decoded
+
+
+def _decode(data: bytes, position: int, wanted: int, legacy_line: int | None, *, settled: bool) -> Decoded:
+    at_end = len(data) < wanted
+    return decode(data, offset=position, legacy_line=legacy_line, at_file_end=at_end, settled_tail=settled)
 
 
 def settled_size(fd: int) -> int | None:
