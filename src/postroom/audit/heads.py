@@ -1,7 +1,7 @@
 """The head of a chain, recorded outside the folder of the chain.
 
 The chain alone cannot show that a folder was emptied, truncated or replaced: the rest is still consistent. So
-the shipper records the last sealed segment in a file beside the folder, and in every store that it ships.
+the shipper records the last sealed segment in a file next to the folder, and in every store that it ships.
 
 Rule 1: a head is recorded after its segment is sealed. A crash between the two leaves an older head, which
         is still in the chain.
@@ -34,12 +34,12 @@ _decode = guarded(msgspec.json.Decoder(StreamHead).decode)
 
 
 def head_path(folder: Path) -> Path:
-    """The file that records the head of a folder: `audit.head` beside `audit`."""
+    """The file that records the head of a folder: `audit.head` next to `audit`."""
     return folder.with_name(folder.name + SUFFIX)
 
 
 def noted_head(folder: Path) -> StreamHead | None:
-    """The head recorded beside the folder; None without such a file."""
+    """The head recorded next to the folder; None without such a file."""
     path = head_path(folder)
     try:
         return _decode(read_file(path))

@@ -69,7 +69,7 @@ class _SearchState:
 class Segments:
     """The events of a folder of segments.
 
-    `on_trouble` is called with one sentence for every unreadable line, missing segment and invalid index.
+    `on_trouble` is called with one line of text for each unreadable line, missing segment and invalid index.
     The default logs a warning.
     """
 

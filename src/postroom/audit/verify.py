@@ -53,7 +53,7 @@ def verify(
     """Every segment, index and chain line that differs from what was written; empty when all are intact.
 
     `head` is the hash of a segment that was recorded elsewhere: it must still be in the chain. The same holds
-    for the head recorded beside the folder, and for those recorded in stores (`noted`).
+    for the head recorded next to the folder, and for those recorded in stores (`noted`).
     """
     place = absolute_path("the folder of segments", folder)
     if not place.is_dir():

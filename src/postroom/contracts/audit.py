@@ -34,7 +34,7 @@ _FIELDS = frozenset(field.name for field in msgspec.structs.fields(AuditEvent))
 class Audit:
     """A folder of segments. `cipher` decrypts payloads.
 
-    `on_trouble` is called with one sentence about data that cannot be read. By default it is logged.
+    `on_trouble` is called with one line of text about data that cannot be read. By default it is logged.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Audit:
         """Return the faults of the chain of segments; none when all are as they were sealed.
 
         `head` is a hash that was recorded elsewhere, `noted` are heads that stores recorded. The head in the
-        file beside the folder is always compared. A folder without a stream raises `Unavailable`.
+        file next to the folder is always compared. A folder without a stream raises `Unavailable`.
         """
         self.need_stream()
         return verify.verify(self.folder, head, noted=noted)
@@ -148,7 +148,7 @@ class Audit:
         raise Unavailable(f"{self.folder} holds no audit stream")
 
     def head_is_noted(self) -> bool:
-        """Whether the file beside the folder records the last sealed segment."""
+        """Whether the file next to the folder records the last sealed segment."""
         return noted_head(self.folder) is not None
 
     def retain(self, before: datetime) -> list[str]:

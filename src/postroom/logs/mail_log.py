@@ -6,7 +6,7 @@ Rule 2: after a failed write or fsync the segment's handle is dead. Nothing is a
         that was not synced is in a new segment, and an fsync of that segment has succeeded. After a failed
         write no record of the batch is in the file: callers with a `fail` callback are refused at once.
 Rule 3: an old segment is never appended to. It is removed only when every live record is in newer segments
-        that are on the disk. Its damaged stretches are kept beside it first.
+        that are on the disk. Its damaged stretches are kept in files next to it first.
 Rule 4: compaction copies the live records and removes the old segments in two cases. Either the log is
         `COMPACT_FACTOR` times as large as the live records and as the last copy. Or something was removed
         `COMPACT_AFTER_S` ago; then copies write at most `COMPACT_BYTES_PER_S` on average, or all live records
