@@ -299,7 +299,7 @@ def test_engine_exports_only_the_configured_signals() -> None:
 
 def test_engine_without_an_exporter_imports_no_telemetry() -> None:
     """Other variables that choose no signal are below, without a program for each of them."""
-    environ = {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    environ: Any = {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
     assert wanted_signals(environ) == []
     assert run_plain(**environ) == "[]"
 
