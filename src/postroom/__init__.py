@@ -126,65 +126,25 @@ __all__ = [
     "open_store",
 ]
 
-_HOME = {
-    "Sandbox": "postroom.sandbox",
-    "Graph": "postroom.goals.graph.graph",
-    "Advice": "postroom.core.goals.advice",
-    "HttpAdviser": "postroom.goals.advisers.http_adviser",
-    "RuleAdviser": "postroom.goals.advisers.adviser",
-    "Adviser": "postroom.goals.advisers.adviser",
-    "Coordinator": "postroom.engine",
-    "AgentRules": "postroom.engine",
-    "AgentReplaced": "postroom.errors",
-    "Bounced": "postroom.errors",
-    "CoordinatorStopped": "postroom.errors",
-    "StreamRestarted": "postroom.errors",
-    "Retry": "postroom.engine",
-    "Policy": "postroom.engine",
-    "Organization": "postroom.engine",
-    "Handle": "postroom.engine",
-    "Guard": "postroom.engine",
-    "Engine": "postroom.goals.engine",
-    "Breaker": "postroom.engine",
-    "Backpressure": "postroom.engine",
-    "ValidationError": "postroom.errors",
-    "UnsupportedVersion": "postroom.errors",
-    "UnknownType": "postroom.errors",
-    "ResultGone": "postroom.errors",
-    "RateLimited": "postroom.errors",
-    "Overloaded": "postroom.errors",
-    "MessageFailed": "postroom.errors",
-    "KeyReused": "postroom.errors",
-    "GuardTripped": "postroom.errors",
-    "EffectUnknown": "postroom.errors",
-    "Audit": "postroom.contracts.audit",
-    "StaleLease": "postroom.errors",
-    "Tasks": "postroom.contracts.tasks.tasks",
-    "UnknownTask": "postroom.errors",
-    "open_store": "postroom.stores.open",
-    "QueueFull": "postroom.errors",
-    "WrongState": "postroom.errors",
-    "Bus": "postroom.contracts.bus",
-    "BusMessage": "postroom.message",
-    "DEFAULT_BODY_THRESHOLD": "postroom.message",
-    "LockTimeout": "postroom.errors",
-    "Mail": "postroom.client.mail",
-    "MailRefused": "postroom.errors",
-    "MailUnavailable": "postroom.errors",
-    "PostroomError": "postroom.errors",
-    "Queue": "postroom.contracts.queue",
-    "QueueDisabledError": "postroom.errors",
-    "QueueError": "postroom.errors",
-    "Rejected": "postroom.errors",
-    "SinceIdNotFound": "postroom.errors",
-    "TOPICS": "postroom.core.formats.queuewire",
-    "TokensExhausted": "postroom.errors",
-    "ToolFailed": "postroom.errors",
-    "TopicError": "postroom.errors",
-    "Unavailable": "postroom.errors",
+_NAMES_OF = {
+    "client.mail": "Mail",
+    "contracts.audit": "Audit",
+    "contracts.bus": "Bus",
+    "contracts.queue": "Queue",
+    "contracts.tasks.tasks": "Tasks",
+    "core.formats.queuewire": "TOPICS",
+    "core.goals.advice": "Advice",
+    "engine": "AgentRules Backpressure Breaker Coordinator Guard Handle Organization Policy Retry",
+    "goals.advisers.adviser": "Adviser RuleAdviser",
+    "goals.advisers.http_adviser": "HttpAdviser",
+    "goals.engine": "Engine",
+    "goals.graph.graph": "Graph",
+    "message": "DEFAULT_BODY_THRESHOLD BusMessage",
+    "sandbox": "Sandbox",
+    "stores.open": "open_store",
 }
-
-
+"""Names by module. All others are errors."""
+_HOME = {name: f"postroom.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
 _REGISTERED = {"Engine": "postroom.server.telemetry.worker_telemetry"}
 """Modules that add themselves to what a name stands for."""
 
@@ -192,14 +152,13 @@ _REGISTERED = {"Engine": "postroom.server.telemetry.worker_telemetry"}
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("postroom")
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-        if name in _REGISTERED:
-            import_module(_REGISTERED[name])
-        globals()[name] = value
-        return value
-    msg = f"module 'postroom' has no attribute {name!r}"
-    raise AttributeError(msg)
+    if name not in __all__:
+        raise AttributeError(f"module 'postroom' has no attribute {name!r}")
+    value = getattr(import_module(_HOME.get(name, "postroom.errors")), name)
+    if name in _REGISTERED:
+        import_module(_REGISTERED[name])
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,84 +1,14 @@
-"""Every error that postroom raises on purpose, in one tree.
+"""Every error that postroom raises on purpose, in one tree, by contract.
 
     PostroomError
-    ├── Rejected                  the caller's fault: the same call will fail again
-    │   ├── InvalidMessage        an argument or a field is missing, of the wrong kind or over its limit
-    │   │   ├── InvalidPriority   a priority that is not a whole number from 0 to 3
-    │   │   ├── InvalidExpiry     an expiry in the past, without a time zone, or before the end of the delay
-    │   │   ├── InvalidParent     a message that names itself as its parent
-    │   │   ├── UnknownType       no message type of this name is registered
-    │   │   ├── UnsupportedVersion  a version that is neither current nor of the previous major one
-    │   │   ├── ValidationError   the payload of a message does not fit: never retried
-    │   │   └── KeyReused         an idempotency key that came with another message
-    │   ├── InvalidName           an agent, session or recipient name that is not allowed
-    │   ├── InvalidSetting        a wrong value in the environment or in postroom.toml
-    │   ├── KeyInUse              a key cannot be retired: stored values need it, or new ones would
-    │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
-    │   ├── SinceIdNotFound       the position a reader asked for is not in the log
-    │   ├── TopicError            a topic outside the closed set          (also a QueueError)
-    │   ├── UnknownAgent          no agent of this name is registered
-    │   ├── AgentExists           an agent of this name is registered already
-    │   ├── UnknownToken          no token has this id
-    │   ├── UnknownTask           no task has this id
-    │   │   └── UnknownMessage    no event of the audit stream names this id
-    │   ├── StaleLease            the lease ended, or was never this caller's: stop working on the task
-    │   ├── WrongState            the task is not in a state that allows the call
-    │   ├── ResultGone            the message of an idempotency key is no longer kept
-    │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
-    │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
-    │   ├── UnknownGoal           no goal of this id was started
-    │   ├── UnknownNode           no node of the knowledge graph that the caller may see has this id
-    │   ├── UnknownCheckpoint     no checkpoint has this id
-    │   ├── UnknownDecision       no decision, or no learned rule, has this id
-    │   ├── GoalEnded             the goal has ended, or is being rolled back
-    │   ├── ContextChanged        the context of a goal has another version than the caller expects
-    │   ├── RollbackRefused       a rollback would pass effects that cannot be undone; lists them
-    │   ├── MessageFailed         a message ended without a result; has its errors
-    │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
-    │   ├── ToolFailed            a tool of an MCP server says that it failed: never retried
-    │   ├── Bounced               the recipient of a message is unknown or dead, or its inbox is full
-    │   ├── AgentReplaced         another registration of the same agent is newer than this one
-    │   ├── NotHeld               a client was never given the task, and the call names no lease
-    │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
-    │   │   └── NotAllowed        the token is not known, or does not allow the call
-    │   ├── SinkAhead             the audit stream holds more events of a source than the source
-    │   ├── StoreMoved            the store was moved to another address, and takes no more writes
-    │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
-    │   └── MailRefused           a mail server refuses a call; has its code
-    ├── Unavailable               postroom's or the machine's fault: trying again can work
-    │   ├── LockTimeout           another process held the lock for too long
-    │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
-    │   │   └── StoreUnwritable   the file system of a store is read-only, or its folder is not the user's
-    │   ├── HandleDead            an earlier fsync failed: reopen before writing again
-    │   ├── StoreUnreachable      the database of a store does not answer
-    │   ├── StoreRefused          the database refuses the role, the password, the name or the certificate
-    │   ├── KeyMissing            values are encrypted, and their key was not given
-    │   ├── UnreadableValue       a stored value cannot be decrypted: it was changed, or belongs elsewhere
-    │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
-    │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
-    │   ├── TooMany               one caller has used up its share; others are not affected
-    │   ├── RateExceeded          a token makes more calls a second than it may; says when to try again
-    │   ├── Overloaded            backpressure refuses a submit; says when to try again
-    │   ├── CoordinatorStopped    a coordinator serves its agents no longer; open requests stay open
-    │   ├── RateLimited           a handler's service limits its rate; says when to try again
-    │   ├── SandboxUnavailable    a sandbox could not be created; says when to try again
-    │   ├── GraphUnavailable      the server of the knowledge graph does not answer
-    │   ├── BusFull               a bus and its archives are at their limit, or the disk is nearly full
-    │   ├── AuditBehind           the backlog of the audit stream is too long; says when to try again
-    │   ├── Unreachable           no harness answers, or it is overloaded; says when to try again
-    │   ├── MailUnavailable       no mail server answers, or it is full
-    │   ├── TableChanged          another writer committed to a table of the pipeline meanwhile
-    │   └── StoreDamaged          the database does not hold what postroom wrote
-    ├── NoEntry                   a call that a server serves names no entry of the table of permissions
-    ├── StreamRestarted           an answer begins again: the chunks that were read so far do not count
-    ├── NoResult                  a task that a client asked for ended without a result, or not in time
-    └── QueueError                base of the errors of `Queue`
-        ├── TopicError            see `Rejected`
-        ├── QueueDisabledError    see `Unavailable`
-        └── DamagedState          a cursor or journal cannot be trusted; `repair` fixes it (also Unavailable)
+    ├── Rejected       the caller's fault: the same call will fail again
+    ├── Unavailable    postroom's or the machine's fault: a retry can succeed
+    └── QueueError     base of the errors of `Queue`, each of which is `Rejected` or `Unavailable`, too
 
-The library, the servers and the clients raise these same classes. The module imports only the standard
-library, because the task client needs it. `EXIT_CODES` maps the tree to the exit codes of the command line.
+Rule 1: an error explains itself in one line, and has its facts as attributes.
+Rule 2: the library, the servers and the clients raise the same classes. What a client raises has the text of
+        the server's answer: that is the argument `message`.
+Rule 3: the module imports only the standard library, because the task client needs it.
 """
 
 import re
@@ -103,16 +33,16 @@ def shown(value: object) -> str:
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?::/+|//+)")
 _WITH_TOKENS = ("nats", "tls", "http")
-"""Schemes in whose addresses a name without a password is a token."""
+"""Schemes whose addresses may have a token in the place of the user name."""
 _OPTION = re.compile(r"([?&;][^=&;]*(?i:pass|pwd|secret|token|key|sig|credential)[^=&;]*=)[^&;]*")
 _PORTS = re.compile(r"(?:\[[^\]]*\]?|[^:/?#]*)(?::[0-9]*)?(?:,[^,:]*(?::[0-9]*)?)*(?:[/?#].*)?", re.DOTALL)
 
 
 def shown_address(text: str) -> str:
-    """An address, mistyped ones included, as an error may name it: without its password.
+    """An address without its password, for an error. The address may be mistyped.
 
-    The password is everything from the first colon behind the scheme up to the last @: a slash or an @ in it
-    may be the typing error. Without an @, it is what stands in the place of a port and is none.
+    The password is everything from the first colon after the scheme up to the last @: a slash or an @ in it
+    may be the typing error. Without an @, it is the text in the place of the port, unless that is a port.
     """
     place, found, ledger = text.partition("ledger=")
     if found:  # of a store in a broker: an address within an address
@@ -152,24 +82,11 @@ class Unavailable(PostroomError):
     """Postroom's or the machine's fault. A retry can succeed."""
 
 
-class QueueError(PostroomError):
-    """Base of the errors of `Queue`."""
+# ---- messages, names and settings ------------------------------------------------------------------------
 
 
 class InvalidMessage(Rejected, ValueError):
     """A message that breaks a rule of its contract."""
-
-
-class InvalidPriority(InvalidMessage):
-    """A priority that is not a whole number from 0 to 3."""
-
-
-class InvalidExpiry(InvalidMessage):
-    """An expiry in the past, without a time zone, or before the end of the delay."""
-
-
-class InvalidParent(InvalidMessage):
-    """A message that names itself as its parent."""
 
 
 class InvalidName(Rejected, ValueError):
@@ -185,23 +102,11 @@ class InvalidSetting(Rejected, ValueError):
     """A wrong value of an environment variable or of a key of postroom.toml."""
 
 
+# ---- files and stores ------------------------------------------------------------------------------------
+
+
 class UnsafePath(Rejected, ValueError):
-    """A path that postroom refuses to follow."""
-
-
-class SinceIdNotFound(Rejected, LookupError):
-    """The id after which a reader wants to continue is not in the log."""
-
-    def __init__(self, since_id: str, path: Path, archive: Path | None = None) -> None:
-        self.since_id = since_id
-        self.path = path
-        self.archive = archive
-        where = (
-            f"it was rotated into {archive.name}; pass archives=True (--archives) to read on from there"
-            if archive
-            else "it is not in this bus"
-        )
-        super().__init__(f"since id {shown(since_id)} not found in {path}: {where}")
+    """A symlink, a special file, or a path outside of its root. Postroom does not follow it."""
 
 
 class LockTimeout(Unavailable, TimeoutError):
@@ -229,14 +134,6 @@ class WriteFailed(Unavailable, OSError):
         return str(self.strerror)
 
 
-class StoreUnwritable(WriteFailed):
-    """The system refuses writes beside the file of a store. SQLite needs them to read a store in use, too."""
-
-    def __init__(self, path: Path | str, cause: OSError) -> None:
-        super().__init__(path, cause)
-        self.strerror = f"{path} cannot be opened: {cause.strerror}; reading a store also needs to write"
-
-
 class HandleDead(Unavailable):
     """An earlier fsync failed, so this handle acknowledges nothing more."""
 
@@ -245,8 +142,16 @@ class HandleDead(Unavailable):
         super().__init__(f"an earlier fsync of {path} failed: call reopen() before writing again")
 
 
+class StoreUnwritable(WriteFailed):
+    """The system refuses writes next to a store's file. SQLite needs them even to read a store in use."""
+
+    def __init__(self, path: Path | str, cause: OSError) -> None:
+        super().__init__(path, cause)
+        self.strerror = f"{path} cannot be opened: {cause.strerror}; even reading a store needs write access"
+
+
 class StoreUnreachable(Unavailable):
-    """The database of a store does not answer. `rolled_back` says whether the work is surely not stored."""
+    """The database of a store does not answer. `rolled_back`: it is certain that nothing was stored."""
 
     def __init__(self, url: str, reason: str, *, rolled_back: bool) -> None:
         self.url = url
@@ -256,11 +161,27 @@ class StoreUnreachable(Unavailable):
 
 
 class StoreRefused(Unavailable):
-    """The database of a store answers, and refuses this client. Somebody has to change a setting first."""
+    """The database of a store refuses this client. A retry fails until somebody changes a setting."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
         super().__init__(f"{url} refuses the connection: {reason}; nothing was stored")
+
+
+class StoreMoved(Rejected):
+    """The store was moved to another address. It can be read, but takes no more writes."""
+
+    def __init__(self, url: str, to: str) -> None:
+        self.to = to
+        super().__init__(f"{url} was moved to {to}, and takes no more writes: use that address")
+
+
+class StoreDamaged(Unavailable):
+    """The database does not hold what postroom wrote."""
+
+
+class DataLost(Unavailable):
+    """A data folder has lost something. Nothing was started or changed."""
 
 
 class KeyMissing(Unavailable):
@@ -282,6 +203,47 @@ class UnreadableValue(Unavailable):
         )
 
 
+# ---- Bus -------------------------------------------------------------------------------------------------
+
+
+class SinceIdNotFound(Rejected, LookupError):
+    """The id after which a reader wants to continue is not in the log."""
+
+    def __init__(self, since_id: str, path: Path, archive: Path | None = None) -> None:
+        self.since_id = since_id
+        self.path = path
+        self.archive = archive
+        where = (
+            f"it was rotated into {archive.name}; pass archives=True (--archives) to read on from there"
+            if archive
+            else "it is not in this bus"
+        )
+        super().__init__(f"since id {shown(since_id)} not found in {path}: {where}")
+
+
+class UnknownBus(Rejected, LookupError):
+    """The caller can see no bus of this name."""
+
+    def __init__(self, name: str, message: str = "") -> None:
+        self.name = name
+        super().__init__(message or f"there is no bus {shown(name)}")
+
+
+class BusFull(Unavailable):
+    """A bus is at its limit, or the disk is nearly full. Nothing was stored."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
+
+
+# ---- Queue -----------------------------------------------------------------------------------------------
+
+
+class QueueError(PostroomError):
+    """Base of the errors of `Queue`."""
+
+
 class TopicError(QueueError, Rejected, ValueError):
     """A topic outside the closed set."""
 
@@ -292,6 +254,9 @@ class QueueDisabledError(QueueError, Unavailable, RuntimeError):
 
 class DamagedState(QueueError, Unavailable):
     """A cursor, topic list or journal that cannot be trusted."""
+
+
+# ---- Tasks -----------------------------------------------------------------------------------------------
 
 
 class UnknownAgent(Rejected, LookupError):
@@ -310,44 +275,26 @@ class AgentExists(Rejected):
         super().__init__(f"there is an agent {shown(name)} already: remove it first")
 
 
-class UnknownToken(Rejected, LookupError):
-    """No token has this id. Nothing was changed. In a client, `message` is the harness's sentence.
-
-    A token instead of its id is not repeated. `known_id` is the id of it, if the caller may know that.
-    """
-
-    def __init__(self, token_id: str, message: str = "", known_id: str = "") -> None:
-        is_secret = token_id.startswith("pr_")
-        self.token_id = known_id if is_secret else token_id
-        its_id = f"its id is {known_id}" if known_id else "`postroom token list` shows the ids"
-        said = (
-            f"this is a token, and not its id: {its_id}" if is_secret else f"there is no token {token_id!r}"
-        )
-        super().__init__(message or said)
-
-
-class UnknownBus(Rejected, LookupError):
-    """No bus that this caller may see has this name. In a client, `message` is the server's sentence."""
-
-    def __init__(self, name: str, message: str = "") -> None:
-        self.name = name
-        super().__init__(message or f"there is no bus {shown(name)}")
-
-
 class UnknownTask(Rejected, LookupError):
-    """No task that this caller may see has this id. In a client, `message` is the harness's sentence."""
+    """The caller can see no task with this id."""
 
     def __init__(self, task_id: str, message: str = "") -> None:
         self.task_id = task_id
         super().__init__(message or f"there is no task {shown(task_id)}")
 
 
-class UnknownMessage(UnknownTask):
-    """No event of an audit stream names this id."""
+class QueueFull(Unavailable):
+    """A queue is at its `max_depth`. Nothing was stored."""
 
-    def __init__(self, message_id: str, folder: Path) -> None:
-        self.folder = folder
-        super().__init__(message_id, f"no event in {folder} names {shown(message_id)}")
+    def __init__(self, queue: str, depth: int, max_depth: int, retry_after_s: float) -> None:
+        self.queue = queue
+        self.depth = depth
+        self.max_depth = max_depth
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"queue {shown(queue)} holds {depth} of at most {max_depth} waiting tasks: "
+            f"try again in {retry_after_s:g} s"
+        )
 
 
 class StaleLease(Rejected):
@@ -361,21 +308,11 @@ class StaleLease(Rejected):
         )
 
 
-class SinkAhead(Rejected):
-    """A sink holds more events of a source than the source: the source was restored to an older state."""
-
-    def __init__(self, source: str, held: int, newest: int) -> None:
-        super().__init__(
-            f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
-            "the source was restored to an older state, so ship it to a new folder"
-        )
-
-
 RETRIED = "DEAD_LETTER, CANCELLED, EXPIRED and QUARANTINED"
 
 
 class WrongState(Rejected):
-    """The state of a task does not allow the call. Nothing was changed. `state` is empty in a client."""
+    """The state of a task does not allow the call. Nothing was changed. In a client, `state` is empty."""
 
     def __init__(self, task_id: str, verb: str, state: str, message: str = "") -> None:
         self.task_id = task_id
@@ -393,29 +330,6 @@ class NotHeld(Rejected):
         super().__init__(f"this client was not given task {shown(task_id)}: pass its lease")
 
 
-class HarnessRefused(Rejected):
-    """A harness refuses a call. The message is the harness's sentence.
-
-    `status` is the HTTP status; 0 for an answer that does not fit the protocol.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status = self.http_status = status
-        super().__init__(message)
-
-
-class NotAllowed(HarnessRefused):
-    """The token is not known to the harness, or does not allow the call."""
-
-
-class Unreachable(Unavailable):
-    """A harness does not answer, or asks the client to retry later."""
-
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
-
-
 class NoResult(PostroomError):
     """A task that a client asked for has no result. `task` is the `TaskView` that it saw last."""
 
@@ -428,28 +342,19 @@ class NoResult(PostroomError):
         super().__init__(f"task {task.task_id} of {task.agent} {end}")
 
 
-class NoEntry(PostroomError):
-    """A route, tool or command names no entry of the table of permissions. Its server does not start."""
-
-    def __init__(self, named_by: str, action: str) -> None:
-        super().__init__(
-            f"{named_by} names the permission {action!r}, which is not in the table of core.gate: "
-            "nothing is served without one"
-        )
+# ---- Engine ----------------------------------------------------------------------------------------------
 
 
-class QueueFull(Unavailable):
-    """A queue is at its `max_depth`. Nothing was stored."""
+class InvalidPriority(InvalidMessage):
+    """A priority that is not a whole number from 0 to 3."""
 
-    def __init__(self, queue: str, depth: int, max_depth: int, retry_after_s: float) -> None:
-        self.queue = queue
-        self.depth = depth
-        self.max_depth = max_depth
-        self.retry_after_s = retry_after_s
-        super().__init__(
-            f"queue {shown(queue)} holds {depth} of at most {max_depth} waiting tasks: "
-            f"try again in {retry_after_s:g} s"
-        )
+
+class InvalidExpiry(InvalidMessage):
+    """An expiry in the past, without a time zone, or before the end of the delay."""
+
+
+class InvalidParent(InvalidMessage):
+    """A message that names itself as its parent."""
 
 
 class UnknownType(InvalidMessage):
@@ -478,14 +383,14 @@ class ValidationError(InvalidMessage):
 
 
 class KeyReused(InvalidMessage):
-    """An idempotency key was used before, for another message."""
+    """An idempotency key was used before with different content."""
 
     def __init__(self, key: str, message_id: str, message: str = "") -> None:
         self.key = key
         self.message_id = message_id
         super().__init__(
             message
-            or f"idempotency key {shown(key)} belongs to message {message_id}, which has another content"
+            or f"idempotency key {shown(key)} belongs to message {message_id}, which has different content"
         )
 
 
@@ -511,8 +416,70 @@ class EffectUnknown(Rejected):
         )
 
 
+class MessageFailed(Rejected):
+    """A message ended without a result."""
+
+    def __init__(
+        self, message_id: str, state: str, error_history: list[dict[str, Any]], message: str = ""
+    ) -> None:
+        self.message_id = message_id
+        self.state = state
+        self.error_history = error_history
+        last = f": {error_history[-1]['error']}" if error_history else ""
+        super().__init__(message or f"message {message_id} ended as {state}{last}")
+
+
+class TokensExhausted(MessageFailed):
+    """No model had the tokens that a message asked for, or its handler used up its reservation."""
+
+
+def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]]) -> MessageFailed:
+    """The error of a message that ended without a result."""
+    is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
+    return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
+
+
+class ToolFailed(Rejected):
+    """A tool of an MCP server answered with an error. The call is not retried: the tool has run."""
+
+    def __init__(self, service: str, tool: str, reason: str) -> None:
+        self.service = service
+        self.tool = tool
+        self.reason = reason
+        super().__init__(f"tool {tool!r} of {service} failed: {reason}")
+
+
+class Overloaded(Unavailable):
+    """Backpressure refuses a submit. Nothing was stored."""
+
+    def __init__(self, reason: str, retry_after: float, message: str = "") -> None:
+        self.retry_after = self.retry_after_s = retry_after
+        super().__init__(message or f"{reason}: try again in {retry_after:.3g} s")
+
+
+class RateLimited(Unavailable):
+    """A service refused a call because of its rate limit. Raise it in a handler to be retried later."""
+
+    def __init__(
+        self, reason: str = "the service limits the rate of calls", *, retry_after_s: float | None = None
+    ) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
+
+
+class SandboxUnavailable(Unavailable):
+    """A sandbox could not be created. The message is deferred."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"no sandbox: {reason}")
+
+
+# ---- goals -----------------------------------------------------------------------------------------------
+
+
 class GuardTripped(Rejected):
-    """A goal has used up one of its limits. Nothing was stored."""
+    """A goal has reached one of its limits. Nothing was stored."""
 
     def __init__(self, goal_id: str, what: str, used: float, limit: float, message: str = "") -> None:
         self.goal_id = goal_id
@@ -529,7 +496,7 @@ class UnknownGoal(Rejected, LookupError):
 
 
 class UnknownNode(Rejected, LookupError):
-    """No node that the caller may see has this id."""
+    """The caller can see no node with this id."""
 
     def __init__(self, node_id: object) -> None:
         self.node_id = node_id
@@ -545,7 +512,7 @@ class UnknownCheckpoint(Rejected, LookupError):
 
 
 class UnknownDecision(Rejected, LookupError):
-    """No decision has this id, or no learned rule."""
+    """No decision, or no learned rule, has this id."""
 
     def __init__(self, decision_id: object, what: str = "decision") -> None:
         self.decision_id = decision_id
@@ -583,53 +550,10 @@ class RollbackRefused(Rejected):
 
 
 class GraphUnavailable(Unavailable):
-    """The server of the knowledge graph does not answer, or other writers were always faster."""
+    """The server of the knowledge graph does not answer, or every try lost to another writer."""
 
 
-class SandboxUnavailable(Unavailable):
-    """A sandbox could not be created. The message is deferred."""
-
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(f"no sandbox: {reason}")
-
-
-class MessageFailed(Rejected):
-    """A message ended without a result."""
-
-    def __init__(self, message_id: str, state: str, error_history: list[dict[str, Any]]) -> None:
-        self.message_id = message_id
-        self.state = state
-        self.error_history = error_history
-        last = f": {error_history[-1]['error']}" if error_history else ""
-        super().__init__(f"message {message_id} ended as {state}{last}")
-
-
-class TokensExhausted(MessageFailed):
-    """No model had the tokens that a message asked for, or its handler used up its reservation."""
-
-    def __init__(
-        self, message_id: str, state: str, error_history: list[dict[str, Any]], message: str = ""
-    ) -> None:
-        super().__init__(message_id, state, error_history)
-        if message:
-            self.args = (message,)
-
-
-def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]]) -> MessageFailed:
-    """The error of a message that ended without a result."""
-    is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
-    return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
-
-
-class ToolFailed(Rejected):
-    """A tool of an MCP server answered with an error. The call is not retried: the tool has run."""
-
-    def __init__(self, service: str, tool: str, reason: str) -> None:
-        self.service = service
-        self.tool = tool
-        self.reason = reason
-        super().__init__(f"tool {tool!r} of {service} failed: {reason}")
+# ---- Coordinator -----------------------------------------------------------------------------------------
 
 
 class Bounced(Rejected):
@@ -647,14 +571,15 @@ class AgentReplaced(Rejected):
     def __init__(self, agent_id: str, message: str = "") -> None:
         self.agent_id = agent_id
         super().__init__(
-            message or f"agent {agent_id!r} was registered again elsewhere: only that registration is valid"
+            message
+            or f"agent {agent_id!r} was registered again elsewhere: only the newest registration is valid"
         )
 
 
 class StreamRestarted(PostroomError):
-    """The attempt that an answer came from failed, and another attempt begins the answer again.
+    """The attempt that streamed an answer failed, and the next attempt starts the answer again.
 
-    The same iterator goes on with the new attempt. Chunks of the earlier attempt do not count.
+    Discard the chunks of the earlier attempt. The same iterator continues with the new one.
     """
 
     def __init__(self, request_id: str, attempt: int) -> None:
@@ -665,16 +590,8 @@ class StreamRestarted(PostroomError):
         )
 
 
-class Overloaded(Unavailable):
-    """Backpressure refuses a submit. Nothing was stored."""
-
-    def __init__(self, reason: str, retry_after: float, message: str = "") -> None:
-        self.retry_after = self.retry_after_s = retry_after
-        super().__init__(message or f"{reason}: try again in {retry_after:.3g} s")
-
-
 class CoordinatorStopped(Unavailable):
-    """The coordinator was stopped. A request stays open: register again, and resume it."""
+    """The coordinator was stopped. Requests stay open: register again, and resume them."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -682,18 +599,57 @@ class CoordinatorStopped(Unavailable):
         super().__init__(f"the coordinator has been stopped or was not started{rest}")
 
 
-class RateLimited(Unavailable):
-    """A service refused a call because of its rate limit. A handler raises it to be tried again later."""
+# ---- servers and their clients ---------------------------------------------------------------------------
 
-    def __init__(
-        self, reason: str = "the service limits the rate of calls", *, retry_after_s: float | None = None
-    ) -> None:
+
+class HarnessRefused(Rejected):
+    """A harness refuses a call. `status` is the HTTP status; 0 for an answer that breaks the protocol."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = self.http_status = status
+        super().__init__(message)
+
+
+class NotAllowed(HarnessRefused):
+    """The token is not known to the harness, or does not allow the call."""
+
+
+class Unreachable(Unavailable):
+    """A harness does not answer, or asks the client to retry later."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         self.retry_after_s = retry_after_s
-        super().__init__(reason)
+        super().__init__(message)
+
+
+class UnknownToken(Rejected, LookupError):
+    """No token has this id. Nothing was changed.
+
+    A token that was passed instead of an id is not repeated. `known_id` is its id, if the caller may know it.
+    """
+
+    def __init__(self, token_id: str, message: str = "", known_id: str = "") -> None:
+        is_secret = token_id.startswith("pr_")
+        self.token_id = known_id if is_secret else token_id
+        its_id = f"its id is {known_id}" if known_id else "`postroom token list` shows the ids"
+        said = (
+            f"this is a token, and not its id: {its_id}" if is_secret else f"there is no token {token_id!r}"
+        )
+        super().__init__(message or said)
+
+
+class NoEntry(PostroomError):
+    """A route, tool or command names no entry of the table of permissions. Its server does not start."""
+
+    def __init__(self, named_by: str, action: str) -> None:
+        super().__init__(
+            f"{named_by} names the permission {action!r}, which is not in the table of core.gate: "
+            "nothing is served without one"
+        )
 
 
 class TooMany(Unavailable):
-    """One caller has used up its share of something. Nothing was done."""
+    """One caller has used up its share. Others are not affected. Nothing was done."""
 
     def __init__(self, name: str, what: str, each_max: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -701,7 +657,7 @@ class TooMany(Unavailable):
 
 
 class RateExceeded(Unavailable):
-    """A token makes more calls a second than it may. Nothing was done."""
+    """A token exceeds its rate limit. Nothing was done."""
 
     def __init__(self, name: str, rate: float, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -711,28 +667,48 @@ class RateExceeded(Unavailable):
         )
 
 
-class BusFull(Unavailable):
-    """A bus is at its limit, or the disk is nearly full. Nothing was stored."""
+# ---- Mail ------------------------------------------------------------------------------------------------
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(reason)
+
+class MailRefused(Rejected):
+    """A mail server refuses a call. `code` has the meaning of an HTTP status."""
+
+    def __init__(self, code: int, text: str) -> None:
+        self.code = code
+        super().__init__(text)
+
+
+class MailUnavailable(Unavailable):
+    """A mail server is unreachable, does not answer, or is full."""
+
+
+# ---- Audit and Pipeline ----------------------------------------------------------------------------------
+
+
+class UnknownMessage(UnknownTask):
+    """No event of an audit stream names this id."""
+
+    def __init__(self, message_id: str, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(message_id, f"no event in {folder} names {shown(message_id)}")
+
+
+class SinkAhead(Rejected):
+    """The audit stream is ahead of a source, so the source was restored to an older state."""
+
+    def __init__(self, source: str, held: int, newest: int) -> None:
+        super().__init__(
+            f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
+            "the source was restored to an older state, so ship it to a new folder"
+        )
 
 
 class ShippedElsewhere(Rejected):
     """The store ships its events to another stream, or the stream belongs to another store."""
 
 
-class StoreMoved(Rejected):
-    """The store was moved. What it holds can still be read."""
-
-    def __init__(self, url: str, to: str) -> None:
-        self.to = to
-        super().__init__(f"{url} was moved to {to}, and takes no more writes: use that address")
-
-
 class AuditBehind(Unavailable):
-    """The shipper of the audit stream is too far behind. Nothing was stored."""
+    """The backlog of the audit stream is too long. Nothing was stored."""
 
     def __init__(self, waiting: int, backlog_max: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -742,33 +718,15 @@ class AuditBehind(Unavailable):
         )
 
 
-class MailRefused(Rejected):
-    """A mail server refuses a call. The message is the server's sentence; `code` is as in HTTP."""
-
-    def __init__(self, code: int, text: str) -> None:
-        self.code = code
-        super().__init__(text)
-
-
-class MailUnavailable(Unavailable):
-    """A mail server cannot be reached, does not answer, or is full."""
-
-
 class TableChanged(Unavailable):
-    """Another writer has committed to a table since it was read. Nothing was committed."""
+    """Another writer committed to a table after it was read. Nothing was committed."""
 
     def __init__(self, table: str) -> None:
         self.table = table
         super().__init__(f"another writer changed table {table} after it was read, so nothing was committed")
 
 
-class StoreDamaged(Unavailable):
-    """The database does not hold what postroom wrote."""
-
-
-class DataLost(Unavailable):
-    """A data folder lacks something that it held. Nothing was started or changed."""
-
+# ---- exit codes and reasons ------------------------------------------------------------------------------
 
 EXIT_OK = 0
 EXIT_RUNTIME = 1

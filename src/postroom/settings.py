@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -29,52 +29,54 @@ RATE_MAX = 1_000_000.0  # calls a second
 ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The start of a URL such as s3://bucket. As a path it would name a folder `s3:`."""
 
-_A_PATH = "a path"
-_SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
-_DURABILITY = "os, group or fsync"
-_PORT = "a port from 0 to 65535"
+_WANTS: Final[dict[object, str]] = {Path: "a path", bool: "1 or 0, true or false"}
 
 Environment: TypeAlias = Literal["dev", "staging", "prod"]
 Redaction: TypeAlias = Literal["none", "medium", "full"]
+Seconds: TypeAlias = Annotated[
+    float,
+    Meta(gt=0, le=SECONDS_MAX, extra={"wants": f"a number of seconds above 0 and at most {SECONDS_MAX}"}),
+]
+Positive: TypeAlias = Annotated[int, Meta(gt=0)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535, extra={"wants": "a port from 0 to 65535"})]
+
+
+def _about(description: str, *variables: str, wants: str = "") -> Meta:
+    """A setting: the environment variables that set it, of which the first one set wins, and its values.
+
+    `wants` says what the setting takes, as errors and the reference name it; empty when its type says it.
+    """
+    return Meta(description=description, extra={"env": variables, "wants": wants})
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The `[bus]` table."""
 
-    path: Annotated[
-        Path | None,
-        Meta(description="The bus file.", extra={"env": ("POSTROOM_BUS",), "wants": _A_PATH}),
-    ] = None
+    path: Annotated[Path | None, _about("The bus file.", "POSTROOM_BUS")] = None
     lock_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=SECONDS_MAX,
-            description="How long a writer waits for the lock before it gives up.",
-            extra={"env": ("POSTROOM_BUS_LOCK_TIMEOUT_S",), "wants": _SECONDS},
-        ),
+        Seconds,
+        _about("How long a writer waits for the lock before it gives up.", "POSTROOM_BUS_LOCK_TIMEOUT_S"),
     ] = 10.0
     poll_interval_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=SECONDS_MAX,
-            description="How often a follower checks the file where the system cannot wake it.",
-            extra={"env": ("POSTROOM_BUS_POLL_INTERVAL_S",), "wants": _SECONDS},
+        Seconds,
+        _about(
+            "How often a follower checks the file where the system cannot wake it.",
+            "POSTROOM_BUS_POLL_INTERVAL_S",
         ),
     ] = 0.2
     rotate_bytes: Annotated[
-        Annotated[int, Meta(gt=0)] | None,
-        Meta(
-            description="Archive the file before a write would make it larger than this. Not set: never.",
-            extra={"env": ("POSTROOM_BUS_ROTATE_BYTES",), "wants": "a whole number of bytes above 0"},
+        Positive | None,
+        _about(
+            "Archive the file before a write would make it larger than this. Not set: never.",
+            "POSTROOM_BUS_ROTATE_BYTES",
+            wants="a whole number of bytes above 0",
         ),
     ] = None
     durability: Annotated[
         Durability,
-        Meta(
-            description="When an append counts as stored: os (page cache), group (shared fsync), fsync.",
-            extra={"env": ("POSTROOM_BUS_DURABILITY",), "wants": _DURABILITY},
+        _about(
+            "When an append counts as stored: os (page cache), group (shared fsync), fsync.",
+            "POSTROOM_BUS_DURABILITY",
         ),
     ] = "os"
 
@@ -84,49 +86,50 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     root: Annotated[
         Path,
-        Meta(
-            description="The folder of the queue. Not set: `$ZOS_HOME/agent-mq`, else "
+        _about(
+            "The folder of the queue. Not set: `$ZOS_HOME/agent-mq`, else "
             "`$XDG_DATA_HOME/postroom/queue`, else `~/.local/share/postroom/queue`.",
-            extra={"env": ("POSTROOM_QUEUE_ROOT", "ZOS_MQ_ROOT"), "wants": _A_PATH},
+            "POSTROOM_QUEUE_ROOT",
+            "ZOS_MQ_ROOT",
         ),
     ]
     session: Annotated[
         str,
-        Meta(
-            description="The session used when none is given.",
-            extra={"env": ("POSTROOM_QUEUE_SESSION", "ZOS_MQ_SESSION"), "wants": "a name"},
+        _about(
+            "The session used when none is given.", "POSTROOM_QUEUE_SESSION", "ZOS_MQ_SESSION", wants="a name"
         ),
     ] = DEFAULT_SESSION
     agent_id: Annotated[
         str,
-        Meta(
-            description="The sender used when none is given.",
-            extra={"env": ("POSTROOM_QUEUE_AGENT_ID", "ZOS_MQ_AGENT_ID"), "wants": "a name"},
+        _about(
+            "The sender used when none is given.",
+            "POSTROOM_QUEUE_AGENT_ID",
+            "ZOS_MQ_AGENT_ID",
+            wants="a name",
         ),
     ] = DEFAULT_AGENT_ID
     body_threshold: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Bodies of more UTF-8 bytes than this go to a side file.",
-            extra={
-                "env": ("POSTROOM_QUEUE_BODY_THRESHOLD", "ZOS_MQ_BODY_THRESHOLD"),
-                "wants": "a whole number of bytes, 0 or more",
-            },
+        Annotated[int, Meta(ge=0)],
+        _about(
+            "Bodies of more UTF-8 bytes than this go to a side file.",
+            "POSTROOM_QUEUE_BODY_THRESHOLD",
+            "ZOS_MQ_BODY_THRESHOLD",
+            wants="a whole number of bytes, 0 or more",
         ),
     ] = DEFAULT_BODY_THRESHOLD
     disabled: Annotated[
         bool,
-        Meta(
-            description="The kill switch: nothing is sent, polled or expired, and nothing is lost.",
-            extra={"env": ("POSTROOM_QUEUE_DISABLED", "ZOS_MQ_DISABLED"), "wants": "1 or 0, true or false"},
+        _about(
+            "The kill switch: nothing is sent, polled or expired, and nothing is lost.",
+            "POSTROOM_QUEUE_DISABLED",
+            "ZOS_MQ_DISABLED",
         ),
     ] = False
     durability: Annotated[
         Durability,
-        Meta(
-            description="When a send counts as stored: os (page cache), group (shared fsync), fsync.",
-            extra={"env": ("POSTROOM_QUEUE_DURABILITY",), "wants": _DURABILITY},
+        _about(
+            "When a send counts as stored: os (page cache), group (shared fsync), fsync.",
+            "POSTROOM_QUEUE_DURABILITY",
         ),
     ] = "os"
 
@@ -134,102 +137,86 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The `[audit]` table."""
 
-    folder: Annotated[
-        Path | None,
-        Meta(
-            description="The folder of the audit stream.",
-            extra={"env": ("POSTROOM_AUDIT",), "wants": _A_PATH},
-        ),
-    ] = None
+    folder: Annotated[Path | None, _about("The folder of the audit stream.", "POSTROOM_AUDIT")] = None
     environment: Annotated[
         Environment,
-        Meta(
-            description="The environment. It selects the redaction: dev none, staging medium, prod full.",
-            extra={"env": ("POSTROOM_ENVIRONMENT",), "wants": "dev, staging or prod"},
+        _about(
+            "The environment. It selects the redaction: dev none, staging medium, prod full.",
+            "POSTROOM_ENVIRONMENT",
         ),
     ] = "prod"
     redaction: Annotated[
         Redaction | None,
-        Meta(
-            description="How much is redacted before an event is written. Not set: chosen by `environment`.",
-            extra={"env": ("POSTROOM_AUDIT_REDACTION",), "wants": "none, medium or full"},
+        _about(
+            "How much is redacted before an event is written. Not set: chosen by `environment`.",
+            "POSTROOM_AUDIT_REDACTION",
         ),
     ] = None
     patterns: Annotated[
         dict[str, str],
-        Meta(
-            description="Further redaction rules: a name and a regular expression for each.",
-            extra={"env": (), "wants": "a table of names and regular expressions"},
+        _about(
+            "Further redaction rules: a name and a regular expression for each.",
+            wants="a table of names and regular expressions",
         ),
     ] = {}
     fields: Annotated[
-        list[str],
-        Meta(
-            description="Further names of fields whose values are redacted.",
-            extra={"env": (), "wants": "a list of names"},
-        ),
+        list[str], _about("Further names of fields whose values are redacted.", wants="a list of names")
     ] = []
     token_key_file: Annotated[
         Path | None,
-        Meta(
-            description="A file with a secret. A redacted value is then replaced by a token, the same for "
+        _about(
+            "A file with a secret. A redacted value is then replaced by a token, the same for "
             "the same value.",
-            extra={"env": ("POSTROOM_AUDIT_TOKEN_KEY_FILE",), "wants": _A_PATH},
+            "POSTROOM_AUDIT_TOKEN_KEY_FILE",
         ),
     ] = None
     key_file: Annotated[
         Path | None,
-        Meta(
-            description="The key file of `postroom audit key`. Payloads are then kept unredacted, encrypted.",
-            extra={"env": ("POSTROOM_AUDIT_KEY_FILE",), "wants": _A_PATH},
+        _about(
+            "The key file of `postroom audit key`. Payloads are then kept unredacted, encrypted.",
+            "POSTROOM_AUDIT_KEY_FILE",
         ),
     ] = None
     payloads: Annotated[
-        bool,
-        Meta(
-            description="Whether events include the message bodies, after redaction.",
-            extra={"env": ("POSTROOM_AUDIT_PAYLOADS",), "wants": "1 or 0, true or false"},
-        ),
+        bool, _about("Whether events include the message bodies, after redaction.", "POSTROOM_AUDIT_PAYLOADS")
     ] = True
     seal_bytes: Annotated[
-        int,
-        Meta(
-            gt=0,
-            le=2**28,
-            description="A segment is sealed before it exceeds this size.",
-            extra={"env": ("POSTROOM_AUDIT_SEAL_BYTES",), "wants": "a whole number of bytes up to 268435456"},
+        Annotated[int, Meta(gt=0, le=2**28)],
+        _about(
+            "A segment is sealed before it exceeds this size.",
+            "POSTROOM_AUDIT_SEAL_BYTES",
+            wants="a whole number of bytes up to 268435456",
         ),
     ] = 128 * 1024 * 1024
     seal_after_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=SECONDS_MAX,
-            description="A segment is sealed when its first event was written this long ago.",
-            extra={"env": ("POSTROOM_AUDIT_SEAL_AFTER_S",), "wants": _SECONDS},
+        Seconds,
+        _about(
+            "A segment is sealed when its first event was written this long ago.",
+            "POSTROOM_AUDIT_SEAL_AFTER_S",
         ),
     ] = 60.0
     publish: Annotated[
         str | None,
-        Meta(
-            description="Where sealed segments are copied to: any URL that fsspec supports.",
-            extra={"env": ("POSTROOM_AUDIT_PUBLISH",), "wants": "a URL"},
+        _about(
+            "Where sealed segments are copied to: any URL that fsspec supports.",
+            "POSTROOM_AUDIT_PUBLISH",
+            wants="a URL",
         ),
     ] = None
     backlog_max: Annotated[
-        int,
-        Meta(
-            gt=0,
-            description="How many events of a store may wait to be shipped before new messages are limited.",
-            extra={"env": ("POSTROOM_AUDIT_BACKLOG_MAX",), "wants": "a whole number above 0"},
+        Positive,
+        _about(
+            "How many events of a store may wait to be shipped before new messages are limited.",
+            "POSTROOM_AUDIT_BACKLOG_MAX",
+            wants="a whole number above 0",
         ),
     ] = 1_000_000
     when_behind: Annotated[
         Literal["slow", "refuse"],
-        Meta(
-            description="What happens to new messages above `backlog_max`: they are slowed down or refused. "
+        _about(
+            "What happens to new messages above `backlog_max`: they are slowed down or refused. "
             "Set it where the shipper runs; the shipper stores it for all clients of the store.",
-            extra={"env": ("POSTROOM_AUDIT_WHEN_BEHIND",), "wants": "slow or refuse"},
+            "POSTROOM_AUDIT_WHEN_BEHIND",
         ),
     ] = "slow"
 
@@ -239,127 +226,89 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     data: Annotated[
         Path | None,
-        Meta(
-            description="The data folder of everything that `postroom up` starts, and of commands without "
+        _about(
+            "The data folder of everything that `postroom up` starts, and of commands without "
             "`--data` and `--url`. `restore`, `verify`, `mail serve`, `audit`, `engine work` and `engine "
             "load` do not take it: there `--data` is something else, or changes what the command does.",
-            extra={"env": ("POSTROOM_DATA",), "wants": _A_PATH},
+            "POSTROOM_DATA",
         ),
     ] = None
     host: Annotated[
         str,
-        Meta(
-            description="The address to listen on. Another one than loopback needs TLS.",
-            extra={"env": ("POSTROOM_HOST",), "wants": "a host name or an address"},
+        _about(
+            "The address to listen on. Another one than loopback needs TLS.",
+            "POSTROOM_HOST",
+            wants="a host name or an address",
         ),
     ] = "127.0.0.1"
     http_port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="The port of HTTP: Tasks, Engine, buses and the live page. 0 picks a free one.",
-            extra={"env": ("POSTROOM_HTTP_PORT",), "wants": _PORT},
+        Port,
+        _about(
+            "The port of HTTP: Tasks, Engine, buses and the live page. 0 picks a free one.",
+            "POSTROOM_HTTP_PORT",
         ),
     ] = 8800
     nats_port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="The port of NATS: Mail. 0 picks a free one.",
-            extra={"env": ("POSTROOM_NATS_PORT",), "wants": _PORT},
-        ),
+        Port, _about("The port of NATS: Mail. 0 picks a free one.", "POSTROOM_NATS_PORT")
     ] = 4222
     store: Annotated[
         str | None,
-        Meta(
-            description="The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
+        _about(
+            "The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
             "queue.db of the data folder.",
-            extra={"env": ("POSTROOM_UP_STORE",), "wants": "the address of a store"},
+            "POSTROOM_UP_STORE",
+            wants="the address of a store",
         ),
     ] = None
-    page: Annotated[
-        bool,
-        Meta(
-            description="Whether HTTP serves the live page.",
-            extra={"env": ("POSTROOM_UP_PAGE",), "wants": "1 or 0, true or false"},
-        ),
-    ] = True
-    mcp: Annotated[
-        bool,
-        Meta(
-            description="Whether HTTP serves MCP at /mcp.",
-            extra={"env": ("POSTROOM_UP_MCP",), "wants": "1 or 0, true or false"},
-        ),
-    ] = True
+    page: Annotated[bool, _about("Whether HTTP serves the live page.", "POSTROOM_UP_PAGE")] = True
+    mcp: Annotated[bool, _about("Whether HTTP serves MCP at /mcp.", "POSTROOM_UP_MCP")] = True
     allowed_hosts: Annotated[
         str,
-        Meta(
-            description="Names, with commas, that the page and MCP answer for beside localhost and those of "
+        _about(
+            "Names, with commas, that the page and MCP answer for beside localhost and those of "
             "the certificate: the public name of a server behind a proxy.",
-            extra={"env": ("POSTROOM_ALLOWED_HOSTS",), "wants": "names with commas between them"},
+            "POSTROOM_ALLOWED_HOSTS",
+            wants="names with commas between them",
         ),
     ] = ""
     http: Annotated[
-        bool,
-        Meta(
-            description="Whether Tasks, Engine and buses are served over HTTP.",
-            extra={"env": ("POSTROOM_UP_HTTP",), "wants": "1 or 0, true or false"},
-        ),
+        bool, _about("Whether Tasks, Engine and buses are served over HTTP.", "POSTROOM_UP_HTTP")
     ] = True
-    mail: Annotated[
-        bool,
-        Meta(
-            description="Whether Mail is served.",
-            extra={"env": ("POSTROOM_MAIL",), "wants": "1 or 0, true or false"},
-        ),
-    ] = True
+    mail: Annotated[bool, _about("Whether Mail is served.", "POSTROOM_MAIL")] = True
     audit: Annotated[
-        bool,
-        Meta(
-            description="Whether the events are shipped to the audit stream.",
-            extra={"env": ("POSTROOM_UP_AUDIT",), "wants": "1 or 0, true or false"},
-        ),
+        bool, _about("Whether the events are shipped to the audit stream.", "POSTROOM_UP_AUDIT")
     ] = True
     app: Annotated[
         str | None,
-        Meta(
-            description="An engine as MODULE:NAME. Workers then run its handlers.",
-            extra={"env": ("POSTROOM_APP",), "wants": "MODULE:NAME"},
+        _about(
+            "An engine as MODULE:NAME. Workers then run its handlers.", "POSTROOM_APP", wants="MODULE:NAME"
         ),
     ] = None
     token_rate: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=RATE_MAX,
-            description="Calls a second that a token without a rate of its own may make, on HTTP and on "
+        Annotated[float, Meta(ge=0, le=RATE_MAX)],
+        _about(
+            "Calls a second that a token without a rate of its own may make, on HTTP and on "
             "NATS. 0: no limit.",
-            extra={"env": ("POSTROOM_TOKEN_RATE",), "wants": f"a number from 0 to {RATE_MAX:,.0f}"},
+            "POSTROOM_TOKEN_RATE",
+            wants=f"a number from 0 to {RATE_MAX:,.0f}",
         ),
     ] = 0.0
     page_redaction: Annotated[
         Redaction,
-        Meta(
-            description="What the live page hides in texts that senders and workers write: none, medium "
+        _about(
+            "What the live page hides in texts that senders and workers write: none, medium "
             "(secrets and personal data) or full (all text). `[audit]` may add patterns and fields.",
-            extra={"env": ("POSTROOM_PAGE_REDACTION",), "wants": "none, medium or full"},
+            "POSTROOM_PAGE_REDACTION",
         ),
     ] = "medium"
     tls_cert: Annotated[
         Path | None,
-        Meta(
-            description="The certificate of HTTP and NATS. Without one, both speak in the clear.",
-            extra={"env": ("POSTROOM_TLS_CERT",), "wants": _A_PATH},
+        _about(
+            "The certificate of HTTP and NATS. Without one, both speak in the clear.", "POSTROOM_TLS_CERT"
         ),
     ] = None
     tls_key: Annotated[
-        Path | None,
-        Meta(
-            description="The key of the certificate, if it is in another file.",
-            extra={"env": ("POSTROOM_TLS_KEY",), "wants": _A_PATH},
-        ),
+        Path | None, _about("The key of the certificate, if it is in another file.", "POSTROOM_TLS_KEY")
     ] = None
 
 
@@ -368,10 +317,9 @@ class EncryptionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     key_file: Annotated[
         Path | None,
-        Meta(
-            description="The key file of `postroom keys create`. What Tasks, Engine and Mail store is then "
-            "encrypted.",
-            extra={"env": ("POSTROOM_KEY_FILE",), "wants": _A_PATH},
+        _about(
+            "The key file of `postroom keys create`. What Tasks, Engine and Mail store is then encrypted.",
+            "POSTROOM_KEY_FILE",
         ),
     ] = None
 
@@ -415,24 +363,31 @@ def described(table: Table) -> tuple[Setting, ...]:
 
 
 def _described(field: msgspec.structs.FieldInfo, hint: Any) -> Setting:
-    meta: Meta = hint.__metadata__[0]
-    extra = meta.extra or {}
+    *of_type, about = hint.__metadata__
+    said = [meta.extra["wants"] for meta in (about, *of_type) if meta.extra] + [_wanted(hint.__origin__)]
     default = None if field.default is msgspec.NODEFAULT else field.default
-    return Setting(field.name, hint, default, extra["env"], extra["wants"], meta.description or "")
+    wants = next(filter(None, said))
+    return Setting(field.name, hint, default, about.extra["env"], wants, about.description)
+
+
+def _wanted(kind: Any) -> str:
+    """What a type takes: its words, or the text in `_WANTS`."""
+    parts = get_args(kind)
+    if None in parts or type(None) in parts:
+        return _wanted(parts[0])
+    return f"{', '.join(parts[:-1])} or {parts[-1]}" if get_origin(kind) is Literal else _WANTS.get(kind, "")
 
 
 def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     """The settings from the environment, then the file (if given), then the defaults."""
     tables = {} if config is None else _read(config)
-    bus = {**tables.get("bus", {}), **_from_environment(BusSettings, environ)}
-    queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
-    audit = {**tables.get("audit", {}), **_from_environment(AuditSettings, environ)}
-    up = {**tables.get("up", {}), **_from_environment(UpSettings, environ)}
-    encryption = {**tables.get("encryption", {}), **_from_environment(EncryptionSettings, environ)}
-    return Settings(
-        bus=BusSettings(**bus), queue=_queue(queue, environ), audit=AuditSettings(**audit),
-        up=UpSettings(**up), encryption=EncryptionSettings(**encryption),
-    )  # fmt: skip
+    settings = {}
+    for field in msgspec.structs.fields(Settings):
+        given = {**tables.get(field.name, {}), **_from_environment(field.type, environ)}
+        if field.type is QueueSettings and "root" not in given:
+            given["root"] = _default_root(environ)
+        settings[field.name] = field.type(**given)
+    return Settings(**settings)
 
 
 def template() -> str:
@@ -443,19 +398,10 @@ def template() -> str:
         for setting in described(field.type):
             variable = f" Variable: {setting.variables[0]}." if setting.variables else ""
             lines.append(f"# {setting.description}{variable}")
-            lines.append(f"# {setting.key} = {_toml(setting)}")
+            shown = setting.wants if setting.default is None else setting.default
+            lines.append(f"# {setting.key} = {msgspec.json.encode(shown).decode()}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _toml(setting: Setting) -> str:
-    """The default in TOML; a setting without one shows what it takes."""
-    default = setting.default
-    if default is None:
-        return f'"{setting.wants}"'
-    if isinstance(default, bool):
-        return str(default).lower()
-    return msgspec.json.encode(default).decode()
 
 
 def queue_root(environ: Mapping[str, str]) -> Path:
@@ -491,12 +437,6 @@ def _queue_setting(key: str) -> Setting:
     return next(setting for setting in described(QueueSettings) if setting.key == key)
 
 
-def _queue(given: dict[str, Any], environ: Mapping[str, str]) -> QueueSettings:
-    if "root" not in given:
-        given["root"] = _default_root(environ)
-    return QueueSettings(**given)
-
-
 def _default_root(environ: Mapping[str, str]) -> Path:
     if environ.get("ZOS_HOME"):
         return Path(environ["ZOS_HOME"], "agent-mq")
@@ -508,17 +448,11 @@ def xdg_folder(environ: Mapping[str, str], variable: str, below_home: str, refus
     """Postroom's folder below an XDG base folder; `InvalidSetting(refused)` when there is no home folder."""
     folder = Path(environ.get(variable, ""))
     if not folder.is_absolute():  # the XDG rule: a relative path is ignored
-        folder = _home(environ, refused) / below_home
+        try:
+            folder = Path(environ.get("HOME") or Path.home(), below_home)
+        except RuntimeError:
+            raise InvalidSetting(refused) from None
     return folder / "postroom"
-
-
-def _home(environ: Mapping[str, str], refused: str) -> Path:
-    if environ.get("HOME"):
-        return Path(environ["HOME"])
-    try:
-        return Path.home()
-    except RuntimeError:
-        raise InvalidSetting(refused) from None
 
 
 def _from_environment(table: Table, environ: Mapping[str, str]) -> dict[str, Any]:

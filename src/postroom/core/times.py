@@ -36,8 +36,7 @@ def utc_text(epoch_ns: int) -> str:
 def epoch_ns_of(moment: datetime) -> int:
     """Nanoseconds since 1970 of an aware datetime."""
     if moment.tzinfo is None or moment.utcoffset() is None:
-        msg = f"the time {moment.isoformat()} has no time zone: use an aware datetime"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"the time {moment.isoformat()} has no time zone: use an aware datetime")
     return (moment - EPOCH) // MICROSECOND * 1000
 
 
@@ -45,21 +44,18 @@ def parse_utc(text: str) -> datetime:
     """RFC 3339 text as an aware UTC datetime, truncated to microseconds."""
     match = _RFC3339.fullmatch(text)
     if match is None:
-        msg = f"{shown(text)} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"{shown(text)} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z")
     try:
         return datetime.fromisoformat(text.upper()).astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        msg = f"{shown(text)} is not a time that exists: {error}"
-        raise InvalidMessage(msg) from error
+        raise InvalidMessage(f"{shown(text)} is not a time that exists: {error}") from error
 
 
 def _instant_text(moment: datetime) -> str:
     try:
         return utc_text(epoch_ns_of(moment))
     except OverflowError as error:
-        msg = f"{moment.isoformat()} is not a time that exists in UTC"
-        raise InvalidMessage(msg) from error
+        raise InvalidMessage(f"{moment.isoformat()} is not a time that exists in UTC") from error
 
 
 def checked_seconds(
@@ -89,8 +85,7 @@ def normal_utc(value: datetime | str) -> str:
     if isinstance(value, datetime):
         return _instant_text(value)
     if not isinstance(value, str):
-        msg = f"a time must be an aware datetime or RFC 3339 text, not {type(value).__name__}"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"a time must be an aware datetime or RFC 3339 text, not {type(value).__name__}")
     moment = parse_utc(value)
     match = _RFC3339.fullmatch(value)
     fraction = (match and match[3]) or ""

@@ -50,16 +50,13 @@ def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> 
         fd = os.open(path, flags | SAFE_FLAGS, mode)
     except OSError as error:
         if error.errno == errno.ELOOP or os.path.islink(path):  # the link may have been removed since
-            msg = f"{path} is a symlink, which is refused"
-            raise UnsafePath(msg) from error
+            raise UnsafePath(f"{path} is a symlink, which is refused") from error
         if os.path.exists(path) and not os.path.isfile(path):
-            msg = f"{path} is not a regular file"
-            raise UnsafePath(msg) from error
+            raise UnsafePath(f"{path} is not a regular file") from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        msg = f"{path} is not a regular file"
-        raise UnsafePath(msg)
+        raise UnsafePath(f"{path} is not a regular file")
     return fd
 
 

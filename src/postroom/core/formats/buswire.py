@@ -152,8 +152,7 @@ def draft(
         stored = _SEPARATOR_LIKE.sub(b"--- ", stored)
         fields += _ESCAPE_LINE
     if len(stored) > BODY_BYTES_MAX:
-        msg = f"the body is longer than {BODY_BYTES_MAX} bytes: attach a file instead"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"the body is longer than {BODY_BYTES_MAX} bytes: attach a file instead")
     return fields, stored, preset_ts
 
 
@@ -246,15 +245,13 @@ def encode_batch(messages: DraftBatch, msg_ids: list[str], ts: str, before: byte
 def _encode_unusual(body: str) -> bytes:
     """Encode a body with surrogate escapes, which stand for bytes that are not UTF-8, as in file names."""
     if not isinstance(body, str):
-        msg = f"the body must be text, not {type(body).__name__}"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"the body must be text, not {type(body).__name__}")
     try:
         raw = body.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         raw = b""
     if raw.decode("utf-8", "surrogateescape") != body:
-        msg = "the body holds lone surrogates, which are not Unicode text"
-        raise InvalidMessage(msg)
+        raise InvalidMessage("the body holds lone surrogates, which are not Unicode text")
     return raw
 
 
@@ -278,20 +275,19 @@ def _more_fields(fields: str, parents: Iterable[str], attachment_path: str) -> s
 
 def _checked_size(fields: str) -> str:
     if len(fields.encode()) > FIELDS_BYTES_MAX:
-        msg = f"the header is longer than {FIELDS_BYTES_MAX} bytes: put long text into the body"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(
+            f"the header is longer than {FIELDS_BYTES_MAX} bytes: put long text into the body"
+        )
     return fields
 
 
 def _parents_field(parents: Iterable[str]) -> str:
     if isinstance(parents, str):
-        msg = "parents must be a list of message ids, not a single text"
-        raise InvalidMessage(msg)
+        raise InvalidMessage("parents must be a list of message ids, not a single text")
     try:
         items = [f"  - {_scalar('parent', parent, required=True)}\n" for parent in parents]
     except TypeError:
-        msg = f"parents must be a list of message ids, not {type(parents).__name__}"
-        raise InvalidMessage(msg) from None
+        raise InvalidMessage(f"parents must be a list of message ids, not {type(parents).__name__}") from None
     # An empty iterator is only noticed here. A `parents:` key without items would read as damage.
     return "parents:\n" + "".join(items) if items else ""
 
@@ -299,19 +295,16 @@ def _parents_field(parents: Iterable[str]) -> str:
 def _scalar(field: str, text: str, *, required: bool = False) -> str:
     """One YAML scalar on one line, quoted unless every YAML reader returns it unchanged."""
     if not isinstance(text, str):
-        msg = f"{field} must be text, not {type(text).__name__}"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"{field} must be text, not {type(text).__name__}")
     if required and not text.strip():
-        msg = f"{field} is empty"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"{field} is empty")
     text = plain(text)
     if _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS:
         return text
     try:
         text.encode()
     except UnicodeEncodeError:
-        msg = f"{field} holds lone surrogates, which are not Unicode text"
-        raise InvalidMessage(msg) from None
+        raise InvalidMessage(f"{field} holds lone surrogates, which are not Unicode text") from None
     return _NEEDS_ESCAPE.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 

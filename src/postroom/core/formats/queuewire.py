@@ -59,8 +59,7 @@ def encode_line(line: Line) -> bytes:
     try:
         text = _encode_json(line)[:-1]
     except UnicodeEncodeError:
-        msg = "the message holds lone surrogates, which are not Unicode text"
-        raise InvalidMessage(msg) from None
+        raise InvalidMessage("the message holds lone surrogates, which are not Unicode text") from None
     return b'%b,"crc":"%08x"}\n' % (text, crc32(text))
 
 
@@ -159,11 +158,9 @@ def checked_topics(topics: str | Iterable[str] | None) -> frozenset[str] | None:
     try:
         chosen = [topics] if isinstance(topics, str) else list(topics)
     except TypeError:
-        msg = f"topics must be a topic or a list of topics, not {type(topics).__name__}"
-        raise TopicError(msg) from None
+        raise TopicError(f"topics must be a topic or a list of topics, not {type(topics).__name__}") from None
     if not chosen:
-        msg = "the topic filter is empty: leave it out to get every topic"
-        raise TopicError(msg)
+        raise TopicError("the topic filter is empty: leave it out to get every topic")
     for topic in chosen:
         checked_topic(topic)
     return frozenset(chosen)
@@ -172,8 +169,7 @@ def checked_topics(topics: str | Iterable[str] | None) -> frozenset[str] | None:
 def checked_topic(topic: object) -> str:
     """The topic itself when it is one of `TOPICS`, else `TopicError`."""
     if not isinstance(topic, str) or topic not in TOPICS:
-        msg = f"topic {topic!r} is not one of {', '.join(sorted(TOPICS))}"
-        raise TopicError(msg)
+        raise TopicError(f"topic {topic!r} is not one of {', '.join(sorted(TOPICS))}")
     return plain(topic)
 
 
@@ -189,6 +185,5 @@ def checked_reply_to(reply_to: object) -> str | None:
     if reply_to is None:
         return None
     if not isinstance(reply_to, str) or not 0 < len(reply_to) <= REPLY_TO_CHARS_MAX:
-        msg = f"reply_to must be a message id of 1 to {REPLY_TO_CHARS_MAX} characters"
-        raise InvalidMessage(msg)
+        raise InvalidMessage(f"reply_to must be a message id of 1 to {REPLY_TO_CHARS_MAX} characters")
     return plain(reply_to)
