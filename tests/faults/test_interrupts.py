@@ -60,7 +60,7 @@ def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch:
         raise OSError(37, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr("postroom.system.fairlock.flock", no_locks)
+        patch.setattr("postroom.system.lock.flock", no_locks)
         with pytest.raises(WriteFailed, match="No locks available"):
             tasks.enqueue(agent="a", payload="refused")
     assert tasks.enqueue(agent="a", payload="last")

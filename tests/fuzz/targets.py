@@ -288,7 +288,7 @@ def _check_plain(value: Any, depth_left: int) -> None:
 
 
 def _line(number: int, body: str, **fields: Any) -> bytes:
-    line = queuewire.Line(
+    line = queuewire.QueueLine(
         f"m-{number:x}-aabbccdd-1",
         "2026-11-15T01:01:12.326384Z",
         "agent-a",

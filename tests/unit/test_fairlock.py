@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import LockTimeout
-from postroom.system.fairlock import FairLock
+from postroom.system.lock import FairLock
 from tests import children
 from tests.children import no_child_left
 from tests.waiting import HANG_GUARD_S, until

@@ -17,7 +17,7 @@ from postroom.message import QueueMessage
 SENT_NS = 1_781_049_600_000_000_000  # 2026-06-10T00:00:00Z
 SECOND_NS = 1_000_000_000
 
-LINE = wire.Line(
+LINE = wire.QueueLine(
     msg_id="m-1",
     ts="2026-06-10T00:00:00Z",
     sender="coordinator",
@@ -55,7 +55,7 @@ def test_a_line_is_the_documented_object_with_a_checksum_at_its_end() -> None:
     )
 
 
-def checksum_of(line: wire.Line) -> bytes:
+def checksum_of(line: wire.QueueLine) -> bytes:
     before = wire.encode_line(line).rpartition(b',"crc":"')[0]
     return b"%08x" % zlib.crc32(before)
 

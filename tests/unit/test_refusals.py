@@ -4,8 +4,7 @@ import asyncio
 from typing import Any
 
 from postroom import Tasks
-from postroom.core.lifecycle.rates import allowance
-from postroom.core.refusals import RefusalWindow
+from postroom.core.call_limits import RefusalWindow, allowance
 from postroom.server.access.refusal_events import (
     CLIENTS_MAX,
     EVENTS_ALL_MAX,

@@ -1,7 +1,7 @@
 """Events of several sources in the order of time."""
 
 from postroom.core.formats.events import SCHEMA, AuditEvent
-from postroom.core.history.timeline import Latest, Timeline
+from postroom.core.history.tracing import Latest, Timeline
 
 
 def event(source: str, seq: int, ts_us: int) -> AuditEvent:

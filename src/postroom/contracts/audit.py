@@ -19,7 +19,7 @@ from postroom.audit.layout import holds_stream
 from postroom.audit.reader import Segments, StreamPosition
 from postroom.core.formats.events import AuditEvent
 from postroom.core.history import tracing
-from postroom.core.history.timeline import Latest, Timeline
+from postroom.core.history.tracing import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.system.crypto.key_file import KEY_ID_CHARS_MAX

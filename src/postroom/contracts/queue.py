@@ -175,7 +175,7 @@ class Queue(Closing):
         ttl_s = None if ttl_s is None else wire.checked_ttl(ttl_s)
         now_ns = self._now_ns()
         msg_id, ts = f"m-{now_ns}-{self._token}-{next(_counter)}", utc_text(now_ns)
-        line = wire.Line(msg_id, ts, sender, to, topic, body, reply_to, ttl_s)
+        line = wire.QueueLine(msg_id, ts, sender, to, topic, body, reply_to, ttl_s)
         data = wire.encode_line(line) if len(raw) <= self.body_threshold else b""
         externalized = not data or len(data) > wire.LINE_BYTES_MAX or body[:6] == wire.SIDE_FILE_MARK
         if externalized:

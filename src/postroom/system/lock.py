@@ -7,7 +7,8 @@ child (see `handles`).
 A plain flock goes to the process that asks at the right moment, mostly the one that just released it.
 `take_turn` makes waiting fair between processes of this library: the process that waits for the lock holds a
 gate, a second lock on the same file, so a process that returns after its turn must wait. Programs that use
-only flock are excluded as before.
+only flock are excluded as before. `FairLock` does the same with two lock files next to a file that has locks
+of its own.
 """
 
 import errno
@@ -32,6 +33,12 @@ SPINS_BEFORE_SLEEP = 3
 SLEEP_FIRST_S = 0.000_1
 LOCK_SLEEP_LAST_S = 0.000_2
 GATE_SLEEP_LAST_S = 0.004
+
+# The same for a `FairLock`, which a transaction holds for milliseconds: processes that alternate at every
+# commit would reload their caches each time.
+FAIR_TURN_S = 0.006
+FAIR_SLEEP_LAST_S = 0.000_5
+FAIR_GATE_SLEEP_LAST_S = 0.002
 
 HOLDER_BYTES = 20  # of a lock file: the digits of a process id
 
@@ -202,3 +209,54 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+class FairLock:
+    """Exclusive between processes that open `path`.lock. Threads of one process need their own lock."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self._path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._gate_path = path.with_name(path.name + ".gate")
+        self._timeout_s = timeout_s
+        self._lock_fd = -1
+        self._gate_fd = -1
+        self._turn_ends = 0.0
+
+    def acquire(self) -> None:
+        """Take the lock, or raise `LockTimeout`."""
+        if self._lock_fd < 0:
+            self._gate_fd = open_lock_file(self._gate_path)
+            self._lock_fd = open_lock_file(self._lock_path)
+        now = time.monotonic()
+        if now < self._turn_ends and _try_lock(self._lock_fd):
+            return
+        deadline, gate_fd = now + self._timeout_s, self._gate_fd
+        try:
+            if not (
+                _wait(_try_lock, gate_fd, deadline, FAIR_GATE_SLEEP_LAST_S)
+                and _wait(_try_lock, self._lock_fd, deadline, FAIR_SLEEP_LAST_S)
+            ):
+                raise LockTimeout(self._path, self._timeout_s)
+        finally:
+            self._unlock(gate_fd)
+        self._turn_ends = time.monotonic() + FAIR_TURN_S
+
+    def release(self) -> None:
+        """Release the lock; harmless when it is not held."""
+        if self._lock_fd >= 0:
+            self._unlock(self._lock_fd)
+
+    def _unlock(self, fd: int) -> None:
+        try:
+            flock(fd, UNLOCK)
+        except OSError:
+            self.forget()  # a closed file holds no lock
+
+    def forget(self) -> None:
+        """Close the descriptors; a forked child must not share them."""
+        for fd in (self._lock_fd, self._gate_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._gate_fd = -1
+        self._turn_ends = 0.0

@@ -74,11 +74,14 @@ def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
     """The event for a line of a queue's audit log."""
     try:
         entry = _decode_line(line)
-        ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _kind_of(entry.op)
-        if kind != "created" and not (entry.matched or entry.dropped):
-            kind = "heartbeat"  # a poll or expire that found nothing
+        ts_us = epoch_ns_of(parse_utc(entry.ts)) // 1000
     except (msgspec.DecodeError, InvalidMessage) as error:
         return _unreadable(line, source, seq, str(error))
+    kind = _KINDS.get(entry.op)
+    if kind is None:
+        return _unreadable(line, source, seq, f"a queue has no operation {entry.op!r}")
+    if kind != "created" and not (entry.matched or entry.dropped):
+        kind = "heartbeat"  # a poll or expire that found nothing
     facts = {name: getattr(entry, name) for name in _FACTS[entry.op]}
     return AuditEvent(
         event_id=event_id(source, seq),
@@ -97,13 +100,6 @@ def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
         recipient=entry.to or entry.agent_id,
         detail={name: value for name, value in facts.items() if value not in (None, False)},
     )
-
-
-def _kind_of(operation: str) -> EventKind:
-    kind = _KINDS.get(operation)
-    if kind is None:
-        raise InvalidMessage(f"a queue has no operation {operation!r}")
-    return kind
 
 
 def of_mail_line(line: bytes, source: str, seq: int) -> AuditEvent:

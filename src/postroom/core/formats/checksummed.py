@@ -10,8 +10,6 @@ import zlib
 
 import msgspec
 
-FIELD = "crc32"
-
 _CHECKSUMMED = re.compile(rb'(.*),\n "crc32": ([0-9]+)\n\}\n', re.DOTALL)
 
 

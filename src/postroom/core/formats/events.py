@@ -156,11 +156,7 @@ encode_lines = _encoder.encode_lines
 """Encodes many lines of a segment at once, in half the time."""
 
 
-def _detail(event: AuditEvent) -> dict[str, Any]:
-    return event.detail
-
-
-from_line = guarded(_decoder.decode, _detail)
+from_line = guarded(_decoder.decode, lambda event: event.detail)
 """The event in a line; `msgspec.DecodeError` for any other line."""
 _FLAT = frozenset((str, int, float, bool, type(None)))
 _decode_lines = guarded(_decoder.decode_lines)
@@ -191,23 +187,19 @@ COST_USD_BELOW: Final = 10**9
 """The pipeline refuses lines whose cost has more digits. A sum of floats has more: 0.1 + 0.2."""
 
 _LIFTED: Final = frozenset(
-    {
-        "goal_id",
-        "task_id",
-        "user_id",
-        "agent_id",
-        "trace_id",
-        "span_id",
-        "sender",
-        "recipient",
-        "service",
-        "model",
-        "tokens_in",
-        "tokens_out",
-        "cost_usd",
-    }
-)
+    (
+        "goal_id", "task_id", "user_id", "agent_id", "trace_id", "span_id", "sender", "recipient",
+        "service", "model", "tokens_in", "tokens_out", "cost_usd",
+    )
+)  # fmt: skip
 """Facts in the detail of an engine's event that have a field of their own in the stream."""
+
+
+def _cost(reported: Any) -> Decimal | None:
+    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
+    if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
+        return None
+    return round(Decimal(str(reported)), COST_DECIMALS)
 
 
 def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:
@@ -219,7 +211,9 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
     detail = event.detail
     if org_id or event.kind in ("breaker_opened", "breaker_closed", "tokens_rebalanced"):
         contract = "engine"
-        names = _lifted(detail)
+        names = {name: value for name, value in detail.items() if name in _LIFTED}
+        if "cost_usd" in names:
+            names["cost_usd"] = _cost(names["cost_usd"])
         detail = {name: value for name, value in detail.items() if name not in _LIFTED}
     else:
         names = {"agent_id": event.queue, "task_id": event.message_id}
@@ -250,18 +244,3 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
         prior=event.prior,
         **names,
     )
-
-
-def _lifted(detail: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a detail that become fields."""
-    lifted = {name: value for name, value in detail.items() if name in _LIFTED}
-    if "cost_usd" in lifted:
-        lifted["cost_usd"] = _cost(lifted["cost_usd"])
-    return lifted
-
-
-def _cost(reported: Any) -> Decimal | None:
-    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
-    if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
-        return None
-    return round(Decimal(str(reported)), COST_DECIMALS)

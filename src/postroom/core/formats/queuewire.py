@@ -31,7 +31,7 @@ _SEED_KEYS = 8
 _NANOS_PER_S = 1_000_000_000
 
 
-class Line(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
+class QueueLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
     """A message to be written. The order of the fields is the order of the JSON keys."""
 
     msg_id: str
@@ -54,7 +54,7 @@ _encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder(QueueMessage).decode
 
 
-def encode_line(line: Line) -> bytes:
+def encode_line(line: QueueLine) -> bytes:
     """The bytes of one line, including its checksum and newline."""
     try:
         text = _encode_json(line)[:-1]

@@ -68,7 +68,7 @@ class HistoryVerdict(msgspec.Struct, frozen=True):
     """The last sequence number of each source."""
 
 
-class _Source:
+class _ReadSource:
     """The state of reading one source."""
 
     def __init__(self, name: str, first: int, lives: Lives) -> None:
@@ -95,7 +95,7 @@ class History:
         self._ordered = ordered
         self._since_us = since_us
         self._until_us = until_us
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _ReadSource] = {}
         self._lives: dict[str, Lives] = {}
         self._found: list[tuple[Violation, Life | None]] = []
         self._more = 0
@@ -120,17 +120,17 @@ class History:
         else:
             self._compare(source, event)
 
-    def _begin(self, event: AuditEvent) -> _Source:
+    def _begin(self, event: AuditEvent) -> _ReadSource:
         realm = event.source if event.contract in LEASED else f"contract {event.contract}"
         lives = self._lives.get(realm)
         if lives is None:
             lives = self._lives[realm] = Lives(event.contract, self._prove)
         if event.seq > 1:
             lives.whole = False
-        source = self._sources[event.source] = _Source(event.source, event.seq, lives)
+        source = self._sources[event.source] = _ReadSource(event.source, event.seq, lives)
         return source
 
-    def _take(self, source: _Source, event: AuditEvent) -> None:
+    def _take(self, source: _ReadSource, event: AuditEvent) -> None:
         if source.is_over or (self._until_us is not None and event.ts_us > self._until_us):
             source.is_over = True
             return
@@ -145,20 +145,20 @@ class History:
 
     # ---- gaps and repetitions ----------------------------------------------------------------------
 
-    def _hold(self, source: _Source, event: AuditEvent) -> None:
+    def _hold(self, source: _ReadSource, event: AuditEvent) -> None:
         if source.is_over:
             return
         source.held[event.seq] = event
         if len(source.held) > REORDER_MAX:
             self._skip_gap(source)
 
-    def _catch_up(self, source: _Source) -> None:
+    def _catch_up(self, source: _ReadSource) -> None:
         while (event := source.held.pop(source.next, None)) is not None:
             self._take(source, event)
         if source.is_over:
             source.held.clear()
 
-    def _skip_gap(self, source: _Source) -> None:
+    def _skip_gap(self, source: _ReadSource) -> None:
         """Report the missing events as a gap, and continue after it."""
         first, behind = source.next, min(source.held)
         n = behind - first
@@ -174,7 +174,7 @@ class History:
         source.next = behind
         self._catch_up(source)
 
-    def _compare(self, source: _Source, event: AuditEvent) -> None:
+    def _compare(self, source: _ReadSource, event: AuditEvent) -> None:
         at = event.seq - source.compared_from
         known = source.digests[at] if at >= 0 else 0
         if not known:

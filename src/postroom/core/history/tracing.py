@@ -1,12 +1,60 @@
-"""Tracing one request through all its messages: from a set of events to a tree with times."""
+"""Reading events of several sources: in the order of time, and as the tree of one request with its times.
 
+Shippers write source by source, so the order of writing says nothing about events of different sources.
+"""
+
+import heapq
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import msgspec
 
 from postroom.core.formats.events import AuditEvent
 from postroom.core.times import SECONDS_MAX
 from postroom.message import EventKind
+
+Timed: TypeAlias = tuple[int, int, AuditEvent]
+"""The time, the number of events seen before, and the event: sortable."""
+
+
+class Timeline:
+    """Gives every event a time. An event without one (an unreadable line) gets that of its predecessor."""
+
+    def __init__(self) -> None:
+        self._last_us: dict[str, int] = {}
+        self._seen = 0
+
+    def timed(self, events: Iterable[AuditEvent]) -> list[Timed]:
+        found = []
+        for event in events:
+            ts_us = event.ts_us or self._last_us.get(event.source, 0)
+            self._last_us[event.source] = ts_us
+            self._seen += 1
+            found.append((ts_us, self._seen, event))
+        return found
+
+
+class Latest:
+    """Keeps the `count` latest of many events."""
+
+    def __init__(self, count: int, timeline: Timeline) -> None:
+        self._count = count
+        self._timeline = timeline
+        self._heap: list[Timed] = []
+
+    def add(self, events: list[AuditEvent]) -> None:
+        for one in self._timeline.timed(events):
+            if len(self._heap) < self._count:
+                heapq.heappush(self._heap, one)
+            elif self._count:
+                heapq.heappushpop(self._heap, one)
+
+    def events(self) -> list[AuditEvent]:
+        """The kept events, earliest first."""
+        return [event for _, _, event in sorted(self._heap)]
+
+
+# ---- one request --------------------------------------------------------------------------------------
 
 OUTCOMES: dict[EventKind, str] = {
     "execution_completed": "completed",
@@ -25,7 +73,7 @@ DELAYED: frozenset[EventKind] = frozenset(("retry_scheduled", "created"))
 MICROS_PER_S = 1_000_000
 
 
-class Failure(msgspec.Struct, frozen=True):
+class FailedAttempt(msgspec.Struct, frozen=True):
     """An attempt that failed."""
 
     attempt: int
@@ -57,7 +105,7 @@ class Span(msgspec.Struct, frozen=True):
     outcome: str
     error: str
     """The last error."""
-    failures: list[Failure]
+    failures: list[FailedAttempt]
     due_us: int | None
     """When the next attempt is due, while the message waits for it; UTC."""
     events: list[AuditEvent]
@@ -135,9 +183,9 @@ def _span(events: list[AuditEvent], parent: str, depth: int, start_us: int) -> S
     )
 
 
-def _failure(event: AuditEvent, start_us: int) -> Failure:
+def _failure(event: AuditEvent, start_us: int) -> FailedAttempt:
     error_type = event.error_type or ("LeaseLapsed" if event.kind == "lease_lapsed" else "")
-    return Failure(event.attempt, event.ts_us, event.ts_us - start_us, error_type, event.error)
+    return FailedAttempt(event.attempt, event.ts_us, event.ts_us - start_us, error_type, event.error)
 
 
 def _due_us(events: list[AuditEvent]) -> int | None:

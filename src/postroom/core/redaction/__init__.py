@@ -18,7 +18,6 @@ MODULES = (
     "checks",
     "rules",
     "fields",
-    "views",
     "signs",
     "texts",
     "triggers",

@@ -24,65 +24,17 @@ SUFFIX_CHARS_MIN: Final = 6  # a field this long also matches at the end of a lo
 
 DEFAULT_FIELDS: Final = frozenset(
     (
-        "password",
-        "passwd",
-        "pwd",
-        "pw",
-        "*_pass",
-        "passphrase",
-        "passcode",
-        "passwort",
-        "kennwort",
-        "contrasena",
-        "mnemonic",
-        "seed_phrase",
-        "sessid",
-        "jsessionid",
-        "secret",
-        "secret_key",
-        "token",
-        "access_token",
-        "refresh_token",
-        "id_token",
-        "auth_token",
-        "auth_key",
-        "session_token",
-        "bearer_token",
-        "csrf_token",
-        "api_key",
-        "access_key",
-        "private_key",
-        "private_key_id",
-        "preshared_key",
-        "psk",
-        "client_key_data",
-        "subscription_key",
-        "signing_key",
-        "encryption_key",
-        "account_key",
-        "auth",
-        "authorization",
-        "cookie",
-        "credential",
-        "connection_string",
-        "ssn",
-        "social_security_number",
-        "pin",
-        "cvv",
-        "cvc",
-        "otp",
-        "card_number",
-        "account_number",
-        "passport_number",
-        "tax_id",
-        "date_of_birth",
-        "dob",
-        "phone",
-        "tel",
-        "phone_number",
+        "password", "passwd", "pwd", "pw", "*_pass", "passphrase", "passcode", "passwort", "kennwort",
+        "contrasena", "mnemonic", "seed_phrase", "sessid", "jsessionid", "secret", "secret_key",
+        "token", "access_token", "refresh_token", "id_token", "auth_token", "auth_key", "session_token",
+        "bearer_token", "csrf_token", "api_key", "access_key", "private_key", "private_key_id",
+        "preshared_key", "psk", "client_key_data", "subscription_key", "signing_key", "encryption_key",
+        "account_key", "auth", "authorization", "cookie", "credential", "connection_string", "ssn",
+        "social_security_number", "pin", "cvv", "cvc", "otp", "card_number", "account_number",
+        "passport_number", "tax_id", "date_of_birth", "dob", "phone", "tel", "phone_number",
         "mobile_number",
     )
-)
+)  # fmt: skip
 """Fields whose whole value is redacted, also when spelled `userPassword`, `X-Api-Key` or `api_keys`.
 
 A name that begins with `*_` matches only after another word: `smtpPass` matches, a bare `pass` does not.
@@ -94,21 +46,15 @@ NO_OWNERS: Final = ("boarding", "first", "second", "last", "final", "test", "tes
 HEADERS: Final = (["authorization"], ["cookie"])
 JOINT: Final = r"[_. -]"
 _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-_STRONG: Final = (
-    "pass",
-    "pwd",
-)  # any value after `password: ` is a secret; after `token: ` only one that looks like a secret
-
-
-def _low(text: str) -> str:
-    """ASCII letters in lower case, one character per byte: fast, and the same in every reader."""
-    if text.isascii():
-        return text.lower()
-    return text.encode("utf-8", "surrogatepass").lower().decode("latin-1")
+_STRONG: Final = ("pass", "pwd")
+"""Any value after `password: ` is a secret; after `token: ` only one that looks like a secret."""
 
 
 def words_of(field: str) -> list[str]:
-    return [word for word in re.split(rf"{JOINT}+", _low(_CAMEL.sub("_", field))) if word]
+    """The words of a name. Only ASCII letters become lower case: that is the same in every reader."""
+    text = _CAMEL.sub("_", field)
+    low = text.lower() if text.isascii() else text.encode("utf-8", "surrogatepass").lower().decode("latin-1")
+    return [word for word in re.split(rf"{JOINT}+", low) if word]
 
 
 def split_fields(fields: Collection[str]) -> tuple[list[list[str]], list[list[str]]]:
@@ -155,9 +101,9 @@ def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
         rf":{SPACE}{BLOCK}|(?:{EQUALS}|:){gap}(?:{NESTED}|{QUOTED})|{EQUALS}{gap}{UNQUOTED}"
         rf"|:{gap}{digit}{UNQUOTED}|>([^<>]{{1,4096}})(?=<)"
     )
-    found = [Rule("redacted", FIELDS, rf"(?:{named}){behind}(?:{values})", ("=", ":", ">"), trimmed)]
-    marks = r"[\"'\\]{0,8}"
-    found.append(
+    marks, item = r"[\"'\\]{0,8}", r"[\"'\\]{1,8}"
+    found = [
+        Rule("redacted", FIELDS, rf"(?:{named}){behind}(?:{values})", ("=", ":", ">"), trimmed),
         Rule(
             "redacted",
             NAMED,
@@ -168,19 +114,16 @@ def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
             rf"(?i:[a-z_]{{0,16}}?value){marks}{SPACE}[:=]{SPACE}(?:{QUOTED}|{UNQUOTED})",
             ("alue", "ALUE"),
             trimmed,
-        )
-    )
-    item = r"[\"'\\]{1,8}"
-    found.append(  # a name and its value as two items of a list
-        Rule(
+        ),
+        Rule(  # a name and its value as two items of a list
             "redacted",
             NAMED,
             rf"[\[(,=][ \t\r\n]{{0,16}}[BUbu]?{item}[A-Za-z0-9_.-]{{0,64}}?(?:{named}){item},"
             rf"[ \t\r\n]{{0,16}}(?=[BUbu]?{item}(?:[^\"'\\]{{0,256}}[0-9]|[^\"'\\]{{20}})){QUOTED}",
             LIST_STARTS,
             trimmed,
-        )
-    )
+        ),
+    ]
     strong = [words for words in fields if words[0].startswith(_STRONG)]
     if strong:
         found.append(Rule("redacted", FIELDS, rf"{_named(strong)}{behind}:{gap}{UNQUOTED}", (":",), trimmed))

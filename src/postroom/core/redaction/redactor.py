@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from postroom.core.redaction.fields import DEFAULT_FIELDS, HEADERS, assignments, split_fields
@@ -10,7 +11,7 @@ from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.splicing import Splicing, suspects
 from postroom.core.redaction.texts import PASSES_MAX, Texts, encodable, shape_of
 from postroom.core.redaction.triggers import NOTHING, TriggerHits, Triggers
-from postroom.core.redaction.values import Values, Work
+from postroom.core.redaction.values import JsonValues, Work
 
 Level: TypeAlias = Literal["none", "medium", "full"]
 
@@ -52,7 +53,7 @@ class Redactor:
         rules = (*custom, *(Compiled(rule) for rule in built_in if rule.name not in kept))
         self._scan: Callable[[str], TriggerHits] = Triggers(signs, CUSTOM if custom else 0).scan
         self._texts = Texts(rules, signs, patterns, key, self._scan)
-        self._values = Values(self._texts, names, tails, full=self._full, numbers=bool(custom))
+        self._values = JsonValues(self._texts, names, tails, full=self._full, numbers=bool(custom))
         self._splicing = Splicing(self._texts, self._values)
         self._long_numbers = (Compiled(LONG_NUMBERS),)
 
@@ -66,7 +67,9 @@ class Redactor:
         if hits is NOTHING and not self._full:
             return text
         for _ in range(PASSES_MAX):
-            redacted = self._json(text, hits)
+            redacted = None if self._full else self._splicing.spliced(text, hits)
+            if redacted is None:
+                redacted = self._values.parsed(text, partial(self._work, hits))
             if redacted is not None:
                 return redacted
             # The text is not JSON, but its redacted form may be: try again.
@@ -96,16 +99,8 @@ class Redactor:
         """Whether the value of a field of this name is redacted as a whole."""
         return self._values.judged(name)[1]
 
-    def _json(self, text: str, hits: TriggerHits) -> str | None:
-        """The redacted payload, by the fast path if possible; None when it is not JSON."""
-        redacted = None if self._full else self._splicing.spliced(text, hits)
-        if redacted is not None:
-            return redacted
-        return self._values.parsed(text, lambda: _work(self._texts.active_rules(hits.active), hits))
-
-
-def _work(rules: tuple[Compiled, ...], hits: TriggerHits) -> Work:
-    return Work(rules, suspects(hits), pairs=bool(hits.active & PAIRS))
+    def _work(self, hits: TriggerHits) -> Work:
+        return Work(self._texts.active_rules(hits.active), suspects(hits), pairs=bool(hits.active & PAIRS))
 
 
 def _custom(name: str, pattern: str) -> Compiled:

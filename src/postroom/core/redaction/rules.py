@@ -59,13 +59,6 @@ def _begins(behind: str = "", word: str = "A-Za-z0-9") -> str:
 _ESCAPE_ENDS: Final = rf"(?:(?<=\\)(?:[0abefnrtv]|u{_HEX}{{4}}|x{_HEX}{{2}})|(?<=%){_HEX}{{2}})?"
 
 
-def _plain(pattern: str) -> str:
-    """A faster pattern for texts without escape sequences, which are the majority."""
-    for escapes in (_ESCAPE_ENDS, *map(_escapes, ("", "A", "AIza", "eyJ"))):
-        pattern = pattern.replace(escapes, "")
-    return pattern
-
-
 _BEGINS: Final = _begins()
 _BLANK: Final = r" \u00a0\u2007\u2009\u202f"
 _DASH: Final = r"\u2010-\u2015-"
@@ -294,7 +287,7 @@ RULES: Final = (
         rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{6}}{_GAP}[0-9]{{4,6}}|[2-6][0-9]{{5}}{_GAP}[0-9]{{7,13}}"
         rf"|(?<![0-9]{_SEPARATOR})(?:[2-6][0-9](?:{_SEPARATOR}[0-9]{{2}}){{5,8}}(?:{_SEPARATOR}[0-9])?"
         rf"|[2-6](?:{_SEPARATOR}[0-9]){{12,18}}))(?![A-Za-z0-9])",
-        ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
+        tuple("0123456789"),
         card,
         _glued,
     ),
@@ -304,7 +297,7 @@ RULES: Final = (
         rf"{_BEGINS}(?:[A-Z]{{2}}[0-9]{{2}}(?:[ \u00a0\u202f-]?[A-Z0-9]{{4}}){{2,7}}"
         r"(?:[ \u00a0\u202f-]?[A-Z0-9]{1,3})?"
         r"|[A-Za-z]{2} ?[0-9]{2}(?: ?[A-Za-z0-9]{4}){2,7}(?: ?[A-Za-z0-9]{1,3})?)(?![A-Za-z0-9])",
-        ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
+        tuple("0123456789"),
         iban,
         _glued,
     ),
@@ -408,14 +401,18 @@ class Compiled:
 
     def __getattr__(self, name: str) -> Callable[..., "re.Match[str] | None"]:
         """Called for a slot that is empty."""
-        patterns = {
-            "search": self._rule.pattern,
-            "search_plain": _plain(self._rule.pattern),
-            "hint": "|".join(map(re.escape, self._rule.hints)),
-        }
-        if name not in patterns:
-            raise AttributeError(name)
-        found = re.compile(patterns[name], 0 if name == "hint" else self._flags).search
+        pattern, flags = self._rule.pattern, self._flags
+        match name:
+            case "search":
+                pass
+            case "search_plain":
+                for escapes in (_ESCAPE_ENDS, *map(_escapes, ("", "A", "AIza", "eyJ"))):
+                    pattern = pattern.replace(escapes, "")
+            case "hint":
+                pattern, flags = "|".join(map(re.escape, self._rule.hints)), 0
+            case _:
+                raise AttributeError(name)
+        found = re.compile(pattern, flags).search
         setattr(self, name, found)
         return found
 

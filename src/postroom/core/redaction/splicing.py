@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 from postroom.core.redaction.rules import CUSTOM, ENCODED, EVERYTHING, NAMED, PAIRS, PROGRAMS, VENDORS, WORDED
 from postroom.core.redaction.texts import Texts, encodable
 from postroom.core.redaction.triggers import TriggerHits
-from postroom.core.redaction.values import Values, encode
+from postroom.core.redaction.values import JsonValues, encode
 
 _SURROGATE: Final = re.compile(r"\\u[Dd][89A-Fa-f]")
 _ENDS_NAME: Final = re.compile(r"\"[ \t\n\r]*:")
@@ -46,7 +46,7 @@ _Edit: TypeAlias = tuple[int, int, str]
 class Splicing:
     """Replaces suspicious strings in place."""
 
-    def __init__(self, texts: Texts, values: Values) -> None:
+    def __init__(self, texts: Texts, values: JsonValues) -> None:
         self._texts = texts
         self._values = values
 

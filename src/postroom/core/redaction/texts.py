@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from postroom.core.redaction.rules import BUILT_IN, FIELDS, QUOTATIONS, QUOTES, Compiled
-from postroom.core.redaction.signs import Signs
-from postroom.core.redaction.views import folded
+from postroom.core.redaction.signs import Signs, folded
 
 PASSES_MAX: Final = 20  # a text that still changes after this is replaced by its shape
 TOKEN_HEX_DIGITS: Final = 12
@@ -93,7 +92,7 @@ class Texts:
         """What a word with percent signs stands for, redacted; the word itself when nothing is found."""
         plain = word[0]
         for _ in range(DECODINGS_MAX):
-            plain = ENCODED_CHAR.sub(_char, plain)
+            plain = ENCODED_CHAR.sub(lambda encoded: chr(int(encoded[1], 16)), plain)
         redacted = self._redacted(plain)
         return word[0] if redacted is plain else redacted
 
@@ -187,10 +186,6 @@ class Texts:
             return f"<{name}>"
         value = (fold(found) if fold else found).encode("utf-8", "surrogatepass")
         return f"<{name}:{hmac.digest(self._key, value, hashlib.sha256).hex()[:TOKEN_HEX_DIGITS]}>"
-
-
-def _char(encoded: "re.Match[str]") -> str:
-    return chr(int(encoded[1], 16))
 
 
 def _from_base64(word: str) -> str:

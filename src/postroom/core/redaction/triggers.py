@@ -34,9 +34,8 @@ from postroom.core.redaction.rules import (
     VENDORS,
     WORDED,
 )
-from postroom.core.redaction.signs import Signs
+from postroom.core.redaction.signs import LOW, SHAPE, Signs
 from postroom.core.redaction.texts import ENCODED_CHAR
-from postroom.core.redaction.views import LOW, SHAPE
 
 # A gap that is not an ASCII character. The views do not show it, so it activates every rule.
 _RARE: Final = r"(?:\xc2\xa0|\xe2\x80[\x87\x89\x90-\x95\xaf]|\\u(?:00[Aa]0|20(?:0[79]|1[0-5]|2[Ff])))"

@@ -52,7 +52,7 @@ class Work(NamedTuple):
     """Whether a field name may be next to its value: in two members of an object, or two items of a list."""
 
 
-class Values:
+class JsonValues:
     """Redacts JSON values. At the full level strings become their shape, and numbers become 0."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Values:
         for name, value in obj.items():
             kept, secret = verdicts.get(name) or self._judge(name)
             if kept in redacted:
-                kept = _distinct(kept, redacted)
+                kept = next(new for n in itertools.count(2) if (new := f"{kept}#{n}") not in redacted)
             if secret:
                 redacted[kept] = self.masked(value, depth)
             elif type(value) is str and value:  # the most common case, without one more call
@@ -153,14 +153,12 @@ class Values:
 
     def _without_named_values(self, obj: dict[Any, Any], depth: int) -> dict[Any, Any]:
         """`{"name": "password", "value": …}` with the value masked; any other object unchanged."""
-        values = [name for name in obj if isinstance(name, str) and name[-5:].lower() == _VALUE]
-        if not values or not any(self._is_label(name, said) for name, said in obj.items()):
+        strings = [name for name in obj if isinstance(name, str)]
+        values = [name for name in strings if name[-5:].lower() == _VALUE]
+        labels = [obj[name] for name in strings if values and name.lower().endswith(_LABELS)]
+        if not any(isinstance(said, str) and self.judged(said)[1] for said in labels):
             return obj
         return obj | {name: self.masked(obj[name], depth) for name in values}
-
-    def _is_label(self, name: Any, said: Any) -> bool:
-        is_label = isinstance(name, str) and isinstance(said, str) and name.lower().endswith(_LABELS)
-        return is_label and self.judged(said)[1]
 
     def _items(self, obj: list[Any], work: Work, depth: int) -> list[Any]:
         redacted = [self._walk(item, work, depth) for item in obj]
@@ -233,13 +231,6 @@ class Values:
         if len(self._verdicts) < NAMES_CACHED_MAX and len(name) < NAME_CHARS_MAX:
             self._verdicts[name] = verdict
         return verdict
-
-
-def _distinct(name: Any, taken: Collection[Any]) -> str:
-    number = 2
-    while (candidate := f"{name}#{number}") in taken:
-        number += 1
-    return candidate
 
 
 # ---- numbers as written in the JSON text ----------------------------------------------------------------

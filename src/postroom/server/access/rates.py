@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from postroom.core.lifecycle.rates import Allowance, allowance
+from postroom.core.call_limits import Allowance, allowance
 from postroom.errors import RateExceeded
 from postroom.server.access.registry import Identity
 

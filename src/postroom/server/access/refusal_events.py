@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from postroom.contracts.tasks.task_operations import TaskOperations
-from postroom.core.refusals import RefusalSum, RefusalWindow
+from postroom.core.call_limits import RefusalSum, RefusalWindow
 from postroom.errors import PostroomError
 from postroom.server.access.registry import Identity
 from postroom.server.nats.options import network_of

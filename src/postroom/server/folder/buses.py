@@ -53,7 +53,7 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system import lock
 from postroom.system.atomic import PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE, make_folder
-from postroom.system.diskspace import free_bytes
+from postroom.system.resources import free_bytes
 
 OPEN_BUSES_MAX = 64  # the most recently used
 BUSES_MAX = 1_000

@@ -65,7 +65,7 @@ from postroom.stores.sqlite.snapshot import (
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import SystemClock
 from postroom.system.crypto.encryption import PLAIN, Encryption, key_file_encryption
-from postroom.system.diskspace import free_bytes
+from postroom.system.resources import free_bytes
 
 if TYPE_CHECKING:  # needs the extra of PostgreSQL
     from postroom.stores.postgres.store import PostgresStore

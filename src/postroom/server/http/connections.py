@@ -12,7 +12,7 @@ from typing import Protocol
 from postroom.server.access.registry import Identity
 from postroom.server.access.shares import Shares
 from postroom.server.nats.options import network_of
-from postroom.system.descriptors import raise_descriptor_limit
+from postroom.system.resources import raise_descriptor_limit
 
 CONNECTIONS_MAX = 16_000
 ANONYMOUS_MAX = 4_096  # half of them from one address, enough for all agents to reconnect after a restart

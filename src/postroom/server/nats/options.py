@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from postroom.core.gate import Caller
 from postroom.core.nats import natswire as wire
-from postroom.system.descriptors import raise_descriptor_limit
+from postroom.system.resources import raise_descriptor_limit
 
 DEFAULT_PORT = 4222
 TOKEN_USER = "token"  # noqa: S105 - the user of every client with the token

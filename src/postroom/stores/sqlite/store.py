@@ -65,8 +65,8 @@ from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.crypto.encryption import KEYS_FACT, Encryption, KeysInUse, check_noted
-from postroom.system.fairlock import FairLock
 from postroom.system.handles import leak, reset_after_fork
+from postroom.system.lock import FairLock
 from postroom.system.log import library_log
 
 T = TypeVar("T")

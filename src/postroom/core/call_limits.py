@@ -1,14 +1,37 @@
-"""Which refused calls become events of their own, and which are only counted.
+"""Limits of what one client may do: the rate of its calls, and which of its refused calls become events.
 
-Rule 1: in one window, at most `each_max` refusals of a client and `all_max` of all clients are events.
-Rule 2: at most `clients_max` clients are counted apart. The refusals of further clients have one sum.
-Rule 3: the clients of one organization use at most half of both. Those of no organization count as one.
+Rule 1: a client that was silent for `BURST_S` may make the calls of that time at once, and always one call.
+Rule 2: in one window, at most `each_max` refusals of a client and `all_max` of all clients are events. Others
+        are only counted.
+Rule 3: at most `clients_max` clients are counted apart. The refusals of further clients have one sum.
+Rule 4: the clients of one organization use at most half of both. Those of no organization count as one.
 """
 
 from collections import Counter
 from typing import Generic, NamedTuple, TypeVar
 
+BURST_S = 1.0
+
 T = TypeVar("T")
+
+
+class Allowance(NamedTuple):
+    """How many of the calls are allowed, and the state that remains."""
+
+    calls: int
+    paid_until_s: float
+    """The time up to which the rate is used up."""
+    wait_s: float
+    """The time until one more call is allowed."""
+
+
+def allowance(paid_until_s: float, rate: float, calls: int, now_s: float) -> Allowance:
+    """The calls that a caller with this rate may make now, up to `calls`."""
+    burst_s = max(BURST_S, 1 / rate)
+    begin_s = max(paid_until_s, now_s - burst_s)
+    allowed = min(calls, int((now_s - begin_s) * rate + 1e-9))  # a float may lack a little of a whole call
+    paid_until_s = begin_s + allowed / rate
+    return Allowance(allowed, paid_until_s, max(0.0, paid_until_s + 1 / rate - now_s))
 
 
 class RefusalSum(NamedTuple, Generic[T]):
