@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
-from postroom.core.history import history_checker as module
-from postroom.core.history import message_checker
 from postroom.core.history.history_checker import History, HistoryVerdict, Open, Violation
+from postroom.core.history.message_checker import HistoryLimits
 
 S = 1_000_000
 FIRST_US = 1_700_000_000 * S
@@ -26,6 +25,7 @@ class Story:
         self.seq = first - 1
         self.ts_us = FIRST_US
         self.events: list[AuditEvent] = []
+        self.limits = HistoryLimits()
 
     def tell(self, kind: Any, message_id: str = "m", **facts: Any) -> int:
         self.seq += 1
@@ -57,7 +57,7 @@ class Story:
 
 
 def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> HistoryVerdict:
-    history = History()
+    history = History(limits=stories[0].limits)
     for story in stories:
         for event in story.events:
             history.add(event)
@@ -459,10 +459,8 @@ def test_a_queue_gives_each_reader_a_message_once() -> None:
     assert only(again).rule == "terminal"
 
 
-def test_ended_messages_are_recognised_after_compaction(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(message_checker, "ENDED_KEPT_MAX", 4)
+def test_ended_messages_are_recognised_after_compaction(story: Story) -> None:
+    story.limits = HistoryLimits(ended_kept_max=4)
     story.accept()
     end = story.complete(story.lease())
     story.accept("replayed")
@@ -534,8 +532,8 @@ def test_events_that_arrive_out_of_order_are_sorted(story: Story) -> None:
     assert found(story) == []
 
 
-def test_gap_is_skipped_after_the_reorder_limit(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REORDER_MAX", 10)
+def test_gap_is_skipped_after_the_reorder_limit(story: Story) -> None:
+    story.limits = HistoryLimits(reorder_max=10)
     for number in range(20):
         story.pass_by(f"m-{number}")
     late = story.events.pop(20)
@@ -544,8 +542,8 @@ def test_gap_is_skipped_after_the_reorder_limit(story: Story, monkeypatch: pytes
     assert ([one.rule for one in result.violations], result.uncompared) == (["gap"], 1)
 
 
-def test_repeats_are_compared_with_the_latest_events(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DIGESTS_MAX", 4)
+def test_repeats_are_compared_with_the_latest_events(story: Story) -> None:
+    story.limits = HistoryLimits(digests_max=4)
     for number in range(6):
         story.pass_by(f"m-{number}")
     story.events += [story.events[0], story.events[-1]]
@@ -553,8 +551,8 @@ def test_repeats_are_compared_with_the_latest_events(story: Story, monkeypatch: 
     assert (result.violations, result.repeats, result.uncompared) == ([], 1, 1)
 
 
-def test_violations_above_the_limit_are_only_counted(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "VIOLATIONS_MAX", 3)
+def test_violations_above_the_limit_are_only_counted(story: Story) -> None:
+    story.limits = HistoryLimits(violations_max=3)
     for number in range(5):
         story.lease(f"m-{number}")
     result = verdict(story)

@@ -384,10 +384,3 @@ def test_a_duplicate_and_a_purge_are_events_that_change_nothing() -> None:
     assert lifecycle.duplicate(record, LATER, "k").detail == {"key": "k"}
     assert lifecycle.duplicate(record, LATER, "").detail == {}
     assert lifecycle.purged(LATER, 3).detail == {"records": 3}
-
-
-def test_a_lease_is_overdue_at_its_end() -> None:
-    record = record_in("PROCESSING")
-    assert lifecycle.is_overdue(record, record.lease_until)
-    assert not lifecycle.is_overdue(record, record.lease_until - 1)
-    assert not lifecycle.is_overdue(record_in("QUEUED"), 10**20)

@@ -126,8 +126,8 @@ def test_an_unwritable_notification_is_not_an_error(tmp_path: Path) -> None:
     assert heard.is_set()
 
 
-def test_the_number_of_open_files_is_limited(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OPEN_FILES_MAX", 4)
+def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
+    notifier = Notifier(tmp_path / "bells", open_files_max=4)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(20):
         notifier.notify(f"q{number}")

@@ -37,8 +37,8 @@ def write(path: Path) -> None:
 def drained(watch: Watch) -> Watch:
     """A watcher that is armed and has no pending wake-up."""
     watch.arm()
-    while watch._changes(AT_ONCE_S):
-        os.read(watch._fd, 65536)
+    while watch.wait(AT_ONCE_S):
+        pass
     return watch
 
 
@@ -100,7 +100,7 @@ def test_an_old_file_no_longer_wakes(watch: Watch, path: Path) -> None:
     write(path)
     drained(watch)
     write(archive)
-    assert not watch._changes(AT_ONCE_S)
+    assert not watch.wait(AT_ONCE_S)
 
 
 def test_the_timeout_bounds_the_wait(watch: Watch, path: Path) -> None:

@@ -111,35 +111,26 @@ def look_alike_fault(text: str) -> str:
         return "" if text.isprintable() else "has invisible characters"
     if unicodedata.normalize("NFKC", text) != text:
         return "is not in the Unicode normal form NFKC"
-    if _UNSEEN.search(text) or any(_is_unseen(char) for char in text):
+    categories = {unicodedata.category(char) for char in text if char != " "}
+    if _UNSEEN.search(text) or not _UNSEEN_CATEGORIES.isdisjoint(categories):
         return "has invisible characters"
     if any(unicodedata.name(char, "").startswith(_MARK) for char in text):
         return "has stray combining marks"
     return _script_fault(text)
 
 
-def _is_unseen(char: str) -> bool:
-    return char != " " and unicodedata.category(char) in _UNSEEN_CATEGORIES
-
-
 def _script_fault(text: str) -> str:
     if not _TWINS.isdisjoint(text):
         return "has characters that look like ASCII characters"
-    letters = [char for char in text if _has_script(char)]
-    scripts = {_script(char) for char in letters}
+    letters = [  # also marks, and digits other than 0 to 9
+        char
+        for char in text
+        if unicodedata.category(char)[0] == "M" or (char.isalnum() and not "0" <= char <= "9")
+    ]
+    # The first word of a character's Unicode name is its script.
+    scripts = {match[0] if (match := _SCRIPT.match(unicodedata.name(one, ""))) else "" for one in letters}
     if len(scripts) > 1 and not scripts <= _TOGETHER:
         return f"mixes letters of different scripts ({', '.join(sorted(scripts)).lower()})"
     if letters and _LIKE_ASCII.issuperset(letters):
         return "has only letters that look like Latin letters"
     return ""
-
-
-def _has_script(char: str) -> bool:
-    """Whether it is a letter, a mark, or a digit other than 0 to 9."""
-    return unicodedata.category(char)[0] == "M" or (char.isalnum() and not "0" <= char <= "9")
-
-
-def _script(char: str) -> str:
-    """The first word of a character's Unicode name, which names its script."""
-    match = _SCRIPT.match(unicodedata.name(char, ""))
-    return match[0] if match is not None else ""

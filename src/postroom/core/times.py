@@ -51,13 +51,6 @@ def parse_utc(text: str) -> datetime:
         raise InvalidMessage(f"{shown(text)} is not a time that exists: {error}") from error
 
 
-def _instant_text(moment: datetime) -> str:
-    try:
-        return utc_text(epoch_ns_of(moment))
-    except OverflowError as error:
-        raise InvalidMessage(f"{moment.isoformat()} is not a time that exists in UTC") from error
-
-
 def checked_seconds(
     name: str, seconds: object, longest_s: float = SECONDS_MAX, *, shortest_s: float = 0
 ) -> float:
@@ -83,7 +76,10 @@ def _shown(value: object) -> str:
 def normal_utc(value: datetime | str) -> str:
     """A caller's timestamp as it is stored: converted to UTC, with all given digits."""
     if isinstance(value, datetime):
-        return _instant_text(value)
+        try:
+            return utc_text(epoch_ns_of(value))
+        except OverflowError as error:
+            raise InvalidMessage(f"{value.isoformat()} is not a time that exists in UTC") from error
     if not isinstance(value, str):
         raise InvalidMessage(f"a time must be an aware datetime or RFC 3339 text, not {type(value).__name__}")
     moment = parse_utc(value)

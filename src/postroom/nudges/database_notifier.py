@@ -106,7 +106,7 @@ class DatabaseNotifier(Notifier):
         _close(connection)
 
     def _send(self, connection: Any, names: list[str]) -> None:
-        texts = [f"{self._own}{SEPARATOR}{_escaped(name)}" for name in names]
+        texts = [f"{self._own}{SEPARATOR}{name}".replace("\0", "\x1a0") for name in names]
         fitting = [text for text in texts if len(text.encode()) <= NAME_BYTES_MAX]
         with connection.watched():
             connection.execute(_NOTIFY, [self._channel, fitting])
@@ -151,10 +151,6 @@ class DatabaseNotifier(Notifier):
                 queues = list(self._callbacks)
             for queue in queues:
                 self._call(queue)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\0", "\x1a0")
 
 
 def _close(connection: Any) -> None:

@@ -30,8 +30,9 @@ Callback = Callable[[], None]
 class Notifier:
     """The wake-ups of one store. Without a folder, they stay in this process."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, open_files_max: int = OPEN_FILES_MAX) -> None:
         self._folder = folder
+        self._open_files_max = open_files_max
         self._start()
         reset_after_fork(self)
 
@@ -54,9 +55,7 @@ class Notifier:
                 if os.lseek(fd, 0, os.SEEK_END) and b"\1" in os.pread(fd, MARKS, 0):
                     os.utime(fd)
                     return True
-            except (
-                OSError
-            ):  # a wake-up may be lost; no `suppress`, which is slower, because every enqueue runs this
+            except OSError:
                 pass
         return False
 
@@ -78,7 +77,7 @@ class Notifier:
         if fd is None:
             folder = self._folder or Path()
             make_folder(folder, "os")
-            while len(self._files) >= OPEN_FILES_MAX:
+            while len(self._files) >= self._open_files_max:
                 os.close(self._files.pop(next(iter(self._files))))
             fd = self._files[queue] = open_safely(folder / queue, os.O_RDWR | os.O_CREAT)
         return fd

@@ -69,19 +69,22 @@ class Watch:
             _inotify_remove(self._fd, self._file_watch)
         self._file_watch = watch
 
-    def wait(self, timeout_s: float) -> None:
-        """Return on a change, or after the poll interval or `timeout_s`, whichever is shorter."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a change, at most for the poll interval or `timeout_s`, whichever is shorter.
+
+        Returns whether a change was seen. Without inotify, none is.
+        """
         pause_s = max(0.0, min(timeout_s, self._poll_interval_s))
         if self._fd < 0 or max(self._file_watch, self._folder_watch) < 0:
             time.sleep(pause_s)
-        elif self._changes(pause_s):
-            with suppress(BlockingIOError):
-                os.read(self._fd, EVENTS_BYTES_MAX)
-
-    def _changes(self, pause_s: float) -> bool:
+            return False
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
-        return bool(poller.poll(pause_s * 1000))
+        if not poller.poll(pause_s * 1000):
+            return False
+        with suppress(BlockingIOError):
+            os.read(self._fd, EVENTS_BYTES_MAX)
+        return True
 
     def close(self) -> None:
         """Close the inotify instance."""

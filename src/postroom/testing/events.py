@@ -24,16 +24,9 @@ class DerivedState(NamedTuple):
 
 _LEGAL = {(arrow.source, arrow.kind, arrow.target) for arrow in lifecycle.TRANSITIONS}
 _WITHOUT_EFFECT: frozenset[EventKind] = frozenset(
-    {
-        "duplicate",
-        "deleted",
-        "promoted",
-        "tokens_reserved",
-        "tokens_returned",
-        "tokens_refused",
-        "tokens_borrowed",
-    }
-)
+    {"duplicate", "deleted", "promoted", "tokens_reserved", "tokens_returned", "tokens_refused",
+     "tokens_borrowed"}
+)  # fmt: skip
 _ENDS_LEASE: frozenset[EventKind] = frozenset(
     {"lease_lapsed", "cancelled", "expired", "quarantined", "replayed", "deferred"}
 )

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,26 +95,20 @@ class PostgresServer:
     def start(self) -> "PostgresServer":
         """Start the server, and return once it accepts connections."""
         if not (self.data / "PG_VERSION").exists():
-            self._init()
-        log = (self.folder / LOG).open("ab")
-        with log:
+            self._run(
+                "initdb", "-D", str(self.data), "-U", SUPERUSER, "--auth=trust", "--encoding=UTF8",
+                "--locale=C", "--no-instructions",
+            )  # fmt: skip
+        arguments = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+        with (self.folder / LOG).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own arguments, here and below
-                [self._programs / "postgres", "-D", self.data, *self._arguments()],
+                [self._programs / "postgres", "-D", self.data, *arguments],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - it calls nothing that takes a lock
+                preexec_fn=partial(signal_at_parents_end, signal.SIGINT),  # noqa: PLW1509 - it calls nothing that takes a lock
                 **self.as_user(),
             )  # fmt: skip
         self._wait_until_ready()
         return self
-
-    def _arguments(self) -> list[str]:
-        return [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
-
-    def _init(self) -> None:
-        self._run(
-            "initdb", "-D", str(self.data), "-U", SUPERUSER, "--auth=trust", "--encoding=UTF8", "--locale=C",
-            "--no-instructions",
-        )  # fmt: skip
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(  # noqa: S603
@@ -131,17 +125,14 @@ class PostgresServer:
                 raise RuntimeError(f"PostgreSQL did not start: {(self.folder / LOG).read_text()[-2_000:]}")
             try:
                 with psycopg.connect(self.url("postgres"), autocommit=True, connect_timeout=5) as connection:
-                    found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE])
-                    if found.fetchone() is None and not self._is_standby(connection):
+                    is_ready = "SELECT pg_is_in_recovery() OR %s IN (SELECT datname FROM pg_database)"
+                    if connection.execute(is_ready, [DATABASE]).fetchone() == (False,):
                         connection.execute(f"CREATE DATABASE {DATABASE} TEMPLATE template0")
                     return
             except psycopg.OperationalError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_S)
-
-    def _is_standby(self, connection: Any) -> bool:
-        return bool(connection.execute("SELECT pg_is_in_recovery()").fetchone()[0])
 
     def stop(self) -> None:
         """Stop the server: open transactions are rolled back."""
@@ -165,9 +156,7 @@ class PostgresServer:
         self._end(signal.SIGKILL)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while any(map(_is_running, children)) and time.monotonic() < deadline:
-            time.sleep(
-                POLL_S
-            )  # a server does not start while a process uses the shared memory of the last one
+            time.sleep(POLL_S)  # no server starts while a process uses the shared memory of the last one
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -325,8 +314,3 @@ def _is_running(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def _die_with_parent() -> None:
-    """Stop the server when the process that started it dies."""
-    signal_at_parents_end(signal.SIGINT)

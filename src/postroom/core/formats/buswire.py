@@ -147,7 +147,9 @@ def draft(
     except TypeError:  # an unhashable argument is no text: the uncached call names it in its error
         fields = _common_fields.__wrapped__(kind, project_id, task_id, run_id)
     if parents or attachment_path:
-        fields = _more_fields(fields, parents, attachment_path)
+        fields += _parents_field(parents) if parents else ""
+        fields += f"attachment_path: {_scalar('attachment', attachment_path)}\n" if attachment_path else ""
+        _checked_size(fields)
     if "---" in body and _SEPARATOR_LIKE.search(stored):  # `in` is faster on text than on bytes
         stored = _SEPARATOR_LIKE.sub(b"--- ", stored)
         fields += _ESCAPE_LINE
@@ -265,14 +267,6 @@ def _common_fields(kind: str, project_id: str, task_id: str, run_id: str) -> str
     )
 
 
-def _more_fields(fields: str, parents: Iterable[str], attachment_path: str) -> str:
-    if parents:
-        fields += _parents_field(parents)
-    if attachment_path:
-        fields += f"attachment_path: {_scalar('attachment', attachment_path)}\n"
-    return _checked_size(fields)
-
-
 def _checked_size(fields: str) -> str:
     if len(fields.encode()) > FIELDS_BYTES_MAX:
         raise InvalidMessage(
@@ -363,14 +357,17 @@ def decode(
         start = _next_start(data, position, at_file_end)
         if start < 0:
             break
-        _note_gap(data, position, start, offset, out)
+        if start - position > 1 and data[position:start].strip():
+            out.damaged.append(Damage(offset + position, start - position, "not a record"))
         out.consumed = start
         position = _decode_any(data, start, offset, out, at_file_end, settled_tail)
         if position < 0:
             break
         out.consumed = position
-    if not at_file_end and len(data) - out.consumed > RECORD_BYTES_MAX:
-        _give_up_on_rest(data, offset, out)
+    if not at_file_end and len(data) - out.consumed > RECORD_BYTES_MAX:  # so that memory stays bounded
+        end = len(data) - len(MARKER)
+        out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record start found"))
+        out.consumed = end
     return out
 
 
@@ -391,7 +388,12 @@ def _decode_any(
         reason = "cut short"
     except _Damaged as error:
         reason = str(error)
-    return _skip_damaged(data, start, offset, out, reason, at_file_end)
+    following = _start_after(data, start, at_file_end)
+    if following < 0 and not (at_file_end and data.endswith(b"\n")):
+        return -1
+    end = following if following >= 0 else len(data)
+    out.damaged.append(Damage(offset + start, end - start, reason))
+    return end
 
 
 def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
@@ -502,11 +504,6 @@ def closes_header(data: bytes, marker: int) -> bool:
     return _CHECKSUM_LINE.fullmatch(data, max(0, end - CHECKSUM_LINE_BYTES), end) is not None
 
 
-def _note_gap(data: bytes, position: int, start: int, offset: int, out: Decoded) -> None:
-    if start - position > 1 and data[position:start].strip():
-        out.damaged.append(Damage(offset + position, start - position, "not a record"))
-
-
 def _decode_record(
     data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
 ) -> int:
@@ -523,13 +520,8 @@ def _decode_record(
         out.unchecked += not checked
     out.messages.append(message)
     out.starts.append(offset + start)
-    out.last_opening = _unusual_opening(data, start)
+    out.last_opening = b"" if data.startswith(START, start) else data[start : start + OPENING_BYTES]
     return end
-
-
-def _unusual_opening(data: bytes, start: int) -> bytes:
-    """The first bytes of a record; empty when it begins with `START` and its id."""
-    return b"" if data.startswith(START, start) else data[start : start + OPENING_BYTES]
 
 
 def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
@@ -547,8 +539,8 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
         # A body never holds a record start. One inside means that its writer was killed and others appended.
-        cut = _start_between(data, body_start, end)
-        raise _Damaged("cut short" if cut else "the checksum does not match")
+        inside = _next_start(data[:end], body_start, at_file_end=True, floor=body_start)
+        raise _Damaged("cut short" if 0 <= inside < end else "the checksum does not match")
     if b"---" in body and _BARE_SEPARATOR.search(body):
         # Postroom escapes these lines. This record was forged, so that a backward reader finds a false start.
         raise _Damaged("a record starts inside it")
@@ -565,10 +557,6 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
         ), end
     except (ValueError, InvalidMessage) as error:
         raise _Damaged(f"a header line cannot be read: {error}") from error
-
-
-def _start_between(data: bytes, begin: int, end: int) -> bool:
-    return 0 <= _next_start(data[:end], begin, at_file_end=True, floor=begin) < end
 
 
 def _texts(fields: bytes) -> tuple[str, str, str, str]:
@@ -595,23 +583,6 @@ def _moment(raw: bytes) -> datetime:
     if moment.tzinfo is not UTC:
         raise ValueError("not a UTC time")
     return moment
-
-
-def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
-    """Record the damage and return its end: the next record's start, or -1 while that is unknown."""
-    following = _start_after(data, start, at_file_end)
-    if following < 0 and not (at_file_end and data.endswith(b"\n")):
-        return -1
-    end = following if following >= 0 else len(data)
-    out.damaged.append(Damage(offset + start, end - start, reason))
-    return end
-
-
-def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
-    """Report more bytes than a record may have as damage, so that memory stays bounded."""
-    end = len(data) - len(MARKER)
-    out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record start found"))
-    out.consumed = end
 
 
 # ---- foreign records: written by conductor-loop ----------------------------------------------------
@@ -651,9 +622,11 @@ def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
     msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
     try:
         moment = datetime.fromisoformat(ts.decode())
-        ids, extra = ([], {}) if parents is None else _plain_parents(parents)
+        items = None if parents is None else _plain_items(parents)
+        ids, detailed = _parents(items)
     except (ValueError, KeyError, TypeError):
         return None
+    extra: dict[str, Any] = {"parents": items} if detailed else {}
     if issue_id is not None:
         extra["issue_id"] = _plain_text(issue_id)
     if links is not None:
@@ -697,13 +670,6 @@ def _plain_items(lines: bytes) -> list[Any]:
     return items
 
 
-def _plain_parents(lines: bytes) -> tuple[list[str], dict[str, Any]]:
-    """Parent ids, and the `extra` fields that keep parents given as objects."""
-    items = _plain_items(lines)
-    parents, detailed = _parents(items)
-    return parents, {"parents": items} if detailed else {}
-
-
 def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int, bool]:
     """The message of a foreign record, its end, and whether it has a valid checksum."""
     closing = _header_closing(data, start, at_file_end)
@@ -717,7 +683,8 @@ def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, in
     header = data[start + len(_SEPARATOR) : closing.start() + 1]
     body = data[closing.end() : end]
     if following >= 0:
-        body = _without_blank_line(body, converted=data.startswith(b"---\r", following))
+        converted = data.startswith(b"---\r", following) and (body.endswith(b"\n\r\n") or body == b"\r\n")
+        body = body.removesuffix(b"\r\n" if converted else b"\n")  # the blank line before the next record
     return _foreign_message(header, body.removesuffix(b"\n")), end, False
 
 
@@ -759,13 +726,6 @@ def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
     if followed:
         body = body.removesuffix(b"\n")
     return _foreign_message(record[len(_SEPARATOR) : closing.start() + 1], body.removesuffix(b"\n")), False
-
-
-def _without_blank_line(body: bytes, *, converted: bool) -> bytes:
-    """The body without the blank line before the next record, which may end in CRLF."""
-    if converted and (body.endswith(b"\n\r\n") or body == b"\r\n"):
-        return body.removesuffix(b"\r\n")
-    return body.removesuffix(b"\n")
 
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:

@@ -14,7 +14,15 @@ from typing import Final
 import msgspec
 
 from postroom.core.formats.events import AuditEvent, Contract, event_id
-from postroom.core.history.message_checker import LEASED, MICROS_PER_S, Life, Lives, Rule
+from postroom.core.history.message_checker import (
+    LEASED,
+    LIMITS,
+    MICROS_PER_S,
+    HistoryLimits,
+    Life,
+    Lives,
+    Rule,
+)
 
 RULES: Final[dict[Rule, str]] = {
     "lost": "it was accepted, did not end, and is gone: absent from its store, or silent for too long",
@@ -24,10 +32,6 @@ RULES: Final[dict[Rule, str]] = {
     "terminal": "it was accepted twice or ended twice, or something happened after its end",
     "gap": "a sequence number of a source is missing, or belongs to two different events",
 }
-
-REORDER_MAX: Final = 10_000  # events of a source that are held back until a missing one arrives
-DIGESTS_MAX: Final = 1 << 20  # latest events of a source with which a repeated one is compared
-VIOLATIONS_MAX: Final = 100_000  # violations that are kept; the rest is only counted
 
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
@@ -90,9 +94,15 @@ class History:
     """
 
     def __init__(
-        self, *, since_us: int | None = None, until_us: int | None = None, ordered: bool = True
+        self,
+        *,
+        since_us: int | None = None,
+        until_us: int | None = None,
+        ordered: bool = True,
+        limits: HistoryLimits = LIMITS,
     ) -> None:
         self._ordered = ordered
+        self._limits = limits
         self._since_us = since_us
         self._until_us = until_us
         self._sources: dict[str, _ReadSource] = {}
@@ -116,7 +126,10 @@ class History:
             if source.held:
                 self._catch_up(source)
         elif seq > source.next:
-            self._hold(source, event)
+            if not source.is_over:
+                source.held[seq] = event
+                if len(source.held) > self._limits.reorder_max:
+                    self._skip_gap(source)
         else:
             self._compare(source, event)
 
@@ -124,7 +137,7 @@ class History:
         realm = event.source if event.contract in LEASED else f"contract {event.contract}"
         lives = self._lives.get(realm)
         if lives is None:
-            lives = self._lives[realm] = Lives(event.contract, self._prove)
+            lives = self._lives[realm] = Lives(event.contract, self._prove, self._limits.ended_kept_max)
         if event.seq > 1:
             lives.whole = False
         source = self._sources[event.source] = _ReadSource(event.source, event.seq, lives)
@@ -135,22 +148,15 @@ class History:
             source.is_over = True
             return
         source.next += 1
-        digests = source.digests
+        digests, kept = source.digests, self._limits.digests_max
         digests.append(_digest(event))
-        if len(digests) > 2 * DIGESTS_MAX:
-            del digests[:DIGESTS_MAX]
-            source.compared_from += DIGESTS_MAX
+        if len(digests) > 2 * kept:
+            del digests[:kept]
+            source.compared_from += kept
         self._events += 1
         source.lives.take(event)
 
     # ---- gaps and repetitions ----------------------------------------------------------------------
-
-    def _hold(self, source: _ReadSource, event: AuditEvent) -> None:
-        if source.is_over:
-            return
-        source.held[event.seq] = event
-        if len(source.held) > REORDER_MAX:
-            self._skip_gap(source)
 
     def _catch_up(self, source: _ReadSource) -> None:
         while (event := source.held.pop(source.next, None)) is not None:
@@ -166,7 +172,7 @@ class History:
         proof = (event_id(source.name, first - 1), event_id(source.name, behind))
         self._report(Violation("gap", "", proof, f"of source {source.name}, {which} missing"))
         source.lives.skip()
-        if n > DIGESTS_MAX:
+        if n > self._limits.digests_max:
             source.digests = array("q")
             source.compared_from = behind
         else:
@@ -199,7 +205,7 @@ class History:
         self._report(Violation(rule, life.message_id, ids_of(source, seqs), sentence), passed)
 
     def _report(self, violation: Violation, passed: Life | None = None) -> None:
-        if len(self._found) < VIOLATIONS_MAX:
+        if len(self._found) < self._limits.violations_max:
             self._found.append((violation, passed))
         else:
             self._more += 1
@@ -237,8 +243,18 @@ class History:
                 missing[id(life)] = lost(life, reason)
         # Messages delivered before a lost one violate the order only because it is lost: not reported again.
         found = [violation for violation, passed in self._found if id(passed) not in missing]
+        unknown = [
+            Violation(
+                "unknown",
+                life.message_id,
+                ids_of(life.source, (life.leased,)),
+                f"{life.message_id} was delivered, and nobody had accepted it",
+            )
+            for lives in self._lives.values()
+            for life in lives.never_accepted()
+        ]
         return HistoryVerdict(
-            [*found, *map(_never_accepted, self._unaccepted()), *missing.values()],
+            [*found, *unknown, *missing.values()],
             self._more,
             self._events,
             self._repeats,
@@ -248,9 +264,6 @@ class History:
             len(still_open),
             {source.name: source.next - 1 for source in self._sources.values()},
         )
-
-    def _unaccepted(self) -> Iterator[Life]:
-        return (life for lives in self._lives.values() for life in lives.never_accepted())
 
 
 def _digest(event: AuditEvent) -> int:
@@ -265,11 +278,6 @@ def _digest(event: AuditEvent) -> int:
 def ids_of(source: str, seqs: tuple[int, ...]) -> tuple[str, ...]:
     """The ids of the events that prove a violation, each once. The number 0 stands for none."""
     return tuple(event_id(source, seq) for seq in dict.fromkeys(seqs) if seq > 0)
-
-
-def _never_accepted(life: Life) -> Violation:
-    said = f"{life.message_id} was delivered, and nobody had accepted it"
-    return Violation("unknown", life.message_id, ids_of(life.source, (life.leased,)), said)
 
 
 def lost(life: Life, reason: str) -> Violation:

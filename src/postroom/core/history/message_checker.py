@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from postroom.core.formats.events import AuditEvent, Contract
 from postroom.message import EventKind
@@ -21,7 +21,6 @@ LEASED: Final[frozenset[Contract]] = frozenset({"tasks", "engine"})
 """Contracts whose messages are in a store, which is one source. Other messages may have several sources."""
 ENDLESS: Final[frozenset[Contract]] = frozenset({"bus", "queue", "mail", "audit"})
 """Contracts whose messages may stay forever or end without an event: a poll names a cursor, not messages."""
-ENDED_KEPT_MAX: Final = 200_000  # ended messages that are kept whole; older ones are kept as two numbers
 MICROS_PER_S: Final = 1_000_000
 
 ENDS: Final[dict[EventKind, str]] = {
@@ -47,6 +46,22 @@ _UNDER_LEASE: Final[frozenset[EventKind]] = frozenset(
 _ANY_LEASE: Final = -1
 _REPORTED: Final = -1
 _EARLIER: Final = -2
+
+
+class HistoryLimits(NamedTuple):
+    """How much of a history is kept in memory."""
+
+    reorder_max: int = 10_000
+    """Events of a source that are held back until a missing one arrives."""
+    digests_max: int = 1 << 20
+    """Latest events of a source with which a repeated one is compared."""
+    violations_max: int = 100_000
+    """Violations that are kept; the rest is only counted."""
+    ended_kept_max: int = 200_000
+    """Ended messages that are kept whole; older ones are kept as two numbers."""
+
+
+LIMITS: Final = HistoryLimits()
 
 
 class FifoLane:
@@ -121,8 +136,11 @@ Report: TypeAlias = Callable[[Rule, str, Life, tuple[int, ...], str, Life | None
 class Lives:
     """The messages of one store, or of all sources of a contract without stores, by id."""
 
-    def __init__(self, contract: Contract, report: Report) -> None:
+    def __init__(
+        self, contract: Contract, report: Report, ended_kept_max: int = LIMITS.ended_kept_max
+    ) -> None:
         self.contract = contract
+        self._ended_kept_max = ended_kept_max
         self.newest_us = 0
         self.whole = True
         """Whether its sources were read from their first event on, without a gap."""
@@ -153,7 +171,8 @@ class Lives:
 
     def open(self) -> Iterator[Life]:
         """Messages that were accepted and have not ended; none for contracts in `ENDLESS`."""
-        return iter(()) if self.contract in ENDLESS else filter(_is_open, self._lives.values())
+        if self.contract not in ENDLESS:
+            yield from (life for life in self._lives.values() if life.is_open)
 
     def never_accepted(self) -> Iterator[Life]:
         """At the end of the stream: messages in files that were delivered but never accepted."""
@@ -355,9 +374,9 @@ class Lives:
         """Keep an ended message, and reduce the oldest ones to two numbers each."""
         over = self._over
         over.append(life)
-        if len(over) <= ENDED_KEPT_MAX:
+        if len(over) <= self._ended_kept_max:
             return
-        oldest = [over.popleft() for _ in range(ENDED_KEPT_MAX // 2)]
+        oldest = [over.popleft() for _ in range(self._ended_kept_max // 2)]
         gone = {
             done.message_id: done for done in oldest if done.ended and self._lives[done.message_id] is done
         }
@@ -389,10 +408,6 @@ class Lives:
         "deleted": _deleted,
         "replayed": _replayed,
     }
-
-
-def _is_open(life: Life) -> bool:
-    return life.is_open
 
 
 def _was(life: Life) -> str:

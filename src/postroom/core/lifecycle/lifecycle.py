@@ -331,11 +331,6 @@ def crash(record: Record, moment: Moment, token: int, error: str) -> Step:
     return lapse(died, moment, error, "ProcessDied")
 
 
-def is_overdue(record: Record, steady_ns: int) -> bool:
-    """Whether the record is leased and its lease has expired."""
-    return record.state == "PROCESSING" and record.lease_until <= steady_ns
-
-
 def _failed(
     record: Record,
     moment: Moment,
@@ -473,31 +468,26 @@ def history(stored_record: Record, first: Event, trail_events: list[Event]) -> l
     record = stored_record
     events = [first, *trail_events]
     if first.state == "QUEUED":
-        events.append(_first_place(first))
+        enqueued = Event(
+            first.seq + 1, first.ts_us, "enqueued", first.queue, first.message_id, "QUEUED", 0, first.priority
+        )  # fmt: skip
+        events.append(enqueued)
     if record.claimed_us and record.lease > 0 and record.lease not in {event.seq for event in trail_events}:
         events.append(_delivery(record))
     if record.state in ("COMPLETED", "EXECUTING", "DONE"):
-        events.append(_completion(record))
+        completed = Event(
+            record.place, record.ended_us, "execution_completed", record.queue, record.message_id,
+            "COMPLETED", record.attempt, record.lane, record.lease, record.worker_id,
+            record.ended_us - record.claimed_us,
+        )  # fmt: skip
+        events.append(completed)
     return sorted(events, key=lambda event: event.seq)
-
-
-def _first_place(first: Event) -> Event:
-    return Event(
-        first.seq + 1, first.ts_us, "enqueued", first.queue, first.message_id, "QUEUED", 0, first.priority
-    )  # fmt: skip
 
 
 def _delivery(record: Record) -> Event:
     return Event(
         record.lease, record.claimed_us, "dequeued", record.queue, record.message_id, "PROCESSING",
         record.attempt, record.lane, record.lease, record.worker_id,
-    )  # fmt: skip
-
-
-def _completion(record: Record) -> Event:
-    return Event(
-        record.place, record.ended_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
-        record.attempt, record.lane, record.lease, record.worker_id, record.ended_us - record.claimed_us,
     )  # fmt: skip
 
 

@@ -52,7 +52,10 @@ def observed(headers: Mapping[str, str], wall_us: int) -> Observed:
 
     def number(name: str) -> int | None:
         value = found.get(name, "")
-        return _number(value) if value.isascii() and value.isdigit() else None
+        if not (value.isascii() and value.isdigit()):
+            return None
+        digits = value.lstrip("0")
+        return TOKENS_MAX if len(digits) > DIGITS_MAX else min(int(digits or "0"), TOKENS_MAX)
 
     def seconds(name: str) -> float | None:
         return _seconds(found.get(name, ""))
@@ -66,11 +69,6 @@ def observed(headers: Mapping[str, str], wall_us: int) -> Observed:
         seconds("x-ratelimit-reset-requests"),
         _after(found, wall_us),
     )
-
-
-def _number(digits: str) -> int:
-    digits = digits.lstrip("0")
-    return TOKENS_MAX if len(digits) > DIGITS_MAX else min(int(digits or "0"), TOKENS_MAX)
 
 
 def _seconds(text: str) -> float | None:

@@ -165,12 +165,9 @@ def _reach(limits: Sequence[int], pools: Five) -> Four:
     of_tokens = [limit for limit in limits[:REQUESTS_MINUTE] if limit]
     if not of_tokens:
         return (TOKENS_MAX,) * TIERS
-    return four([min(*of_tokens, _reach_of_pools(pools, tier)) for tier in range(TIERS)])
-
-
-def _reach_of_pools(pools: Five, tier: int) -> int:
-    higher = sum(int(SPARE_SHARE * pools[pool]) for pool in range(tier))
-    return pools[tier] + pools[SHARED] + sum(pools[tier + 1 : TIERS]) + higher
+    spare = [int(SPARE_SHARE * size) for size in pools]
+    reach = [sum(spare[:tier]) + sum(pools[tier:TIERS]) + pools[SHARED] for tier in range(TIERS)]
+    return four([min(*of_tokens, one) for one in reach])
 
 
 def four(values: Sequence[int]) -> Four:

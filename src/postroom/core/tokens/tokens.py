@@ -165,7 +165,7 @@ def _repay(pools: list[int], account: Account) -> int:
 
 def _rebalance(pools: list[int], account: Account) -> int:
     """Move half of what tiers without a shortage left unused to tiers that were short."""
-    demand = _sum(account.pool_used, account.pool_reserved)
+    demand = [used + held for used, held in zip(account.pool_used, account.pool_reserved, strict=True)]
     spare = [
         0 if account.short[tier] else int(SPARE_SHARE * max(0, pools[tier] - demand[tier]))
         for tier in range(TIERS)
@@ -247,7 +247,7 @@ def allocate(
     `others` are models that the message did not ask for; a degraded message may get one of them.
     """
     if len(candidates) > 1 and not need.has_preferences:
-        candidates = sorted(candidates, key=_free_in_main, reverse=True)
+        candidates = sorted(candidates, key=lambda one: free_of(one[1], one[0].main), reverse=True)
     roomy = [one for one in candidates if _has_room(one[1], need.tokens, now_ns)]
     found = _first(need, roomy, 0.0)
     if found is None and need.importance > 0:
@@ -255,11 +255,6 @@ def allocate(
     if found is None and need.shortage == "degrade":
         found = _degraded(need, candidates, now_ns, others)
     return found or Short(_due_ns(need, candidates, now_ns), not roomy)
-
-
-def _free_in_main(candidate: Candidate) -> int:
-    rule, account = candidate
-    return free_of(account, rule.main)
 
 
 def _first(need: Need, roomy: Sequence[Candidate], share: float) -> Grant | None:
@@ -492,7 +487,3 @@ def refuse(account: Account, tier: int, tokens: int) -> Account:
     short = [*account.short]
     short[tier] = min(short[tier] + tokens, TOKENS_MAX)
     return replace(account, short=four(short))
-
-
-def _sum(left: Five, right: Five) -> Five:
-    return _five([a + b for a, b in zip(left, right, strict=True)])

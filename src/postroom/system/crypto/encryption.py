@@ -73,7 +73,11 @@ class Encryption:
 
     def reload(self) -> None:
         """Read the key file again: another process may have added or removed a key."""
-        keys = self._keys()
+        try:
+            self._read_stamp = self._stamp()
+            keys = read_keys(self.path)
+        except OSError as error:
+            raise KeyMissing(f"key file {self.path} cannot be read: {error.strerror}") from error
         if not keys:
             raise InvalidSetting(f"key file {self.path} has no key: make one with `postroom keys create`")
         ciphers = {fingerprint(key): aes_gcm(key) for key in keys.values()}
@@ -103,13 +107,6 @@ class Encryption:
         info = self.path.stat()
         return info.st_ino, info.st_mtime_ns
 
-    def _keys(self) -> dict[str, bytes]:
-        try:
-            self._read_stamp = self._stamp()
-            return read_keys(self.path)
-        except OSError as error:
-            raise KeyMissing(f"key file {self.path} cannot be read: {error.strerror}") from error
-
     @property
     def head(self) -> bytes:
         """The first bytes of every value that the current key encrypts."""
@@ -125,23 +122,19 @@ class Encryption:
         """The value of an encrypted form. A value that is not encrypted stays as it is."""
         if value[: len(MARK)] != MARK:
             return value
-        return self._decrypted(bytes(value), place)
-
-    def _decrypted(self, value: bytes, place: str) -> bytes:
+        value = bytes(value)
         key = value[len(MARK) : HEAD_BYTES]
-        cipher = self._state[2].get(key) or self._reloaded(key, place)
+        cipher = self._state[2].get(key)
+        if cipher is None:
+            self.reload()
+            cipher = self._state[2].get(key)
+        if cipher is None:
+            raise self.lacks(place, {key.hex(): ""})
         nonce, sealed = value[HEAD_BYTES : HEAD_BYTES + NONCE_BYTES], value[HEAD_BYTES + NONCE_BYTES :]
         try:
             return cipher.decrypt(nonce, sealed, place.encode())
         except self._failures:
             raise UnreadableValue(place, self.names[key.hex()]) from None
-
-    def _reloaded(self, key: bytes, place: str) -> "AESGCM":
-        self.reload()
-        cipher = self._state[2].get(key)
-        if cipher is None:
-            raise self.lacks(place, {key.hex(): ""})
-        return cipher
 
     def lacks(self, where: str, needed: Mapping[str, str]) -> KeyMissing:
         """The error for data whose keys are not in the key file, by fingerprint. A name may be empty."""

@@ -35,18 +35,13 @@ def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
         _check_files(certificate, key)
         context.load_cert_chain(certificate, key)
     except ssl.SSLError as error:
-        why = _pair_fault(error.reason)
+        why = (error.reason or "one of the two is damaged").replace("_", " ").lower()
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = "the key is that of another certificate"
         raise InvalidSetting(f"cannot use the certificate {certificate} with its key: {why}") from None
     except OSError as error:
         raise InvalidSetting(f"cannot use {error.filename}: {error.strerror}") from None
     return context
-
-
-def _pair_fault(reason: str | None) -> str:
-    """Why OpenSSL refuses a certificate and a key."""
-    if reason == "KEY_VALUES_MISMATCH":
-        return "the key is that of another certificate"
-    return reason.replace("_", " ").lower() if reason else "one of the two is damaged"
 
 
 def _check_files(certificate: Path, key: Path | None) -> None:
