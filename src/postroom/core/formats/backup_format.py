@@ -72,16 +72,16 @@ def encoded(value: BackupHead | BackupManifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-def checked_head(data: bytes, newest: int = FORMAT) -> BackupHead:
+def checked_head(data: bytes) -> BackupHead:
     """The head of an archive that this version can read."""
     try:
         head = _decode_head(data)
     except msgspec.DecodeError as error:
         raise StoreDamaged(f"its head cannot be read: {error}") from None
-    if head.format > newest:
+    if head.format > FORMAT:
         raise Rejected(
             f"it has format {head.format} and was written by postroom {head.postroom}: this version reads "
-            f"formats up to {newest}, so upgrade it"
+            f"formats up to {FORMAT}, so upgrade it"
         )
     return head
 

@@ -61,10 +61,10 @@ def guarded(
     return decoded
 
 
-def is_deep(value: Any, levels: int = NESTING_MAX) -> bool:
-    """Whether lists and objects are nested more than `levels` deep. Computed without recursion."""
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more than `NESTING_MAX` deep. Computed without recursion."""
     inner = [value]
-    for _ in range(levels + 1):
+    for _ in range(NESTING_MAX + 1):
         nested = [one for one in inner if isinstance(one, (dict, list))]
         if not nested:
             return False
