@@ -910,11 +910,12 @@ def test_the_kill_switch_reaches_a_call_that_waits(
     class LateWatch(Watch):
         """While a call waits, another handle sends a message, and then the kill switch is set."""
 
-        def wait(self, _: float) -> None:
+        def wait(self, _: float) -> bool:
             if not os.environ.get("ZOS_MQ_DISABLED"):
                 reply_to = next((message["msg_id"] for message in queue.tail()), "m-0")
                 queue.send("answer", "too late", to="a", reply_to=reply_to)
                 monkeypatch.setenv("ZOS_MQ_DISABLED", "1")
+            return True
 
     monkeypatch.setattr(contract, "Watch", LateWatch)
     if call == "poll":

@@ -115,8 +115,9 @@ class AnsweringWatch(Watch):
 
     machine: "QueueMachine"
 
-    def wait(self, _: float) -> None:
+    def wait(self, _: float) -> bool:
         self.machine.answer()
+        return True
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -15,9 +15,9 @@ import msgspec
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.mailboxes import Mailboxes, hashed
 from postroom.contracts.mail.options import Storage
+from postroom.core.call_limits import RefusalWindow
 from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.mq9 import MailCall, Mq9Error
-from postroom.core.refusals import RefusalWindow
 from postroom.core.times import NANOS_PER_S
 from postroom.system.log import library_log
 
