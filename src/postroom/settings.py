@@ -265,8 +265,8 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[
         str,
         _about(
-            "Names, with commas, that the page and MCP answer for beside localhost and those of "
-            "the certificate: the public name of a server behind a proxy.",
+            "Host names, separated by commas, that the page and MCP accept besides localhost and the "
+            "names of the certificate: the public name of a server behind a proxy.",
             "POSTROOM_ALLOWED_HOSTS",
             wants="names with commas between them",
         ),

@@ -77,7 +77,7 @@ def models(**limits: Any) -> dict[str, Any]:
         ({**models(tokens_per_day=5), "tiers": [0.5]}, "must be four shares"),
         ({**models(tokens_per_day=5), "shortage": "wait"}, '"queue", "degrade" or "defer"'),
         ({**models(tokens_per_day=5), "limits": {}}, "tokens has no key 'limits'"),
-        (models(tokens_per_day=5, usd_per_million_tokens=-1), "must be a number from 0 on"),
+        (models(tokens_per_day=5, usd_per_million_tokens=-1), "must be a number of 0 or more"),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def judge(cursor: Cursor, attempt: int, index: int) -> Verdict:
 
 
 def moved(cursor: Cursor, attempt: int, index: int, *, is_chunk: bool) -> Cursor:
-    """The cursor behind a part that was `next` or `restarted`."""
+    """The cursor after a part that was `next` or `restarted`."""
     chunks = cursor.chunks if attempt == cursor.attempt else 0
     return Cursor(attempt, index + 1, chunks + is_chunk)
 

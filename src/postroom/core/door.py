@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from postroom.core.redaction import Redactor
 
 CACHED_CHARS_MAX: Final = 64
-"""Names of agents, types and events come again and again. Longer texts are seldom the same."""
+"""Names of agents, types and events repeat. Longer texts rarely do."""
 TEXTS_CACHED_MAX: Final = 4_096
 _KEPT: Final = ("ip",)
 _MASKED: Final = "<redacted>"
@@ -24,7 +24,7 @@ _is_id: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}").fullm
 
 
 def leaving(text: str) -> str:
-    """The text as it may leave."""
+    """The redacted text."""
     if len(text) == ID_CHARS and _is_id(text):
         return text
     return _short(text) if len(text) <= CACHED_CHARS_MAX else _redactor().text(text)
@@ -42,7 +42,7 @@ def leaving_value(value: Any) -> Any:
 
 
 def leaving_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for facts with names. A text, or a list, whose name says that it is secret is replaced."""
+    """The same for named facts. A text or a list whose name says that it is secret is replaced."""
     left = {}
     for name, value in facts.items():
         kept, is_secret = _named(name)
@@ -62,7 +62,7 @@ def _short(text: str) -> str:
 
 @lru_cache(TEXTS_CACHED_MAX)
 def _named(name: str) -> tuple[str, bool]:
-    """The name as it may leave, and whether what it names is secret."""
+    """The redacted name, and whether its value is secret."""
     return leaving(name), _redactor().is_secret(name)
 
 

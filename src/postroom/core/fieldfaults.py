@@ -26,7 +26,7 @@ _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 def field_fault(error: msgspec.ValidationError, whole: str, kind: Any = None) -> str:
-    """Why a value is invalid, as one sentence. `whole` names the value, `kind` is its expected type."""
+    """Why a value is invalid. `whole` names the value, `kind` is its expected type."""
     text = str(error)
     found = _PLACE.search(text)
     path = found[1] if found else ""
@@ -100,5 +100,5 @@ def unencodable(error: Exception) -> str:
     if match := re.fullmatch(r"Encoding objects of type (.+) is unsupported", str(error)):
         return f"it holds a value of type {match[1]}"
     if str(error).startswith("Only dicts with"):
-        return "it holds a dict with a key that is no text"
+        return "it holds a dict with a key that is not text"
     return str(error)

@@ -20,9 +20,9 @@ from postroom.system.log import library_log
 _log = library_log("postroom.store")
 
 SEND_PAUSE_S = 0.005  # wake-ups of this time are sent together
-LISTEN_S = 0.5  # a listening thread looks that often whether it is still needed
+LISTEN_S = 0.5  # how often a listening thread checks whether it is still needed
 RECONNECT_S = 1.0
-PROBE_S = 10.0  # a connection that listens is asked that often whether its server still answers
+PROBE_S = 10.0  # how often a listening connection is probed
 NAMES_MAX = 1_000  # names that wait to be sent; more of them are lost
 NAME_BYTES_MAX = 7_000  # PostgreSQL sends less than 8,000 bytes
 SEPARATOR = "|"

@@ -1,4 +1,4 @@
-"""Taking an address apart, without an exception that may quote its password."""
+"""Parsing addresses, without exceptions that quote their passwords."""
 
 import re
 from typing import Final
@@ -19,6 +19,6 @@ def split_address(url: str, *, several: bool = False) -> SplitResult | None:
     hosts = parts.netloc.rpartition("@")[2]
     if not all(map(_HOST.fullmatch, hosts.split(",") if several else [hosts])):
         return None
-    # A / or ? in a password ends the hosts too soon: then the @ behind the password is in a later part.
+    # A / or ? in a password ends the hosts too soon: then the @ after the password is in a later part.
     is_cut = not parts.path and "@" in parts.query and ":" in parts.netloc and "@" not in parts.netloc
     return None if is_cut or "@" in parts.path or "@" in parts.fragment else parts

@@ -1,4 +1,4 @@
-"""A sign of life from a part of `postroom up` to the process that supervises it.
+"""Heartbeats from a part of `postroom up` to the process that supervises it.
 
 The part writes a byte into a pipe from its own loop. A part that hangs, or is stopped, writes none.
 """
@@ -14,7 +14,7 @@ BYTES_READ_MAX = 65_536  # what a pipe holds
 
 
 class Heartbeat:
-    """The part's end. Without a supervisor it does nothing."""
+    """The part's end of the pipe. Without a supervisor it does nothing."""
 
     def __init__(self) -> None:
         number = os.environ.pop(VARIABLE, "")  # of this process, and not of those that it starts
@@ -22,7 +22,7 @@ class Heartbeat:
         self._due = 0.0
 
     def beat(self) -> None:
-        """Note that the loop goes on. Cheap: it writes at most every `BEAT_EVERY_S`."""
+        """Report that the loop is running. Cheap: it writes at most every `BEAT_EVERY_S`."""
         if self._fd < 0 or (now := time.monotonic()) < self._due:
             return
         self._due = now + BEAT_EVERY_S
@@ -31,7 +31,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """The supervisor's end. It holds the pipe of one process."""
+    """The supervisor's end of the pipe of one process."""
 
     def __init__(self, now: float) -> None:
         self._reading, self.writing = os.pipe()

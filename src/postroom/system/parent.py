@@ -1,9 +1,9 @@
-"""A process ends with its parent, also when the parent is killed.
+"""A process ends with its parent, even when the parent is killed.
 
 Rule 1: a program of postroom ends cleanly: its stdin is a pipe that only the parent writes to. One that does
         not end in time kills itself.
 Rule 2: a stopped process reads nothing, so the kernel continues it when the parent dies (Linux).
-Rule 3: a program of somebody else does not know the pipe: the kernel kills it (Linux).
+Rule 3: other programs do not watch the pipe: the kernel kills them (Linux).
 """
 
 import ctypes

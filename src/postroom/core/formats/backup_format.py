@@ -129,7 +129,7 @@ def difference(manifest: BackupManifest, found: Iterable[MemberInfo]) -> str:
         if member.name in seen:
             return f"{member.name} is in it twice"
         if member != wanted:
-            return f"{member.name} has another content than the manifest says"
+            return f"{member.name} differs from the manifest"
         seen.add(member.name)
     missing = sorted(expected.keys() - seen)
     return f"{missing[0]} is missing" if missing else ""

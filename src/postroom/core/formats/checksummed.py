@@ -1,8 +1,8 @@
 """JSON files that carry a checksum of their own text as the last field.
 
-Rule 1: the checksum covers the bytes in front of it, so a changed byte is found whatever it means.
-Rule 2: a file without the field is one of an earlier release. Its reader refuses unknown fields, so a damaged
-        field name does not pass for such a file.
+Rule 1: the checksum covers the bytes before it, so any changed byte is detected.
+Rule 2: a file without the field was written by an earlier release. Its reader refuses unknown fields, so a
+        damaged field name does not pass as such a file.
 """
 
 import re

@@ -106,7 +106,7 @@ SECRET_BYTES = 16
 
 
 class IdRule(msgspec.Struct, frozen=True):
-    """How a store makes ids, as it keeps it beside its identity."""
+    """How a store makes ids. The store keeps the rule next to its identity."""
 
     secret: str
     """Hides the numbers of records in ids."""

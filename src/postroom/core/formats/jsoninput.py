@@ -4,8 +4,8 @@ Rule 1: input that cannot be decoded raises `msgspec.DecodeError` with a plain r
         encoding or nesting. A `RecursionError` never leaves this module.
 Rule 2: a decoded value of an open type is nested at most `NESTING_MAX` levels deep, so that every later step
         (redaction, encoding, printing) can walk it.
-Rule 3: the checks of undecoded JSON look at bytes alone, and build no object for a value. They count right as
-        far as a decoder would get.
+Rule 3: the checks of undecoded JSON look at bytes alone, and build no object for a value. Their counts are
+        exact up to the place where a decoder would stop.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ JSON_ELEMENTS_MAX: Final = 200_000
 """Commas, colons and opening brackets outside of strings. Decoding them takes less than 50 ms, for which no
 other thread runs."""
 PIECE_BYTES: Final = 64 * 1024
-"""Bytes that are looked at together. Other threads can run between two pieces."""
+"""Bytes that are counted at once. Other threads can run between two pieces."""
 NESTING_MAX = 100  # levels of lists and objects in a value whose type is open
 TOO_DEEP = f"it is nested deeper than {NESTING_MAX} levels"
 NOT_UTF8 = "it is not UTF-8"
@@ -38,7 +38,7 @@ _raw: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def raw_value(data: bytes) -> msgspec.Raw | None:
-    """A value whose syntax is checked and that stays JSON, for a reply that passes it on. None for null."""
+    """The JSON of a value with its syntax checked, for a reply that passes it on. None for null."""
     return None if data == b"null" else _raw(data)
 
 
@@ -122,7 +122,7 @@ def _count(data: bytes, wanted: bytes) -> int:
 
 
 def _outside_of_strings(data: bytes) -> Iterator[bytes]:
-    """What of each piece is no part of a string."""
+    """Each piece without its strings."""
     start, is_in_string = 0, False
     while start < len(data):
         piece = data[start : start + PIECE_BYTES]

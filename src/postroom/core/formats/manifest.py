@@ -1,7 +1,7 @@
 """The manifest of a data folder: what the folder must hold at least.
 
-Rule 1: what is noted was durable before. So a crash, also one of the machine, leaves at least that much, and
-        everything that is missing was removed or damaged.
+Rule 1: only what is already durable is noted. A crash, even of the machine, leaves at least that much, so
+        anything that is missing was removed or damaged.
 Rule 2: a mark only grows. It is dropped when the removal of its file is explained, or an operator accepts the
         loss.
 """
@@ -15,7 +15,7 @@ from postroom.core.formats.jsoninput import guarded
 
 MANIFEST_FILE = "folder-manifest.json"
 ACCEPTED_MAX = 100  # the newest accepted losses, which the manifest keeps
-SHOWN_MAX = 5  # losses in one sentence
+SHOWN_MAX = 5  # losses that an error lists
 
 # Names of losses. A bus and a registry have the names of their files.
 STORE = "queue.db"

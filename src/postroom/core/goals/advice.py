@@ -1,6 +1,6 @@
 """Questions that an engine asks, and the rules that answer them without a model.
 
-Rule 1: a question has options. An advice that is none of them is no advice.
+Rule 1: a question has options. An advice that chooses none of them does not count.
 Rule 2: the rules are total: each kind of question gets the same answer for the same facts, at any time.
 Rule 3: the safe default of a question changes nothing that cannot be changed back.
 """
@@ -67,7 +67,7 @@ class Advice(msgspec.Struct, frozen=True):
     confidence: float = 1.0
     reasoning: str = ""
     arguments: dict[str, Any] = {}
-    """Of a recovery tool, in place of those that follow from the failure."""
+    """Arguments of a recovery tool, instead of those derived from the failure."""
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -144,7 +144,7 @@ def _recovery(asked: Question) -> Advice:
         return Advice(ROLLBACK, 1.0, "the work since the last checkpoint is undone, and the step tried again")
     if RESTART in asked.options and RESTART not in tried:
         return Advice(RESTART, 1.0, "a rollback did not help, so the goal begins again with what was learned")
-    return Advice(PERSON, 1.0, "no recovery tool is left that has not been tried")
+    return Advice(PERSON, 1.0, "every recovery tool has been tried")
 
 
 def _reversal_class(facts: dict[str, Any]) -> Advice:
@@ -178,7 +178,7 @@ def checked_reversal(reversal: object) -> dict[str, Any] | None:
     if reversal is None:
         return None
     if not isinstance(reversal, dict) or not isinstance(reversal.get("type"), str):
-        raise InvalidMessage('reversal is {"type": …, "payload": …}: the message that undoes the effect')
+        raise InvalidMessage('reversal must be {"type": …, "payload": …}: the message that undoes the effect')
     if not isinstance(reversal.get("payload", {}), dict):
-        raise InvalidMessage("the payload of a reversal is a JSON object")
+        raise InvalidMessage("the payload of a reversal must be a JSON object")
     return {"type": reversal["type"], "payload": reversal.get("payload", {})}

@@ -22,10 +22,10 @@ NAME_CHARS_MAX: Final = 256
 
 
 class Constraints(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an operation demands of those beside it."""
+    """What an operation demands of concurrent ones."""
 
     not_with: tuple[str, ...] = ()
-    """Targets that nobody may work on at the same time."""
+    """Targets that no other operation may work on at the same time."""
     at_most: int | None = None
     """How many operations may share the target, this one included."""
 
@@ -42,7 +42,7 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Why an operation cannot run beside another one."""
+    """Why an operation cannot run at the same time as another one."""
 
     kind: ConflictKind
     other: str
@@ -52,7 +52,7 @@ class Conflict(msgspec.Struct, frozen=True):
 
 
 def checked(value: Any) -> Operation:
-    """An operation as a caller gave it. Raises `ValueError` with one sentence."""
+    """The operation of a caller. Raises `ValueError`."""
     fields = dict(value) if isinstance(value, Mapping) else value
     if isinstance(fields, dict) and isinstance(fields.get("resources"), list | tuple | set):
         fields["resources"] = dict.fromkeys(fields["resources"], 0.0)
@@ -62,13 +62,13 @@ def checked(value: Any) -> Operation:
         raise ValueError(f"operation does not fit: {clipped(str(error))}") from None
     names = (operation.target, *operation.resources, *operation.constraints.not_with)
     if any(not name or len(name) > NAME_CHARS_MAX or not name.isprintable() for name in names):
-        raise ValueError(f"names in operation are printable text of 1 to {NAME_CHARS_MAX} characters")
+        raise ValueError(f"names in operation must be printable text of 1 to {NAME_CHARS_MAX} characters")
     if max(len(operation.resources), len(operation.constraints.not_with)) > RESOURCES_MAX:
         raise ValueError(f"an operation names at most {RESOURCES_MAX} resources and targets")
     if any(not amount >= 0 for amount in operation.resources.values()):
-        raise ValueError("the amount of a resource is not negative")
+        raise ValueError("the amount of a resource must not be negative")
     if operation.constraints.at_most is not None and operation.constraints.at_most < 1:
-        raise ValueError("at_most is a whole number from 1 on")
+        raise ValueError("at_most must be a whole number of 1 or more")
     return operation
 
 

@@ -1,7 +1,7 @@
 """Three-way merges of the nodes of a knowledge graph.
 
 Rule 1: a side that did not change a property since the base takes the other side's value.
-Rule 2: both sides changed it: equal values agree, different ones are a conflict that somebody decides.
+Rule 2: both sides changed it: equal values agree, different ones are a conflict that the caller decides.
 Rule 3: edges are sets. What one side added or removed is added or removed; that never conflicts.
 """
 

@@ -1,6 +1,6 @@
 """Which agents need a sandbox, and what limits mean.
 
-Rule 1: a tool that runs code of somebody else needs a sandbox. Others do not.
+Rule 1: an agent needs a sandbox if one of its tools runs code that others wrote.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The history checker: reads a part of the audit stream and reports which delivery guarantees were violated.
 
 Rule 1: events of one source are ordered by `seq`; events of different sources are not ordered.
-Rule 2: a repeated event is no violation. Two different events with the same number are one.
+Rule 2: a repeated event is allowed. Two different events with the same number are a violation.
 Rule 3: a gap is reported once, and missing events are assumed to have been correct.
 
 `message_checker` checks what happened to each message. `RULES` lists the guarantees.

@@ -17,20 +17,20 @@ T = TypeVar("T")
 PROMOTED_EVERY: Final = 8
 """One of this many deliveries is a promoted message, while one waits and higher classes are not empty."""
 PROMOTED: Final = -1
-"""The rotation over organizations that have promoted messages, beside those of the classes."""
+"""The rotation over organizations that have promoted messages, besides those of the classes."""
 WEIGHT_DEFAULT: Final = 1.0
 WEIGHT_MIN: Final = 0.01  # an organization passes up to 1 / weight turns, and a claim has to end
 
 
 class Rotation:
-    """Where one worker is in its round over the organizations, for each priority."""
+    """The position of one worker in its rounds over the organizations, one round for each priority."""
 
     def __init__(self) -> None:
         self.last: dict[int, str] = {}
         """The organization that was served last, by priority."""
         self.deficit: dict[tuple[int, str], float] = {}
         self.unfinished: dict[int, str] = {}
-        """The organization whose turn a full claim interrupted, by priority. Its turn goes on."""
+        """The organization whose turn a full claim interrupted, by priority. Its turn continues."""
         self.passed_over = 0
         """Deliveries since the last promoted one, while promoted messages waited."""
 
@@ -69,7 +69,7 @@ class Rotation:
         self.passed_over = 0 if promoted else min(self.passed_over + 1, PROMOTED_EVERY - 1)
 
     def note_none_waits(self) -> None:
-        """No promoted message waits behind a higher class, so that none is passed over."""
+        """No promoted message waits, so none is passed over."""
         self.passed_over = 0
 
     def share(

@@ -1,10 +1,10 @@
-"""Messages that bring their workers down.
+"""Messages that crash their workers.
 
 Rule 1: only the death of a message's own process, which ran nothing else, counts against the message. Such
         deaths are counted apart from retries.
 Rule 2: the death of a worker counts against none of its messages, because any of them, or none, may be the
         cause. It marks them: the next attempt of each runs alone, in a process of its own. The message that
-        brought the worker down then kills only this process. A lapsed lease marks its message, too: it may be
+        crashed the worker then kills only this process. A lapsed lease marks its message, too: it may be
         all that others see of a dead worker.
 Rule 3: the end of an attempt removes the mark. A message whose own process has died runs alone from then on.
 
@@ -27,7 +27,7 @@ def after_own_death(crashes: int) -> int:
 
 
 def after_attempt(crashes: int) -> int:
-    """An attempt came to its end, and the message will have another one."""
+    """An attempt ended, and the message will have another one."""
     return 0 if crashes == _MARKED else crashes
 
 

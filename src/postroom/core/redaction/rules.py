@@ -48,7 +48,7 @@ def _escapes(behind: str = "") -> str:
 
 
 def _begins(behind: str = "", word: str = "A-Za-z0-9") -> str:
-    """A pattern for the start of a word; `behind` is the part of the word that is matched already.
+    """A pattern for the start of a word; `behind` is the part of the word that is already matched.
 
     An escape sequence, such as a newline written as two characters, ends in a letter or digit but is not part
     of the word. The same holds for the colour codes of a terminal.

@@ -1,6 +1,6 @@
 """The settings of token budgets: providers, models, their limits, and the shares of priority tiers.
 
-Rule 1: a wrong setting is one sentence that names the provider or the model.
+Rule 1: the error for a wrong setting names the provider or the model.
 Rule 2: a limit is counted in windows of a minute or a day. Tiers share the first limit of a model.
 """
 
@@ -138,7 +138,7 @@ def _model(provider: str, name: str, limits: object, tiers: tuple[float, ...]) -
     price = limits.get("usd_per_million_tokens", 0.0)
     if type(price) not in (int, float) or not 0 <= price <= TOKENS_MAX:
         raise InvalidSetting(
-            f"usd_per_million_tokens of {whose} must be a number from 0 on, not {shown(price)}"
+            f"usd_per_million_tokens of {whose} must be a number of 0 or more, not {shown(price)}"
         )
     main = next(window for window, limit in enumerate(found) if limit)
     pools = pools_of(found[main], tiers)

@@ -49,7 +49,7 @@ class Account(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The books of one model. Windows are numbered as in `WINDOWS`, pools are P0 to P3 and `SHARED`."""
 
     limits: Four = NONE_OF_4
-    """As the policy said last."""
+    """The limits of the policy."""
     next_ns: int = 0
     """When the first window ends."""
     resets: Four = NONE_OF_4
@@ -107,7 +107,7 @@ def free_of(account: Account, window: int) -> int:
 
 
 def borrowed_of(account: Account) -> int:
-    """Tokens in use or used in this window that came from another tier."""
+    """Reserved and used tokens of this window that came from another tier."""
     return account.lending + sum(account.debt)
 
 
@@ -210,7 +210,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tokens: int
     tier: int
     parts: Five
-    """From which pools they are."""
+    """How many come from each pool."""
     wanted: int = 0
     """The tokens asked for when they are more than these: the message is degraded."""
 
@@ -285,7 +285,7 @@ def _has_room(account: Account, tokens: int, now_ns: int) -> bool:
 
 
 def _parts(account: Account, tokens: int, tier: int, share: float) -> Five | None:
-    """From which pools the tokens are; None when the pools do not suffice."""
+    """How many tokens each pool gives; None when the pools do not suffice."""
     pools, used, reserved = account.pools, account.pool_used, account.pool_reserved
     parts = [0, 0, 0, 0, 0]
     left = tokens

@@ -2,7 +2,7 @@
 
     mark (4 bytes) | fingerprint of the key (8) | nonce (12) | ciphertext and tag (16 more than the value)
 
-Rule 1: no text and no JSON begins with the mark, so encrypted values and older plain ones can stand together.
+Rule 1: no text and no JSON begins with the mark, so encrypted values and older plain ones can be mixed.
 Rule 2: the place of a value, such as "the payload of record 7", is authenticated with it. A ciphertext that
         was moved to another place cannot be decrypted.
 Rule 3: a value that cannot be decrypted raises. It is never changed or deleted.

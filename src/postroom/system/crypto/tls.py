@@ -1,4 +1,4 @@
-"""TLS of the servers: contexts from files, and a self-signed certificate for a start."""
+"""TLS of the servers: contexts from files, and a self-signed certificate to start with."""
 
 import ipaddress
 import ssl
@@ -57,7 +57,7 @@ def _check_files(certificate: Path, key: Path | None) -> None:
 
 
 def handshake_fault(error: OSError) -> str:
-    """Why a handshake failed, as one sentence without anything that the peer wrote."""
+    """Why a handshake failed, without anything that the peer wrote."""
     if isinstance(error, ConnectionAbortedError):  # of the event loop
         return f"{HANDSHAKE_FAILED}: it took too long"
     if isinstance(error, ssl.SSLError) and error.reason:
