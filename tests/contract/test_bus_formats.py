@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from postroom import Bus
 from postroom.contracts.bus import discover
-from postroom.core.formats import buswire
+from postroom.core.formats import buswire, foreign_bus
 from postroom.core.formats.buswire import decode
 from postroom.message import BusMessage
 from tests.bustexts import FIRST, SECOND, TS, bodies, structured
@@ -239,7 +239,7 @@ def test_a_body_of_ours_made_of_foreign_header_lines_comes_back(parts: list[str]
 # ---- the plain shape of the original's writer, without a YAML parser --------------------------------------
 
 texts = st.one_of(
-    st.from_regex(buswire._PLAIN_VALUE, fullmatch=True).map(bytes.decode),
+    st.from_regex(foreign_bus.PLAIN_VALUE, fullmatch=True).map(bytes.decode),
     st.sampled_from(
         [
             "null",
@@ -295,25 +295,25 @@ def headers(draw: st.DrawFn) -> bytes:
 
 def by_the_general_parser(header: bytes, body: bytes) -> BusMessage | None:
     try:
-        return buswire._foreign_message(header, body)
-    except buswire._Damaged:
+        return foreign_bus.foreign_message(header, body)
+    except foreign_bus.DamagedRecord:
         return None
 
 
 @given(headers(), st.binary(max_size=30))
 @example(SAMPLE.read_bytes().split(b"---\n")[1], b"hello")
 def test_every_header_that_the_plain_shape_accepts_reads_as_by_yaml(header: bytes, body: bytes) -> None:
-    match = buswire._plain_pattern(buswire._PLAIN_LAYOUT).fullmatch(b"---\n" + header + b"---\n")
-    message = buswire._plain_message(match, body) if match is not None else None
+    match = foreign_bus.plain_pattern(foreign_bus.PLAIN_LAYOUT).fullmatch(b"---\n" + header + b"---\n")
+    message = foreign_bus.plain_message(match, body) if match is not None else None
     if message is not None:
         assert message == by_the_general_parser(header, body)
 
 
-@given(st.from_regex(buswire._plain_pattern(buswire._PLAIN_LAYOUT), fullmatch=True))
+@given(st.from_regex(foreign_bus.plain_pattern(foreign_bus.PLAIN_LAYOUT), fullmatch=True))
 def test_every_text_of_the_plain_shape_reads_as_by_yaml(opening: bytes) -> None:
-    match = buswire._plain_pattern(buswire._PLAIN_LAYOUT).match(opening)
+    match = foreign_bus.plain_pattern(foreign_bus.PLAIN_LAYOUT).match(opening)
     assert match is not None
-    message = buswire._plain_message(match, b"body")
+    message = foreign_bus.plain_message(match, b"body")
     if message is not None:
         assert message == by_the_general_parser(opening[4:-4], b"body")
 
@@ -322,13 +322,13 @@ def test_the_plain_records_of_a_real_file_need_no_parser(monkeypatch: pytest.Mon
     """Of eight records, one has a header that is not plain, and the last one has no record after it."""
     expected = decode(SAMPLE.read_bytes(), legacy_line=0)
     asked: list[bytes] = []
-    real = buswire._yaml_header
+    real = foreign_bus.yaml_header
 
     def counted(header: bytes) -> dict[str, Any]:
         asked.append(header)
         return real(header)
 
-    monkeypatch.setattr(buswire, "_yaml_header", counted)
+    monkeypatch.setattr(foreign_bus, "yaml_header", counted)
     assert decode(SAMPLE.read_bytes(), legacy_line=0) == expected
     assert len(asked) == 2
 
@@ -339,21 +339,21 @@ def test_a_file_reads_the_same_with_and_without_the_fast_path(records: list[tupl
     data = "\n".join(made).encode("utf-8", "surrogateescape")
     fast = decode(data, legacy_line=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buswire, "_decode_plain", lambda _data, start, _offset, _out: start)
+        patch.setattr(buswire, "decode_plain", lambda _data, start, _offset, _out: start)
         assert decode(data, legacy_line=0) == fast
 
 
 @pytest.mark.parametrize("excess", range(-24, 24, 3))
 def test_headers_near_the_limit_read_the_same_on_both_paths(excess: int) -> None:
-    header = plain("", FIRST).replace("run_id: r\n", f"run_id: {'r' * buswire.HEADER_BYTES_MAX}\n")
-    surplus = len(header.partition("---\n")[2].partition("---\n")[0]) - buswire.HEADER_BYTES_MAX - excess
+    header = plain("", FIRST).replace("run_id: r\n", f"run_id: {'r' * foreign_bus.HEADER_BYTES_MAX}\n")
+    surplus = len(header.partition("---\n")[2].partition("---\n")[0]) - foreign_bus.HEADER_BYTES_MAX - excess
     long = header.replace("r" * surplus, "", 1)
     for body in ("body\n", "msg_id: x\n"):
         data = (long.removesuffix("\n") + body + "\n" + plain("next", SECOND)).encode()
         fast = decode(data, legacy_line=0)
         assert fast.messages[-1].body == "next"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(buswire, "_decode_plain", lambda _data, start, _offset, _out: start)
+            patch.setattr(buswire, "decode_plain", lambda _data, start, _offset, _out: start)
             assert decode(data, legacy_line=0) == fast
 
 
@@ -371,7 +371,7 @@ def test_a_header_is_built_as_yaml_builds_it(fields: dict[str, Any]) -> None:
     except yaml.YAMLError:
         return
     if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header)):
-        assert buswire._yaml_header(header) == expected
+        assert foreign_bus.yaml_header(header) == expected
 
 
 # ---- what verify says ------------------------------------------------------------------------------------

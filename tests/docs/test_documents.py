@@ -231,7 +231,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
-def test_every_decision_page_has_a_row_with_its_title_and_the_three_headings() -> None:
+def test_every_decision_page_has_its_row_and_the_three_headings() -> None:
     folder = ROOT / "docs" / "decisions"
     subjects, _, designs = (folder / "README.md").read_text("utf-8").partition("## Designs")
     row = re.compile(r"^\| \[(.+)\]\((\S+)\) \| \S", re.MULTILINE)
@@ -248,6 +248,7 @@ def test_every_decision_page_has_a_row_with_its_title_and_the_three_headings() -
 
 LIMITED = (
     "core.formats.buswire",
+    "core.formats.foreign_bus",
     "core.formats.queuewire",
     "core.names",
     "contracts.bus",

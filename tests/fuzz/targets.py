@@ -23,7 +23,7 @@ from postroom import TOPICS, Queue
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.service import MailService
 from postroom.core import names, times
-from postroom.core.formats import buswire, queuewire
+from postroom.core.formats import buswire, foreign_bus, queuewire
 from postroom.core.nats import natswire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting
 from postroom.logs import busfile, mail_records
@@ -209,7 +209,7 @@ def _check_growth(data: bytes, cut: int) -> None:
 
 def _may_be_delivered(message: BusMessage, data: bytes) -> bool:
     """By other code than the decoder's: a record of this id has a checksum that fits, or none at all."""
-    if message.msg_id.startswith(buswire.LEGACY_PREFIX):
+    if message.msg_id.startswith(foreign_bus.LEGACY_PREFIX):
         return message.body.encode("utf-8", "surrogateescape") in data
     msg_id = re.escape(message.msg_id.encode("utf-8", "surrogateescape"))
     for opening in re.finditer(rb"(?m)^---\r?\n", data):
@@ -256,15 +256,15 @@ class YamlTarget(Target):
 
     def check(self, data: bytes) -> None:
         try:
-            fields = buswire._yaml_header(data)
-        except buswire._Damaged:
+            fields = foreign_bus.yaml_header(data)
+        except foreign_bus.DamagedRecord:
             return
-        demand(len(data) <= buswire.HEADER_BYTES_MAX, "a header over the limit was read")
+        demand(len(data) <= foreign_bus.HEADER_BYTES_MAX, "a header over the limit was read")
         demand(isinstance(fields, dict), fields, "is no mapping")
-        _check_plain(fields, buswire.YAML_DEPTH_MAX + 1)
+        _check_plain(fields, foreign_bus.YAML_DEPTH_MAX + 1)
         try:
-            message = buswire._foreign_message(data, b"body")
-        except buswire._Damaged:
+            message = foreign_bus.foreign_message(data, b"body")
+        except foreign_bus.DamagedRecord:
             return
         demand(message.ts.utcoffset() == timedelta(0), "the time", message.ts, "is not UTC")
         demand(all(isinstance(parent, str) for parent in message.parents), "parents", message.parents)
@@ -275,7 +275,7 @@ def _check_plain(value: Any, depth_left: int) -> None:
     demand(depth_left > 0, "nested too deeply")
     if isinstance(value, dict):
         for key, item in value.items():
-            demand(isinstance(key, str) or depth_left <= buswire.YAML_DEPTH_MAX, "the key", key)
+            demand(isinstance(key, str) or depth_left <= foreign_bus.YAML_DEPTH_MAX, "the key", key)
             _check_plain(item, depth_left - 1)
     elif isinstance(value, list):
         for item in value:

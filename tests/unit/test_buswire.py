@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from postroom.core.formats import buswire
+from postroom.core.formats import buswire, foreign_bus
 from postroom.core.formats.buswire import decode, draft, encode
 from postroom.core.formats.ids import bus_id, origin
 from postroom.errors import InvalidMessage
@@ -245,7 +245,7 @@ def test_a_wrong_field_is_refused_in_one_sentence(fields: dict[str, Any], senten
 
 def test_a_header_over_the_limit_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="the header is longer than 65280 bytes"):
-        wire(task_id="x" * buswire.HEADER_BYTES_MAX)
+        wire(task_id="x" * foreign_bus.HEADER_BYTES_MAX)
 
 
 def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +442,7 @@ def test_foreign_scalars_have_no_implicit_types(value: str) -> None:
         ("parents: one\n", "a header field is missing or malformed"),
         ("parents:\n  - kind: reply\n", "a header field is missing or malformed"),
         ("attachment_path: [a]\n", "a header field is missing or malformed"),
-        (f"a: {'x' * buswire.HEADER_BYTES_MAX}\n", "the header is longer than 65536 bytes"),
+        (f"a: {'x' * foreign_bus.HEADER_BYTES_MAX}\n", "the header is longer than 65536 bytes"),
     ],
 )
 def test_a_tricky_foreign_header_is_damage(extra: str, reason: str) -> None:
@@ -458,7 +458,7 @@ def test_a_foreign_record_without_a_time_is_damage() -> None:
 
 
 def test_a_foreign_header_that_never_ends_is_damage() -> None:
-    data = foreign("b")[:-6] + b"x" * buswire.HEADER_BYTES_MAX + b"\n"
+    data = foreign("b")[:-6] + b"x" * foreign_bus.HEADER_BYTES_MAX + b"\n"
     assert [reason for _, _, reason in damage_of(data)] == ["the header has no end"]
 
 

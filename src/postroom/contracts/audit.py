@@ -127,7 +127,7 @@ class Audit:
     def verify(
         self, head: str | None = None, *, noted: Iterable[StreamHead] = ()
     ) -> list[verify.IntegrityFinding]:
-        """Return the faults of the chain of segments; none when all are as they were sealed.
+        """Return the faults of the chain of segments; empty when all segments are intact.
 
         `head` is a hash that was recorded elsewhere, `noted` are heads that stores recorded. The head in the
         file next to the folder is always compared. A folder without a stream raises `Unavailable`.
@@ -136,7 +136,7 @@ class Audit:
         return verify.verify(self.folder, head, noted=noted)
 
     def need_stream(self) -> None:
-        """Raise `Unavailable` for a folder without a stream: a wrong one, or one that was wiped."""
+        """Raise `Unavailable` for a folder without a stream: the wrong folder, or one that was wiped."""
         if holds_stream(self.folder):
             return
         noted_here = noted_head(self.folder)

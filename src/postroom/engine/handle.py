@@ -18,7 +18,7 @@ LOOK_S = 0.1  # how often a reader of parts looks for new ones
 
 
 class Handle:
-    """A message that was submitted."""
+    """A submitted message."""
 
     def __init__(self, core: "EngineCore", message_id: str, *, duplicate: bool = False) -> None:
         self._core = core

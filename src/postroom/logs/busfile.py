@@ -18,7 +18,6 @@ import msgspec
 
 from postroom.core.formats.buswire import (
     CHECKSUM_LINE_BYTES,
-    LEGACY_PREFIX,
     MARKER,
     OPENING_BYTES,
     RECORD_BYTES_MAX,
@@ -27,6 +26,7 @@ from postroom.core.formats.buswire import (
     closes_header,
     decode,
 )
+from postroom.core.formats.foreign_bus import LEGACY_PREFIX
 from postroom.errors import InvalidMessage, SinceIdNotFound, UnsafePath
 from postroom.logs.appendfile import opened
 from postroom.message import BusMessage, Damage

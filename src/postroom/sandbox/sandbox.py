@@ -69,7 +69,7 @@ def checked_limits(limits: object) -> Limits:
 
 
 class Sandbox(ABC):
-    """A place to run programs in."""
+    """An isolated place to run programs in."""
 
     kind: str
     isolates = False

@@ -89,7 +89,7 @@ TASK_ENDED = ".ended"
 class Tasks(Closing):
     """The task queues of one store, a queue for each agent.
 
-    `durability` is the class of a task that names none: "os" survives the end of any process, "group" and
+    `durability` applies to tasks that name none: "os" survives the end of any process, "group" and
     "fsync" also a power cut. Safe to share between threads, and across fork.
     """
 

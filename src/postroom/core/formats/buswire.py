@@ -17,32 +17,35 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain, groupby, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from postroom.core.formats.foreign_bus import (
+    HEADER_BYTES_MAX,
+    PLAIN_LAYOUT,
+    DamagedRecord,
+    foreign_message,
+    legacy_message,
+    plain_message,
+    plain_pattern,
+)
 from postroom.core.formats.ids import SEQUENCE_DIGITS, SEQUENCE_MODULUS, bus_id, second_stems
 from postroom.core.names import plain
-from postroom.core.times import NANOS_PER_S, parse_utc
+from postroom.core.times import NANOS_PER_S
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage, Damage
 
-if TYPE_CHECKING:
-    import yaml
-
-HEADER_BYTES_MAX = 64 * 1024
 FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # the rest holds the id, the time, the length and the checksum
 BODY_BYTES_MAX = 64 * 1024 * 1024
 RECORD_BYTES_MAX = HEADER_BYTES_MAX + BODY_BYTES_MAX
-YAML_DEPTH_MAX = 16  # conductor-loop nests three levels
 
 _COMMON_BYTES_MAX = 512  # longer type, project, task and run lines are not cached
 
 START = b"---\nmsg_id: "
 MARKER = b"\n" + START
-LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
 OPENING_BYTES = 256  # identify a record that does not begin with `START` and its id
 _ACCEPTED_AFTER_BODY = b"\n-"  # a dash: the newline is missing and the next record's separator follows
@@ -58,7 +61,6 @@ _FIRST_LINE = re.compile(rb"""["']?[A-Za-z_][\w-]*["']?[ \t]*:(?=[ \t\r\n])|[{#%
 _ID_CLAIM = re.compile(rb"""(?m)^[ \t{?]*["']?msg_id["']?[ \t]*:""")
 _FIELD_CLAIM = re.compile(rb"(?m)^(ts|type|project_id):[ \t]")
 _FIELDS_CLAIMED_MIN = 2
-_ID_LINE = re.compile(rb"(?m)^msg_id:.*$")
 _DAMAGED_ID_LINE = re.compile(rb"(?m)^msg_id: ")  # matches even when the separator line before it is damaged
 
 # A body line that looks like a separator, and the same line after escaping.
@@ -88,34 +90,6 @@ _OUR_LAYOUT = (
 _OURS = re.compile(_OUR_LAYOUT)
 _OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # after another record: a blank line separates the two
 _MSG_ID, _CRC = 1, 8  # group numbers in both patterns
-_OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
-
-# The plain header that conductor-loop writes. YAML returns each of its keys and values unchanged: they are
-# words of letters and digits, or quoted strings without escapes.
-_PLAIN_KEY = rb"(?>[A-Za-z_][A-Za-z0-9_-]*|\"[ !#-\[\]-~]*\")"
-_PLAIN_WORDS = rb"[A-Za-z0-9](?:(?:[A-Za-z0-9_./ -]|:(?=[A-Za-z0-9/]))*[A-Za-z0-9_./-])?"
-_PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
-_PLAIN_LIST = rb"((?:    - (?:K: V\n(?:      K: V\n)*|V\n))+)"
-
-
-@cache  # compiled with the first record of another writer: it takes 10 ms
-def _plain_pattern(layout: bytes) -> re.Pattern[bytes]:
-    return re.compile(
-        layout.replace(b"LIST", _PLAIN_LIST).replace(b"K", _PLAIN_KEY).replace(b"V", _PLAIN_VALUE)
-    )
-
-
-_PLAIN_LAYOUT = (
-    rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
-    rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
-    rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
-)
-_PLAIN_LINE = rb"    (- |  )?(?:(K): )?(V)\n"  # one line of a list or of a mapping
-_LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
-_LEGACY_TIME_CHARS_MAX = 64
-_KNOWN_KEYS = frozenset(
-    {"msg_id", "ts", "type", "project_id", "task_id", "run_id", "parents", "attachment_path"}
-)
 
 
 # ---- writing ---------------------------------------------------------------------------------
@@ -324,10 +298,6 @@ class Decoded(msgspec.Struct):
     """The data ends with a foreign record that may still grow; see `settled_tail`."""
 
 
-class _Damaged(Exception):
-    pass
-
-
 class _Unfinished(Exception):
     """The data ends inside the record."""
 
@@ -386,7 +356,7 @@ def _decode_any(
         if _start_after(data, start, at_file_end) < 0:
             return -1
         reason = "cut short"
-    except _Damaged as error:
+    except DamagedRecord as error:
         reason = str(error)
     following = _start_after(data, start, at_file_end)
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
@@ -405,7 +375,7 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
     while match := _OURS_NEXT.match(data, position):
         try:
             message, end = _ours(data, match)
-        except (_Unfinished, _Damaged):
+        except (_Unfinished, DamagedRecord):
             break
         messages.append(message)
         starts.append(offset + position + 1)
@@ -445,7 +415,7 @@ def _start_after(data: bytes, start: int, at_file_end: bool) -> int:
     """Offset of the record after the unreadable record at `start`; -1 when there is none."""
     try:
         body_start = _header_closing(data, start, at_file_end).end()
-    except (_Unfinished, _Damaged):
+    except (_Unfinished, DamagedRecord):
         return _next_start(data, start + len(_SEPARATOR), at_file_end, start)
     return _next_start(data, body_start, at_file_end, body_start)
 
@@ -484,7 +454,7 @@ def may_be_bus(data: bytes) -> bool:
         begun.startswith(b"\0")  # a power cut can leave NUL bytes in place of a record
         or may_grow_into_record(begun)
         or _DAMAGED_ID_LINE.search(begun) is not None
-        or any(_legacy_message(line, 0) is not None for line in begun.split(b"\n"))
+        or any(legacy_message(line, 0) is not None for line in begun.split(b"\n"))
     )
 
 
@@ -510,7 +480,7 @@ def _decode_record(
     match = _OURS.match(data, start)
     if match is not None:
         message, end = _ours(data, match)
-    elif (plain_end := _decode_plain(data, start, offset, out)) > start:
+    elif (plain_end := decode_plain(data, start, offset, out)) > start:
         return plain_end
     else:
         message, end, checked = _foreign(data, start, at_file_end)
@@ -529,7 +499,7 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     body_start = match.end()
     body_end = body_start + int(size)
     if body_end - body_start > BODY_BYTES_MAX:
-        raise _Damaged(f"the body length is over {BODY_BYTES_MAX} bytes")
+        raise DamagedRecord(f"the body length is over {BODY_BYTES_MAX} bytes")
     body = data[body_start:body_end]
     end = body_end if body.endswith(b"\n") else body_end + 1
     if end > len(data):
@@ -540,10 +510,10 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     if zlib.crc32(head + body) != int(crc, 16):
         # A body never holds a record start. One inside means that its writer was killed and others appended.
         inside = _next_start(data[:end], body_start, at_file_end=True, floor=body_start)
-        raise _Damaged("cut short" if 0 <= inside < end else "the checksum does not match")
+        raise DamagedRecord("cut short" if 0 <= inside < end else "the checksum does not match")
     if b"---" in body and _BARE_SEPARATOR.search(body):
         # Postroom escapes these lines. This record was forged, so that a backward reader finds a false start.
-        raise _Damaged("a record starts inside it")
+        raise DamagedRecord("a record starts inside it")
     if escaped is not None:
         body = _ESCAPED.sub(b"---", body)
     try:
@@ -556,7 +526,7 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
             body.decode("utf-8", "surrogateescape"),
         ), end
     except (ValueError, InvalidMessage) as error:
-        raise _Damaged(f"a header line cannot be read: {error}") from error
+        raise DamagedRecord(f"a header line cannot be read: {error}") from error
 
 
 def _texts(fields: bytes) -> tuple[str, str, str, str]:
@@ -588,13 +558,13 @@ def _moment(raw: bytes) -> datetime:
 # ---- foreign records: written by conductor-loop ----------------------------------------------------
 
 
-def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
+def decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
     """Decode consecutive records in conductor-loop's plain layout without a YAML parser.
 
     Returns the start of the first record with another layout, or of the last record in the data.
     """
     messages, starts = out.messages, out.starts
-    before, layout = len(messages), _plain_pattern(_PLAIN_LAYOUT)
+    before, layout = len(messages), plain_pattern(PLAIN_LAYOUT)
     while match := layout.match(data, start, start + HEADER_BYTES_MAX):
         body_start = match.end()
         if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
@@ -604,7 +574,7 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
             break
         if data.startswith(b"\ncrc: ", max(0, marker - CHECKSUM_LINE_BYTES)):
             break
-        message = _plain_message(match, data[body_start:marker].removesuffix(b"\n"))
+        message = plain_message(match, data[body_start:marker].removesuffix(b"\n"))
         if message is None:
             break
         messages.append(message)
@@ -615,59 +585,6 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
         out.consumed = start
         out.last_opening = b""
     return start
-
-
-def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
-    """The message with a plain header; None when its timestamp is invalid or a parent has no id."""
-    msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
-    try:
-        moment = datetime.fromisoformat(ts.decode())
-        items = None if parents is None else _plain_items(parents)
-        ids, detailed = _parents(items)
-    except (ValueError, KeyError, TypeError):
-        return None
-    extra: dict[str, Any] = {"parents": items} if detailed else {}
-    if issue_id is not None:
-        extra["issue_id"] = _plain_text(issue_id)
-    if links is not None:
-        extra["links"] = _plain_items(links)
-    if meta is not None:
-        lines = _plain_pattern(_PLAIN_LINE).findall(meta)
-        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in lines}
-    return BusMessage(
-        msg_id.decode(),
-        moment,
-        *(_common_plain_texts(fields) if len(fields) <= _COMMON_BYTES_MAX else _plain_texts(fields)),
-        ids,
-        "",
-        body.decode("utf-8", "surrogateescape"),
-        extra,
-    )
-
-
-def _plain_texts(fields: bytes) -> tuple[str, str, str, str]:
-    kind, project, task, run = (_plain_text(line.partition(b": ")[2]) for line in fields[:-1].split(b"\n"))
-    return kind, project, task, run
-
-
-_common_plain_texts = lru_cache(maxsize=1024)(_plain_texts)
-
-
-def _plain_text(raw: bytes) -> str:
-    return (raw[1:-1] if raw[:1] in (b'"', b"'") else raw).decode()
-
-
-def _plain_items(lines: bytes) -> list[Any]:
-    """The items of a YAML list: strings, and mappings that span several lines."""
-    items: list[Any] = []
-    for mark, key, value in _plain_pattern(_PLAIN_LINE).findall(lines):
-        if not key:
-            items.append(_plain_text(value))
-        elif mark == b"- ":
-            items.append({_plain_text(key): _plain_text(value)})
-        else:
-            items[-1][_plain_text(key)] = _plain_text(value)
-    return items
 
 
 def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int, bool]:
@@ -685,7 +602,7 @@ def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, in
     if following >= 0:
         converted = data.startswith(b"---\r", following) and (body.endswith(b"\n\r\n") or body == b"\r\n")
         body = body.removesuffix(b"\r\n" if converted else b"\n")  # the blank line before the next record
-    return _foreign_message(header, body.removesuffix(b"\n")), end, False
+    return foreign_message(header, body.removesuffix(b"\n")), end, False
 
 
 def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[bytes]:
@@ -694,16 +611,16 @@ def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[byte
     if closing is None and len(data) - start <= HEADER_BYTES_MAX:
         raise _Unfinished
     if closing is None:
-        raise _Damaged("the header has no end")
+        raise DamagedRecord("the header has no end")
     marker = closing.start()
     if data.startswith(_ID_KEY, closing.end()) and not closes_header(data, marker):
-        raise _Damaged("the header has no end")
+        raise DamagedRecord("the header has no end")
     if data.endswith((b"\n", b"\n\r"), start, marker):  # a blank line: writers put one before each record
         opens = _opens_record(data, marker + 1, at_file_end)
         if opens is None:
             raise _Unfinished
         if opens:
-            raise _Damaged("the header has no end")
+            raise DamagedRecord("the header has no end")
     return closing
 
 
@@ -717,108 +634,15 @@ def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
     if match is not None:
         message, end = _ours(record, match)
         if record[end:].strip():
-            raise _Damaged("text that is not a record follows it")
+            raise DamagedRecord("text that is not a record follows it")
         return message, True
     closing = _NEXT_SEPARATOR.search(record)
     if closing is None:
-        raise _Damaged("the header has no end")
+        raise DamagedRecord("the header has no end")
     body = record[closing.end() :]
     if followed:
         body = body.removesuffix(b"\n")
-    return _foreign_message(record[len(_SEPARATOR) : closing.start() + 1], body.removesuffix(b"\n")), False
-
-
-def _foreign_message(header: bytes, body: bytes) -> BusMessage:
-    if _OUR_KEYS.search(header):
-        raise _Damaged("the length and the checksum are not in their places")
-    fields = _yaml_header(header)
-    try:
-        parents, detailed = _parents(fields.get("parents"))
-        extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
-        if detailed:
-            extra["parents"] = fields["parents"]
-        message = BusMessage(
-            _as_text(fields["msg_id"]),
-            parse_utc(_as_text(fields["ts"])),
-            _as_text(fields.get("type")),
-            _as_text(fields.get("project_id")),
-            _as_text(fields.get("task_id")),
-            _as_text(fields.get("run_id")),
-            parents,
-            _as_text(fields.get("attachment_path")),
-            body.decode("utf-8", "surrogateescape"),
-            extra,
-        )
-    except (KeyError, TypeError, InvalidMessage) as error:
-        raise _Damaged(f"a header field is missing or malformed: {error}") from error
-    if _ID_LINE.findall(header) != [_ID_KEY + message.msg_id.encode("utf-8", "surrogateescape")]:
-        raise _Damaged("the id is not written plainly, so no reader could continue from it")
-    return message
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise TypeError("text expected")
-    return value
-
-
-def _parents(value: Any) -> tuple[list[str], bool]:
-    """Parent ids, from a list of ids or of objects with `msg_id`; and whether any is an object."""
-    if value is None or value == "":
-        return [], False
-    if not isinstance(value, list):
-        raise TypeError("parents is not a list")
-    detailed = any(isinstance(item, dict) for item in value)
-    ids = (item["msg_id"] if isinstance(item, dict) else item for item in value)
-    return [_as_text(item) for item in ids if item], detailed
-
-
-def _yaml_header(header: bytes) -> dict[str, Any]:
-    """A YAML mapping in which every scalar is text: no implicit types, aliases or deep nesting."""
-    import yaml  # noqa: PLC0415 - takes 30 ms, and only records of other writers need it
-
-    if len(header) > HEADER_BYTES_MAX:
-        raise _Damaged(f"the header is longer than {HEADER_BYTES_MAX} bytes")
-    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C extension
-    try:
-        fields = _document(yaml.parse(header, Loader=loader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _Damaged("the header is not YAML") from error
-    if not isinstance(fields, dict):
-        raise _Damaged("the header is not a mapping")
-    return fields
-
-
-def _document(events: "Iterable[yaml.Event]") -> Any:
-    """The only document of a YAML stream, built iteratively to limit its depth, with every scalar as text."""
-    import yaml  # noqa: PLC0415 - see `_yaml_header`
-
-    documents: list[Any] = []
-    stack: list[tuple[list[Any], bool]] = [(documents, False)]
-    for event in events:
-        if isinstance(event, yaml.ScalarEvent):
-            stack[-1][0].append(event.value)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            if len(stack) > YAML_DEPTH_MAX:
-                raise _Damaged("the header is nested too deeply")
-            stack.append(([], isinstance(event, yaml.MappingStartEvent)))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            items, is_mapping = stack.pop()
-            stack[-1][0].append(_mapping(items) if is_mapping else items)
-        elif isinstance(event, yaml.AliasEvent):
-            raise _Damaged("the header uses aliases")
-    if len(documents) > 1:
-        raise _Damaged("the header is not YAML")
-    return documents[0] if documents else None
-
-
-def _mapping(items: list[Any]) -> dict[str, Any]:
-    """A mapping from alternating keys and values. The last value of a repeated key wins."""
-    if not all(isinstance(key, str) for key in items[::2]):
-        raise _Damaged("the header is not YAML")
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return foreign_message(record[len(_SEPARATOR) : closing.start() + 1], body.removesuffix(b"\n")), False
 
 
 # ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` before the first record --------------------------
@@ -847,7 +671,7 @@ def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool)
                 out.legacy_line = None
                 break
         out.legacy_line += 1
-        message = _legacy_message(line, out.legacy_line)
+        message = legacy_message(line, out.legacy_line)
         if message is not None:
             out.messages.append(message)
             out.starts.append(offset + position)
@@ -857,26 +681,3 @@ def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool)
         position = end
     out.consumed = position
     return position
-
-
-def _legacy_message(raw: bytes, line_number: int) -> BusMessage | None:
-    line = raw.decode("utf-8", "surrogateescape").strip()
-    closing = line.find("]", 0, _LEGACY_TIME_CHARS_MAX)
-    moment = _legacy_moment(line[1:closing].strip()) if line.startswith("[") and closing > 0 else None
-    body = line[closing + 1 :].strip()
-    if moment is None or not body:
-        return None
-    kind = "INFO"
-    word, colon, rest = body.partition(":")
-    if colon and rest.strip() and _LEGACY_TYPE.fullmatch(word.strip()):
-        kind, body = word.strip().upper(), rest.strip()
-    return BusMessage(f"{LEGACY_PREFIX}{line_number:09d}", moment, kind, "", "", "", [], "", body)
-
-
-def _legacy_moment(text: str) -> datetime | None:
-    for candidate in (text, f"{text}Z"):
-        try:
-            return parse_utc(candidate)
-        except InvalidMessage:
-            continue
-    return None

@@ -61,7 +61,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """An answer."""
+    """The answer to a `Question`: one of its options."""
 
     choice: str
     confidence: float = 1.0

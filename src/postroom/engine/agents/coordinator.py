@@ -133,7 +133,7 @@ class Coordinator:
     async def register(self, agent_id: str, org_id: str, *, is_local: bool = True) -> Agent:
         """Register an agent. An earlier registration of the same id, anywhere, is fenced from now on.
 
-        An agent that is not `is_local` lives elsewhere and has to be heard of: see `Agent.beat`.
+        An agent that is not `is_local` runs elsewhere and has to send heartbeats: see `Agent.beat`.
         """
         if self._stopped or not self.epoch:
             raise CoordinatorStopped("")
@@ -160,7 +160,7 @@ class Coordinator:
         return agent
 
     def forget(self, agent: Agent) -> None:
-        """Serve an agent no longer."""
+        """Stop serving an agent."""
         if self._agents.get((agent.org_id, agent.agent_id)) is agent:
             del self._agents[agent.org_id, agent.agent_id]
 

@@ -69,7 +69,7 @@ RETRIES: Final[dict[str, Retry]] = {
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """What one goal may use up. None means any amount."""
+    """The limits of one goal. None means no limit."""
 
     hops: int | None = None
     """How many children may follow each other: a child of a child counts as two."""

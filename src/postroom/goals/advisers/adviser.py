@@ -7,7 +7,7 @@ from postroom.core.goals.advice import Advice, Question
 
 
 class Adviser(ABC):
-    """Answers questions. An answer that is none of the options, or an exception, is replaced by the rules."""
+    """Answers questions. The rules answer instead when it raises, or chooses none of the options."""
 
     is_pure = False
     """Whether `advise` only uses the rules, so that a transaction can ask without waiting."""

@@ -76,7 +76,7 @@ class HttpAdviser(Adviser):
         reset_after_fork(self)
 
     def after_fork(self) -> None:
-        """The threads belong to the parent."""
+        """Drop the threads, which belong to the parent."""
         self._threads = None
 
     def __repr__(self) -> str:
