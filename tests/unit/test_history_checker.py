@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
-from postroom.core.history.history_checker import History, HistoryVerdict, Open, Violation
-from postroom.core.history.message_checker import HistoryLimits
+from postroom.core.history.history_checker import History, HistoryLimits, HistoryVerdict, Open, Violation
 
 S = 1_000_000
 FIRST_US = 1_700_000_000 * S

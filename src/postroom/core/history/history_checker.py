@@ -15,10 +15,9 @@ import msgspec
 
 from postroom.core.formats.events import AuditEvent, Contract, event_id
 from postroom.core.history.message_checker import (
+    ENDED_KEPT_MAX,
     LEASED,
-    LIMITS,
     MICROS_PER_S,
-    HistoryLimits,
     Life,
     Lives,
     Rule,
@@ -33,7 +32,26 @@ RULES: Final[dict[Rule, str]] = {
     "gap": "a sequence number of a source is missing, or belongs to two different events",
 }
 
+REORDER_MAX: Final = 10_000
+DIGESTS_MAX: Final = 1 << 20
+VIOLATIONS_MAX: Final = 100_000
+
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
+
+
+class HistoryLimits(msgspec.Struct, frozen=True):
+    """How much of a history is kept in memory."""
+
+    reorder_max: int = REORDER_MAX
+    """Events of a source that are held back until a missing one arrives."""
+    digests_max: int = DIGESTS_MAX
+    """Latest events of a source with which a repeated one is compared."""
+    violations_max: int = VIOLATIONS_MAX
+    """Violations that are kept; the rest is only counted."""
+    ended_kept_max: int = ENDED_KEPT_MAX
+
+
+LIMITS: Final = HistoryLimits()
 
 
 class Violation(msgspec.Struct, frozen=True):

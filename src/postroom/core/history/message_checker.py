@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from postroom.core.formats.events import AuditEvent, Contract
 from postroom.message import EventKind
@@ -21,6 +21,7 @@ LEASED: Final[frozenset[Contract]] = frozenset({"tasks", "engine"})
 """Contracts whose messages are in a store, which is one source. Other messages may have several sources."""
 ENDLESS: Final[frozenset[Contract]] = frozenset({"bus", "queue", "mail", "audit"})
 """Contracts whose messages may stay forever or end without an event: a poll names a cursor, not messages."""
+ENDED_KEPT_MAX: Final = 200_000  # ended messages that are kept whole; older ones are kept as two numbers
 MICROS_PER_S: Final = 1_000_000
 
 ENDS: Final[dict[EventKind, str]] = {
@@ -46,22 +47,6 @@ _UNDER_LEASE: Final[frozenset[EventKind]] = frozenset(
 _ANY_LEASE: Final = -1
 _REPORTED: Final = -1
 _EARLIER: Final = -2
-
-
-class HistoryLimits(NamedTuple):
-    """How much of a history is kept in memory."""
-
-    reorder_max: int = 10_000
-    """Events of a source that are held back until a missing one arrives."""
-    digests_max: int = 1 << 20
-    """Latest events of a source with which a repeated one is compared."""
-    violations_max: int = 100_000
-    """Violations that are kept; the rest is only counted."""
-    ended_kept_max: int = 200_000
-    """Ended messages that are kept whole; older ones are kept as two numbers."""
-
-
-LIMITS: Final = HistoryLimits()
 
 
 class FifoLane:
@@ -136,9 +121,7 @@ Report: TypeAlias = Callable[[Rule, str, Life, tuple[int, ...], str, Life | None
 class Lives:
     """The messages of one store, or of all sources of a contract without stores, by id."""
 
-    def __init__(
-        self, contract: Contract, report: Report, ended_kept_max: int = LIMITS.ended_kept_max
-    ) -> None:
+    def __init__(self, contract: Contract, report: Report, ended_kept_max: int = ENDED_KEPT_MAX) -> None:
         self.contract = contract
         self._ended_kept_max = ended_kept_max
         self.newest_us = 0
