@@ -446,7 +446,7 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
     "agent of the wrong kind": {"agent": 7},
     "agent too long": {"agent": "a" * 129},
     "payload that is no JSON": {"payload": object()},
-    "payload with a key that is no text": {"payload": {(1, 2): 3}},
+    "payload with a key that is not text": {"payload": {(1, 2): 3}},
     "payload with half a character": {"payload": "\ud800"},
     "payload that is not a number": {"payload": {"share": [1, math.nan]}},
     "payload that is infinite": {"payload": -math.inf},

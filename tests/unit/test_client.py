@@ -533,7 +533,7 @@ WRONG_ARGUMENTS: dict[str, Callable[[TaskClient], object]] = {
     ),
     "max_retries must be a whole number": lambda client: client.enqueue("a", 1, max_retries=-1),
     "it holds a value of type object": lambda client: client.enqueue("a", [object()]),
-    "it holds a dict with a key that is no text": lambda client: client.enqueue("a", {(1, 2): 3}),
+    "it holds a dict with a key that is not text": lambda client: client.enqueue("a", {(1, 2): 3}),
     "it holds lone surrogates": lambda client: client.enqueue("a", "\ud800"),
     "holds NaN or an infinite number": lambda client: client.enqueue("a", {"n": [NAN]}),
     "timeout_s must be a number of seconds, 0 or more, not '5'": lambda client: client.ask(

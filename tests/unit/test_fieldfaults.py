@@ -59,7 +59,7 @@ def test_unknown_fault_keeps_its_text() -> None:
     ("value", "why"),
     [
         ([object()], "it holds a value of type object"),
-        ({(1, 2): 3}, "it holds a dict with a key that is no text"),
+        ({(1, 2): 3}, "it holds a dict with a key that is not text"),
         ("\ud800", "it holds lone surrogates, which are not Unicode text"),
     ],
 )

@@ -79,6 +79,6 @@ def _encoding_fault(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return "it holds lone surrogates, which are not Unicode text"
     if str(error).startswith("Only dicts with"):
-        return "it holds a dict with a key that is no text"
+        return "it holds a dict with a key that is not text"
     kind = str(error).removeprefix("Encoding objects of type ").removesuffix(" is unsupported")
     return str(error) if kind == str(error) else f"it holds a value of type {kind}"
