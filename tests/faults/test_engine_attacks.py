@@ -476,10 +476,10 @@ def test_an_id_with_another_content_is_not_a_repeated_submit(tmp_path: Path) -> 
         message = {"type": "tool_call", "org_id": "acme", "message_id": str(uuid.uuid4())}
         engine.blocking.submit(payload={"n": "x" * 100_000}, **message)
         assert engine.blocking.submit(payload={"n": "x" * 100_000}, **message).duplicate
-        with pytest.raises(KeyReused, match="another content"):
+        with pytest.raises(KeyReused, match="different content"):
             engine.blocking.submit(payload={"n": 2}, **message)
         twice = {**message, "message_id": str(uuid.uuid4())}
-        with pytest.raises(KeyReused, match="another content"):
+        with pytest.raises(KeyReused, match="different content"):
             engine.blocking.submit_many([{**twice, "payload": {"n": n}} for n in range(2)])
 
 

@@ -185,7 +185,7 @@ def test_the_same_key_gives_the_same_message() -> None:
         "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme",
         "--payload", '{"say": 2}', "--key", "k",
     )  # fmt: skip
-    assert (other.code, "another content" in other.error) == (2, True)
+    assert (other.code, "different content" in other.error) == (2, True)
 
 
 def test_options_of_a_submit_reach_the_message() -> None:
