@@ -147,7 +147,7 @@ def test_errors_are_those_of_the_library(client: EngineClient, boss: EngineClien
     with pytest.raises(UnknownType, match="no message type"):
         submit(client, type="nothing")
     submit(client, idempotency_key="k", delay_s=3600)
-    with pytest.raises(KeyReused, match="another content"):
+    with pytest.raises(KeyReused, match="different content"):
         submit(client, idempotency_key="k", payload={"other": 1})
     with pytest.raises(NotAllowed):
         client.pause()

@@ -149,7 +149,7 @@ class Operations:
             if message_id in known and message_id not in digests:
                 digests[message_id] = self._digest(message_id)
             if message_id and digests.setdefault(message_id, message.digest) != message.digest:
-                raise KeyReused(message_id, message_id, f"message {message_id} has another content")
+                raise KeyReused(message_id, message_id, f"message {message_id} has different content")
 
     def _digest(self, message_id: str) -> str:
         """The digest of a stored message, as `Prepared` has it."""
