@@ -18,27 +18,31 @@ from postroom.contracts.bus import Bus
 from postroom.server.access import refusal_events
 from postroom.server.access.registry import Agents, Identity
 from postroom.server.app import create_app
-from postroom.server.http import listener
-from postroom.server.http.connections import ConnectionLimits
-from postroom.server.http.listener import HttpServer, listener_config
+from postroom.server.http.listener import (
+    FRAMING_BYTES_MAX,
+    HEADERS_MAX,
+    HttpServer,
+    HttpTimeouts,
+    ListenerConfig,
+    listener_config,
+)
 from postroom.server.http.task_server import TaskServer
 from tests.waiting import HANG_GUARD_S, until
 
 SHORT_S = 0.2
 LONG_S = 600.0
+PATIENT = HttpTimeouts(LONG_S, LONG_S, LONG_S, LONG_S)
 
 
 class Place:
     """A running server, and an agent's token."""
 
-    def __init__(
-        self, port: int, data: Path, token: str, server: TaskServer, connections: ConnectionLimits
-    ) -> None:
+    def __init__(self, port: int, data: Path, token: str, server: TaskServer, config: ListenerConfig) -> None:
         self.port = port
         self.data = data
         self.token = token
         self.server = server
-        self.connections = connections
+        self.config = config
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_GUARD_S)
@@ -62,29 +66,23 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """Its limits are as patched when the test connects."""
+    """Its timeouts are so long that they end nothing, unless the test sets them before it connects."""
     token = Agents(tmp_path).add("triage")
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
         app = create_app(tmp_path, tasks)
         up = threading.Event()
         config = listener_config(app, app.note_refused)
+        config.timeouts = PATIENT
         server = HttpServer(config, end_waits=app.end_waits, started=up.set)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
             assert up.wait(HANG_GUARD_S)
-            yield Place(port, tmp_path, token, app.running_server(), config.connections)
+            yield Place(port, tmp_path, token, app.running_server(), config)
             server.should_exit = True
             thread.join(HANG_GUARD_S)
     assert not thread.is_alive()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other limits are so long that they end nothing."""
-    for name in ("FIRST_REQUEST_S", "REQUEST_TIMEOUT_S", "WRITE_TIMEOUT_S", "KEEP_ALIVE_S"):
-        monkeypatch.setattr(listener, name, LONG_S)
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -94,14 +92,14 @@ def everything(connection: socket.socket) -> bytes:
     return received
 
 
-def test_a_connection_without_a_request_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "FIRST_REQUEST_S", SHORT_S)
+def test_a_connection_without_a_request_is_closed(place: Place) -> None:
+    place.config.timeouts = PATIENT._replace(first_request_s=SHORT_S)
     with place.connect() as connection:
         assert everything(connection) == b""
 
 
-def test_an_idle_anonymous_connection_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "FIRST_REQUEST_S", SHORT_S)
+def test_an_idle_anonymous_connection_is_closed(place: Place) -> None:
+    place.config.timeouts = PATIENT._replace(first_request_s=SHORT_S)
     with place.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert everything(connection).endswith(b'{"status":"ok"}')
@@ -111,10 +109,8 @@ HALF_A_BODY = b"POST /queue/next HTTP/1.1\r\nAuthorization: Bearer %b\r\nContent
 
 
 @pytest.mark.parametrize("part", [b"GET /hea", HALF_A_BODY])
-def test_a_request_that_does_not_end_is_refused(
-    place: Place, monkeypatch: pytest.MonkeyPatch, part: bytes
-) -> None:
-    monkeypatch.setattr(listener, "REQUEST_TIMEOUT_S", SHORT_S)
+def test_a_request_that_does_not_end_is_refused(place: Place, part: bytes) -> None:
+    place.config.timeouts = PATIENT._replace(request_s=SHORT_S)
     answer = place.answer(part % place.token.encode() if b"%b" in part else part)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
@@ -128,8 +124,8 @@ def test_a_request_that_does_not_end_is_refused(
 CHUNKED = b"POST /queue/next HTTP/1.1\r\nAuthorization: Bearer %b\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSED = {
     400: b"this is no HTTP\r\n\r\n",
-    413: CHUNKED + b"1;" + b"x" * (listener.FRAMING_BYTES_MAX + 100),
-    431: b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * (listener.HEADERS_MAX + 1) + b"\r\n",
+    413: CHUNKED + b"1;" + b"x" * (FRAMING_BYTES_MAX + 100),
+    431: b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * (HEADERS_MAX + 1) + b"\r\n",
 }
 
 
@@ -142,7 +138,7 @@ def test_a_request_that_is_refused_before_it_has_a_route_is_an_event(place: Plac
 
 
 def test_a_connection_above_the_limit_is_refused_with_an_event(place: Place) -> None:
-    place.connections.anonymous_an_address_max = 1
+    place.config.connections.anonymous_an_address_max = 1
     with place.connect() as first, place.connect():
         assert everything(first).startswith(b"HTTP/1.1 503")
     until(lambda: place.refused(status=503, call="connect"))
@@ -180,8 +176,8 @@ def test_a_stream_whose_token_is_removed_is_an_event(place: Place) -> None:
     assert event["error"] == "the token or session of an open stream has ended"
 
 
-def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", SHORT_S)
+def test_a_connection_with_an_unread_reply_is_aborted(place: Place) -> None:
+    place.config.timeouts = PATIENT._replace(write_s=SHORT_S)
     note = PostToBus(bus="long", type="INFO", project_id="p")
     place.server.buses.append(note, Identity("triage", "agent"))
     bus = Bus(place.data / "buses" / "long.yaml")

@@ -8,10 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-import pytest
 import uvloop
 
-from postroom.server.http import tls_listener
 from postroom.server.http.connections import ConnectionLimits
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 from postroom.system.crypto.tls import make_self_signed, server_context
@@ -51,7 +49,9 @@ class Place:
         return answer
 
 
-def serve(folder: Path, work: Callable[[Place], Awaitable[None]], total: int = 1_000) -> None:
+def serve(
+    folder: Path, work: Callable[[Place], Awaitable[None]], total: int = 1_000, **limits: float
+) -> None:
     certificate, key = make_self_signed(folder / "tls", (), 1)
 
     async def run() -> None:
@@ -63,6 +63,7 @@ def serve(folder: Path, work: Callable[[Place], Awaitable[None]], total: int = 1
             Echo,
             connections=place.connections,
             failed=place.failed.append,
+            **limits,
         )
         listener.start()
         async with asyncio.timeout(HANG_GUARD_S):
@@ -97,11 +98,7 @@ def test_the_oldest_handshake_of_an_address_gives_way(tmp_path: Path) -> None:
     serve(tmp_path, work, FEW)
 
 
-def test_a_handshake_that_takes_too_long_is_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", SHORT_S)
-
+def test_a_handshake_that_takes_too_long_is_a_refusal(tmp_path: Path) -> None:
     async def work(place: Place) -> None:
         reader, writer = await place.connect()
         writer.write(b"\x16\x03\x01")  # the head of a record, and no more
@@ -110,21 +107,17 @@ def test_a_handshake_that_takes_too_long_is_a_refusal(
         assert [(one.status, one.error_type) for one in place.failed] == [(408, "TooSlow")]
         assert "too long" in place.failed[0].error
 
-    serve(tmp_path, work)
+    serve(tmp_path, work, handshake_s=SHORT_S)
 
 
-def test_a_silent_connection_is_closed_and_is_no_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tls_listener, "FIRST_BYTE_S", SHORT_S)
-
+def test_a_silent_connection_is_closed_and_is_no_refusal(tmp_path: Path) -> None:
     async def work(place: Place) -> None:
         reader, writer = await place.connect()
         assert await reader.read() == b""
         writer.close()
         assert place.failed == []
 
-    serve(tmp_path, work)
+    serve(tmp_path, work, first_byte_s=SHORT_S)
 
 
 def test_a_stop_closes_the_connections_in_their_handshake(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
 
 
 class MountedApp(Protocol):
-    """An ASGI application beside the routes. The caller is in the scope under `IDENTITY`."""
+    """A mounted ASGI application. The caller is in the scope under `IDENTITY`."""
 
     path: str
 
@@ -245,12 +245,10 @@ def create_app(
     data: Path,
     tasks: Tasks,
     *,
-    execute: Execute | None = None,
     agents: Agents | None = None,
     harness: Harness | None = None,
     engine: Engine | None = None,
     server_log: ServerLog | None = None,
-    allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
     lease_s_max: float = LEASE_S_MAX,
@@ -268,13 +266,7 @@ def create_app(
     agents = Agents(data) if agents is None else agents
     server_log = ServerLog() if server_log is None else server_log
     if harness is None:
-        harness = Harness(
-            tasks,
-            agents=agents,
-            execute=execute,
-            allowed_nudge_hosts=allowed_nudge_hosts,
-            server_log=server_log,
-        )
+        harness = Harness(tasks, agents=agents, server_log=server_log)
 
     @asynccontextmanager
     async def lifespan(app: TasksApp) -> AsyncIterator[None]:

@@ -195,7 +195,7 @@ class Journal:
             self.log.flush()
 
     def catch_up(self) -> Awaitable[None] | None:
-        """Flush. Returns what to wait for before more is accepted when the disk is far behind, else None."""
+        """Flush. Returns an awaitable when the disk lags so far that nothing more should be accepted yet."""
         log = self.log
         if log is None:
             return None

@@ -200,7 +200,7 @@ class MailboxCalls:
 
 
 def _is_made_by(box: Mailbox, link: Link) -> bool:
-    """Whether a client has made a mailbox. Clients without a login are told apart by their connections."""
+    """Whether a client created a mailbox. Clients without a login are identified by their connections."""
     if link.identity is not None:
         return permit(link.identity, "mailbox.extend", owner_of(box))
     return box.creator == link.user and (link.user != "" or box.creator_link == link.number)

@@ -86,7 +86,7 @@ class Quotas:
                 raise share_used(account.organization, self._limits.messages_an_organization_max, "messages")
 
     def admit_mailbox(self, account: MailAccount, cost: int, existing: int) -> None:
-        """Refuse one more mailbox beside the `existing` ones."""
+        """Refuse one more mailbox in addition to the `existing` ones."""
         options = self._options
         if existing >= options.mailboxes_max:
             raise Mq9Error(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")

@@ -1,10 +1,10 @@
-"""Shares of clients: neither one client nor all clients of one organization can use up what a server has."""
+"""Shares of clients: no client and no organization can use up a resource of the server."""
 
 from postroom.core.mail.mailbox import organization_of
 
 
 class ClientShares:
-    """What each client and each organization use of something, with a limit for both."""
+    """The use of a resource by client and by organization, with a limit for both."""
 
     def __init__(self, client_max: int, organization_max: int) -> None:
         self._client_max = client_max
@@ -24,7 +24,7 @@ class ClientShares:
         )
 
     def add(self, client: str, more: int) -> bool:
-        """Count more, or less. False when that is too much, and counted nevertheless."""
+        """Count more, or less. Returns False above a limit; the amount is counted in any case."""
         org = organization_of(client)
         fits_client = counted(self.used, client, more) <= self._client_max
         fits_organization = not org or counted(self.used, f"{org}/", more) <= self._organization_max

@@ -69,7 +69,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Mq9Error(PostroomError):
-    """Answers a call with an error: one sentence and a code."""
+    """Answers a call with an error text and a code."""
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
@@ -88,7 +88,7 @@ class MailCall(NamedTuple):
 
 
 def address(rest: str) -> tuple[str, Priority]:
-    """Split what follows `MSG.` into the mailbox and the priority, which is normal by default."""
+    """Split the part after `MSG.` into the mailbox and the priority, which is normal by default."""
     mail_id, dot, last = rest.rpartition(".")
     if dot and last in RANKS:
         return mail_id, cast("Priority", last)

@@ -121,7 +121,7 @@ class _Node(Generic[T]):
 
 
 class CacheUse:
-    """What the caches of several indexes hold together. When that is too much, all of them are emptied."""
+    """Shared use of the caches of several indexes. Above a limit, all caches are emptied."""
 
     def __init__(self) -> None:
         self.matches = 0

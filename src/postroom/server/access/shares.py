@@ -8,7 +8,7 @@ from postroom.server.access.registry import Identity
 
 RETRY_AFTER_S = 5.0
 ORGANIZATION_PARTS = 2
-"""One organization gets at most one of so many equal parts of what all agents may use."""
+"""All agents share a resource in this many equal parts. One organization gets at most one of them."""
 
 
 class Shares:

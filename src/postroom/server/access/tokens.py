@@ -40,14 +40,14 @@ ROLES: Final = get_args(Role)
 
 
 class Permissions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a token may do, beside what its role allows, and what it may not do."""
+    """What a token may do in addition to what its role allows, and what it may not do."""
 
     may_send_to: tuple[str, ...] = ()
-    """Agents that it may send tasks to, beside those of its agent."""
+    """Agents that it may send tasks to, in addition to those of its agent."""
     may_claim: tuple[str, ...] = ()
-    """Agents whose tasks it may claim and end, beside its own."""
+    """Agents whose tasks it may claim and end, in addition to its own."""
     may_read: tuple[str, ...] = ()
-    """Agents whose tasks it may read, beside its own."""
+    """Agents whose tasks it may read, in addition to its own."""
     only_message: tuple[str, ...] = ()
     """The only agents that it may send messages to; empty for all of its organization."""
     only_buses: tuple[str, ...] = ()

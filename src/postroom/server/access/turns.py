@@ -1,4 +1,4 @@
-"""Turns: what callers share goes to one organization after the other, and to the tokens of each in turn.
+"""Turns: organizations take turns on a shared resource, and so do the tokens of each.
 
 Rule 1: when work of several organizations waits, each gets one turn. So do the tokens of an organization in
         its turns. A token without an organization has turns of its own.
@@ -37,7 +37,7 @@ def owner_of(identity: TurnTaker) -> Owner:
 
 
 class Turns(Generic[T]):
-    """What waits, by organization and token. Whose turn is next comes first."""
+    """Waiting items by organization and token. The next in turn comes first."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, dict[Holder, deque[T]]] = OrderedDict()
@@ -46,14 +46,14 @@ class Turns(Generic[T]):
         return bool(self._waiting)
 
     def add(self, identity: TurnTaker, item: T) -> None:
-        """Let something wait behind the other work of its token."""
+        """Queue an item after the other work of its token."""
         tokens = self._waiting.setdefault(owner_of(identity), {})
         tokens.setdefault(identity.holder, deque()).append(item)
 
     def take(self, fits: Callable[[T], bool], without: Collection[Owner] = ()) -> T | None:
-        """Remove and return what has the next turn; None when nothing fits.
+        """Remove and return the next item in turn that fits; None when nothing fits.
 
-        What does not fit keeps its turn. `without` names those that are left out.
+        Items that do not fit keep their turn. The owners in `without` are skipped.
         """
         for owner, tokens in self._waiting.items():
             if owner in without:
@@ -133,5 +133,5 @@ class SharedThreads:
         self._begin()
 
     def close(self) -> None:
-        """Finish what runs, and end the threads."""
+        """Finish the running calls, and end the threads."""
         self._pool.shutdown()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvicorn
@@ -39,11 +39,7 @@ FRAMING_BYTES_MAX = 64 * 1024  # plus the length of the body: sizes and extensio
 DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a refused request, so that its sender sees the reply
 PIPELINED_MAX = 64
 LINE_EXTRA_BYTES = 4  # a colon, a space, CR and LF
-FIRST_REQUEST_S = 10.0  # to the first byte, and between requests without a token
-REQUEST_TIMEOUT_S = 30.0  # from the first byte to the last
-WRITE_TIMEOUT_S = 30.0  # how long a client may leave a reply unread
 LINGER_S = 2.0
-KEEP_ALIVE_S = 75.0
 SHUTDOWN_TIMEOUT_S = 10.0
 RETRY_AFTER_S = 1
 
@@ -56,6 +52,18 @@ UNCONNECTED = "connect"
 
 CONNECTION = "postroom.connection"
 """The key of the connection in a request's scope, while the connection is anonymous."""
+
+
+class HttpTimeouts(NamedTuple):
+    """How long a connection may take."""
+
+    first_request_s: float = 10.0
+    """To the first byte, and between requests without a token."""
+    request_s: float = 30.0
+    """From the first byte to the last."""
+    write_s: float = 30.0
+    """How long a client may leave a reply unread."""
+    keep_alive_s: float = 75.0
 
 
 class _BadRequest(Exception):
@@ -90,9 +98,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self.timeout_keep_alive = FIRST_REQUEST_S  # type: ignore[assignment]
+        first_request_s = self.config.timeouts.first_request_s
+        self.timeout_keep_alive = first_request_s  # type: ignore[assignment]
         self.config.connections.open(self, self._address)
-        self._start_timer(FIRST_REQUEST_S)
+        self._start_timer(first_request_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -111,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise
         self._identity = identity
-        self.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
+        self.timeout_keep_alive = self.config.timeouts.keep_alive_s  # type: ignore[assignment]
 
     def evict(self) -> None:
         """Close this connection in favour of another one."""
@@ -128,7 +137,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
-            self._discard(len(data))
+            self._discardable -= len(data)
+            if self._discardable < 0:
+                self.transport.abort()
             return
         if self._overfull:
             return
@@ -150,7 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Check the part of a request that has arrived, and limit the time for the rest."""
         if not self._timer_is_of_request:
             self._stop_timer()
-            self._start_timer(REQUEST_TIMEOUT_S)
+            self._start_timer(self.config.timeouts.request_s)
             self._timer_is_of_request = True
         if self._head_open:
             if self._request_bytes > HEAD_BYTES_MAX:
@@ -295,11 +306,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self._start_timer(LINGER_S)
 
-    def _discard(self, size: int) -> None:
-        self._discardable -= size
-        if self._discardable < 0:
-            self.transport.abort()
-
     # ---- timeouts ------------------------------------------------------------------------------
 
     def _start_timer(self, timeout_s: float) -> None:
@@ -313,7 +319,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _time_out(self) -> None:
         if self._request_open and not self._ending:
-            self._refuse(408, "TooSlow", f"a request has to arrive within {REQUEST_TIMEOUT_S:g} s")
+            within = f"{self.config.timeouts.request_s:g} s"
+            self._refuse(408, "TooSlow", f"a request has to arrive within {within}")
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -327,7 +334,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Count the unsent bytes, because the client reads too slowly."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._abort_unread)
+        self._write_timer = self.loop.call_later(self.config.timeouts.write_s, self._abort_unread)
         if self._identity is not None:
             unsent = self.transport.get_write_buffer_size()
             try:
@@ -339,7 +346,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._unsent = unsent
 
     def _abort_unread(self) -> None:
-        self._note(408, "TooSlow", f"a reply has to be read within {WRITE_TIMEOUT_S:g} s", UNREAD)
+        within = f"{self.config.timeouts.write_s:g} s"
+        self._note(408, "TooSlow", f"a reply has to be read within {within}", UNREAD)
         self.transport.abort()
 
     def resume_writing(self) -> None:
@@ -378,6 +386,7 @@ def _refusal_bytes(status: int, error: str, message: str) -> bytes:
 class ListenerConfig(uvicorn.Config):
     """uvicorn's configuration with the connections of the server."""
 
+    timeouts = HttpTimeouts()
     connections: ConnectionLimits
     refused: Callable[[RefusedCall], None]
     """Called for each refusal that no handler sees."""
@@ -406,7 +415,7 @@ def listener_config(
         log_config=None,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
+        timeout_keep_alive=ListenerConfig.timeouts.keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,  # type: ignore[arg-type]
         ssl_certfile=certificate,
         ssl_keyfile=key,
@@ -443,15 +452,12 @@ class HttpServer(uvicorn.Server):
             server = TlsListener(
                 listening,
                 context,
-                self._new_connection,
+                lambda: LimitedProtocol(self.config, self.server_state, self.lifespan.state),
                 connections=self.config.connections,
                 failed=self.config.note_handshake,
             )
             server.start()
             self.servers.append(server)  # type: ignore[arg-type]  # it has what uvicorn calls
-
-    def _new_connection(self) -> LimitedProtocol:
-        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end_waits()

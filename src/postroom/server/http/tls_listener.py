@@ -70,8 +70,11 @@ class TlsListener:
         *,
         connections: ConnectionLimits,
         failed: Callable[[FailedHandshake], None],
+        first_byte_s: float = FIRST_BYTE_S,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.failed = failed
+        self._first_byte_s, self._handshake_s = first_byte_s, handshake_s
         self._listening = listening
         self._context = context
         self._make_protocol = make_protocol
@@ -135,7 +138,7 @@ class TlsListener:
             return
         try:
             await self._loop.connect_accepted_socket(
-                lambda: handshake, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
+                lambda: handshake, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
             )
         except OSError as error:
             is_slow = isinstance(error, ConnectionAbortedError)
@@ -156,7 +159,7 @@ class TlsListener:
         readable = asyncio.Event()
         self._loop.add_reader(connection, readable.set)
         try:
-            async with asyncio.timeout(FIRST_BYTE_S):
+            async with asyncio.timeout(self._first_byte_s):
                 await readable.wait()
             return bool(connection.recv(1, socket.MSG_PEEK))
         except OSError:  # a timeout, too
