@@ -105,7 +105,7 @@ def test_worker_killed_at_each_point_of_an_effect(point: str, on_unknown: OnUnkn
         register(engine, tmp_path, on_unknown)
         finish(engine)
         info = engine.blocking.get(handle.message_id)
-        [letter] = engine.blocking.dlq.list() or [None]
+        letter = next(iter(engine.blocking.dlq.list()), None)
     happened = effects_file(tmp_path).read_text().split() if effects_file(tmp_path).exists() else []
     assert (info.state, len(happened)) == POINTS[point][on_unknown]
     if letter is not None:

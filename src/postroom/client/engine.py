@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from postroom.calls import agents, messages
+from postroom.calls import agents, goals, messages
 from postroom.calls.agents import RegisteredAnswer
 from postroom.calls.messages import MessagesAnswer, Submit
 from postroom.client import arguments
@@ -45,7 +45,7 @@ ANSWERED_KEPT_MAX = 10_000
 FINAL_PARTS = ("result", "stream_complete", "error")
 
 Ids: TypeAlias = list[str]
-Letters: TypeAlias = list[dict[str, Any]]
+Rows: TypeAlias = list[dict[str, Any]]
 
 _SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
 _ENDED = (*_SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
@@ -96,6 +96,8 @@ class EngineClient(HttpClient):
         super().__init__(url, token, **options)
         self.dlq = DeadLetters(self)
         self.bounces = BouncedAnswers(self)
+        self.goals = GoalCalls(self)
+        self.decisions = DecisionCalls(self)
 
     def __repr__(self) -> str:
         return f"EngineClient({self._connections.url!r})"
@@ -203,6 +205,48 @@ class EngineClient(HttpClient):
         """End a pause of the same scope."""
         self.call(messages.Resume(org_id=org_id, type=type))
 
+    def conflicts(self) -> dict[str, Any]:
+        """Operations that are under way, and messages that wait for them."""
+        return dict(self.call(goals.ListConflicts()))
+
+
+class GoalCalls:
+    """`client.goals`: for operators."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def list(self) -> Rows:
+        """Goals and their states."""
+        return list(self._client.call(goals.ListGoals())["goals"])
+
+    def status(self, goal_id: str) -> dict[str, Any]:
+        """How a goal stands."""
+        return dict(self._client.call(goals.ShowGoal(goal_id=goal_id)))
+
+    def checkpoints(self, goal_id: str) -> Rows:
+        """The checkpoints of a goal."""
+        return list(self._client.call(goals.ListCheckpoints(goal_id=goal_id))["checkpoints"])
+
+
+class DecisionCalls:
+    """`client.decisions`: for operators."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def list(self) -> Rows:
+        """Decisions that wait for a person."""
+        return list(self._client.call(goals.ListDecisions())["decisions"])
+
+    def show(self, decision_id: str) -> dict[str, Any]:
+        """A decision and its question."""
+        return dict(self._client.call(goals.ShowDecision(decision_id=decision_id)))
+
+    def answer(self, decision_id: str, choice: str) -> dict[str, Any]:
+        """Take a decision."""
+        return dict(self._client.call(goals.Answer(decision_id=decision_id, choice=choice)))
+
 
 class BouncedAnswers:
     """`client.bounces`: answers that no agent fetched, for users and systems."""
@@ -210,7 +254,7 @@ class BouncedAnswers:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    def list(self, org_id: str | None = None, **filters: Any) -> Letters:
+    def list(self, org_id: str | None = None, **filters: Any) -> Rows:
         """Bounces, the oldest first, each with its `key`. Filters: created_by (user:ada), after, limit."""
         asked = agents.ListBounces(org_id=UNSET if org_id is None else org_id, **filters)
         return list(self._client.call(asked)["bounces"])
@@ -226,7 +270,7 @@ class DeadLetters:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    def list(self, **filters: Any) -> Letters:
+    def list(self, **filters: Any) -> Rows:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         return list(self._client.call(messages.ListLetters(**_texts(filters)))["letters"])
 

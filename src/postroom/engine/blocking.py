@@ -1,15 +1,24 @@
-"""The verbs of an engine for plain code: each call waits for its outcome."""
+"""The verbs of an engine for plain code: each call waits for its outcome.
+
+Rule 1: a verb is one line, `pause = waits(GlobalQueue.pause)`. Its arguments, types and docstring are those
+        of the coroutine.
+"""
 
 import asyncio
+import functools
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from postroom.engine.handle import BlockingHandle, Wait
+from postroom.engine.agents.bounces import Bounces
+from postroom.engine.dlq import DeadLetters
+from postroom.engine.handle import Wait
+from postroom.engine.token_status import Tokens
 from postroom.system.handles import reset_after_fork
 
-if TYPE_CHECKING:
-    from postroom.engine.global_queue import GlobalQueue
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -66,121 +75,42 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class BlockingDeadLetters:
-    """`engine.dlq` for plain code."""
+class BlockingPart(Generic[S]):
+    """Verbs of an object with coroutines, each of which waits for its outcome."""
 
-    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
-        self._dlq = engine.dlq
-        self._wait = wait
-
-    def list(self, **filters: Any) -> Any:
-        """As `DeadLetters.list`."""
-        return self._wait(self._dlq.list(**filters))
-
-    def show(self, message_id: str) -> Any:
-        """As `DeadLetters.show`."""
-        return self._wait(self._dlq.show(message_id))
-
-    def replay(self, message_ids: Iterable[str] | None = None, **options: Any) -> Any:
-        """As `DeadLetters.replay`."""
-        return self._wait(self._dlq.replay(message_ids, **options))
-
-    def purge(self, message_ids: Iterable[str] | None = None, **options: Any) -> Any:
-        """As `DeadLetters.purge`."""
-        return self._wait(self._dlq.purge(message_ids, **options))
+    def __init__(self, of: S, wait: Wait) -> None:
+        self.of = of
+        self.wait = wait
 
 
-class BlockingTokens:
-    """`engine.tokens` for plain code."""
+def waits(verb: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method of a `BlockingPart` that calls the coroutine method and waits for its outcome."""
 
-    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
-        self._tokens = engine.tokens
-        self._wait = wait
+    @functools.wraps(verb)
+    def call(part: BlockingPart[S], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        outcome: T = part.wait(getattr(part.of, verb.__name__)(*args, **kwargs))  # a subclass may override it
+        return outcome
 
-    def status(self) -> Any:
-        """As `Tokens.status`."""
-        return self._wait(self._tokens.status())
-
-
-class BlockingBounces:
-    """`engine.bounces` for plain code."""
-
-    def __init__(self, engine: "GlobalQueue", wait: Wait) -> None:
-        self._bounces = engine.bounces
-        self._wait = wait
-
-    def list(self, org_id: str | None = None, **filters: Any) -> Any:
-        """As `Bounces.list`."""
-        return self._wait(self._bounces.list(org_id, **filters))
-
-    def done(self, *keys: str) -> Any:
-        """As `Bounces.done`."""
-        return self._wait(self._bounces.done(*keys))
+    return call
 
 
-class Blocking:
-    """`engine.blocking`: the verbs of an engine for plain code."""
+class BlockingDeadLetters(BlockingPart[DeadLetters]):
+    """`engine.blocking.dlq`."""
 
-    def __init__(self, engine: "GlobalQueue") -> None:
-        self._engine = engine
-        self._thread = LoopThread()
-        self.wait = self._thread.wait
-        self.dlq = BlockingDeadLetters(engine, self.wait)
-        self.tokens = BlockingTokens(engine, self.wait)
-        self.bounces = BlockingBounces(engine, self.wait)
+    list = waits(DeadLetters.list)
+    show = waits(DeadLetters.show)
+    replay = waits(DeadLetters.replay)
+    purge = waits(DeadLetters.purge)
 
-    def submit(self, **fields: Any) -> BlockingHandle:
-        """As `Engine.submit`."""
-        return BlockingHandle(self.wait(self._engine.submit(**fields)), self.wait)
 
-    def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[BlockingHandle]:
-        """As `Engine.submit_many`."""
-        return [BlockingHandle(handle, self.wait) for handle in self.wait(self._engine.submit_many(messages))]
+class BlockingTokens(BlockingPart[Tokens]):
+    """`engine.blocking.tokens`."""
 
-    def request(self, **fields: Any) -> Any:
-        """As `Engine.request`."""
-        return self.wait(self._engine.request(**fields))
+    status = waits(Tokens.status)
 
-    def agents(self, org_id: str | None = None) -> Any:
-        """As `Engine.agents`."""
-        return self.wait(self._engine.agents(org_id))
 
-    def run(self, **options: Any) -> None:
-        """As `Engine.run`, in the calling thread."""
-        asyncio.run(self._engine.run(**options))
+class BlockingBounces(BlockingPart[Bounces]):
+    """`engine.blocking.bounces`."""
 
-    def stop(self) -> None:
-        """As `Engine.stop`."""
-        self.wait(self._engine.stop())
-
-    def get(self, message_id: str) -> Any:
-        """As `Engine.get`."""
-        return self.wait(self._engine.get(message_id))
-
-    def explain(self, message_id: str) -> str:
-        """As `Engine.explain`."""
-        return str(self.wait(self._engine.explain(message_id)))
-
-    def status(self) -> Any:
-        """As `Engine.status`."""
-        return self.wait(self._engine.status())
-
-    def put_back(self, worker_id: str) -> int:
-        """As `Engine.put_back`."""
-        return int(self.wait(self._engine.put_back(worker_id)))
-
-    def cancel(self, message_id: str) -> None:
-        """As `Engine.cancel`."""
-        self.wait(self._engine.cancel(message_id))
-
-    def pause(self, **scope: Any) -> None:
-        """As `Engine.pause`."""
-        self.wait(self._engine.pause(**scope))
-
-    def resume(self, **scope: Any) -> None:
-        """As `Engine.resume`."""
-        self.wait(self._engine.resume(**scope))
-
-    def close(self) -> None:
-        """End the thread of the event loop."""
-        self._thread.close()
+    list = waits(Bounces.list)
+    done = waits(Bounces.done)

@@ -63,7 +63,7 @@ class DeadLetters:
     def __init__(self, core: "EngineCore") -> None:
         self._core = core
 
-    async def list(self, **filters: Any) -> Letters:
+    async def list(self, /, **filters: Any) -> Letters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         wanted = checked_filters(filters)
         return await self._core.read(lambda operations: letters(operations, wanted))
@@ -74,6 +74,7 @@ class DeadLetters:
 
     async def replay(
         self,
+        /,
         message_ids: Iterable[str] | None = None,
         dry_run: bool = False,
         priority: int | None = None,
@@ -98,7 +99,7 @@ class DeadLetters:
         return chosen
 
     async def purge(
-        self, message_ids: Iterable[str] | None = None, dry_run: bool = False, **filters: Any
+        self, /, message_ids: Iterable[str] | None = None, dry_run: bool = False, **filters: Any
     ) -> Ids:
         """Forget dead letters; returns their ids."""
         chosen = await self._chosen(message_ids, filters, replayed=False)

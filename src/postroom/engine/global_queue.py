@@ -6,6 +6,7 @@ An effect of a handler happens once (`ctx.effect`).
 Rule 1: this class knows messages and their handlers. `goals.engine` adds goals and sandboxes to it.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self, TypeVar
@@ -17,11 +18,18 @@ from postroom.engine import inspection
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
 from postroom.engine.agents.bounces import Bounces
 from postroom.engine.agents.parts import joined_answer
-from postroom.engine.blocking import Blocking
+from postroom.engine.blocking import (
+    BlockingBounces,
+    BlockingDeadLetters,
+    BlockingPart,
+    BlockingTokens,
+    LoopThread,
+    waits,
+)
 from postroom.engine.core import EngineCore
 from postroom.engine.dlq import DeadLetters
 from postroom.engine.explanation import explain
-from postroom.engine.handle import Handle
+from postroom.engine.handle import BlockingHandle, Handle
 from postroom.engine.inspection import EngineStatus, MessageInfo
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
@@ -156,7 +164,7 @@ class GlobalQueue(Closing):
         submitted = await self._core.submit(messages)
         return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
 
-    async def request(self, *, timeout_s: float | None = None, **fields: Any) -> Any:
+    async def request(self, /, *, timeout_s: float | None = None, **fields: Any) -> Any:
         """Submit one message and wait for its answer; a streamed answer is joined.
 
         For programs without a coordinator. After `timeout_s` the message still runs.
@@ -292,3 +300,41 @@ class GlobalQueue(Closing):
 
 def _unpark(type_name: str, org_id: str, after: str, operations: Operations) -> str | None:
     return operations.unpark(type_name, org_id, after)
+
+
+class Blocking(BlockingPart[GlobalQueue]):
+    """`engine.blocking`: the verbs of an engine for plain code."""
+
+    def __init__(self, engine: GlobalQueue) -> None:
+        self._thread = LoopThread()
+        super().__init__(engine, self._thread.wait)
+        self.dlq = BlockingDeadLetters(engine.dlq, self.wait)
+        self.tokens = BlockingTokens(engine.tokens, self.wait)
+        self.bounces = BlockingBounces(engine.bounces, self.wait)
+
+    request = waits(GlobalQueue.request)
+    agents = waits(GlobalQueue.agents)
+    stop = waits(GlobalQueue.stop)
+    get = waits(GlobalQueue.get)
+    explain = waits(GlobalQueue.explain)
+    status = waits(GlobalQueue.status)
+    put_back = waits(GlobalQueue.put_back)
+    cancel = waits(GlobalQueue.cancel)
+    pause = waits(GlobalQueue.pause)
+    resume = waits(GlobalQueue.resume)
+
+    def submit(self, **fields: Any) -> BlockingHandle:
+        """As `Engine.submit`."""
+        return BlockingHandle(self.wait(self.of.submit(**fields)), self.wait)
+
+    def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[BlockingHandle]:
+        """As `Engine.submit_many`."""
+        return [BlockingHandle(handle, self.wait) for handle in self.wait(self.of.submit_many(messages))]
+
+    def run(self, **options: Any) -> None:
+        """As `Engine.run`, in the calling thread."""
+        asyncio.run(self.of.run(**options))
+
+    def close(self) -> None:
+        """End the thread of the event loop."""
+        self._thread.close()

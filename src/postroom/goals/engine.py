@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from msgspec.structs import replace
 
 import postroom.goals.extensions  # noqa: F401 - it adds goals to the transactions of the engine
-from postroom.engine.global_queue import GlobalQueue
+from postroom.engine.blocking import BlockingPart, waits
+from postroom.engine.global_queue import Blocking, GlobalQueue
 from postroom.engine.rules.policy import CONTROL_TYPES, Policy
 from postroom.errors import InvalidMessage, shown
 from postroom.goals.advisers.adviser import Adviser
@@ -33,6 +34,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class BlockingGoals(BlockingPart[Goals]):
+    """`engine.blocking.goals`."""
+
+    start = waits(Goals.start)
+    complete = waits(Goals.complete)
+    fail = waits(Goals.fail)
+    rollback = waits(Goals.rollback)
+    list = waits(Goals.list)
+    status = waits(Goals.status)
+    checkpoints = waits(Goals.checkpoints)
+
+
+class BlockingDecisions(BlockingPart[Decisions]):
+    """`engine.blocking.decisions`."""
+
+    list = waits(Decisions.list)
+    show = waits(Decisions.show)
+    answer = waits(Decisions.answer)
+    rules = waits(Decisions.rules)
+    forget = waits(Decisions.forget)
+
+
+class BlockingConflicts(BlockingPart[Conflicts]):
+    """`engine.blocking.conflicts`."""
+
+    active = waits(Conflicts.active)
+    waiting = waits(Conflicts.waiting)
+
+
+class BlockingEngine(Blocking):
+    """`engine.blocking`, with goals, decisions and conflicts."""
+
+    def __init__(self, engine: "Engine") -> None:
+        super().__init__(engine)
+        self.goals = BlockingGoals(engine.goals, self.wait)
+        self.decisions = BlockingDecisions(engine.decisions, self.wait)
+        self.conflicts = BlockingConflicts(engine.conflicts, self.wait)
 
 
 class Engine(GlobalQueue):
@@ -63,6 +103,7 @@ class Engine(GlobalQueue):
         self.context_provider: ContextProvider = GoalContextProvider(self.core, self.graph)
         """Builds the context of a message. An application may set its own."""
         self.hooks = Hooks()
+        self.blocking: BlockingEngine = BlockingEngine(self)
         BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks).register()
         self._extend_work()
 

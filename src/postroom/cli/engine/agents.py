@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import org_option, where_options
-from postroom.cli.engine.places import open_place
+from postroom.cli.engine.places import open_place, plain
 from postroom.cli.shell import Shell
 
 COLUMNS = [
@@ -41,7 +41,7 @@ def agents(shell: Shell, data: Path | None, url: str | None, token: str | None, 
       postroom engine agents --url http://127.0.0.1:8800 | jq .health
     """
     with open_place(shell, data, url, token) as place:
-        found = place.agents(org_id)
+        found = plain(place.agents(org_id))
     if shell.output.readable:
         shell.output.rows(COLUMNS, [_row(info) for info in found], empty="there is no registered agent")
         return
@@ -97,10 +97,10 @@ def bounces(
     """
     with open_place(shell, data, url, token) as place:
         if keys:
-            for key in place.bounces_done(keys):
+            for key in place.bounces.done(*keys):
                 shell.output.facts({"key": key}, key)
             return
-        found = place.bounces(org_id, created_by)
+        found = plain(place.bounces.list(org_id, created_by=created_by))
     if shell.output.readable:
         shell.output.rows(BOUNCE_COLUMNS, [_bounce_row(one) for one in found], empty="there is no bounce")
         return

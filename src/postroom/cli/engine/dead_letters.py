@@ -56,7 +56,7 @@ def list_letters(
       postroom engine dlq list --data run --type tool_call --since 2026-11-17T08:00:00Z
     """
     with open_place(shell, data, url, token) as place:
-        letters = place.dead_letters(**filters_of(options))
+        letters = [*map(_fields, place.dlq.list(**filters_of(options)))]
     if not shell.output.readable:
         for letter in letters:
             shell.output.json_line(letter)
@@ -92,7 +92,7 @@ def show(shell: Shell, message_id: str, data: Path | None, url: str | None, toke
       postroom engine dlq show 0190163d-8694-739b-aea5-966c26f8ad91 --data run
     """
     with open_place(shell, data, url, token) as place:
-        letter = place.dead_letter(message_id)
+        letter = _fields(place.dlq.show(message_id))
     if not shell.output.readable:
         shell.output.json_line(letter)
         return
@@ -140,7 +140,7 @@ def replay(
     """
     filters = chosen_filters(message_ids, every, options)
     with open_place(shell, data, url, token) as place:
-        replayed = place.replay(
+        replayed = place.dlq.replay(
             list(message_ids) or None, dry_run=dry_run, priority=priority, rate_per_s=rate_per_s, **filters
         )
     print_ids(shell, replayed, "would be replayed" if dry_run else "wait again, with all their retries")
@@ -173,8 +173,15 @@ def purge(
     """
     filters = chosen_filters(message_ids, every, options)
     with open_place(shell, data, url, token) as place:
-        purged = place.purge(list(message_ids) or None, dry_run=dry_run, **filters)
+        purged = place.dlq.purge(list(message_ids) or None, dry_run=dry_run, **filters)
     print_ids(shell, purged, "would be forgotten" if dry_run else "are forgotten")
+
+
+def _fields(letter: Any) -> dict[str, Any]:
+    """A dead letter as JSON values."""
+    from postroom.engine.dlq import as_json
+
+    return letter if isinstance(letter, dict) else as_json(letter)
 
 
 def filters_of(options: dict[str, Any]) -> dict[str, Any]:

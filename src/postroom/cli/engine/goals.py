@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import default_data_option, where_options
-from postroom.cli.engine.places import Folder, Remote, open_engine, open_place
+from postroom.cli.engine.places import Place, conflicts_of, open_engine, open_place, plain
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
@@ -54,14 +54,14 @@ def goals() -> None:
 
 @goals.command(name="list")
 @on_place
-def list_goals(shell: Shell, place: Folder | Remote) -> None:
+def list_goals(shell: Shell, place: Place) -> None:
     """List goals and their states.
 
     \b
     Example:
       postroom engine goals list --data run
     """
-    rows = place.goals()
+    rows = plain(place.goals.list())
     columns = ["goal_id", "org_id", "state", "open_messages", "checkpoints", "effects"]
     _lines(shell, columns, rows, "there is no goal yet")
 
@@ -69,28 +69,27 @@ def list_goals(shell: Shell, place: Folder | Remote) -> None:
 @goals.command()
 @goal_argument
 @on_place
-def show(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
+def show(shell: Shell, place: Place, goal_id: str) -> None:
     """Show a goal: its state, what failed last, and what it waits for.
 
     \b
     Example:
       postroom engine goals show trip-7 --data run
     """
-    facts = place.goal(goal_id)
-    shell.output.document(facts)
+    shell.output.document(plain(place.goals.status(goal_id)))
 
 
 @goals.command()
 @goal_argument
 @on_place
-def checkpoints(shell: Shell, place: Folder | Remote, goal_id: str) -> None:
+def checkpoints(shell: Shell, place: Place, goal_id: str) -> None:
     """List the checkpoints of a goal, the oldest first.
 
     \b
     Example:
       postroom engine goals checkpoints trip-7 --data run
     """
-    rows = place.checkpoints(goal_id)
+    rows = plain(place.goals.checkpoints(goal_id))
     _lines(shell, ["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
 
 
@@ -107,7 +106,7 @@ def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> 
       postroom engine goals start acme --goal trip-7 --data run
     """
     with open_engine(shell, shell.data_place(data), None, create=True) as engine:
-        started = engine.blocking.wait(engine.goals.start(org_id, goal_id))
+        started = engine.blocking.goals.start(org_id, goal_id)
     shell.output.facts({"goal_id": started}, started)
 
 
@@ -126,7 +125,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
       postroom engine goals complete trip-7 --data run
     """
     with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.wait(engine.goals.complete(goal_id))
+        status = engine.blocking.goals.complete(goal_id)
     facts = {"goal_id": goal_id, "state": status.state, "decisions": status.decisions}
     shell.output.facts(facts, f"goal {goal_id} is {status.state}")
 
@@ -144,7 +143,7 @@ def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
       postroom engine goals fail trip-7 --reason 'no flight left' --data run
     """
     with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.wait(engine.goals.fail(goal_id, reason))
+        status = engine.blocking.goals.fail(goal_id, reason)
     shell.output.facts({"goal_id": goal_id, "state": status.state}, f"goal {goal_id} is {status.state}")
 
 
@@ -169,8 +168,8 @@ def rollback(
       postroom engine goals rollback 'trip-7#3' --data run
     """
     with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.wait(
-            engine.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted)
+        status = engine.blocking.goals.rollback(
+            checkpoint_id, not forget_learning, accept_irreversible=accepted
         )
     facts = {"goal_id": status.goal_id, "state": status.state, "undoing": status.undoing}
     shell.output.facts(
@@ -274,14 +273,14 @@ def decisions() -> None:
 
 @decisions.command(name="list")
 @on_place
-def list_decisions(shell: Shell, place: Folder | Remote) -> None:
+def list_decisions(shell: Shell, place: Place) -> None:
     """List open decisions, the oldest first.
 
     \b
     Example:
       postroom engine decisions list --data run
     """
-    rows = place.decisions()
+    rows = plain(place.decisions.list())
     shown = rows
     if shell.output.readable:
         shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
@@ -291,29 +290,28 @@ def list_decisions(shell: Shell, place: Folder | Remote) -> None:
 @decisions.command(name="show")
 @decision_argument
 @on_place
-def show_decision(shell: Shell, place: Folder | Remote, decision_id: str) -> None:
+def show_decision(shell: Shell, place: Place, decision_id: str) -> None:
     """Show a decision: question, facts, answer and reasoning.
 
     \b
     Example:
       postroom engine decisions show 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    facts = place.decision(decision_id)
-    shell.output.document(facts)
+    shell.output.document(plain(place.decisions.show(decision_id)))
 
 
 @decisions.command(name="answer")
 @decision_argument
 @click.argument("choice", metavar="CHOICE")
 @on_place
-def answer_decision(shell: Shell, place: Folder | Remote, decision_id: str, choice: str) -> None:
+def answer_decision(shell: Shell, place: Place, decision_id: str, choice: str) -> None:
     """Answer a question with one of its options.
 
     \b
     Example:
       postroom engine decisions answer 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 wait --data run
     """
-    place.answer(decision_id, choice)
+    place.decisions.answer(decision_id, choice)
     facts = {"decision_id": decision_id, "choice": choice}
     shell.output.facts(facts, f"{decision_id} is decided: {choice}")
 
@@ -328,10 +326,8 @@ def rules(shell: Shell, data: Path | None) -> None:
     Example:
       postroom engine decisions rules --data run
     """
-    import msgspec
-
     with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        found = [msgspec.to_builtins(rule) for rule in engine.blocking.wait(engine.decisions.rules())]
+        found = plain(engine.blocking.decisions.rules())
     _lines(shell, ["rule_id", "org_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
 
 
@@ -347,7 +343,7 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
       postroom engine decisions forget 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
     with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        engine.blocking.wait(engine.decisions.forget(rule_id))
+        engine.blocking.decisions.forget(rule_id)
     shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
 
 
@@ -356,14 +352,14 @@ def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
 
 @click.command()
 @on_place
-def conflicts(shell: Shell, place: Folder | Remote) -> None:
+def conflicts(shell: Shell, place: Place) -> None:
     """List the operations that are under way, and the messages that wait for them.
 
     \b
     Example:
       postroom engine conflicts --data run
     """
-    found = place.conflicts()
+    found = conflicts_of(place)
     if not shell.output.readable:
         shell.output.json_line(found)
         return

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import message_argument, org_option, type_option, where_options
-from postroom.cli.engine.places import open_place
+from postroom.cli.engine.places import open_place, plain
 from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
@@ -49,7 +49,7 @@ def status(
     """
     with open_place(shell, data, url, token) as place:
         if not watch:
-            print_status(shell, place.status())
+            print_status(shell, plain(place.status()))
             return
         try:
             watch_status(shell, place, every_s)
@@ -61,7 +61,7 @@ def watch_status(shell: Shell, place: Any, every_s: float) -> None:
     """Print the state of the queue until a signal, or until nobody reads it."""
     before: tuple[float, int] | None = None
     while not reader_gone():
-        facts = place.status()
+        facts = plain(place.status())
         looked, done = time.monotonic(), _ended(facts)
         rate = None if before is None else (done - before[1]) / max(looked - before[0], 1e-9)
         before = looked, done
@@ -219,14 +219,14 @@ def resume(
     """
     scope = {"org_id": org_id or "", "type": type_name or ""}
     with open_place(shell, data, url, token) as place:
-        before = place.status()
+        before = plain(place.status())
         known = {*before["organizations"], *(each["org_id"] for each in before["pauses"])}
         if org_id and org_id not in known:
             raise click.ClickException(
                 f"nothing was paused: organization {org_id} has no messages and no pause"
             )
         place.resume(**scope)
-        after = place.status()["pauses"]
+        after = plain(place.status())["pauses"]
     was_paused = any(each not in after for each in before["pauses"])
     pauses = [each for each in after if _overlap(each, scope)]
     still = "".join(f"; {scope_text(each['org_id'], each['type'])} is still paused" for each in pauses)

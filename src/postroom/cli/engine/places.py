@@ -1,10 +1,10 @@
 """Where the messages are: in a data folder, or on a server."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -15,178 +15,55 @@ from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.client import EngineClient
-    from postroom.goals.engine import Engine
+    from postroom.goals.engine import BlockingEngine, Engine
 
 
-class Folder:
-    """The messages of a data folder."""
-
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-        self._blocking = engine.blocking
-
-    def submit(self, fields: dict[str, Any]) -> str:
-        return self._blocking.submit(**fields).message_id
-
-    def result(self, message_id: str, timeout_s: float) -> Any:
-        return self._blocking.wait(self._engine.handle(message_id).result(timeout_s=timeout_s))
-
-    def status(self) -> dict[str, Any]:
-        return _builtins(self._blocking.status())
-
-    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
-        return [_builtins(info) for info in self._blocking.agents(org_id)]
-
-    def bounces(self, org_id: str | None, created_by: str | None) -> list[dict[str, Any]]:
-        found = self._blocking.bounces.list(org_id, created_by=created_by)
-        return [_builtins(bounce) for bounce in found]
-
-    def bounces_done(self, keys: Sequence[str]) -> list[str]:
-        return list(self._blocking.bounces.done(*keys))
-
-    def tokens(self) -> dict[str, Any]:
-        return _builtins(self._blocking.tokens.status())
-
-    def explain(self, message_id: str) -> str:
-        return self._blocking.explain(message_id)
-
-    def cancel(self, message_id: str) -> None:
-        self._blocking.cancel(message_id)
-
-    def pause(self, **scope: Any) -> None:
-        self._blocking.pause(**scope)
-
-    def resume(self, **scope: Any) -> None:
-        self._blocking.resume(**scope)
-
-    def dead_letters(self, **filters: Any) -> list[dict[str, Any]]:
-        from postroom.engine.dlq import as_json
-
-        return [as_json(letter) for letter in self._blocking.dlq.list(**filters)]
-
-    def dead_letter(self, message_id: str) -> dict[str, Any]:
-        from postroom.engine.dlq import as_json
-
-        return as_json(self._blocking.dlq.show(message_id))
-
-    def replay(self, message_ids: list[str] | None, **options: Any) -> list[str]:
-        return list(self._blocking.dlq.replay(message_ids, **options))
-
-    def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
-        return list(self._blocking.dlq.purge(message_ids, **options))
-
-    def goals(self) -> list[dict[str, Any]]:
-        return [_builtins(one) for one in self._blocking.wait(self._engine.goals.list())]
-
-    def goal(self, goal_id: str) -> dict[str, Any]:
-        return _builtins(self._blocking.wait(self._engine.goals.status(goal_id)))
-
-    def checkpoints(self, goal_id: str) -> list[dict[str, Any]]:
-        return [_builtins(one) for one in self._blocking.wait(self._engine.goals.checkpoints(goal_id))]
-
-    def decisions(self) -> list[dict[str, Any]]:
-        return [_builtins(one) for one in self._blocking.wait(self._engine.decisions.list())]
-
-    def decision(self, decision_id: str) -> dict[str, Any]:
-        return _builtins(self._blocking.wait(self._engine.decisions.show(decision_id)))
-
-    def answer(self, decision_id: str, choice: str) -> None:
-        self._blocking.wait(self._engine.decisions.answer(decision_id, choice))
-
-    def conflicts(self) -> dict[str, Any]:
-        active = self._blocking.wait(self._engine.conflicts.active())
-        waiting = self._blocking.wait(self._engine.conflicts.waiting())
-        return {
-            "active": [_builtins(one) for one in active],
-            "waiting": [_builtins(one) for one in waiting],
-        }
+Place: TypeAlias = "BlockingEngine | EngineClient"
+"""The messages of a data folder, or of a server. Both have the same verbs."""
 
 
-class Remote:
-    """The messages of a server, over HTTP."""
-
-    def __init__(self, client: "EngineClient") -> None:
-        self._client = client
-
-    def submit(self, fields: dict[str, Any]) -> str:
-        return self._client.submit(**fields)
-
-    def result(self, message_id: str, timeout_s: float) -> Any:
-        return self._client.result(message_id, timeout_s)
-
-    def status(self) -> dict[str, Any]:
-        return self._client.status()
-
-    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
-        return self._client.agents(org_id)
-
-    def bounces(self, org_id: str | None, created_by: str | None) -> list[dict[str, Any]]:
-        return self._client.bounces.list(org_id, created_by=created_by)
-
-    def bounces_done(self, keys: Sequence[str]) -> list[str]:
-        return self._client.bounces.done(*keys)
-
-    def tokens(self) -> dict[str, Any]:
-        return self._client.tokens()
-
-    def explain(self, message_id: str) -> str:
-        return self._client.explain(message_id)
-
-    def cancel(self, message_id: str) -> None:
-        self._client.cancel(message_id)
-
-    def pause(self, **scope: Any) -> None:
-        self._client.pause(**scope)
-
-    def resume(self, **scope: Any) -> None:
-        self._client.resume(**scope)
-
-    def dead_letters(self, **filters: Any) -> list[dict[str, Any]]:
-        return self._client.dlq.list(**filters)
-
-    def dead_letter(self, message_id: str) -> dict[str, Any]:
-        return self._client.dlq.show(message_id)
-
-    def replay(self, message_ids: list[str] | None, **options: Any) -> list[str]:
-        return self._client.dlq.replay(message_ids, **options)
-
-    def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
-        return self._client.dlq.purge(message_ids, **options)
-
-    def goals(self) -> list[dict[str, Any]]:
-        return list(self._client.request("GET", "/engine/goals")["goals"])
-
-    def goal(self, goal_id: str) -> dict[str, Any]:
-        return dict(self._client.request("GET", f"/engine/goals/{_quoted(goal_id)}"))
-
-    def checkpoints(self, goal_id: str) -> list[dict[str, Any]]:
-        answer = self._client.request("GET", f"/engine/goals/{_quoted(goal_id)}/checkpoints")
-        return list(answer["checkpoints"])
-
-    def decisions(self) -> list[dict[str, Any]]:
-        return list(self._client.request("GET", "/engine/decisions")["decisions"])
-
-    def decision(self, decision_id: str) -> dict[str, Any]:
-        return dict(self._client.request("GET", f"/engine/decisions/{_quoted(decision_id)}"))
-
-    def answer(self, decision_id: str, choice: str) -> None:
-        path = f"/engine/decisions/{_quoted(decision_id)}/answer"
-        self._client.request("POST", path, {"choice": choice})
-
-    def conflicts(self) -> dict[str, Any]:
-        return dict(self._client.request("GET", "/engine/conflicts"))
-
-
-def _quoted(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name, safe="")
-
-
-def _builtins(struct: Any) -> dict[str, Any]:
+def plain(answer: Any) -> Any:
+    """An answer of a place as JSON values: a folder gives structs, a server decoded JSON."""
     import msgspec
 
-    return dict(msgspec.to_builtins(struct))
+    return msgspec.to_builtins(answer)
+
+
+# The verbs whose answers differ in more than their types.
+
+
+def submitted(place: Place, fields: dict[str, Any]) -> str:
+    """Submit a message and return its id."""
+    stored = place.submit(**fields)
+    return stored if isinstance(stored, str) else stored.message_id
+
+
+def result_of(place: Place, message_id: str, timeout_s: float) -> Any:
+    """Wait for the result of a message."""
+    from postroom.client import EngineClient
+
+    if isinstance(place, EngineClient):
+        return place.result(message_id, timeout_s)
+    return place.wait(place.of.handle(message_id).result(timeout_s=timeout_s))
+
+
+def token_budgets(place: Place) -> dict[str, Any]:
+    """The token budgets of models."""
+    from postroom.client import EngineClient
+
+    found: dict[str, Any] = plain(
+        place.tokens() if isinstance(place, EngineClient) else place.tokens.status()
+    )
+    return found
+
+
+def conflicts_of(place: Place) -> dict[str, Any]:
+    """The operations that are under way, and the messages that wait for them."""
+    from postroom.client import EngineClient
+
+    if isinstance(place, EngineClient):
+        return place.conflicts()
+    return {"active": plain(place.conflicts.active()), "waiting": plain(place.conflicts.waiting())}
 
 
 # ---- opening -------------------------------------------------------------------------------------------
@@ -201,7 +78,7 @@ def open_place(
     *,
     app: str | None = None,
     create: bool = False,
-) -> Iterator[Folder | Remote]:
+) -> Iterator[Place]:
     data = shell.default_place(data, url, app)
     if data is not None and url is not None:
         raise click.UsageError("--data and --url name two places for the messages: give one of them")
@@ -210,12 +87,12 @@ def open_place(
     if url is None:
         shell.show_warnings()
         with open_engine(shell, data, app, create=create) as engine:
-            yield Folder(engine)
+            yield engine.blocking
         return
     if app is not None:
         raise click.UsageError("--app is not for --url: a server knows its types and rules itself")
     with open_client(url, token) as client:
-        yield Remote(client)
+        yield client
 
 
 def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: bool) -> "Engine":

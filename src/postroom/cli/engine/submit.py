@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import PRIORITY, where_options
-from postroom.cli.engine.places import open_place
+from postroom.cli.engine.places import Place, open_place, result_of, submitted
 from postroom.cli.shell import Shell, parse_wait
 from postroom.cli.tasks.options import read_json
 from postroom.errors import MessageFailed, UnknownType
@@ -64,7 +64,7 @@ def submit(
             shell.output.facts({"message_id": message_id}, message_id)
             return
         try:
-            result = place.result(message_id, wait_s)
+            result = result_of(place, message_id, wait_s)
         except TimeoutError:
             shell.output.facts({"message_id": message_id}, message_id)
             raise click.ClickException(f"message {message_id} has not ended within {wait_s:g} s") from None
@@ -74,9 +74,9 @@ def submit(
         print_result(shell, message_id, result)
 
 
-def _submit(place: Any, fields: dict[str, Any], *, has_app: bool) -> str:
+def _submit(place: Place, fields: dict[str, Any], *, has_app: bool) -> str:
     try:
-        return str(place.submit(fields))
+        return submitted(place, fields)
     except UnknownType as error:
         if has_app:
             raise

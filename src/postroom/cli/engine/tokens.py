@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import where_options
-from postroom.cli.engine.places import open_place
+from postroom.cli.engine.places import open_place, token_budgets
 from postroom.cli.shell import Shell
 
 COLUMNS = ["provider", "model", "limit", "used", "reserved", "free", "borrowed", "resets_in_s", "window"]
@@ -30,7 +30,7 @@ def tokens(shell: Shell, data: Path | None, url: str | None, token: str | None, 
       postroom engine tokens --url http://127.0.0.1:8800 --json | jq .providers
     """
     with open_place(shell, data, url, token, app=app) as place:
-        facts = place.tokens()
+        facts = token_budgets(place)
     if not shell.output.readable:
         shell.output.json_line(facts)
         return
