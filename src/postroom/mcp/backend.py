@@ -10,16 +10,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http import HTTPStatus
 from http.client import HTTPMessage
 from typing import Any, cast
+from urllib.parse import quote
 
 import msgspec
 from starlette.types import Message
 
 from postroom.calls.fields import Role
-from postroom.calls.server import CallerAnswer
+from postroom.calls.server import CallerAnswer, ReadCaller
+from postroom.calls.verb import Verb
 from postroom.client.calls import TIMEOUT_S, HttpClient
 from postroom.client.connections import Call, refusal
 from postroom.core.gate import GATE, refused
-from postroom.errors import NotAllowed, PostroomError
+from postroom.errors import InvalidMessage, NotAllowed, PostroomError, shown
 from postroom.server.access.registry import Identity
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import note_refusal
@@ -58,6 +60,11 @@ class Backend(ABC):
         why = self.refuses(action)
         if why:
             raise NotAllowed(HTTPStatus.FORBIDDEN, why)
+
+    async def ask(self, verb: Verb, *, as_agent: bool = False, wait_s: float = 0.0) -> Any:
+        """The decoded answer to a verb. As `call`."""
+        path, body = verb.target(lambda _, value: quoted(value))
+        return await self.call(verb.route.method, path, body, as_agent=as_agent, wait_s=wait_s)
 
     @abstractmethod
     async def call(
@@ -184,7 +191,7 @@ class RemoteBackend(Backend):
 
     def __init__(self, url: str, token: str, agent: str = "", org: str = "") -> None:
         self._own = HttpClient(url, token)
-        found = self._own.request("GET", "/whoami")
+        found = self._own.call(ReadCaller())
         caller = msgspec.convert(found, CallerAnswer)
         super().__init__(Identity(caller.name, cast("Role", caller.role), org=caller.org), agent, org)
         acting = {"postroom-agent": f"{self.org}/{self.agent}"} if self.is_operator else {}
@@ -195,3 +202,10 @@ class RemoteBackend(Backend):
     ) -> Any:
         client = self._as_agent if as_agent else self._own
         return await asyncio.to_thread(client.request, method, path, body, timeout_s=TIMEOUT_S + wait_s)
+
+
+def quoted(text: str) -> str:
+    """An id or a name as one part of a path."""
+    if "/" in text:  # a server decodes it, and would take the rest as another part of the path
+        raise InvalidMessage(f"an id or a name has no slash, and this one has: {shown(text)}")
+    return quote(text, safe="")

@@ -3,8 +3,8 @@
 import asyncio
 import time
 from contextlib import suppress
-from urllib.parse import quote
 
+from postroom.calls.agents import Beat
 from postroom.errors import PostroomError
 from postroom.mcp.backend import Backend
 
@@ -46,4 +46,4 @@ class Presence:
 
 async def beat(backend: Backend) -> None:
     """Register the agent of a caller, or note that it is alive."""
-    await backend.call("POST", f"/engine/agents/{quote(backend.agent, safe='')}/beat", as_agent=True)
+    await backend.ask(Beat(agent_id=backend.agent), as_agent=True)

@@ -10,16 +10,17 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
-from urllib.parse import quote, urlencode
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
+from postroom.calls import agents, messages, server, tasks
 from postroom.calls.fields import ENQUEUE_MANY_MAX, WAIT_S_MAX
+from postroom.calls.verb import Verb
 from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import GATE
-from postroom.errors import InvalidMessage, UnknownTask, shown
-from postroom.mcp.backend import Backend
+from postroom.errors import InvalidMessage, UnknownTask
+from postroom.mcp.backend import Backend, quoted
 from postroom.mcp.excerpts import Entry, labelled, page
 
 BUDGET_TOKENS = 2_000
@@ -66,10 +67,15 @@ class Tool(NamedTuple):
     name: str
     arguments: type[Arguments]
     run: Run
-    entry: str
-    """Who may use it: its entry in the table of `core.gate`. The routes that it calls have theirs."""
+    verb: type[Verb]
+    """Who may call this verb may use the tool. The other verbs that it calls have their own permissions."""
     is_team: bool = False
     """Whether an agent joins the team by using it."""
+
+    @property
+    def entry(self) -> str:
+        """Its entry in the table of `core.gate`."""
+        return self.verb.route.permission
 
     @property
     def is_read_only(self) -> bool:
@@ -97,13 +103,8 @@ async def send(backend: Backend, given: SendArguments) -> dict[str, Any]:
 
 
 async def _send(backend: Backend, to: str, payload: dict[str, Any], priority: int = 2) -> str:
-    body = {"to": to, "payload": payload, "priority": priority}
-    answer = await backend.call("POST", _own(backend, "messages"), body, as_agent=True)
-    return str(answer["message_id"])
-
-
-def _own(backend: Backend, rest: str) -> str:
-    return f"/engine/agents/{quoted(backend.agent)}/{rest}"
+    sent = agents.Send(agent_id=backend.agent, to=to, payload=payload, priority=priority)
+    return str((await backend.ask(sent, as_agent=True))["message_id"])
 
 
 class InboxArguments(Arguments, frozen=True, kw_only=True):
@@ -134,9 +135,9 @@ async def inbox(backend: Backend, given: InboxArguments) -> dict[str, Any]:
 
 
 async def _lines(backend: Backend, after: str = "") -> list[dict[str, Any]]:
-    """A page of the inbox behind a message, by key."""
-    query = f"inbox?after={after}" if after else "inbox"
-    answer = await backend.call("GET", _own(backend, query), as_agent=True)
+    """A page of the inbox after a message, by key."""
+    asked = agents.ReadInbox(agent_id=backend.agent, after=after or UNSET)
+    answer = await backend.ask(asked, as_agent=True)
     return sorted(answer["messages"], key=lambda line: int(line["key"]))
 
 
@@ -158,8 +159,8 @@ async def _polled(backend: Backend, wait_s: float) -> AsyncGenerator[list[dict[s
 
 async def _done(backend: Backend, keys: Sequence[str]) -> None:
     for start in range(0, len(keys), ENQUEUE_MANY_MAX):
-        body = {"keys": keys[start : start + ENQUEUE_MANY_MAX]}
-        await backend.call("POST", _own(backend, "inbox/done"), body, as_agent=True)
+        some = [*keys[start : start + ENQUEUE_MANY_MAX]]
+        await backend.ask(agents.InboxDone(agent_id=backend.agent, keys=some), as_agent=True)
 
 
 def _entry(line: dict[str, Any]) -> Entry:
@@ -222,8 +223,8 @@ class ReplyArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def reply(backend: Backend, given: ReplyArguments) -> dict[str, Any]:
-    path = f"/engine/messages/{quoted(given.message_id)}"
-    message = (await backend.call("GET", path, as_agent=True))["message"]
+    asked = messages.ShowMessage(message_id=given.message_id)
+    message = (await backend.ask(asked, as_agent=True))["message"]
     is_mine = message.get("type") == "agent_message" and message["payload"].get("to") == backend.agent
     if not is_mine:
         raise InvalidMessage(
@@ -253,7 +254,7 @@ async def wait_for(backend: Backend, given: WaitForArguments) -> dict[str, Any]:
 
 async def _is_question(backend: Backend, message_id: str) -> bool:
     try:
-        info = await backend.call("GET", f"/engine/messages/{quoted(message_id)}", as_agent=True)
+        info = await backend.ask(messages.ShowMessage(message_id=message_id), as_agent=True)
     except UnknownTask:
         return False
     message = info["message"]
@@ -271,14 +272,14 @@ class WhoIsThereArguments(Arguments, frozen=True, kw_only=True):
 
 async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str, Any]:  # noqa: ARG001
     if backend.is_member:
-        await backend.call("POST", _own(backend, "beat"), as_agent=True)
-    answer = await backend.call("GET", "/engine/agents", as_agent=True)
-    agents = [
+        await backend.ask(agents.Beat(agent_id=backend.agent), as_agent=True)
+    answer = await backend.ask(agents.ListAgents(), as_agent=True)
+    known = [
         {"agent": one["agent_id"], "health": _health(one), "silent_s": round(one["silent_s"], 1)}
         for one in answer["agents"]
     ]
     own = {"you": backend.agent, "organization": backend.org, "role": backend.role}
-    return labelled({**own, "agents": agents})
+    return labelled({**own, "agents": known})
 
 
 def _health(agent: dict[str, Any]) -> str:
@@ -306,8 +307,7 @@ class EnqueueArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def enqueue(backend: Backend, given: EnqueueArguments) -> dict[str, Any]:
-    body = _filled(given)
-    answer: dict[str, Any] = await backend.call("POST", "/queue/enqueue", body)
+    answer: dict[str, Any] = await backend.ask(tasks.Enqueue(**_filled(given)))
     return answer
 
 
@@ -323,9 +323,13 @@ class ClaimArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
-    whose = {"agent": given.agent} if given.agent else {}
-    body = {**whose, "wait_s": given.wait_s, "lease_s": given.lease_s, "worker": f"mcp:{backend.agent}"}
-    task = await backend.call("POST", "/queue/next", body, as_agent=True, wait_s=given.wait_s)
+    asked = tasks.Next(
+        agent=given.agent or None,
+        wait_s=given.wait_s,
+        lease_s=given.lease_s,
+        worker=f"mcp:{backend.agent}",
+    )
+    task = await backend.ask(asked, as_agent=True, wait_s=given.wait_s)
     if task is None:
         return {"task": None, "next": "there is no task now: call claim again with wait_s, or inbox"}
     return labelled({"task": {**task, "untrusted": True}})
@@ -340,8 +344,8 @@ class CompleteArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def complete(backend: Backend, given: CompleteArguments) -> dict[str, Any]:
-    body = {"task_id": given.task_id, "lease": given.lease, "decision": given.result}
-    await backend.call("POST", "/queue/complete", body, as_agent=True)
+    done = tasks.Complete(task_id=given.task_id, lease=given.lease, decision=given.result)
+    await backend.ask(done, as_agent=True)
     return {"task_id": given.task_id, "completed": True}
 
 
@@ -358,7 +362,7 @@ class FailArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def fail(backend: Backend, given: FailArguments) -> dict[str, Any]:
-    await backend.call("POST", "/queue/fail", _filled(given), as_agent=True)
+    await backend.ask(tasks.Fail(**_filled(given)), as_agent=True)
     return {"task_id": given.task_id, "failed": True}
 
 
@@ -377,14 +381,15 @@ class PostArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def post(backend: Backend, given: PostArguments) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "type": given.type,
-        "project_id": backend.org,
-        "run_id": backend.agent,
-        "body": given.body,
-        "parents": [given.reply_to] if given.reply_to else [],
-    }
-    answer = await backend.call("POST", f"/bus/{quoted(given.bus)}/messages", body)
+    posted = server.PostToBus(
+        bus=given.bus,
+        type=given.type,
+        project_id=backend.org,
+        run_id=backend.agent,
+        body=given.body,
+        parents=[given.reply_to] if given.reply_to else [],
+    )
+    answer = await backend.ask(posted)
     return {"bus": given.bus, "cursor": answer["msg_id"]}
 
 
@@ -399,8 +404,7 @@ class ReadBusArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
-    query = urlencode({"since": given.cursor, "limit": BUS_PAGE})
-    answer = await backend.call("GET", f"/bus/{quoted(given.bus)}/messages?{query}")
+    answer = await backend.ask(server.ReadBus(bus=given.bus, since=given.cursor, limit=BUS_PAGE))
     entries = [_bus_entry(given.bus, message) for message in answer["messages"]]
     found = page(entries, given.budget_tokens)
     if not entries:
@@ -411,7 +415,7 @@ async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
 
 async def _missing_bus(backend: Backend, bus: str) -> dict[str, Any]:
     """What to say about a bus without messages that does not exist: its name may be a typing error."""
-    buses = (await backend.call("GET", "/bus"))["buses"]
+    buses = (await backend.ask(server.ListBuses()))["buses"]
     if bus in buses:
         return {}
     return {"exists": False, "buses": buses, "next": "there is no such bus: read one of buses, or post first"}
@@ -449,7 +453,7 @@ async def submit(backend: Backend, given: SubmitArguments) -> dict[str, Any]:
     body = _filled(given) | {"type": given.type, "payload": given.payload}
     if backend.is_operator:
         body.setdefault("org_id", backend.org)
-    answer = await backend.call("POST", "/engine/messages", body)
+    answer = await backend.ask(messages.Submit(**body))
     return {**answer, "next": "call wait_for with this id"}
 
 
@@ -474,11 +478,12 @@ async def result(backend: Backend, given: ResultArguments) -> dict[str, Any]:
 
 async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dict[str, Any]:
     """A message of the global queue, or a task."""
-    query = f"{quoted(message_id)}?wait_s={wait_s:.3f}"
+    waited_s = round(wait_s, 3)
     try:
-        found: dict[str, Any] = await backend.call("GET", f"/engine/messages/{query}", wait_s=wait_s)
+        asked = messages.ShowMessage(message_id=message_id, wait_s=waited_s)
+        found: dict[str, Any] = await backend.ask(asked, wait_s=wait_s)
     except UnknownTask:
-        found = await backend.call("GET", f"/tasks/{query}", wait_s=wait_s)
+        found = await backend.ask(tasks.ShowTask(task_id=message_id, wait_s=waited_s), wait_s=wait_s)
     return found
 
 
@@ -489,7 +494,7 @@ class ExplainArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
-    answer = await backend.call("GET", f"/engine/messages/{quoted(given.id)}/explain")
+    answer = await backend.ask(messages.Explain(message_id=given.id))
     return labelled({"id": given.id, "explanation": answer["explanation"]})
 
 
@@ -511,12 +516,12 @@ async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
     query: dict[str, Any] = {"after": given.cursor, "limit": given.limit}
     query |= {"state": given.state} if given.state else {}
     if given.where == "tasks":
-        lines = (await backend.call("GET", f"/tasks?{urlencode(query)}"))["tasks"]
+        lines = (await backend.ask(tasks.FindTasks(**query)))["tasks"]
         cursor = lines[-1]["seq"] if len(lines) == given.limit else 0
         return labelled({"tasks": lines, "cursor": cursor})
     query |= {name: value for name in ("text", "type") if (value := getattr(given, name))}
     query |= {"org_id": backend.org} if backend.is_operator else {}
-    answer = await backend.call("GET", f"/engine/messages?{urlencode(query)}")
+    answer = await backend.ask(messages.FindMessages(**query))
     found: dict[str, Any] = {"messages": answer["messages"], "cursor": answer["next_after"]}
     more = {"next": "there may be more: call search with this cursor"} if answer["next_after"] else {}
     return labelled(found | more)
@@ -536,8 +541,7 @@ class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
 
 
 async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[str, Any]:
-    query = urlencode({**_filled(given), "limit": given.limit})
-    answer = await backend.call("GET", f"/engine/dlq?{query}")
+    answer = await backend.ask(messages.ListLetters(**{**_filled(given), "limit": given.limit}))
     return labelled({"letters": answer["letters"]})
 
 
@@ -564,7 +568,7 @@ async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
     body: dict[str, Any] = {**_filled(given), "dry_run": given.dry_run}
     if not given.message_ids:
         body["limit"] = given.limit
-    answer = await backend.call("POST", "/engine/dlq/replay", body)
+    answer = await backend.ask(messages.Replay(**body))
     found: dict[str, Any] = {"message_ids": answer["message_ids"], "dry_run": given.dry_run}
     return found | ({"next": "call replay with dry_run=false to queue them"} if given.dry_run else {})
 
@@ -572,24 +576,24 @@ async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
 # ---- all tools ---------------------------------------------------------------------------------------
 
 TOOLS: Sequence[Tool] = (
-    Tool("who_is_there", WhoIsThereArguments, who_is_there, "agent.list", is_team=True),
-    Tool("send", SendArguments, send, "agent.send", is_team=True),
-    Tool("inbox", InboxArguments, inbox, "agent.inbox", is_team=True),
-    Tool("ask", AskArguments, ask, "agent.send", is_team=True),
-    Tool("reply", ReplyArguments, reply, "agent.send", is_team=True),
-    Tool("wait_for", WaitForArguments, wait_for, "message.read", is_team=True),
-    Tool("enqueue", EnqueueArguments, enqueue, "task.enqueue"),
-    Tool("claim", ClaimArguments, claim, "task.claim"),
-    Tool("complete", CompleteArguments, complete, "task.settle"),
-    Tool("fail", FailArguments, fail, "task.settle"),
-    Tool("post", PostArguments, post, "bus.post"),
-    Tool("read_bus", ReadBusArguments, read_bus, "bus.read"),
-    Tool("submit", SubmitArguments, submit, "message.submit"),
-    Tool("result", ResultArguments, result, "message.read"),
-    Tool("explain", ExplainArguments, explain, "message.read"),
-    Tool("search", SearchArguments, search, "message.list"),
-    Tool("dead_letters", DeadLettersArguments, dead_letters, "letter.list"),
-    Tool("replay", ReplayArguments, replay, "letter.replay"),
+    Tool("who_is_there", WhoIsThereArguments, who_is_there, agents.ListAgents, is_team=True),
+    Tool("send", SendArguments, send, agents.Send, is_team=True),
+    Tool("inbox", InboxArguments, inbox, agents.ReadInbox, is_team=True),
+    Tool("ask", AskArguments, ask, agents.Send, is_team=True),
+    Tool("reply", ReplyArguments, reply, agents.Send, is_team=True),
+    Tool("wait_for", WaitForArguments, wait_for, messages.ShowMessage, is_team=True),
+    Tool("enqueue", EnqueueArguments, enqueue, tasks.Enqueue),
+    Tool("claim", ClaimArguments, claim, tasks.Next),
+    Tool("complete", CompleteArguments, complete, tasks.Complete),
+    Tool("fail", FailArguments, fail, tasks.Fail),
+    Tool("post", PostArguments, post, server.PostToBus),
+    Tool("read_bus", ReadBusArguments, read_bus, server.ReadBus),
+    Tool("submit", SubmitArguments, submit, messages.Submit),
+    Tool("result", ResultArguments, result, messages.ShowMessage),
+    Tool("explain", ExplainArguments, explain, messages.Explain),
+    Tool("search", SearchArguments, search, messages.FindMessages),
+    Tool("dead_letters", DeadLettersArguments, dead_letters, messages.ListLetters),
+    Tool("replay", ReplayArguments, replay, messages.Replay),
 )
 
 
@@ -625,10 +629,3 @@ def _filled(given: Arguments) -> dict[str, Any]:
         for field in msgspec.structs.fields(given)
         if (value := getattr(given, field.name)) != field.default and value != []
     }
-
-
-def quoted(text: str) -> str:
-    """An id or a name as one part of a path."""
-    if "/" in text:  # a server decodes it, and would take the rest as another part of the path
-        raise InvalidMessage(f"an id or a name has no slash, and this one has: {shown(text)}")
-    return quote(text, safe="")
