@@ -178,6 +178,7 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
         "postroom.calls",
         "postroom.calls.agents",
         "postroom.calls.fields",
+        "postroom.calls.goals",
         "postroom.calls.messages",
         "postroom.calls.tasks",
         "postroom.calls.verb",

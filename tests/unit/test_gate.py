@@ -1,10 +1,11 @@
 """The table of permissions, and that nothing is served without an entry of it."""
 
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 
-from postroom.calls.verb import Route
+from postroom.calls.verb import Route, Verb, get
 from postroom.contracts.mail import service
 from postroom.core.gate import (
     GATE,
@@ -159,8 +160,12 @@ def test_a_page_with_a_route_without_an_entry_does_not_start(monkeypatch: pytest
         PageMount(TasksApp(nullcontext), Redactor)
 
 
+class Peek(Verb, frozen=True, kw_only=True):
+    route: ClassVar[Route] = get("/secrets", "secret.read")
+
+
 def test_a_tool_without_an_entry_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = Tool("peek", Arguments, who_is_there, "secret.read")
+    tool = Tool("peek", Arguments, who_is_there, Peek)
     monkeypatch.setattr(resources, "TOOLS", [tool])
     with pytest.raises(NoEntry, match="peek names"):
         mount(TasksApp(nullcontext))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from postroom.errors import InvalidMessage
+from postroom.mcp.backend import quoted
 from postroom.mcp.excerpts import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Entry, page
-from postroom.mcp.tools import quoted
 
 
 def entry(number: int, body: Any = "hello", sender: str = "bob") -> Entry:

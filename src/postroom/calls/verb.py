@@ -7,7 +7,7 @@ Rule 2: a field whose name stands in the path is a part of the path. The others 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, urlencode
@@ -41,6 +41,11 @@ class Route(NamedTuple):
     """Whether the fields of a POST are its query."""
     streams: bool = False
     """Whether the route can also send an event stream."""
+    engine: str = ""
+    """The method of the engine with the same arguments, such as `pause` or `goals.list`.
+
+    Without a handler of its own the route calls it. `org_id` is then the caller's organization.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,9 +60,11 @@ def get(
     refusals: tuple[int, ...] = READ_REFUSED,
     others: Mapping[int, Any] | None = None,
     streams: bool = False,
+    engine: str = "",
 ) -> Route:
     """A route that reads. `others` are answers with another status than 200."""
-    return Route("GET", path, permission, {200: answers, **(others or {})}, refusals, streams=streams)
+    all_answers = {200: answers, **(others or {})}
+    return Route("GET", path, permission, all_answers, refusals, streams=streams, engine=engine)
 
 
 def post(
@@ -69,10 +76,11 @@ def post(
     bytes_max: int = SMALL_BODY_BYTES_MAX,
     others: Mapping[int, Any] | None = None,
     in_query: bool = False,
+    engine: str = "",
 ) -> Route:
     """A route that changes something."""
     all_answers = {status: answers, **(others or {})}
-    return Route("POST", path, permission, all_answers, refusals, bytes_max, in_query)
+    return Route("POST", path, permission, all_answers, refusals, bytes_max, in_query, engine=engine)
 
 
 def part_of_path(name: str, value: Any) -> str:  # noqa: ARG001 - a client checks the value by its name
@@ -104,6 +112,14 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if is_body:
             return path, given
         return f"{path}?{urlencode(given)}" if given else path, None
+
+
+def engine_verbs(base: type[Verb] = Verb) -> Iterator[type[Verb]]:
+    """All declared verbs that name a method of the engine."""
+    for kind in base.__subclasses__():
+        if "route" in vars(kind) and kind.route.engine:
+            yield kind
+        yield from engine_verbs(kind)
 
 
 def has_body(route: Route, rest: type[msgspec.Struct]) -> bool:

@@ -14,6 +14,7 @@ from postroom.cli.shell import Shell, StoreAddress
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
+    from postroom.calls.verb import Verb
     from postroom.client import EngineClient
     from postroom.goals.engine import BlockingEngine, Engine
 
@@ -27,6 +28,22 @@ def plain(answer: Any) -> Any:
     import msgspec
 
     return msgspec.to_builtins(answer)
+
+
+def call(place: Place, verb: "Verb") -> Any:
+    """The answer to a verb that names a method of the engine, as JSON values."""
+    from operator import attrgetter
+
+    import msgspec
+
+    from postroom.client import EngineClient
+
+    if isinstance(place, EngineClient):
+        return place.call(verb)
+    given = {
+        name: value for name, value in msgspec.structs.asdict(verb).items() if value is not msgspec.UNSET
+    }
+    return plain(attrgetter(verb.route.engine)(place)(**given))
 
 
 # The verbs whose answers differ in more than their types.

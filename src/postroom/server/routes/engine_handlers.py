@@ -7,9 +7,11 @@ Rule 3: writes of requests go to the writer thread, reads to reader threads. No 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from postroom.calls.messages import (
@@ -29,6 +31,7 @@ from postroom.calls.messages import (
     Submit,
     SubmitMany,
 )
+from postroom.calls.verb import Verb
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import Owner, of_organization, permit, visible_org
@@ -515,3 +518,19 @@ def _scoped(server: TaskServer, request: HttpRequest, org_id: str, event: str) -
     call: Resume = request.call
     server.server_log.write(event, agent=request.identity.name, org=org_id, type=call.type)
     return ScopeAnswer(org_id, call.type)
+
+
+async def by_engine(server: TaskServer, request: HttpRequest) -> Any:
+    """Call the method of the engine that a verb names, for the organization of the caller.
+
+    A verb without `org_id` is for operators of all organizations.
+    """
+    call: Verb = request.call
+    identity, permission, own = request.identity, call.route.permission, visible_org(request.identity)
+    fields = {name: value for name, value in msgspec.structs.asdict(call).items() if value is not UNSET}
+    org_id = operated_org(identity, permission, fields.get("org_id") or "")
+    if own is not None and ("org_id" not in fields or not own or org_id != own):
+        raise _not_yours(identity, "does that for its organization only")
+    if "org_id" in fields:
+        fields["org_id"] = org_id
+    return await attrgetter(call.route.engine)(server.engine)(**fields)

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from postroom.calls import agents, goals, messages, server, tasks, tokens
+from postroom.calls.verb import engine_verbs
 from postroom.contracts.tasks.task_views import TaskInfo
 from postroom.core.gate import GATE
 from postroom.engine.dlq import DeadLetter
@@ -25,7 +26,7 @@ from postroom.server.routes import (
     token_handlers,
 )
 
-ROUTES: Sequence[ServedRoute] = (
+_HANDLED: Sequence[ServedRoute] = (
     serve(tasks.Next, task_handlers.claim),
     serve(tasks.Complete, task_handlers.complete),
     serve(tasks.Heartbeat, task_handlers.heartbeat),
@@ -87,6 +88,14 @@ ROUTES: Sequence[ServedRoute] = (
     serve(server.PostToBus, event_streams.append_bus),
     serve(server.RemoveBus, event_streams.remove_bus),
     serve(server.ReadOpenApi, monitoring.openapi),
+)
+
+
+_HANDLED_KINDS = {kind for served in _HANDLED for kind in served.kinds}
+
+ROUTES: Sequence[ServedRoute] = (
+    *_HANDLED,
+    *(serve(verb, engine_handlers.by_engine) for verb in engine_verbs() if verb not in _HANDLED_KINDS),
 )
 
 
