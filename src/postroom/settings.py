@@ -359,15 +359,15 @@ class Setting(msgspec.Struct, frozen=True):
 def described(table: Table) -> tuple[Setting, ...]:
     """The settings of one table, in the order of its fields."""
     hints = get_type_hints(table, include_extras=True)
-    return tuple(_described(field, hints[field.name]) for field in msgspec.structs.fields(table))
-
-
-def _described(field: msgspec.structs.FieldInfo, hint: Any) -> Setting:
-    *of_type, about = hint.__metadata__
-    said = [meta.extra["wants"] for meta in (about, *of_type) if meta.extra] + [_wanted(hint.__origin__)]
-    default = None if field.default is msgspec.NODEFAULT else field.default
-    wants = next(filter(None, said))
-    return Setting(field.name, hint, default, about.extra["env"], wants, about.description)
+    found = []
+    for field in msgspec.structs.fields(table):
+        hint = hints[field.name]
+        *of_type, about = hint.__metadata__
+        said = [meta.extra["wants"] for meta in (about, *of_type) if meta.extra] + [_wanted(hint.__origin__)]
+        default = None if field.default is msgspec.NODEFAULT else field.default
+        wants = next(filter(None, said))
+        found.append(Setting(field.name, hint, default, about.extra["env"], wants, about.description))
+    return tuple(found)
 
 
 def _wanted(kind: Any) -> str:
@@ -383,7 +383,9 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     tables = {} if config is None else _read(config)
     settings = {}
     for field in msgspec.structs.fields(Settings):
-        given = {**tables.get(field.name, {}), **_from_environment(field.type, environ)}
+        set_here = ((setting.key, _one(setting, environ, UNSET)) for setting in described(field.type))
+        in_environment = {key: value for key, value in set_here if value is not UNSET}
+        given = {**tables.get(field.name, {}), **in_environment}
         if field.type is QueueSettings and "root" not in given:
             given["root"] = _default_root(environ)
         settings[field.name] = field.type(**given)
@@ -455,11 +457,6 @@ def xdg_folder(environ: Mapping[str, str], variable: str, below_home: str, refus
     return folder / "postroom"
 
 
-def _from_environment(table: Table, environ: Mapping[str, str]) -> dict[str, Any]:
-    found = ((setting.key, _one(setting, environ, UNSET)) for setting in described(table))
-    return {key: value for key, value in found if value is not UNSET}
-
-
 def _one(setting: Setting, environ: Mapping[str, str], default: object = None) -> Any:
     for variable in setting.variables:
         if text := environ.get(variable):
@@ -488,21 +485,17 @@ def _path(kind: type, value: object) -> Path:
 
 def _read(config: Path) -> dict[str, dict[str, Any]]:
     """The tables of a postroom.toml, with every value checked."""
-    document = _document(config)
+    try:
+        document = tomllib.loads(config.read_text("utf-8"))
+    except OSError as error:
+        raise InvalidSetting(f"cannot read {shown_address(str(config))}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
+        raise InvalidSetting(f"{config} is not TOML: {reason(error)}") from None
     kinds = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     _refuse_unknown(config, document, kinds, "")
     return {
         name: dict(_entries(config, name, table, described(kinds[name]))) for name, table in document.items()
     }
-
-
-def _document(config: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(config.read_text("utf-8"))
-    except OSError as error:
-        raise InvalidSetting(f"cannot read {shown_address(str(config))}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
-        raise InvalidSetting(f"{config} is not TOML: {reason(error)}") from None
 
 
 def _entries(

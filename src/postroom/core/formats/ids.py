@@ -11,6 +11,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from functools import cache, lru_cache
 from hashlib import blake2b
+from uuid import UUID
 from zlib import crc32
 
 import msgspec
@@ -161,7 +162,9 @@ class MessageIds:
     def new(self, number: int, created_us: int) -> str:
         """The id of the record with this number."""
         if created_us < self._sealed_from_us:
-            return _old_uuid(created_us, number, self._old_tag)
+            high = (created_us // 1000 & (1 << 48) - 1) << 16 | _VERSION | self._old_tag >> _TAG_LOW_BITS
+            old = 0b10 << 62 | number << _TAG_LOW_BITS | self._old_tag & _TAG_LOW
+            return str(UUID(int=high << 64 | old))
         begin, low = self._instant(created_us)
         digits = f"{number << _TAG_LOW_BITS ^ low:x}"
         return f"{begin}{digits[:4]}-{digits[4:]}"
@@ -181,10 +184,3 @@ class MessageIds:
             return (low ^ self._instant(at_us)[1] & _LOW) >> _TAG_LOW_BITS
         is_old = high << _TAG_LOW_BITS | low & _TAG_LOW == self._old_tag
         return low >> _TAG_LOW_BITS if is_old and ms * _US_A_MS < self._sealed_from_us else 0
-
-
-def _old_uuid(created_us: int, number: int, tag: int) -> str:
-    high = (created_us // 1000 & (1 << 48) - 1) << 16 | _VERSION | tag >> _TAG_LOW_BITS
-    low = 0b10 << 62 | number << _TAG_LOW_BITS | tag & _TAG_LOW
-    digits = f"{high:016x}{low:016x}"
-    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"

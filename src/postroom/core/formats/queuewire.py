@@ -74,7 +74,15 @@ def decode_line(line: bytes) -> QueueMessage:
     # Exactly the eight standard keys: no optional key is missing, and no reserved key is present.
     if len(message) == _SEED_KEYS and "to" in message and "in_reply_to" in message and "ttl_s" in message:
         return message
-    return _completed(message)
+    message.setdefault("to", None)
+    message.setdefault("in_reply_to", None)
+    message.setdefault("ttl_s", None)
+    message.pop("_body_source", None)  # these are only for postroom to set
+    message.pop("_body_error", None)
+    if not in_side_file(message):
+        message.pop("body_bytes", None)
+        message.pop("body_crc", None)
+    return message
 
 
 def readable(line: bytes) -> QueueMessage | None:
@@ -83,19 +91,6 @@ def readable(line: bytes) -> QueueMessage | None:
         return decode_line(line)
     except UnreadableLine:
         return None
-
-
-def _completed(message: QueueMessage) -> QueueMessage:
-    """Add the optional keys that are missing, and remove the keys that only postroom may set."""
-    message.setdefault("to", None)
-    message.setdefault("in_reply_to", None)
-    message.setdefault("ttl_s", None)
-    message.pop("_body_source", None)
-    message.pop("_body_error", None)
-    if not in_side_file(message):
-        message.pop("body_bytes", None)
-        message.pop("body_crc", None)
-    return message
 
 
 def side_file_mark(msg_id: str) -> str:

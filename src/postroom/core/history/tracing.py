@@ -162,6 +162,17 @@ def _first(events: list[AuditEvent], field: str) -> str:
 
 def _span(events: list[AuditEvent], parent: str, depth: int, start_us: int) -> Span:
     first, last = events[0], events[-1]
+    failures = [
+        FailedAttempt(
+            event.attempt,
+            event.ts_us,
+            event.ts_us - start_us,
+            event.error_type or ("LeaseLapsed" if event.kind == "lease_lapsed" else ""),
+            event.error,
+        )
+        for event in events
+        if event.kind in FAILED
+    ]
     enqueued = next((event.ts_us for event in events if event.kind == "enqueued"), first.ts_us)
     dequeued = next((event.ts_us for event in events if event.kind in ("dequeued", "delivered")), None)
     return Span(
@@ -177,15 +188,10 @@ def _span(events: list[AuditEvent], parent: str, depth: int, start_us: int) -> S
         attempts=max(event.attempt for event in events),
         outcome=_outcome(events),
         error=next((event.error for event in reversed(events) if event.error), ""),
-        failures=[_failure(event, start_us) for event in events if event.kind in FAILED],
+        failures=failures,
         due_us=_due_us(events),
         events=events,
     )
-
-
-def _failure(event: AuditEvent, start_us: int) -> FailedAttempt:
-    error_type = event.error_type or ("LeaseLapsed" if event.kind == "lease_lapsed" else "")
-    return FailedAttempt(event.attempt, event.ts_us, event.ts_us - start_us, error_type, event.error)
 
 
 def _due_us(events: list[AuditEvent]) -> int | None:

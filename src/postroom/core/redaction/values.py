@@ -83,7 +83,11 @@ class JsonValues:
         except json.JSONDecodeError:
             return None
         except ValueError:  # a number that Python does not parse, or that JSON cannot represent
-            lenient = json.loads(text, parse_int=_readable_int, parse_float=_finite)
+            lenient = json.loads(
+                text,
+                parse_int=lambda digits: int(digits) if len(digits) <= INT_DIGITS_MAX else 0,
+                parse_float=lambda digits: number if math.isfinite(number := _float(digits)) else 0.0,
+            )
             return self._written(lenient, work, _encode_any)
         except RecursionError:
             return f'"{DEEP}"'
@@ -251,11 +255,3 @@ def _float(digits: str) -> float:
 
 
 _load = json.JSONDecoder(parse_float=_float).decode
-
-
-def _readable_int(digits: str) -> int:
-    return int(digits) if len(digits) <= INT_DIGITS_MAX else 0
-
-
-def _finite(digits: str) -> float:
-    return number if math.isfinite(number := _float(digits)) else 0.0

@@ -377,7 +377,10 @@ def settle(account: Account, grant: Grant, used: int, *, ran: bool) -> Account:
     debt, lent, lending = account.debt, account.lent, account.lending
     if grant.parts[grant.tier] + grant.parts[SHARED] != grant.tokens:
         lending -= grant.borrowed
-        debt, lent = _with_loans(debt, lent, grant.tier, parts)
+        borrowed = [0 if pool == grant.tier else part for pool, part in enumerate(parts[:TIERS])]
+        debts = [*debt]
+        debts[grant.tier] += sum(borrowed)
+        debt, lent = four(debts), four([a + b for a, b in zip(lent, borrowed, strict=True)])
     u, a, b, c = account.used, account.pool_used, account.pool_reserved, grant.parts
     return Account(
         account.limits, account.next_ns, account.resets, (u[0] + used, u[1] + used, u[2] + ran, u[3] + ran),
@@ -386,15 +389,6 @@ def settle(account: Account, grant: Grant, used: int, *, ran: bool) -> Account:
         (b[0] - c[0], b[1] - c[1], b[2] - c[2], b[3] - c[3], b[4] - c[4]),
         lending, debt, lent, account.short, account.stated, account.blocked_until,
     )  # fmt: skip
-
-
-def _with_loans(debt: Four, lent: Four, tier: int, parts: Five) -> tuple[Four, Four]:
-    debts, loans = [*debt], [*lent]
-    for pool in range(TIERS):
-        if parts[pool] and pool != tier:
-            debts[tier] += parts[pool]
-            loans[pool] += parts[pool]
-    return four(debts), four(loans)
 
 
 def used_parts(grant: Grant, used: int) -> Five:
