@@ -41,43 +41,36 @@ Positive: TypeAlias = Annotated[int, Meta(gt=0)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535, extra={"wants": "a port from 0 to 65535"})]
 
 
-def _about(description: str, *variables: str, wants: str = "") -> Meta:
-    """A setting: the environment variables that set it, of which the first one set wins, and its values.
+def _wants(what: str) -> Meta:
+    """What a setting takes, as errors and the reference say it, where its type does not say it."""
+    return Meta(extra={"wants": what})
 
-    `wants` says what the setting takes, as errors and the reference name it; empty when its type says it.
-    """
-    return Meta(description=description, extra={"env": variables, "wants": wants})
+
+# A setting has its type, its description, and the environment variables that set it: the first one set wins.
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The `[bus]` table."""
 
-    path: Annotated[Path | None, _about("The bus file.", "POSTROOM_BUS")] = None
+    path: Annotated[Path | None, "The bus file.", "POSTROOM_BUS"] = None
     lock_timeout_s: Annotated[
-        Seconds,
-        _about("How long a writer waits for the lock before it gives up.", "POSTROOM_BUS_LOCK_TIMEOUT_S"),
+        Seconds, "How long a writer waits for the lock before it gives up.", "POSTROOM_BUS_LOCK_TIMEOUT_S"
     ] = 10.0
     poll_interval_s: Annotated[
         Seconds,
-        _about(
-            "How often a follower checks the file where the system cannot wake it.",
-            "POSTROOM_BUS_POLL_INTERVAL_S",
-        ),
+        "How often a follower checks the file where the system cannot wake it.",
+        "POSTROOM_BUS_POLL_INTERVAL_S",
     ] = 0.2
     rotate_bytes: Annotated[
         Positive | None,
-        _about(
-            "Archive the file before a write would make it larger than this. Not set: never.",
-            "POSTROOM_BUS_ROTATE_BYTES",
-            wants="a whole number of bytes above 0",
-        ),
+        _wants("a whole number of bytes above 0"),
+        "Archive the file before a write would make it larger than this. Not set: never.",
+        "POSTROOM_BUS_ROTATE_BYTES",
     ] = None
     durability: Annotated[
         Durability,
-        _about(
-            "When an append counts as stored: os (page cache), group (shared fsync), fsync.",
-            "POSTROOM_BUS_DURABILITY",
-        ),
+        "When an append counts as stored: os (page cache), group (shared fsync), fsync.",
+        "POSTROOM_BUS_DURABILITY",
     ] = "os"
 
 
@@ -86,138 +79,110 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     root: Annotated[
         Path,
-        _about(
-            "The folder of the queue. Not set: `$ZOS_HOME/agent-mq`, else "
-            "`$XDG_DATA_HOME/postroom/queue`, else `~/.local/share/postroom/queue`.",
-            "POSTROOM_QUEUE_ROOT",
-            "ZOS_MQ_ROOT",
-        ),
+        "The folder of the queue. Not set: `$ZOS_HOME/agent-mq`, else "
+        "`$XDG_DATA_HOME/postroom/queue`, else `~/.local/share/postroom/queue`.",
+        "POSTROOM_QUEUE_ROOT",
+        "ZOS_MQ_ROOT",
     ]
     session: Annotated[
         str,
-        _about(
-            "The session used when none is given.", "POSTROOM_QUEUE_SESSION", "ZOS_MQ_SESSION", wants="a name"
-        ),
+        _wants("a name"),
+        "The session used when none is given.",
+        "POSTROOM_QUEUE_SESSION",
+        "ZOS_MQ_SESSION",
     ] = DEFAULT_SESSION
     agent_id: Annotated[
         str,
-        _about(
-            "The sender used when none is given.",
-            "POSTROOM_QUEUE_AGENT_ID",
-            "ZOS_MQ_AGENT_ID",
-            wants="a name",
-        ),
+        _wants("a name"),
+        "The sender used when none is given.",
+        "POSTROOM_QUEUE_AGENT_ID",
+        "ZOS_MQ_AGENT_ID",
     ] = DEFAULT_AGENT_ID
     body_threshold: Annotated[
-        Annotated[int, Meta(ge=0)],
-        _about(
-            "Bodies of more UTF-8 bytes than this go to a side file.",
-            "POSTROOM_QUEUE_BODY_THRESHOLD",
-            "ZOS_MQ_BODY_THRESHOLD",
-            wants="a whole number of bytes, 0 or more",
-        ),
+        int,
+        Meta(ge=0),
+        _wants("a whole number of bytes, 0 or more"),
+        "Bodies of more UTF-8 bytes than this go to a side file.",
+        "POSTROOM_QUEUE_BODY_THRESHOLD",
+        "ZOS_MQ_BODY_THRESHOLD",
     ] = DEFAULT_BODY_THRESHOLD
     disabled: Annotated[
         bool,
-        _about(
-            "The kill switch: nothing is sent, polled or expired, and nothing is lost.",
-            "POSTROOM_QUEUE_DISABLED",
-            "ZOS_MQ_DISABLED",
-        ),
+        "The kill switch: nothing is sent, polled or expired, and nothing is lost.",
+        "POSTROOM_QUEUE_DISABLED",
+        "ZOS_MQ_DISABLED",
     ] = False
     durability: Annotated[
         Durability,
-        _about(
-            "When a send counts as stored: os (page cache), group (shared fsync), fsync.",
-            "POSTROOM_QUEUE_DURABILITY",
-        ),
+        "When a send counts as stored: os (page cache), group (shared fsync), fsync.",
+        "POSTROOM_QUEUE_DURABILITY",
     ] = "os"
 
 
 class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The `[audit]` table."""
 
-    folder: Annotated[Path | None, _about("The folder of the audit stream.", "POSTROOM_AUDIT")] = None
+    folder: Annotated[Path | None, "The folder of the audit stream.", "POSTROOM_AUDIT"] = None
     environment: Annotated[
         Environment,
-        _about(
-            "The environment. It selects the redaction: dev none, staging medium, prod full.",
-            "POSTROOM_ENVIRONMENT",
-        ),
+        "The environment. It selects the redaction: dev none, staging medium, prod full.",
+        "POSTROOM_ENVIRONMENT",
     ] = "prod"
     redaction: Annotated[
         Redaction | None,
-        _about(
-            "How much is redacted before an event is written. Not set: chosen by `environment`.",
-            "POSTROOM_AUDIT_REDACTION",
-        ),
+        "How much is redacted before an event is written. Not set: chosen by `environment`.",
+        "POSTROOM_AUDIT_REDACTION",
     ] = None
     patterns: Annotated[
         dict[str, str],
-        _about(
-            "Further redaction rules: a name and a regular expression for each.",
-            wants="a table of names and regular expressions",
-        ),
+        _wants("a table of names and regular expressions"),
+        "Further redaction rules: a name and a regular expression for each.",
     ] = {}
     fields: Annotated[
-        list[str], _about("Further names of fields whose values are redacted.", wants="a list of names")
+        list[str], _wants("a list of names"), "Further names of fields whose values are redacted."
     ] = []
     token_key_file: Annotated[
         Path | None,
-        _about(
-            "A file with a secret. A redacted value is then replaced by a token, the same for "
-            "the same value.",
-            "POSTROOM_AUDIT_TOKEN_KEY_FILE",
-        ),
+        "A file with a secret. A redacted value is then replaced by a token, the same for the same value.",
+        "POSTROOM_AUDIT_TOKEN_KEY_FILE",
     ] = None
     key_file: Annotated[
         Path | None,
-        _about(
-            "The key file of `postroom audit key`. Payloads are then kept unredacted, encrypted.",
-            "POSTROOM_AUDIT_KEY_FILE",
-        ),
+        "The key file of `postroom audit key`. Payloads are then kept unredacted, encrypted.",
+        "POSTROOM_AUDIT_KEY_FILE",
     ] = None
     payloads: Annotated[
-        bool, _about("Whether events include the message bodies, after redaction.", "POSTROOM_AUDIT_PAYLOADS")
+        bool, "Whether events include the message bodies, after redaction.", "POSTROOM_AUDIT_PAYLOADS"
     ] = True
     seal_bytes: Annotated[
-        Annotated[int, Meta(gt=0, le=2**28)],
-        _about(
-            "A segment is sealed before it exceeds this size.",
-            "POSTROOM_AUDIT_SEAL_BYTES",
-            wants="a whole number of bytes up to 268435456",
-        ),
+        int,
+        Meta(gt=0, le=2**28),
+        _wants("a whole number of bytes up to 268435456"),
+        "A segment is sealed before it exceeds this size.",
+        "POSTROOM_AUDIT_SEAL_BYTES",
     ] = 128 * 1024 * 1024
     seal_after_s: Annotated[
         Seconds,
-        _about(
-            "A segment is sealed when its first event was written this long ago.",
-            "POSTROOM_AUDIT_SEAL_AFTER_S",
-        ),
+        "A segment is sealed when its first event was written this long ago.",
+        "POSTROOM_AUDIT_SEAL_AFTER_S",
     ] = 60.0
     publish: Annotated[
         str | None,
-        _about(
-            "Where sealed segments are copied to: any URL that fsspec supports.",
-            "POSTROOM_AUDIT_PUBLISH",
-            wants="a URL",
-        ),
+        _wants("a URL"),
+        "Where sealed segments are copied to: any URL that fsspec supports.",
+        "POSTROOM_AUDIT_PUBLISH",
     ] = None
     backlog_max: Annotated[
         Positive,
-        _about(
-            "How many events of a store may wait to be shipped before new messages are limited.",
-            "POSTROOM_AUDIT_BACKLOG_MAX",
-            wants="a whole number above 0",
-        ),
+        _wants("a whole number above 0"),
+        "How many events of a store may wait to be shipped before new messages are limited.",
+        "POSTROOM_AUDIT_BACKLOG_MAX",
     ] = 1_000_000
     when_behind: Annotated[
         Literal["slow", "refuse"],
-        _about(
-            "What happens to new messages above `backlog_max`: they are slowed down or refused. "
-            "Set it where the shipper runs; the shipper stores it for all clients of the store.",
-            "POSTROOM_AUDIT_WHEN_BEHIND",
-        ),
+        "What happens to new messages above `backlog_max`: they are slowed down or refused. "
+        "Set it where the shipper runs; the shipper stores it for all clients of the store.",
+        "POSTROOM_AUDIT_WHEN_BEHIND",
     ] = "slow"
 
 
@@ -226,89 +191,68 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     data: Annotated[
         Path | None,
-        _about(
-            "The data folder of everything that `postroom up` starts, and of commands without "
-            "`--data` and `--url`. `restore`, `verify`, `mail serve`, `audit`, `engine work` and `engine "
-            "load` do not take it: there `--data` is something else, or changes what the command does.",
-            "POSTROOM_DATA",
-        ),
+        "The data folder of everything that `postroom up` starts, and of commands without "
+        "`--data` and `--url`. `restore`, `verify`, `mail serve`, `audit`, `engine work` and `engine "
+        "load` do not take it: there `--data` is something else, or changes what the command does.",
+        "POSTROOM_DATA",
     ] = None
     host: Annotated[
         str,
-        _about(
-            "The address to listen on. Another one than loopback needs TLS.",
-            "POSTROOM_HOST",
-            wants="a host name or an address",
-        ),
+        _wants("a host name or an address"),
+        "The address to listen on. Another one than loopback needs TLS.",
+        "POSTROOM_HOST",
     ] = "127.0.0.1"
     http_port: Annotated[
         Port,
-        _about(
-            "The port of HTTP: Tasks, Engine, buses and the live page. 0 picks a free one.",
-            "POSTROOM_HTTP_PORT",
-        ),
+        "The port of HTTP: Tasks, Engine, buses and the live page. 0 picks a free one.",
+        "POSTROOM_HTTP_PORT",
     ] = 8800
-    nats_port: Annotated[
-        Port, _about("The port of NATS: Mail. 0 picks a free one.", "POSTROOM_NATS_PORT")
-    ] = 4222
+    nats_port: Annotated[Port, "The port of NATS: Mail. 0 picks a free one.", "POSTROOM_NATS_PORT"] = 4222
     store: Annotated[
         str | None,
-        _about(
-            "The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
-            "queue.db of the data folder.",
-            "POSTROOM_UP_STORE",
-            wants="the address of a store",
-        ),
+        _wants("the address of a store"),
+        "The store of Tasks and Engine, such as postgres://user@host/db. Not set: the file "
+        "queue.db of the data folder.",
+        "POSTROOM_UP_STORE",
     ] = None
-    page: Annotated[bool, _about("Whether HTTP serves the live page.", "POSTROOM_UP_PAGE")] = True
-    mcp: Annotated[bool, _about("Whether HTTP serves MCP at /mcp.", "POSTROOM_UP_MCP")] = True
+    page: Annotated[bool, "Whether HTTP serves the live page.", "POSTROOM_UP_PAGE"] = True
+    mcp: Annotated[bool, "Whether HTTP serves MCP at /mcp.", "POSTROOM_UP_MCP"] = True
     allowed_hosts: Annotated[
         str,
-        _about(
-            "Host names, separated by commas, that the page and MCP accept besides localhost and the "
-            "names of the certificate: the public name of a server behind a proxy.",
-            "POSTROOM_ALLOWED_HOSTS",
-            wants="names with commas between them",
-        ),
+        _wants("names with commas between them"),
+        "Host names, separated by commas, that the page and MCP accept besides localhost and the "
+        "names of the certificate: the public name of a server behind a proxy.",
+        "POSTROOM_ALLOWED_HOSTS",
     ] = ""
-    http: Annotated[
-        bool, _about("Whether Tasks, Engine and buses are served over HTTP.", "POSTROOM_UP_HTTP")
-    ] = True
-    mail: Annotated[bool, _about("Whether Mail is served.", "POSTROOM_MAIL")] = True
-    audit: Annotated[
-        bool, _about("Whether the events are shipped to the audit stream.", "POSTROOM_UP_AUDIT")
-    ] = True
+    http: Annotated[bool, "Whether Tasks, Engine and buses are served over HTTP.", "POSTROOM_UP_HTTP"] = True
+    mail: Annotated[bool, "Whether Mail is served.", "POSTROOM_MAIL"] = True
+    audit: Annotated[bool, "Whether the events are shipped to the audit stream.", "POSTROOM_UP_AUDIT"] = True
     app: Annotated[
         str | None,
-        _about(
-            "An engine as MODULE:NAME. Workers then run its handlers.", "POSTROOM_APP", wants="MODULE:NAME"
-        ),
+        _wants("MODULE:NAME"),
+        "An engine as MODULE:NAME. Workers then run its handlers.",
+        "POSTROOM_APP",
     ] = None
     token_rate: Annotated[
-        Annotated[float, Meta(ge=0, le=RATE_MAX)],
-        _about(
-            "Calls a second that a token without a rate of its own may make, on HTTP and on "
-            "NATS. 0: no limit.",
-            "POSTROOM_TOKEN_RATE",
-            wants=f"a number from 0 to {RATE_MAX:,.0f}",
-        ),
+        float,
+        Meta(ge=0, le=RATE_MAX),
+        _wants(f"a number from 0 to {RATE_MAX:,.0f}"),
+        "Calls a second that a token without a rate of its own may make, on HTTP and on NATS. 0: no limit.",
+        "POSTROOM_TOKEN_RATE",
     ] = 0.0
     page_redaction: Annotated[
         Redaction,
-        _about(
-            "What the live page hides in texts that senders and workers write: none, medium "
-            "(secrets and personal data) or full (all text). `[audit]` may add patterns and fields.",
-            "POSTROOM_PAGE_REDACTION",
-        ),
+        "What the live page hides in texts that senders and workers write: none, medium "
+        "(secrets and personal data) or full (all text). `[audit]` may add patterns and fields.",
+        "POSTROOM_PAGE_REDACTION",
     ] = "medium"
     tls_cert: Annotated[
         Path | None,
-        _about(
-            "The certificate of HTTP and NATS. Without one, both speak in the clear.", "POSTROOM_TLS_CERT"
-        ),
+        "The certificate of HTTP and NATS. Without one, both speak in the clear.",
+        "POSTROOM_TLS_CERT",
     ] = None
     tls_key: Annotated[
-        Path | None, _about("The key of the certificate, if it is in another file.", "POSTROOM_TLS_KEY")
+        Path | None, "The key of the certificate, if it is in another file.", "POSTROOM_TLS_KEY"
     ] = None
 
 
@@ -317,10 +261,8 @@ class EncryptionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     key_file: Annotated[
         Path | None,
-        _about(
-            "The key file of `postroom keys create`. What Tasks, Engine and Mail store is then encrypted.",
-            "POSTROOM_KEY_FILE",
-        ),
+        "The key file of `postroom keys create`. What Tasks, Engine and Mail store is then encrypted.",
+        "POSTROOM_KEY_FILE",
     ] = None
 
 
@@ -362,11 +304,11 @@ def described(table: Table) -> tuple[Setting, ...]:
     found = []
     for field in msgspec.structs.fields(table):
         hint = hints[field.name]
-        *of_type, about = hint.__metadata__
-        said = [meta.extra["wants"] for meta in (about, *of_type) if meta.extra] + [_wanted(hint.__origin__)]
+        said = [meta.extra["wants"] for meta in hint.__metadata__ if isinstance(meta, Meta) and meta.extra]
+        wants = said[-1] if said else _wanted(hint.__origin__)
+        description, *variables = (text for text in hint.__metadata__ if isinstance(text, str))
         default = None if field.default is msgspec.NODEFAULT else field.default
-        wants = next(filter(None, said))
-        found.append(Setting(field.name, hint, default, about.extra["env"], wants, about.description))
+        found.append(Setting(field.name, hint, default, tuple(variables), wants, description))
     return tuple(found)
 
 
