@@ -80,7 +80,7 @@ def branch_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     store = opened(folder / "branch").store
 
     def bare(transaction: Transaction, number: int) -> None:
-        transaction.put_cell("bench", f"n{number}", b'{"name":"a fact","value":1}')
+        transaction.cells.put("bench", f"n{number}", b'{"name":"a fact","value":1}')
 
     def staged(transaction: Transaction, number: int) -> None:
         branches.write(transaction, GOAL, f"n{number}", PROPERTIES, replaces=True)
@@ -102,7 +102,7 @@ def branch_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
     reads = compare(
         lambda: read(lambda transaction, number: branches.branch_node(transaction, GOAL, f"n{number}")),
-        lambda: read(lambda transaction, number: transaction.cell("bench", f"n{number}")),
+        lambda: read(lambda transaction, number: transaction.cells.get("bench", f"n{number}")),
     )
     yield Figure(
         "read of a branch", reads.ours * US_PER_S, "us", "one cell of the ledger", reads.ratio,
@@ -138,7 +138,7 @@ def checkpoint_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     store = opened(folder / "checkpoint").store
 
     def plain(transaction: Transaction, number: int) -> None:
-        transaction.put_cell("bench", f"n{number}", b"1")
+        transaction.cells.put("bench", f"n{number}", b"1")
 
     def checkpoint(transaction: Transaction, _: int) -> None:
         goal = STATES.get(transaction, GOAL)

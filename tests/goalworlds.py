@@ -79,7 +79,7 @@ def nothing(*_: Any) -> None:
 
 
 def cells_of(transaction: Transaction, kind: str) -> list[tuple[str, bytes]]:
-    return transaction.cells(kind)
+    return transaction.cells.page(kind)
 
 
 def reasons(world: EngineUnderTest, goal_id: Any = "g") -> Any:

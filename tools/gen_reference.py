@@ -365,7 +365,9 @@ LAYER_MEANINGS = {
 """Every module of the import contract has its words here."""
 
 SEAMS = (
-    ("Store", "stores/base.py", "Ledger"),
+    ("Store", "stores/base.py", "Records"),
+    ("", "stores/base.py", "Events"),
+    ("", "stores/base.py", "Cells"),
     ("", "stores/base.py", "Lanes"),
     ("", "stores/store.py", "Store"),
     ("Log", "logs/appendfile.py", "AppendFile"),

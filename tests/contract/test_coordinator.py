@@ -534,18 +534,19 @@ class Reading:
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
+        self.cells = self
         self.size = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transaction, name)
 
-    def cell(self, kind: str, key: str) -> bytes | None:
-        value = self._transaction.cell(kind, key)
+    def get(self, kind: str, key: str) -> bytes | None:
+        value = self._transaction.cells.get(kind, key)
         self.size += len(value or b"")
         return value
 
-    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        found = self._transaction.cells(kind, after, limit)
+    def page(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        found = self._transaction.cells.page(kind, after, limit)
         self.size += sum(len(value) for _, value in found)
         return found
 
@@ -713,7 +714,7 @@ def test_a_damaged_answer_ends_with_an_error_and_holds_up_no_other_agent(url: st
             parts = [await anext(stream) for _ in range(3)]
             assert parts[-1].type == "stream_chunk"
             *_, (key, _) = engine.store.read(PARTS.all)
-            engine.store.write(lambda transaction: transaction.put_cell(PARTS.name, key, b"[{"))
+            engine.store.write(lambda transaction: transaction.cells.put(PARTS.name, key, b"[{"))
             again = await coordinator.register("a", "acme")
             async with asyncio.timeout(HANG_GUARD_S):
                 damaged = [part async for part in again.resume()][-1]
@@ -738,7 +739,7 @@ def test_a_damaged_answer_bounces_like_others(url: str) -> None:
             *_, (key, _) = engine.store.read(PARTS.all)
 
             def damage(transaction: Transaction) -> None:
-                transaction.put_cell(PARTS.name, key, b"[{")
+                transaction.cells.put(PARTS.name, key, b"[{")
                 bounce(AgentOperations(transaction, engine.policy), "acme", "gone", handle.message_id, "late")
 
             engine.store.write(damage)

@@ -167,10 +167,10 @@ def test_no_byte_of_a_store_shows_what_messages_say(place: tuple[str, Path], key
     events = store.events(0, 10_000)
     assert [event for event in events if MARKER in event.error]
     kinds = store.read(
-        lambda t: [kind for kind, _ in ((k, t.cells(k)) for k in t.kinds()) if MARKER in str(_)]
+        lambda t: [kind for kind, _ in ((k, t.cells.page(k)) for k in t.cells.kinds()) if MARKER in str(_)]
     )
     assert {"engine.body", "engine.effect", "goal.context", "graph.node", "graph.staged"} <= {*kinds}
-    assert MARKER in str(store.read(lambda t: t.cells(CHUNKS)))
+    assert MARKER in str(store.read(lambda t: t.cells.page(CHUNKS)))
     check_consistency(store)
     assert store.count_keys().keys() == {Encryption(keys).current}
     store.close()
@@ -251,7 +251,7 @@ def test_encryption_of_an_existing_store_leaves_no_plain_byte(tmp_path: Path, ke
         ids = [tasks.enqueue(agent="a", payload={"text": MARKER}, idempotency_key=f"k{n}") for n in range(50)]
         for one in tasks.claim(agent="a", worker="w", limit=20):
             tasks.fail(one.task_id, one.lease, MARKER)
-        tasks.store.write(lambda t: t.forget(t.find(ByIds(tuple(ids[40:])))))
+        tasks.store.write(lambda t: t.records.forget(t.records.find(ByIds(tuple(ids[40:])))))
     assert holds(tmp_path / "data")
     store = open_store(url, key_file=keys)
     progress = converted(store)
@@ -279,7 +279,7 @@ def test_swapped_ciphertexts_are_detected_and_quarantined(tmp_path: Path, keys: 
     with Tasks.open(f"sqlite:///{path}", key_file=keys) as tasks:
         with pytest.raises(UnreadableValue, match="were changed, or belong to another record"):
             tasks.get(other)
-        shown = tasks.store.read(lambda t: t.payloads([first, other]))
+        shown = tasks.store.read(lambda t: t.records.payloads([first, other]))
         assert shown == {first: b'{"n":0}', other: b'"[cannot be decrypted]"'}
         claimed = tasks.claim(agent="a", worker="w", limit=1)
         claimed += tasks.claim(agent="a", worker="w", limit=9)
@@ -307,7 +307,7 @@ def test_a_value_in_another_place_cannot_be_read(
     path = tmp_path / "queue.db"
     with Tasks.open(f"sqlite:///{path}", key_file=keys) as tasks:
         task_id = tasks.enqueue(agent="a", payload={"n": 1})
-        tasks.store.write(lambda t: t.put_cell("note", "a", b"text"))
+        tasks.store.write(lambda t: t.cells.put("note", "a", b"text"))
         [one] = tasks.claim(agent="a", worker="w")
         tasks.complete(one.task_id, one.lease, {})
         look(tasks, task_id)
@@ -328,7 +328,7 @@ def test_events_in_another_place_are_replaced_by_alerts(tmp_path: Path, keys: Pa
 
 
 def note(transaction: Any) -> object:
-    return transaction.cells("note")
+    return transaction.cells.page("note")
 
 
 # ---- rotation --------------------------------------------------------------------------------------

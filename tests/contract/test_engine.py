@@ -236,14 +236,14 @@ def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -
         sizes.append(len(message.payload["text"]))
 
     handles = [world.submit(payload={"text": "x" * 5_000}) for _ in range(2)]
-    cells = world.engine.store.read(lambda transaction: transaction.cells("engine.body"))
+    cells = world.engine.store.read(lambda transaction: transaction.cells.page("engine.body"))
     assert len(cells) == 1
     world.run_all()
     assert sizes == [5_000, 5_000]
     assert world.wait(world.engine.get(handles[0].message_id)).message["payload"] == {"text": "x" * 5_000}
     world.clock.advance(8 * DAY_S)
     world.wait(world.engine._core.purge())
-    assert not world.engine.store.read(lambda transaction: transaction.cells("engine.body"))
+    assert not world.engine.store.read(lambda transaction: transaction.cells.page("engine.body"))
 
 
 # ---- keys ------------------------------------------------------------------------------------------
@@ -988,7 +988,7 @@ def test_organizations_that_are_idle_cost_a_submit_nothing(
     world.complete(world.claim(4))
     world.submit(priority=1, org_id="small")
     world.submit_many(8, priority=1, org_id="flood")
-    kind = type(world.engine.store.write(lambda transaction: transaction))
+    kind = type(world.engine.store.write(lambda transaction: transaction.lanes))
 
     def scan(_self: object) -> None:
         raise AssertionError("a submit reads the queues of all organizations")

@@ -350,7 +350,7 @@ def test_a_server_killed_in_the_middle_of_a_merge_has_all_of_it_or_nothing(
     commit = _FalkorCells.commit
 
     def killed(cells: Any, expected: int) -> bool:
-        if not cells.changes.keys() & {(branches.BRANCHES.name, "g")}:
+        if not cells.written.keys() & {(branches.BRANCHES.name, "g")}:
             return commit(cells, expected)
         monkeypatch.undo()
         if point == "after the commit":

@@ -18,7 +18,7 @@ LARGE = {"pages": ["x" * 1_000 for _ in range(200)], "session": {"é": None}}
 
 
 def bodies(world: EngineUnderTest) -> int:
-    return len(world.engine.store.read(lambda transaction: transaction.cells("engine.body")))
+    return len(world.engine.store.read(lambda transaction: transaction.cells.page("engine.body")))
 
 
 def test_a_large_context_is_stored_once_and_given_to_every_handler(opened: Opened) -> None:

@@ -70,14 +70,14 @@ def test_cells_whose_keys_are_empty_or_have_nul_are_moved(tmp_path: Path, databa
     cells = [(f"a{character}", character.encode()) for character in ("\0", "\x01")]
     cells.append(("", b"as the position of the shipper"))
     with closing(open_store(source)) as store:
-        store.write(lambda transaction: [transaction.put_cell("k", key, value) for key, value in cells])
+        store.write(lambda transaction: [transaction.cells.put("k", key, value) for key, value in cells])
     assert move_store(source, database)["cells"] == len(cells)
     with closing(open_store(database)) as store:
         assert {key: store.read(partial(cell_of, key)) for key, _ in cells} == dict(cells)
 
 
 def cell_of(key: str, transaction: Transaction) -> bytes | None:
-    return transaction.cell("k", key)
+    return transaction.cells.get("k", key)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError
 from postroom.message import Durability, Envelope, Event, Record, State, Step
-from postroom.stores.base import LANES, ByIds, Limits, Listing
+from postroom.stores.base import LANES, ByIds, Lanes, Limits, Listing, Records
 from postroom.stores.sqlite import store as sqlite
+from postroom.stores.sqlite.ledger import SqliteLedger
+from postroom.stores.sqlite.parts import SqliteLanes, SqliteRecords
 from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.sqlite.transaction import SqliteTransaction
 from postroom.stores.transaction import Claim, Decide, Transaction
@@ -29,6 +31,21 @@ Work = Callable[[Transaction], Any]
 Seen = tuple[Any, list[Record], list[Any], list[Event], Any, Any]
 
 
+class GeneralRecords(SqliteRecords):
+    payloads = Records.payloads
+    heads = Records.heads
+
+
+class GeneralLanes(SqliteLanes):
+    active = Lanes.active
+    oldest = Lanes.oldest
+    total = Lanes.total
+    depths = Lanes.depths
+    count_active = Lanes.count_active
+    active_depths = Lanes.active_depths
+    has_overdue = Lanes.has_overdue
+
+
 class General(SqliteTransaction):
     """SQLite without its native verbs."""
 
@@ -36,15 +53,11 @@ class General(SqliteTransaction):
     claim = Transaction.claim
     complete = Transaction.complete
     lease = Transaction.lease
-    active = Transaction.active
-    oldest = Transaction.oldest
-    total = Transaction.total
-    depths = Transaction.depths
-    count_active = Transaction.count_active
-    active_depths = Transaction.active_depths
-    put_back = Transaction.put_back
-    heads = Transaction.heads
-    has_overdue = Transaction.has_overdue
+    note = Transaction.note
+
+    def __init__(self, ledger: SqliteLedger) -> None:
+        super().__init__(ledger)
+        self.records, self.lanes = GeneralRecords(ledger), GeneralLanes(ledger)
 
 
 def run(
@@ -99,7 +112,9 @@ def completing(*ids: str, result: bytes = b"1", shift: int = 0) -> Work:
     """Complete leased records under their tokens, or under others."""
 
     def work(transaction: Transaction) -> None:
-        leases = {record.message_id: record.lease for record in transaction.find(Listing(limit=1_000))}
+        leases = {
+            record.message_id: record.lease for record in transaction.records.find(Listing(limit=1_000))
+        }
         transaction.complete({each: (leases.get(each, 1) + shift, result) for each in ids})
 
     return work
@@ -350,17 +365,17 @@ def leasing(*lanes: int, limit: int = 10, promoted_to: int | None = None) -> Wor
 
 def looking(transaction: Transaction) -> Any:
     """What a claim of an engine asks for."""
-    active = [sorted(transaction.active(lane, "", 10)) for lane in range(LANES)]
-    oldest = [transaction.oldest(lane) for lane in range(LANES)]  # of several, any one
-    ids = [record.message_id for record in transaction.find(Listing(limit=100))]
-    heads = [*transaction.heads([*ids[::-1], "nobody"]), *transaction.heads(ids)]
+    active = [sorted(transaction.lanes.active(lane, "", 10)) for lane in range(LANES)]
+    oldest = [transaction.lanes.oldest(lane) for lane in range(LANES)]  # of several, any one
+    ids = [record.message_id for record in transaction.records.find(Listing(limit=100))]
+    heads = [*transaction.records.heads([*ids[::-1], "nobody"]), *transaction.records.heads(ids)]
     ages = [None if record is None else record.ready_at for record in oldest]
-    return active, ages, heads, transaction.total()
+    return active, ages, heads, transaction.lanes.total()
 
 
 def everything(transaction: Transaction) -> None:
     """Complete every leased record."""
-    leased = transaction.find(Listing(state="PROCESSING", limit=1_000))
+    leased = transaction.records.find(Listing(state="PROCESSING", limit=1_000))
     transaction.complete({record.message_id: (record.lease, b"1") for record in leased})
 
 
@@ -396,7 +411,7 @@ def test_id_of_another_store_or_time_is_unknown(both: Callable[..., Seen]) -> No
     ids = (accepted.message_id, accepted.message_id.upper(), other_time, other_store)
 
     def known(transaction: Transaction) -> list[bool]:
-        return [transaction.record(each) is not None for each in ids]
+        return [transaction.records.get(each) is not None for each in ids]
 
     found = both(inserting(message("org:a")), known)[0][-1]
     assert found == [True, False, False, False]

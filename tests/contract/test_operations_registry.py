@@ -10,7 +10,7 @@ from postroom import Advice, Adviser
 from postroom.engine.rules.cells import PAGE
 from postroom.errors import InvalidMessage
 from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
-from postroom.stores.memory import MemoryTransaction
+from postroom.stores.memory import MemoryCells
 from tests.engines import EngineUnderTest
 from tests.goalworlds import Opened, opened_engines
 from tests.postgresserver import database, postgres, store_url
@@ -251,14 +251,14 @@ def test_a_check_reads_only_operations_near_its_own(monkeypatch: pytest.MonkeyPa
     for target in ("a", "z"):
         submit(world, target)
     rows: list[int] = []
-    cells = MemoryTransaction.cells
+    page = MemoryCells.page
 
     def counted(self: Any, kind: str, after: str = "", limit: int = 1_000) -> Any:
-        found = cells(self, kind, after, limit)
+        found = page(self, kind, after, limit)
         rows.append(len(found) if kind == ACTIVE_ON.name else 0)
         return found
 
-    monkeypatch.setattr(MemoryTransaction, "cells", counted)
+    monkeypatch.setattr(MemoryCells, "page", counted)
     assert len(world.claim(2)) == 2
     assert sum(rows) <= 2 * PAGE
     world.close()

@@ -85,7 +85,7 @@ def test_a_damaged_row_of_events_is_kept_and_readers_go_on(database: str) -> Non
         assert found[:2] + found[4:] == before[:2] + before[4:]
         assert abs(found[2].ts_us - before[2].ts_us) < 60_000_000
         store.write(lambda transaction: quarantine_events(transaction, found))
-        [(key, batch)] = store.read(lambda transaction: transaction.cells(QUARANTINE))
+        [(key, batch)] = store.read(lambda transaction: transaction.cells.page(QUARANTINE))
         assert (int(key), batch) == (found[2].detail["row"], b"[\xff")
 
 
@@ -231,9 +231,9 @@ def test_partitions_of_past_months_are_dropped_with_their_events(database: str) 
     sql(database, "UPDATE S.events SET at = '2020-01-05'")
     insert(store, 2)
     newest = store.newest_event()
-    store.write(lambda transaction: transaction.forget((), 5))  # one of them is still needed
+    store.write(lambda transaction: transaction.events.forget(5))  # one of them is still needed
     assert sql(database, "SELECT count(*) FROM S.events_202001") == [(1,)]
-    store.write(lambda transaction: transaction.forget((), 6))
+    store.write(lambda transaction: transaction.events.forget(6))
     assert sql(database, "SELECT to_regclass('S.events_202001')") == [(None,)]
     assert [event.seq for event in store.events()] == list(range(7, newest + 1))
     store.close()
@@ -246,11 +246,11 @@ def test_counters_are_folded_and_stay_right(database: str, monkeypatch: pytest.M
         insert(store, 2, queue="org:acme")
     assert sql(database, "SELECT count(*) FROM S.count_changes") == [(1,)]
     assert sql(database, "SELECT n FROM S.counts WHERE queue = ''") == [(12,)]
-    assert store.read(lambda transaction: transaction.total()) == {"P2": 14}
+    assert store.read(lambda transaction: transaction.lanes.total()) == {"P2": 14}
     check_consistency(store)
     for queue in ("org:acme", "org:b"):  # counters that are folded, in part folded, and not folded
         insert(store, 1, queue=queue)
-        assert store.read(lambda transaction: transaction.count_active()) == 1 + (queue == "org:b")
+        assert store.read(lambda transaction: transaction.lanes.count_active()) == 1 + (queue == "org:b")
     store.close()
 
 
@@ -286,11 +286,11 @@ def test_nodes_of_an_unreleased_version_are_refused_and_kept(
     first = {1: postgres_connection.migrations(database.partition("?schema=")[2])[1]}
     with closing(PostgresStore(database)) as old, closing(PostgresStore(database)) as new:
         monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: first)
-        old.write(lambda transaction: transaction.put_cell("graph.main", "node", b"{}"))
+        old.write(lambda transaction: transaction.cells.put("graph.main", "node", b"{}"))
         monkeypatch.undo()
         with pytest.raises(StoreDamaged, match="knowledge graph is that of an unreleased version"):
             new.identity()
-        old.write(lambda transaction: transaction.put_cell("graph.main", "other", b"{}"))
+        old.write(lambda transaction: transaction.cells.put("graph.main", "other", b"{}"))
     assert sql(database, "SELECT count(*), (SELECT max(version) FROM S.migrations) FROM S.cells") == [(2, 1)]
 
 
@@ -311,18 +311,18 @@ def test_clients_of_an_upgraded_store_know_numbers_up_to_the_newest_one(database
 def test_pages_of_cells_show_each_key_once_also_keys_with_nul(database: str) -> None:
     keys = [f"a{character}" for character in ("\0", "\x01", "\x19", "\x1a", "\x1b", "b")]
     with closing(PostgresStore(database)) as store:
-        store.write(lambda transaction: [transaction.put_cell("k", key, b"1") for key in keys[::2]])
+        store.write(lambda transaction: [transaction.cells.put("k", key, b"1") for key in keys[::2]])
 
         def pages(transaction: Transaction) -> list[str]:
             for key in keys[1::2]:
-                transaction.put_cell("k", key, b"2")
+                transaction.cells.put("k", key, b"2")
             found: list[str] = []
-            while page := transaction.cells("k", found[-1] if found else "", 2):
+            while page := transaction.cells.page("k", found[-1] if found else "", 2):
                 found += [key for key, _ in page]
             return found
 
         assert sorted(store.write(pages)) == keys
-        assert [key for key, _ in store.read(lambda transaction: transaction.cells("k"))] == store.write(
+        assert [key for key, _ in store.read(lambda transaction: transaction.cells.page("k"))] == store.write(
             pages
         )
 
@@ -350,7 +350,7 @@ def test_connection_in_use_is_closed_after_the_store(database: str) -> None:
     found: list[Any] = []
 
     def look(transaction: Transaction) -> None:
-        found.append(transaction.depth("a"))
+        found.append(transaction.lanes.depth("a"))
         begun.set()
         go_on.wait(HANG_GUARD_S)
 

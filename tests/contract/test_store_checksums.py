@@ -33,9 +33,9 @@ UNCHECKED = (
 
 
 def put_cells(transaction: Transaction) -> None:
-    transaction.put_cell("note", "a", b"the first words")
-    transaction.put_cell("note", "a", b"other words of a cell")
-    transaction.put_cell(CHUNKS, "a", b"words of a chunk")
+    transaction.cells.put("note", "a", b"the first words")
+    transaction.cells.put("note", "a", b"other words of a cell")
+    transaction.cells.put(CHUNKS, "a", b"words of a chunk")
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,10 @@ from postroom.errors import (
 from postroom.message import Durability, Envelope
 from postroom.stores.base import ByIds, Limits, Listing
 from postroom.stores.event_runs import IMPLIED_MAX, UNREADABLE
+from postroom.stores.purge import purge_events, purge_tasks
 from postroom.stores.sqlite import ledger
 from postroom.stores.sqlite import store as sqlite
-from postroom.stores.sqlite import transaction as sqlite_transaction
+from postroom.stores.sqlite.parts import listing_query
 from postroom.stores.sqlite.sql import queries
 from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
@@ -84,11 +85,11 @@ def test_a_long_read_holds_up_no_other_read(path: Path) -> None:
     def long(transaction: Transaction) -> int:
         has_begun.set()
         assert may_end.wait(HANG_GUARD_S)
-        return transaction.newest_event()
+        return transaction.events.newest()
 
     begun = in_background(lambda: store.read(long))
     assert has_begun.wait(HANG_GUARD_S)
-    other = in_background(lambda: store.read(lambda transaction: transaction.newest_event()))
+    other = in_background(lambda: store.read(lambda transaction: transaction.events.newest()))
     other.join(HANG_GUARD_S)
     assert not other.is_alive()
     may_end.set()
@@ -276,7 +277,7 @@ def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteS
     def work(transaction: Transaction) -> None:
         transaction.insert([Envelope(queue="gone", payload=b"1", message_id="x")])
         transaction.claim(Claim("gone", "w", 1, NANOS_PER_S))
-        transaction.find(ByIds(("x",)))
+        transaction.records.find(ByIds(("x",)))
         transaction.claim(Claim("gone", "w", 1, NANOS_PER_S))
         fails()
 
@@ -318,7 +319,7 @@ def test_counters_stay_correct_after_their_events_are_purged(
     other = SqliteStore(path)
     for _ in range(40):
         insert(other, b"1")
-    other.write(lambda transaction: transaction.purge_events(10**9, 10**18, 1_000))
+    other.write(lambda transaction: purge_events(transaction, 10**9, 10**18, 1_000))
     left = other.events()
     assert left[0].seq > 20
     assert left[-1].seq == 82
@@ -521,12 +522,12 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "expiring": (queries.EXPIRING, (0, 1)),
     "by name": (queries.BY_NAME, ("x",)),
     "by number": (queries.BY_SEQ, (1,)),
-    "by state": ledger._listing(Listing(state="DEAD_LETTER"), 0),
-    "by queue and state": ledger._listing(Listing("q", "DEAD_LETTER"), 1),
-    "newest": ledger._listing(Listing("q", before=9), 1),
-    "newest waiting": ledger._listing(Listing("q", "QUEUED", before=9), 1),
-    "newest delayed": ledger._listing(Listing("q", "SCHEDULED", before=9), 1),
-    "newest dead": ledger._listing(Listing("q", "DEAD_LETTER", before=9), 1),
+    "by state": listing_query(Listing(state="DEAD_LETTER"), 0),
+    "by queue and state": listing_query(Listing("q", "DEAD_LETTER"), 1),
+    "newest": listing_query(Listing("q", before=9), 1),
+    "newest waiting": listing_query(Listing("q", "QUEUED", before=9), 1),
+    "newest delayed": listing_query(Listing("q", "SCHEDULED", before=9), 1),
+    "newest dead": listing_query(Listing("q", "DEAD_LETTER", before=9), 1),
     "counts": (queries.COUNTS_AFTER, (1,)),
     "implied": (queries.IMPLIED, (1, 9)),
     "cell": (queries.CELL, ("key", "k")),
@@ -548,7 +549,7 @@ def test_a_hot_query_uses_an_index_and_does_not_sort(store: SqliteStore, name: s
 
 # ---- many at once, in one statement ----------------------------------------------------------------
 
-LONG = sqlite_transaction.ALIKE_PAYLOAD_BYTES_MAX + 1
+LONG = ledger.ALIKE_PAYLOAD_BYTES_MAX + 1
 MIXED = [
     *(Envelope(queue="q", payload=b"%d" % number) for number in range(5)),
     *(Envelope(queue="q", payload=b"later", delay_ns=NANOS_PER_S) for _ in range(3)),
@@ -589,7 +590,7 @@ def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
 def test_unlike_messages_of_a_batch_are_stored_as_memory_stores_them(
     path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr(sqlite_transaction, "ALIKE_ROWS_MAX", rows)
+    monkeypatch.setattr(ledger, "ALIKE_ROWS_MAX", rows)
     ours, model = both(path, lambda transaction: transaction.insert(MIXED))
     assert ours == model
 
@@ -654,7 +655,7 @@ def test_on_a_full_disk_tasks_can_be_completed_and_nothing_is_lost(small_disk: P
     store.write(lambda t: t.apply(ByIds((names[39],)), lifecycle.cancel), makes_room=True)
     clock.advance(10)
     keep_us = dict.fromkeys(lifecycle.ENDED, 0)
-    store.write(lambda t: t.purge(0, keep_us, 5), makes_room=True)
+    store.write(lambda t: purge_tasks(t, 0, keep_us, 5), makes_room=True)
     with pytest.raises(WriteFailed, match="No space left"):
         insert(store, b"x" * 3_000)
     another = SqliteStore(
@@ -999,8 +1000,8 @@ def check_events(store: SqliteStore, path: Path) -> None:
     other = SqliteStore(path)
     assert other.events(limit=10_000) == everything
     assert other.count() == store.count()
-    assert other.write(lambda transaction: transaction.depth("q")) == store.write(
-        lambda transaction: transaction.depth("q")
+    assert other.write(lambda transaction: transaction.lanes.depth("q")) == store.write(
+        lambda transaction: transaction.lanes.depth("q")
     )
     other.close()
 
@@ -1058,7 +1059,7 @@ def test_two_handles_alternate_with_implied_events(store: SqliteStore, path: Pat
                 claim(handle, 2)
             assert (
                 handle.count()["q"]["QUEUED"]
-                == handle.write(lambda transaction: transaction.depth("q"))["P2"]
+                == handle.write(lambda transaction: transaction.lanes.depth("q"))["P2"]
             )
     check_events(store, path)
     other.close()
@@ -1080,7 +1081,7 @@ def test_implied_records_are_counted_after_an_interrupted_commit(store: SqliteSt
 def test_records_forgotten_without_an_event_are_counted_once(store: SqliteStore, path: Path) -> None:
     for _ in range(3):
         insert(store, b"1")
-    store.write(lambda transaction: transaction.forget(transaction.find(Listing(limit=1))))
+    store.write(lambda transaction: transaction.records.forget(transaction.records.find(Listing(limit=1))))
     assert store.count() == {"q": {"QUEUED": 2}}
     insert(store, b"1")
     claim(store, 1)
@@ -1115,13 +1116,13 @@ def test_records_between_those_of_a_range_are_left_alone(path: Path) -> None:
 
 def test_a_transaction_sees_its_own_cells_and_writes_new_records_together(store: SqliteStore) -> None:
     def work(transaction: Transaction) -> list[Any]:
-        seen: list[Any] = [transaction.cell("kind", "a"), transaction.cells("kind")]
+        seen: list[Any] = [transaction.cells.get("kind", "a"), transaction.cells.page("kind")]
         for payload in (b"1", b"2"):
             transaction.insert([Envelope(queue="q", payload=payload)])
-            transaction.put_cell("kind", "a", payload)
-            seen += [transaction.cell("kind", "a"), transaction.cells("kind")]
-        transaction.put_cell("kind", "a", None)
-        return [*seen, transaction.cell("kind", "a"), transaction.cells("kind")]
+            transaction.cells.put("kind", "a", payload)
+            seen += [transaction.cells.get("kind", "a"), transaction.cells.page("kind")]
+        transaction.cells.put("kind", "a", None)
+        return [*seen, transaction.cells.get("kind", "a"), transaction.cells.page("kind")]
 
     found = store.write(work)
     assert found == [None, [], b"1", [("a", b"1")], b"2", [("a", b"2")], None, []]

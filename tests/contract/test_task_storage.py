@@ -57,7 +57,7 @@ def stored(tasks: Tasks, org: str = "acme") -> StoredTasks:
 def note(tasks: Tasks, of_acme: StoredTasks | None) -> None:
     """Set what the organization takes up, as if it had stored that much."""
     value = None if of_acme is None else msgspec.json.encode(of_acme)
-    tasks.store.write(lambda transaction: transaction.put_cell(STORED, "acme", value))
+    tasks.store.write(lambda transaction: transaction.cells.put(STORED, "acme", value))
 
 
 def finish(tasks: Tasks, result: Any = None) -> None:
@@ -148,7 +148,7 @@ def test_organization_at_its_queue_limit_still_uses_its_queues(tasks: Tasks, clo
     clock.advance(AFTER_RETENTION_S)
     tasks.purge()
     assert stored(tasks).queues == QUEUES_MAX
-    assert tasks.store.read(lambda transaction: transaction.depth(first)) == {}
+    assert tasks.store.read(lambda transaction: transaction.lanes.depth(first)) == {}
 
 
 def test_a_plain_queue_of_an_organization_counts_in_its_share(tasks: Tasks, clock: ManualClock) -> None:

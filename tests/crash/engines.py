@@ -150,8 +150,8 @@ def judge_tokens(engine: Engine, tally: Tally) -> ModelTokens:
 
     def look(transaction: Transaction) -> tuple[ModelTokens, int]:
         held = 0
-        for record in transaction.find(Listing(state="PROCESSING", limit=RECORDS_MAX)):
-            stored = transaction.load(record.message_id)
+        for record in transaction.records.find(Listing(state="PROCESSING", limit=RECORDS_MAX)):
+            stored = transaction.records.load(record.message_id)
             if stored is not None and record.lease_until > transaction.steady_ns:
                 held += decode_body(stored.envelope.payload).tokens
         return status_of(transaction, engine.policy.token_rules).providers["p"].models["small"], held

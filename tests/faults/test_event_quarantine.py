@@ -16,6 +16,7 @@ from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings, UpSettings
 from postroom.stores.event_quarantine import QUARANTINE
 from postroom.stores.event_runs import UNREADABLE
+from postroom.stores.purge import purge_events
 from postroom.stores.sqlite.snapshot import SqliteSnapshot
 from postroom.system.crypto.encryption import KEY_FILE_VARIABLE
 from postroom.system.crypto.key_file import add_key
@@ -62,7 +63,7 @@ def ship(data: Path) -> list[AuditEvent]:
 
 def kept(data: Path) -> dict[str, bytes]:
     with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
-        return dict(tasks.store.read(lambda transaction: transaction.cells(QUARANTINE)))
+        return dict(tasks.store.read(lambda transaction: transaction.cells.page(QUARANTINE)))
 
 
 def check_quarantined(data: Path, events: list[AuditEvent], row: int, first: int, batch: bytes) -> None:
@@ -112,8 +113,8 @@ def test_a_purge_keeps_the_bytes_of_a_damaged_row(data: Path) -> None:
     damage(data, row, b"{")
     with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
         newest = tasks.store.newest_event()
-        tasks.store.write(lambda transaction: transaction.purge_events(newest, 1 << 62, 1_000))
-        tasks.store.write(lambda transaction: transaction.purge_events(newest, 1 << 62, 1_000))
+        tasks.store.write(lambda transaction: purge_events(transaction, newest, 1 << 62, 1_000))
+        tasks.store.write(lambda transaction: purge_events(transaction, newest, 1 << 62, 1_000))
     assert kept(data) == {f"{row:020}": b"{"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from postroom import Tasks
 from postroom.errors import WriteFailed
-from postroom.stores.sqlite.transaction import SqliteTransaction
+from postroom.stores.sqlite.ledger import SqliteLedger
 from postroom.testing import check_consistency
 from tests.waiting import HANG_GUARD_S
 
@@ -38,13 +38,13 @@ def numbers(tasks: Tasks) -> list[int]:
 def test_an_interrupt_after_the_commit_reuses_no_number(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    committed = SqliteTransaction.committed
+    committed = SqliteLedger.committed
 
-    def interrupted(_: SqliteTransaction) -> None:
-        monkeypatch.setattr(SqliteTransaction, "committed", committed)
+    def interrupted(_: SqliteLedger) -> None:
+        monkeypatch.setattr(SqliteLedger, "committed", committed)
         raise Interrupted
 
-    monkeypatch.setattr(SqliteTransaction, "committed", interrupted)
+    monkeypatch.setattr(SqliteLedger, "committed", interrupted)
     with pytest.raises(Interrupted):
         tasks.enqueue_many([{"agent": "a", "payload": "cut short"}] * 3)
     last = tasks.enqueue(agent="a", payload="last")

@@ -85,7 +85,9 @@ def test_encryption_killed_before_the_rewrite_rewrites_the_file_later(tmp_path: 
     data = tmp_path / "run"
     store_plain(data, text=MARKER * 1_000)
     with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:  # its pages are free, and keep the text
-        tasks.store.write(lambda transaction: transaction.forget(transaction.find(Listing(limit=TASKS - 1))))
+        tasks.store.write(
+            lambda transaction: transaction.records.forget(transaction.records.find(Listing(limit=TASKS - 1)))
+        )
 
     def encrypt_and_die() -> None:
         children.die_at_calls(0, [(SqliteStore, "wipe")])

@@ -129,7 +129,7 @@ def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int,
 
         def defer(store: PostgresStore, message_id: str) -> None:
             def work(transaction: Transaction) -> None:
-                transaction.find(ByIds((message_id,)))
+                transaction.records.find(ByIds((message_id,)))
                 if freezes:
                     freezes.pop()
                     everybody.wait(HANG_GUARD_S)
@@ -161,7 +161,7 @@ def test_watchdog_interrupts_no_working_server_and_no_session_queue(
 
     def work(transaction: Transaction) -> None:
         asked.append(1)
-        transaction._connection.trip([(f"SELECT pg_sleep({WORKING_S})", ())])  # type: ignore[attr-defined]
+        transaction.ledger.connection.trip([(f"SELECT pg_sleep({WORKING_S})", ())])  # type: ignore[attr-defined]
         transaction.insert([Envelope(queue="q", payload=b"")])
 
     threads = [threading.Thread(target=store.write, args=(work,)) for store in stores]
@@ -185,7 +185,7 @@ def test_transaction_that_pauses_for_too_long_is_done_again(
     def work(transaction: Transaction) -> str:
         if pauses:
             pauses.pop()
-            connection = transaction._connection  # type: ignore[attr-defined]
+            connection = transaction.ledger.connection  # type: ignore[attr-defined]
             connection.run("SET LOCAL idle_in_transaction_session_timeout = 100")
             [(pid,)] = connection.trip([("SELECT pg_backend_pid()::text", ())])[0].rows
             with watching.connected() as other:

@@ -174,7 +174,7 @@ def connect(store: PostgresStore) -> None:
 PUBLIC_CALLS: dict[str, Callable[[PostgresStore], object]] = {
     "write": insert,
     "write_many": insert_many,
-    "read": lambda store: store.read(lambda transaction: transaction.find(Listing())),
+    "read": lambda store: store.read(lambda transaction: transaction.records.find(Listing())),
     "load": lambda store: store.load("x"),
     "find": lambda store: store.find(Listing()),
     "events": lambda store: store.events(),
@@ -387,7 +387,7 @@ def test_half_open_transaction_holds_no_locks_on_the_server(
     freezes = [proxy.freeze_all]
 
     def work(transaction: Transaction) -> None:
-        transaction.find(ByIds((message_id,)))
+        transaction.records.find(ByIds((message_id,)))
         if freezes:
             freezes.pop()()
         transaction.apply(
@@ -412,7 +412,7 @@ def test_server_that_works_is_not_interrupted_by_a_probe(
     asked = []
 
     def work(transaction: Transaction) -> None:
-        asked.append(transaction._connection.trip([("SELECT pg_sleep(1.5)", ())]))  # type: ignore[attr-defined]
+        asked.append(transaction.ledger.connection.trip([("SELECT pg_sleep(1.5)", ())]))  # type: ignore[attr-defined]
         time.sleep(0.5)  # the client works, and the server is idle in the transaction
         transaction.insert([Envelope(queue="q", payload=b"")])
 
@@ -431,7 +431,7 @@ def test_deadlocks_are_resolved_inside(database: str) -> None:
         waits = [True]
 
         def work(transaction: Transaction) -> None:
-            transaction.find(ByIds(names[:1]))
+            transaction.records.find(ByIds(names[:1]))
             if waits.pop() if waits else False:
                 both.wait(HANG_GUARD_S)
             transaction.apply(
@@ -458,7 +458,7 @@ def test_cells_that_several_processes_change_lose_no_change(database: str) -> No
     stores = [PostgresStore(database) for _ in range(4)]
 
     def add_one(transaction: Transaction) -> None:
-        transaction.put_cell("n", "n", b"%d" % (int(transaction.cell("n", "n") or b"0") + 1))
+        transaction.cells.put("n", "n", b"%d" % (int(transaction.cells.get("n", "n") or b"0") + 1))
 
     def add(store: PostgresStore) -> None:
         for _ in range(15):
@@ -469,7 +469,7 @@ def test_cells_that_several_processes_change_lose_no_change(database: str) -> No
         thread.start()
     for thread in threads:
         thread.join(HANG_GUARD_S)
-    assert stores[0].read(lambda transaction: transaction.cell("n", "n")) == b"60"
+    assert stores[0].read(lambda transaction: transaction.cells.get("n", "n")) == b"60"
     for store in stores:
         store.close()
 

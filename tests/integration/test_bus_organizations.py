@@ -173,10 +173,10 @@ def test_only_operators_use_a_bus_whose_owner_is_unknown(opened: Buses, tasks: T
 def test_a_damaged_record_of_an_owner_opens_nothing(opened: Buses, tasks: Tasks) -> None:
     post(opened, "plan", ADA, "of acme")
     kind = bus_owners.OWNERS.name
-    [(key, value)] = tasks.store.read(lambda transaction: transaction.cells(kind))
+    [(key, value)] = tasks.store.read(lambda transaction: transaction.cells.page(kind))
 
     def put(key: str, value: bytes | None) -> None:
-        tasks.store.write(lambda transaction: transaction.put_cell(kind, key, value))
+        tasks.store.write(lambda transaction: transaction.cells.put(kind, key, value))
 
     for place in range(len(value)):
         for flipped in (value[place] ^ 1, value[place] ^ 0x80):

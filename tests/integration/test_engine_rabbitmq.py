@@ -469,7 +469,7 @@ def test_a_new_worker_consumes_every_home_also_more_than_there_should_be(
     monkeypatch.setattr("postroom.stores.rabbitmq.store.OWN_LANES_MAX", 2)
     names = {f"org:{number}" for number in range(5)}
     with closing(open_store(url.partition("ledger=")[2])) as ledger:
-        ledger.write(lambda transaction: [transaction.put_cell(HOMES, name, b"1") for name in names])
+        ledger.write(lambda transaction: [transaction.cells.put(HOMES, name, b"1") for name in names])
     with Engine.open(url) as engine:
         store = store_of(engine)
         assert names | {f"shard-{number}" for number in range(64)} == store.read(store._known_homes)

@@ -239,7 +239,7 @@ def forget_manifest(data: Path) -> None:
     """Make the folder one of a release without a manifest."""
     (data / MANIFEST_FILE).unlink()
     with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
-        tasks.store.write(lambda transaction: transaction.put_cell("manifest", "", None))
+        tasks.store.write(lambda transaction: transaction.cells.put("manifest", "", None))
 
 
 @pytest.mark.parametrize("damage", [remove_store, recreate_store])

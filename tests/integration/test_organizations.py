@@ -701,7 +701,7 @@ def test_organization_at_its_share_of_tasks_does_not_affect_others(world: World)
     def note(tasks: int) -> None:
         value = msgspec.json.encode(StoredTasks(tasks))
         with Tasks.open(f"sqlite:///{world.data}/queue.db") as opened:
-            opened.store.write(lambda transaction: transaction.put_cell(STORED, "full", value))
+            opened.store.write(lambda transaction: transaction.cells.put(STORED, "full", value))
 
     allowed = Permissions(may_send_to=("sue",))
     sue, other = (

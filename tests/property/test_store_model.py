@@ -25,6 +25,7 @@ from postroom.errors import PostroomError
 from postroom.message import Envelope, Event, Record, State
 from postroom.stores.base import FOREVER_NS, LANES, ByIds, Deadline, Ending, Limits, Listing
 from postroom.stores.postgres.store import PostgresStore
+from postroom.stores.purge import purge_keys, purge_tasks
 from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Decide, Transaction
@@ -103,7 +104,7 @@ class _Memory(MemoryStore):
         for record in leased:
             row = self._data.rows[record.message_id]
             again = replace(record, lease_until=newest + record.lease_ns)
-            self._begin()._put(record.message_id, replace(row, record=again))
+            self._begin().journal.put_row(record.message_id, replace(row, record=again))
 
 
 class Planned(Exception):
@@ -214,8 +215,8 @@ class BothStores(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(["a", "b"]), value=st.sampled_from([b"1", None]))
     def put_cell(self, key: str, value: bytes | None) -> None:
-        self._write(lambda transaction: transaction.put_cell("some", key, value))
-        self._read(methodcaller("cells", "some"))
+        self._write(lambda transaction: transaction.cells.put("some", key, value))
+        self._read(lambda transaction: transaction.cells.page("some"))
 
     @rule(choice=choices)
     def renew(self, choice: int) -> None:
@@ -249,12 +250,12 @@ class BothStores(RuleBasedStateMachine):
     @rule(keep_s=st.sampled_from([0, 5]), after=st.sampled_from([0, 5]), limit=st.integers(1, 5))
     def purge(self, keep_s: int, after: int, limit: int) -> None:
         keep_us: dict[State, int] = dict.fromkeys(lifecycle.ENDED, keep_s * 1_000_000)
-        self._write(lambda transaction: transaction.purge(after, keep_us, limit))
+        self._write(lambda transaction: purge_tasks(transaction, after, keep_us, limit))
 
     @rule(limit=st.integers(1, 2))
     def purge_keys(self, limit: int) -> None:
         before_us = self.clock.wall_us()
-        self._write(lambda transaction: transaction.purge_keys("", before_us, limit))
+        self._write(lambda transaction: purge_keys(transaction, "", before_us, limit))
 
     @rule(new=envelopes, terms=claims, choice=choices)
     def raise_half_way(self, new: Envelope, terms: Claim, choice: int) -> None:
@@ -330,12 +331,18 @@ def _looks(transaction: Transaction, now_ns: int) -> list[Any]:
     """Every look at the messages, in one transaction, which takes less time than one for each."""
     found: list[Any] = []
     for queue in QUEUES:
-        found += [transaction.next_work_ns(queue), transaction.oldest_ns(queue), transaction.depth(queue)]
+        found += [
+            transaction.next_work_ns(queue),
+            transaction.oldest_ns(queue),
+            transaction.lanes.depth(queue),
+        ]
         found += [transaction.pull(queue, lane, 2) for lane in range(LANES)]
-        found += [transaction.find(Listing(queue, "QUEUED", 3, 2, before)) for before in (0, 20)]
-    found.append(transaction.find(Listing(None, "DEAD_LETTER", 0, 2)))
+        found += [transaction.records.find(Listing(queue, "QUEUED", 3, 2, before)) for before in (0, 20)]
+    found.append(transaction.records.find(Listing(None, "DEAD_LETTER", 0, 2)))
     for deadline in DEADLINES:
-        found += [transaction.find(Ending(deadline, before_ns, 2)) for before_ns in (now_ns, FOREVER_NS)]
+        found += [
+            transaction.records.find(Ending(deadline, before_ns, 2)) for before_ns in (now_ns, FOREVER_NS)
+        ]
     return found
 
 

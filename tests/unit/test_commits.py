@@ -49,7 +49,7 @@ def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(30):
-                return await commits.read(lambda transaction: transaction.newest_event())
+                return await commits.read(lambda transaction: transaction.events.newest())
         finally:
             opened.set()
             await asyncio.gather(*calls)

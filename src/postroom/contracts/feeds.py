@@ -111,7 +111,7 @@ class StoreFeed:
         payloads: dict[int, bytes] = {}
         if self._payloads:  # of `created` events; a purged message has none
             created = {event.message_id: event.seq for event in found if event.kind == "created"}
-            stored = self._store.read(lambda transaction: transaction.payloads([*created]))
+            stored = self._store.read(lambda transaction: transaction.records.payloads([*created]))
             payloads = {created[message_id]: payload for message_id, payload in stored.items()}
         source, contract = self.source, self._contract
         return [

@@ -257,7 +257,7 @@ class EngineCore:
                 pause_s = self.look_again_s
 
     async def has_ended(self, message_id: str) -> bool:
-        record = await self._commits.read(lambda transaction: transaction.record(message_id))
+        record = await self._commits.read(lambda transaction: transaction.records.get(message_id))
         if record is None or not org_of(record.queue):
             raise unknown_message(message_id)
         return record.state in lifecycle.ENDED

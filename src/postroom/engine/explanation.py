@@ -132,7 +132,7 @@ def _why_short(transaction: Transaction, policy: Policy, record: Record, body: B
 
 
 def _ahead(transaction: Transaction, record: Record) -> int:
-    counts = transaction.depth(record.queue)
+    counts = transaction.lanes.depth(record.queue)
     before = sum(counts.get(LANE_COUNTS[lane], 0) for lane in range(record.lane))
     same = transaction.pull(record.queue, record.lane, 1_000)
     return before + sum(head.record.place < record.place for head in same)

@@ -107,7 +107,7 @@ class InlineCore(EngineCore):
 
 def _next_s(transaction: Transaction, held: Collection[str]) -> float | None:
     """After how long a delay ends, or a lease of a message that no handler holds; None when none does."""
-    ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-    leased = transaction.find(Ending("lease", FOREVER_NS, len(held) + 1))
+    ends = [record.due for record in transaction.records.find(Ending("delay", FOREVER_NS, 1))]
+    leased = transaction.records.find(Ending("lease", FOREVER_NS, len(held) + 1))
     ends += [record.lease_until for record in leased if record.message_id not in held]
     return max(0, min(ends) - transaction.steady_ns + 1) / NANOS_PER_S if ends else None

@@ -167,11 +167,11 @@ def status_of(
     pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}
     if org_id is None:
-        counted = transaction.depths() if with_idle else transaction.active_depths()
+        counted = transaction.lanes.depths() if with_idle else transaction.lanes.active_depths()
         pressures = dict(PRESSURES.all(transaction))
     else:
         queue = ENGINE_PREFIX + org_id
-        own = transaction.depth(queue)
+        own = transaction.lanes.depth(queue)
         counted = {queue: own} if own else {}
         pressures = {name: found for name in (ALL, org_id) if (found := PRESSURES.get(transaction, name))}
     organizations = {
@@ -181,7 +181,7 @@ def status_of(
         for queue, counts in counted.items()
         if org_of(queue)
     }
-    depth = ready(transaction.total())
+    depth = ready(transaction.lanes.total())
     stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
     workers = operations.workers()
     status = EngineStatus(
@@ -201,7 +201,9 @@ def status_of(
 
 def _oldest_s(transaction: Transaction) -> float:
     """How long the oldest QUEUED message has waited."""
-    oldest = [record.ready_at for lane in range(LANES) if (record := transaction.oldest(lane)) is not None]
+    oldest = [
+        record.ready_at for lane in range(LANES) if (record := transaction.lanes.oldest(lane)) is not None
+    ]
     return max(0, transaction.steady_ns - min(oldest, default=transaction.steady_ns)) / NANOS_PER_S
 
 

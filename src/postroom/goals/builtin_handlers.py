@@ -7,7 +7,7 @@ import msgspec
 from postroom.engine.core import EngineCore
 from postroom.engine.inspection import info_of
 from postroom.engine.messages import Message
-from postroom.engine.rules.cells import SEPARATOR, Cells
+from postroom.engine.rules.cells import SEPARATOR, HasCells
 from postroom.engine.work.handlers import Handler
 from postroom.errors import Rejected, UnknownDecision, ValidationError
 from postroom.goals import decisions
@@ -154,7 +154,7 @@ def _as_json(node: Any) -> dict[str, Any]:
     return fields
 
 
-def _search(cells: Cells, goal_id: str, org_id: str, query: str) -> list[Node]:
+def _search(cells: HasCells, goal_id: str, org_id: str, query: str) -> list[Node]:
     """Nodes that a message sees and whose id or text contains the query."""
     wanted = query.casefold()
     ids: dict[str, None] = {}

@@ -279,8 +279,8 @@ class Decisions:
         def work(transaction: Transaction) -> None:
             for key, rule in RULES.all(transaction):
                 if rule.rule_id == rule_id:
-                    transaction.put_cell(RULES.name, key, None)
-                    transaction.put_cell(TALLIES.name, key, None)
+                    transaction.cells.put(RULES.name, key, None)
+                    transaction.cells.put(TALLIES.name, key, None)
                     return
             raise UnknownDecision(rule_id, "learned rule")
 

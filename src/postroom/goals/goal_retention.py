@@ -22,7 +22,7 @@ def purge(transaction: Transaction, after: Mapping[str, str]) -> dict[str, str]:
     decisions = DECISIONS.scan(transaction, after.get(DECISIONS.name, ""), PURGED_MAX)
     for key, decision in decisions:
         if 0 < decision.decided_us < before_us:
-            transaction.put_cell(DECISIONS.name, key, None)
+            transaction.cells.put(DECISIONS.name, key, None)
     seen: dict[str, list[tuple[str, Any]]] = {STATES.name: [*goals], DECISIONS.name: [*decisions]}
     return {name: found[-1][0] if len(found) == PURGED_MAX else "" for name, found in seen.items()}
 

@@ -14,7 +14,7 @@ from postroom.core.names import is_name
 from postroom.engine.core import EngineCore
 from postroom.engine.message_input import CONTEXT_BYTES_MAX
 from postroom.engine.messages import new_id
-from postroom.engine.rules.cells import SEPARATOR, Cells
+from postroom.engine.rules.cells import SEPARATOR, HasCells
 from postroom.engine.rules.policy import Policy
 from postroom.errors import (
     ContextChanged,
@@ -283,7 +283,7 @@ class Goals:
         status = await self.status(goal_id)
         facts = {"state": status.state, "checkpoint": f"{goal_id}#{status.checkpoints}"}
 
-        def work(cells: Cells) -> None:
+        def work(cells: HasCells) -> None:
             if status.ended_us:
                 branches.MERGED.put(cells, None, goal_id)
             branches.write_main(cells, status.org_id, f"goal:{goal_id}", facts, replaces=True)
@@ -432,7 +432,7 @@ def end(transaction: Transaction, goal_id: str, state: Any, reason: str = "") ->
 def cancel_open(transaction: Transaction, policy: Policy, goal_id: str) -> None:
     """Cancel every message of a goal that has not ended."""
     for _, message_id in MESSAGES.under(transaction, goal_id, limit=LISTED_MAX):
-        record = transaction.record(message_id)
+        record = transaction.records.get(message_id)
         if record is not None and record.state not in lifecycle.ENDED:
             rollback.cancel(transaction, policy, record)
 
@@ -470,16 +470,16 @@ def _cancel_some(transaction: Transaction, policy: Policy, checkpoint: Checkpoin
 # ---- on a graph outside the ledger -----------------------------------------------------------------
 
 
-def _open_branch(cells: Cells, goal_id: str, org_id: str) -> None:
+def _open_branch(cells: HasCells, goal_id: str, org_id: str) -> None:
     if branches.BRANCHES.get(cells, goal_id) is None:
         branches.open_branch(cells, goal_id, org_id)
 
 
-def _drop_branch(cells: Cells, goal_id: str) -> None:
+def _drop_branch(cells: HasCells, goal_id: str) -> None:
     branches.drop_branch(cells, goal_id)
 
 
-def _merge_branch(cells: Cells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
+def _merge_branch(cells: HasCells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
     """Merge a branch, unless that was done before a crash. Raises when the graph has lost the branch."""
     if branches.BRANCHES.get(cells, goal_id) is None:
         if not branches.MERGED.get(cells, goal_id):
@@ -491,5 +491,5 @@ def _merge_branch(cells: Cells, goal_id: str, choices: dict[tuple[str, str], str
     return conflicts
 
 
-def _undo_to(cells: Cells, goal_id: str, version: int) -> None:
+def _undo_to(cells: HasCells, goal_id: str, version: int) -> None:
     branches.undo_to(cells, goal_id, version)

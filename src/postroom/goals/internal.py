@@ -23,7 +23,7 @@ def insert(transaction: Transaction, policy: Policy, fields: dict[str, Any]) -> 
     [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
     bodies.store(transaction, message, accepted.message_id, policy.body_inline_bytes_max)
     if message.body.ordering_key:
-        record = transaction.record(accepted.message_id)
+        record = transaction.records.get(accepted.message_id)
         assert record is not None  # noqa: S101 - for the type checker: it was just stored
         stops = message.body.on_dead == "stop"
         ordering.join(transaction, record, message.org_id, message.body.ordering_key, stops=stops)

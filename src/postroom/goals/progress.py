@@ -63,7 +63,7 @@ def joined_goal(transaction: Transaction, org_id: str, body: Body, message_id: s
     goal = STATES.get(transaction, body.goal_id)
     if goal is None or goal.org_id != org_id or goal.ended_us:
         return
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is None:
         return
     MESSAGES.put(transaction, message_id, body.goal_id, record.seq)
@@ -83,7 +83,7 @@ def step_completed(transaction: Transaction, policy: Policy, message_id: str) ->
     if undone is not None:
         rollback.undone(transaction, policy, undone, message_id)
     line = GOAL_OF.get(transaction, message_id)
-    record = None if line is None else transaction.record(message_id)
+    record = None if line is None else transaction.records.get(message_id)
     if line is None or record is None:
         return
     took_us = record.ended_us - record.claimed_us
@@ -104,7 +104,7 @@ def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
     goal_id = line.partition(SEPARATOR)[0]
     goal = STATES.get(transaction, goal_id)
     if record.state in DEAD and goal is not None and goal.state == "ACTIVE":
-        failure = _failure(transaction.load(record.message_id))
+        failure = _failure(transaction.records.load(record.message_id))
         STATES.put(transaction, replace(goal, failure=failure), goal_id)
         internal.go_on(
             transaction, policy, goal.org_id, "failed_step", goal_id=goal_id, message_id=record.message_id
@@ -173,7 +173,7 @@ def take(transaction: Transaction, goal_id: str, goal: Goal, reason: str, messag
         goal_id=goal_id,
         reason=reason,
         created_us=transaction.wall_us,
-        at=transaction.take_numbers(0),
+        at=transaction.events.take_numbers(0),
         effects=goal.effects,
         graph_version=goal.graph_version if branch is None else branch.version,
         context_version=goal.context_version,

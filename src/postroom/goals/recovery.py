@@ -90,7 +90,7 @@ class Recovery:
         self, transaction: Transaction, goal_id: str, message_id: str, tools: tuple[str, ...]
     ) -> Decision | None:
         goal = STATES.get(transaction, goal_id)
-        record = transaction.record(message_id)
+        record = transaction.records.get(message_id)
         is_dead = record is not None and record.state in ("DEAD_LETTER", "QUARANTINED")
         if goal is None or goal.state != "ACTIVE" or not is_dead:
             return None
@@ -281,7 +281,7 @@ class Recovery:
 
 def _facts(transaction: Transaction, goal_id: str, goal: Goal, message_id: str) -> dict[str, Any]:
     """The failure, its history, and the open messages of the goal."""
-    stored = transaction.load(message_id)
+    stored = transaction.records.load(message_id)
     latest = _latest(transaction, goal_id, goal)
     return {
         **goal.failure,
@@ -364,7 +364,7 @@ def _roots(transaction: Transaction, goal_id: str) -> list[str]:
     """The messages of a goal that no handler submitted."""
     roots: list[str] = []
     for _, message_id in MESSAGES.under(transaction, goal_id, limit=ROOTS_MAX):
-        stored = transaction.load(message_id)
+        stored = transaction.records.load(message_id)
         body = None if stored is None else body_of(stored.envelope.payload)
         if body is not None and body.hop == 0:
             roots.append(message_id)
@@ -372,6 +372,6 @@ def _roots(transaction: Transaction, goal_id: str) -> list[str]:
 
 
 def _replay(transaction: Transaction, message_id: str) -> None:
-    record = transaction.record(message_id) if message_id else None
+    record = transaction.records.get(message_id) if message_id else None
     if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED"):
         rollback.replay(transaction, message_id)

@@ -125,7 +125,7 @@ class OperationRegistry:
         return decision.choice
 
     def _facts(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> dict[str, Any]:
-        other = self._transaction.load(conflict.other)
+        other = self._transaction.records.load(conflict.other)
         same = False
         if other is not None and other.envelope.type == head.type:
             theirs = body_of(other.envelope.payload)
@@ -162,7 +162,7 @@ class OperationRegistry:
             f"its operation waits for {for_whom}the operation of message {conflict.other} "
             f"({conflict.kind} {conflict.what})"
         )
-        other = transaction.record(conflict.other)
+        other = transaction.records.get(conflict.other)
         left_ns = (other.lease_until if other is not None else 0) - transaction.steady_ns
         # Messages that wait for the same lease become due one after the other, in the order of acceptance.
         delay_ns = max(left_ns, round(WAIT_S_MIN * NANOS_PER_S)) + record.seq % NANOS_PER_MS
@@ -200,7 +200,7 @@ def live(transaction: Transaction, message_id: str) -> Active | None:
     entry = ACTIVE.get(transaction, message_id)
     if entry is None:
         return None
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is not None and record.state == "PROCESSING" and record.lease == entry.lease:
         return entry
     _forget(transaction, entry)
@@ -239,11 +239,11 @@ def _release(transaction: Transaction, policy: Policy, message_id: str, result: 
         return
     _forget(transaction, entry)
     for key, waiter in WAITERS.under(transaction, message_id):
-        transaction.put_cell(WAITERS.name, key, None)
+        transaction.cells.put(WAITERS.name, key, None)
         waiting = WAITING.get(transaction, waiter)
         WAITING.put(transaction, None, waiter)
         RULINGS.drop_under(transaction, waiter)
-        record = transaction.record(waiter)
+        record = transaction.records.get(waiter)
         if record is None or record.state != "SCHEDULED":
             continue
         transaction.apply(ByIds((waiter,)), lifecycle.wake)
@@ -255,13 +255,13 @@ def _complete_with(
     transaction: Transaction, policy: Policy, message_id: str, other: str, result: bytes
 ) -> None:
     """Complete a message with the result of the operation that it was merged into."""
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is None or record.state != "QUEUED":
         return
     head = Head(record, b"", "", "")
     [leased] = transaction.lease([(head, record.lane)], f"merged with {other}", NANOS_PER_S)
     transaction.complete({message_id: (leased.lease, result)})
-    ordering.ended(transaction, transaction.record(message_id) or leased)
+    ordering.ended(transaction, transaction.records.get(message_id) or leased)
     progress.step_completed(transaction, policy, message_id)
 
 
@@ -291,7 +291,7 @@ def escalate(transaction: Transaction, policy: Policy, decision: Decision) -> st
 def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
     """Store the decision about a conflict, and queue its message: the next claim follows the decision."""
     message_id, other = decision.subject["message_id"], decision.subject["other"]
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is None or record.state != "SCHEDULED":
         return  # decided by the claim itself, or the other operation has ended meanwhile
     if decision.choice == "escalate":
@@ -334,10 +334,10 @@ class Conflicts:
 
 
 def _org_of(transaction: Transaction, message_id: str) -> str:
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     return "" if record is None else org_of(record.queue)
 
 
 def _holds(transaction: Transaction, message_id: str, entry: Active) -> bool:
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     return record is not None and record.state == "PROCESSING" and record.lease == entry.lease

@@ -150,7 +150,7 @@ def cancel_some(
     own = [(key, message_id) for key, message_id in seen if key.startswith(prefix)]
     said = f"goal {goal_id} is rolled back to checkpoint {checkpoint.checkpoint_id}"
     for key, message_id in own:
-        stored = transaction.load(message_id)
+        stored = transaction.records.load(message_id)
         if stored is None:
             continue
         _notify_agent(transaction, policy, goal_id, stored, said)
@@ -275,7 +275,7 @@ def resume(transaction: Transaction, policy: Policy, goal_id: str, accepted: Col
     """
     plan = ROLLBACKS.get(transaction, goal_id)
     for message_id in [] if plan is None else plan.undoing:
-        stored = transaction.load(message_id)
+        stored = transaction.records.load(message_id)
         if stored is None:
             undone(transaction, policy, goal_id, message_id)
         elif stored.record.state in ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"):
@@ -289,7 +289,7 @@ def resume(transaction: Transaction, policy: Policy, goal_id: str, accepted: Col
 
 def replay(transaction: Transaction, message_id: str) -> None:
     """Queue an ended message again, as a new attempt with all its retries."""
-    stored = transaction.load(message_id)
+    stored = transaction.records.load(message_id)
     if stored is None:
         return
     [step] = transaction.apply(ByIds((message_id,)), lifecycle.replay)
@@ -317,7 +317,7 @@ def finish(transaction: Transaction, policy: Policy, goal_id: str) -> None:
         "alert", f"org:{goal.org_id}", error_type="RolledBack", error=said, detail={"goal_id": goal_id}
     )
     for message_id in plan.resumes:
-        record = transaction.record(message_id)
+        record = transaction.records.get(message_id)
         if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED"):
             replay(transaction, message_id)
     for message_id in plan.resubmits:
@@ -330,7 +330,7 @@ def _submit_again(
     """Submit a root message of a restarted goal as a new message."""
     from postroom.goals import progress  # noqa: PLC0415 - it imports this module
 
-    stored = transaction.load(message_id)
+    stored = transaction.records.load(message_id)
     body = None if stored is None else body_of(stored.envelope.payload)
     if stored is None or body is None:
         return

@@ -228,10 +228,10 @@ class Live:
         position, policy = self._position, self._server.engine.policy
 
         def work(transaction: Transaction) -> _Look:
-            newest = transaction.newest_event()
+            newest = transaction.events.newest()
             limit = EVENTS_FIRST_MAX if is_first else EVENTS_A_TICK_MAX
             after = max(position, newest - limit)
-            events = transaction.events(after, limit) if newest > position else []
+            events = transaction.events.read(after, limit) if newest > position else []
             facts = read_facts(Operations(transaction, policy), policy) if is_due else None
             return _Look(newest, events, [], after, facts)
 

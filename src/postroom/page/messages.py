@@ -182,13 +182,13 @@ def newest_first(
 
     `before` 0 begins with the newest. `page` is how many records one read of the store gives.
     """
-    before = before or transaction.newest_event() + 1
-    counts = by_state(transaction.total() if queue is None else transaction.depth(queue))
+    before = before or transaction.events.newest() + 1
+    counts = by_state(transaction.lanes.total() if queue is None else transaction.lanes.depth(queue))
     if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
         return  # by the counters: no record is looked at
     for _ in range(READS_MAX):
         lowest = max(0, before - NUMBERS_A_READ)
-        while found := transaction.find(Listing(queue, state, lowest - 1, page, before)):
+        while found := transaction.records.find(Listing(queue, state, lowest - 1, page, before)):
             yield from found
             before = found[-1].seq
             if len(found) < page:
@@ -216,7 +216,8 @@ def _by_id(operations: Operations, text: str, org_id: str | None) -> MessageRow 
     """The message whose id was searched for."""
     try:
         transaction = operations.transaction
-        record = transaction.record(stored_id(transaction, org_id or "", checked_message_id(text.strip())))
+        message_id = stored_id(transaction, org_id or "", checked_message_id(text.strip()))
+        record = transaction.records.get(message_id)
         if record is None or org_id not in (None, org_of(record.queue)):
             return None
         return _line(operations.loaded(record.message_id))
@@ -375,7 +376,7 @@ def _descendants(
     if not claims or looked[0] >= TREE_LOOKED_MAX:
         return []
     limit = min(CHILDREN_LOOKED_MAX, TREE_LOOKED_MAX - looked[0])
-    later = operations.transaction.find(Listing(stored.record.queue, None, claims[0], limit))
+    later = operations.transaction.records.find(Listing(stored.record.queue, None, claims[0], limit))
     looked[0] += len(later)
     found: list[TreeNode] = []
     for record in later:

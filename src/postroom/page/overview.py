@@ -131,7 +131,7 @@ def read_facts(operations: Operations, policy: Policy) -> OverviewFacts:
         agents=found[:AGENTS_SHOWN_MAX],
         health={org_id: dict(of_org) for org_id, of_org in counts.items()},
         decisions=dict(waiting),
-        newest_event=transaction.newest_event(),
+        newest_event=transaction.events.newest(),
         now_us=transaction.wall_us,
         now_ns=transaction.steady_ns,
     )

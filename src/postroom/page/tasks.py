@@ -162,7 +162,7 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
         is_last = start + query.limit >= len(names)
         rows = []
         for name in page:
-            counts = transaction.depth(stored[name])
+            counts = transaction.lanes.depth(stored[name])
             states: dict[str, int] = {what: n for what, n in by_state(counts).items() if what != "LAPSES"}
             oldest_ns = transaction.oldest_ns(stored[name]) if ready(counts) else None
             oldest_s = None if oldest_ns is None else round(oldest_ns / NANOS_PER_S, 1)
@@ -207,7 +207,7 @@ def newest_tasks(
         if isinstance(record, int):  # the numbers that one call may walk are used up
             return found, record, None if last is None else accepted_at(last)
         last = record
-        stored = transaction.load(record.message_id)
+        stored = transaction.records.load(record.message_id)
         if stored is not None:
             size += len(stored.envelope.payload)
             age_s = (transaction.wall_us - record.created_us) / MICROS_PER_S

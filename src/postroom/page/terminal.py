@@ -58,7 +58,7 @@ class StoreReader:
         first = facts.newest_event - EVENTS_A_READ_MAX
         after = max(first, self._position or 0, 0)
         skipped = 0 if self._position is None else after - self._position
-        return facts, transaction.events(after, EVENTS_A_READ_MAX), skipped
+        return facts, transaction.events.read(after, EVENTS_A_READ_MAX), skipped
 
 
 def drawn(shown: Snapshot, where: str, columns: int, lines: int) -> list[str]:

@@ -7,17 +7,20 @@ Rule 3: work that raises changes nothing.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from contextlib import suppress
+from operator import attrgetter
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from postroom.errors import UnknownTask
-from postroom.message import Durability, Envelope, Event, Record, State, Step, Stored
+from postroom.errors import InvalidMessage, UnknownTask, UnreadableValue
+from postroom.message import Durability, Envelope, Event, Record, State, Step, Stored, org_of
 
 T = TypeVar("T")
 
 LANES = 4
 NEWEST = -1
+NUMBER_MAX: Final = 2**63 - 1
 FOREVER_NS = 2**63 - 1
 CLAIM_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one claim, and one more payload
 OVERDUE_A_CLAIM_MAX = 100  # ended leases and delays that one claim handles; the next claim handles the rest
@@ -30,6 +33,8 @@ CHUNKS = "engine.chunk"
 """The kind of cells that hold streamed answers. A backend may keep them in a table of their own: they are
 many and large."""
 KEY, LIMITS, MANIFEST, OUTBOX = "key", "limits", "manifest", "outbox"  # kinds of cells of every store
+UNREADABLE_PAYLOAD = b'"[cannot be decrypted]"'
+"""What readers and the audit stream get instead of a payload that cannot be decrypted."""
 LIVE_EVENTS = 10_000  # shipped events that stay for readers that follow the store itself
 
 Deadline: TypeAlias = Literal["lease", "delay", "expiry"]
@@ -141,65 +146,6 @@ class Outbox(msgspec.Struct, frozen=True):
     """The hash of that segment. A stream without this segment was truncated, wiped or replaced."""
 
 
-# ---- the seam --------------------------------------------------------------------------------------
-
-
-class Ledger(ABC):
-    """Records, events and cells, inside one transaction."""
-
-    @abstractmethod
-    def take_numbers(self, count: int) -> int:
-        """The first of `count` consecutive numbers. Numbers are unique and grow from commit to commit."""
-
-    @abstractmethod
-    def find(self, pick: Pick) -> list[Record]:
-        """The picked records."""
-
-    @abstractmethod
-    def load(self, message_id: str) -> Stored | None:
-        """A record with its message, result and history; None when it is unknown."""
-
-    @abstractmethod
-    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
-        """Write changed records with results and trails (`lifecycle.trail`), and append the events."""
-
-    @abstractmethod
-    def events(self, after: int, limit: int) -> list[Event]:
-        """Committed events with a `seq` above `after`; `NEWEST` gives the last one. `seq` has no gaps."""
-
-    @abstractmethod
-    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
-        """Remove records, and events up to a position. The newest event stays: positions continue from it."""
-
-    @abstractmethod
-    def cell(self, kind: str, key: str) -> bytes | None:
-        """A small named value."""
-
-    @abstractmethod
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        """Set a value; None removes it."""
-
-    @abstractmethod
-    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        """Keys above `after` with their values, in order of the keys."""
-
-
-class Lanes(ABC):
-    """The order in which records can be claimed, inside the same transaction."""
-
-    @abstractmethod
-    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
-        """The first QUEUED records of a lane, by position. They stay there until they are saved as leased."""
-
-    @abstractmethod
-    def depth(self, queue: str) -> Mapping[Counted, int]:
-        """The counters of a queue, changes of this transaction included."""
-
-    @abstractmethod
-    def queues(self, prefix: str = "") -> list[str]:
-        """Every queue that has a counter and whose name begins with a prefix, sorted."""
-
-
 # ---- counting --------------------------------------------------------------------------------------
 
 
@@ -262,3 +208,197 @@ def by_state(counts: Mapping[Counted, int]) -> dict[Counted, int]:
 def unknown(message_id: str) -> UnknownTask:
     """The error for an id that is not in the store."""
     return UnknownTask(message_id)
+
+
+# ---- the seam --------------------------------------------------------------------------------------
+
+
+class Records(ABC):
+    """The records of one transaction, with their messages and histories."""
+
+    changes = 0
+    """Grows with every write. The backend increments it, as in the other parts."""
+
+    @abstractmethod
+    def find(self, pick: Pick) -> list[Record]:
+        """The picked records."""
+
+    @abstractmethod
+    def load(self, message_id: str) -> Stored | None:
+        """A record with its message, result and history; None when it is unknown."""
+
+    @abstractmethod
+    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        """Write changed records with results and trails (`lifecycle.trail`), and append the events."""
+
+    @abstractmethod
+    def forget(self, records: Sequence[Record]) -> None:
+        """Remove records."""
+
+    def get(self, message_id: str) -> Record | None:
+        """One record; None when it is unknown."""
+        return self.get_many((message_id,)).get(message_id)
+
+    def get_many(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        """Records by their ids, without unknown ids."""
+        found = {}
+        for message_id in message_ids:
+            with suppress(UnknownTask):
+                [found[message_id]] = self.find(ByIds((message_id,)))
+        return found
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        """The payloads of messages, without unknown ids; `UNREADABLE_PAYLOAD` for a damaged one."""
+        found = {}
+        for message_id in message_ids:
+            try:
+                if (stored := self.load(message_id)) is not None:
+                    found[message_id] = stored.envelope.payload
+            except UnreadableValue:  # the audit stream and lists go on without this one
+                found[message_id] = UNREADABLE_PAYLOAD
+        return found
+
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        """Records with the stored parts of their messages that a worker receives, without unknown ids."""
+        found = [stored for message_id in message_ids if (stored := self.load(message_id)) is not None]
+        return [
+            Head(one.record, one.envelope.payload, one.envelope.type, one.envelope.parent_message_id)
+            for one in found
+        ]
+
+    def kept(self, record: Record) -> Kept:  # noqa: ARG002
+        """The parts of a message that are not in its record.
+
+        Only stores that can be moved implement this method and `Cells.kinds`.
+        """
+        raise InvalidMessage("this kind of store cannot be moved")
+
+
+class Events(ABC):
+    """The events of the store, and the numbers that records and events share."""
+
+    changes = 0
+
+    @abstractmethod
+    def take_numbers(self, count: int) -> int:
+        """The first of `count` consecutive numbers. Numbers are unique and grow from commit to commit."""
+
+    @abstractmethod
+    def read(self, after: int, limit: int) -> list[Event]:
+        """Committed events with a `seq` above `after`; `NEWEST` gives the last one. `seq` has no gaps."""
+
+    @abstractmethod
+    def forget(self, up_to: int) -> None:
+        """Remove events up to a position. The newest event stays: positions continue from it."""
+
+    def newest(self) -> int:
+        """The position of the last event; 0 before the first one."""
+        return next((event.seq for event in self.read(NEWEST, 1)), 0)
+
+    def row(self, number: int) -> bytes:
+        """The bytes of a row of events."""
+        raise InvalidMessage(f"this kind of store has no row {number} of events")
+
+
+class Cells(ABC):
+    """Small named values, such as limits, idempotency keys and the position of the shipper."""
+
+    changes = 0
+
+    @abstractmethod
+    def get(self, kind: str, key: str) -> bytes | None:
+        """One value; None when there is none."""
+
+    @abstractmethod
+    def put(self, kind: str, key: str, value: bytes | None) -> None:
+        """Set a value; None removes it."""
+
+    @abstractmethod
+    def page(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        """Keys above `after` with their values, in order of the keys."""
+
+    def kinds(self) -> list[str]:
+        """Every kind of cells."""
+        raise InvalidMessage("this kind of store cannot be moved")
+
+
+class Lanes(ABC):
+    """The order in which records can be claimed, and the counters of queues."""
+
+    @abstractmethod
+    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        """The first QUEUED records of a lane, by position, with their stored payloads.
+
+        They stay there until they are saved as leased.
+        """
+
+    @abstractmethod
+    def depth(self, queue: str) -> Mapping[Counted, int]:
+        """The counters of a queue, changes of this transaction included."""
+
+    @abstractmethod
+    def queues(self, prefix: str = "") -> list[str]:
+        """Every queue that has a counter and whose name begins with a prefix, sorted."""
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        """The counters of every queue."""
+        return {queue: self.depth(queue) for queue in self.queues()}
+
+    def active(self, lane: int, after: str, limit: int) -> list[str]:
+        """Queues of organizations that have QUEUED records in a lane, in a fixed order, after `after`."""
+        found = [queue for queue in self.queues() if queue > after and org_of(queue)]
+        return sorted(queue for queue in found if self.depth(queue).get(LANE_COUNTS[lane], 0))[:limit]
+
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        """The counters of the queues of organizations that have QUEUED records."""
+        return {
+            queue: counts for queue, counts in self.depths().items() if org_of(queue) and ready(counts) > 0
+        }
+
+    def count_active(self) -> int:
+        """How many organizations have QUEUED records."""
+        return len(self.active_depths())
+
+    def total(self) -> dict[Counted, int]:
+        """The counters of all organizations together."""
+        counts: dict[Counted, int] = {}
+        for queue in self.queues():
+            if org_of(queue):
+                for what, n in self.depth(queue).items():
+                    counts[what] = counts.get(what, 0) + n
+        return counts
+
+    def filled(self) -> list[int]:
+        """Lanes in which messages of organizations are ready."""
+        counts = self.total()
+        return [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+
+    def is_alone(self, queue: str, lane: int) -> bool:
+        """Whether no other organization has messages in a lane in which a queue has some."""
+        what = LANE_COUNTS[lane]
+        return self.total().get(what) == self.depth(queue).get(what)
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        """Whether at most `most` records are ready in a queue, and in all organizations together.
+
+        A store across a network may use counters that are a moment old, when they are far below `most`.
+        """
+        return ready(self.depth(queue)) <= most and ready(self.total()) <= most
+
+    def oldest(self, lane: int) -> Record | None:
+        """The record of an organization that has waited longest in a lane."""
+        heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
+        return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
+
+    def has_overdue(self) -> bool:
+        """Whether a lease or delay may be over; False saves a search for them."""
+        return True
+
+
+class Parts(NamedTuple):
+    """What a transaction consists of."""
+
+    records: Records
+    events: Events
+    cells: Cells
+    lanes: Lanes

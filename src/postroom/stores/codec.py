@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from postroom.errors import UnreadableValue
 from postroom.message import Record
-from postroom.stores.base import KEY, LIMITS, MANIFEST, OUTBOX, Head
+from postroom.stores.base import KEY, LIMITS, MANIFEST, OUTBOX, UNREADABLE_PAYLOAD, Head
 from postroom.system.crypto.encryption import Encryption
 
 PLAIN_CELLS = frozenset(
@@ -27,9 +27,6 @@ PLAIN_CELLS = frozenset(
     }
 )  # fmt: skip
 """Kinds of cells that hold counters, times and ids only. Claims read and write them all the time."""
-
-UNREADABLE_PAYLOAD = b'"[cannot be decrypted]"'
-"""What the audit stream shows instead of a payload that cannot be decrypted."""
 
 
 def record_place(store_id: str, field: str, seq: int) -> str:
@@ -131,7 +128,7 @@ class EncryptedCodec(Codec):
         for seq, payload in stored.items():
             try:
                 found[seq] = self.open("payload", seq, payload)
-            except UnreadableValue:  # the audit stream and lists go on without this one
+            except UnreadableValue:
                 found[seq] = UNREADABLE_PAYLOAD
         return found
 

@@ -4,13 +4,11 @@ Rule 1: a row is kept before the shipper passes it, and before a purge removes i
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from postroom.message import Event
 from postroom.stores.event_runs import UNREADABLE
-
-if TYPE_CHECKING:
-    from postroom.stores.transaction import Transaction
+from postroom.stores.transaction import Transaction
 
 QUARANTINE: Final = "quarantine.events"
 """The kind of the cells. The key is the number of the row."""
@@ -22,14 +20,14 @@ def is_unreadable(event: Event) -> bool:
     return event.error_type == UNREADABLE and event.kind == "alert" and "row" in event.detail
 
 
-def quarantine_events(transaction: "Transaction", found: Sequence[Event]) -> None:
+def quarantine_events(transaction: Transaction, found: Sequence[Event]) -> None:
     """Keep the bytes of each row that cannot be read, and emit one alert for it. Kept rows stay."""
     rows = {event.detail["row"]: event.detail for event in found if is_unreadable(event)}
     for number, facts in rows.items():
         key = f"{number:020}"
-        if transaction.cell(QUARANTINE, key) is not None:
+        if transaction.cells.get(QUARANTINE, key) is not None:
             continue
-        transaction.put_cell(QUARANTINE, key, transaction.stored_row(number))
+        transaction.cells.put(QUARANTINE, key, transaction.events.row(number))
         transaction.alert(
             ALERT,
             f"events {facts['first']} to {facts['last']} cannot be read: {facts['bytes']} stored bytes are "

@@ -19,12 +19,17 @@ from postroom.stores.base import (
     LANE_COUNTS,
     NEWEST,
     ByIds,
+    Cells,
     Change,
     Counted,
     Ending,
+    Events,
     Head,
+    Lanes,
     Listing,
+    Parts,
     Pick,
+    Records,
     count_changes,
     counted_as,
     unknown,
@@ -94,9 +99,9 @@ class MemoryStore(Store):
             try:
                 result = work(transaction)
             except BaseException:
-                transaction.undo()
+                transaction.journal.undo()
                 raise
-            transaction.commit()
+            transaction.journal.commit()
         if self.on_commit is not None:
             self.on_commit(transaction)
         return result
@@ -120,14 +125,14 @@ class MemoryStore(Store):
         self._mutex = threading.RLock()
 
 
-class MemoryTransaction(Transaction):
-    """Changes the data at once and remembers how to undo the changes."""
+class Journal:
+    """The data as one transaction changes it, with the steps that undo the changes."""
 
-    def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
-        super().__init__(ids, limits, steady_ns, wall_us)
-        self._data = data
-        self._number = data.number
-        self._events: list[Event] = []
+    def __init__(self, data: _Data) -> None:
+        self.data = data
+        self.number = data.number
+        self.events: list[Event] = []
+        self.changes = 0
         self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
@@ -137,20 +142,68 @@ class MemoryTransaction(Transaction):
 
     def commit(self) -> None:
         """Append the events."""
-        self._data.events += self._events
-        self._data.number = self._number
-        if len(self._data.events) > EVENTS_KEPT_MAX:
-            del self._data.events[: len(self._data.events) - EVENTS_KEPT_MAX]
+        self.data.events += self.events
+        self.data.number = self.number
+        if len(self.data.events) > EVENTS_KEPT_MAX:
+            del self.data.events[: len(self.data.events) - EVENTS_KEPT_MAX]
 
-    def _undo_by(self, step: Callable[[], object]) -> None:
+    def undo_by(self, step: Callable[[], object]) -> None:
+        """Note how a change is undone."""
         self.changes += 1
         self._undo.append(step)
 
-    def take_numbers(self, count: int) -> int:
-        first = self._number
-        self.changes += count
-        self._number += count
-        return first
+    def put_row(self, message_id: str, row: Stored | None) -> None:
+        """Set or remove a row with its index entries."""
+        data = self.data
+        before = data.rows.pop(message_id, None)
+        if before is not None:
+            for index, entry in _entries(before.record):
+                entries = data.indexes[index]
+                del entries[bisect_left(entries, entry)]
+        if row is not None:
+            data.rows[message_id] = row
+            for index, entry in _entries(row.record):
+                insort(data.indexes.setdefault(index, []), entry)
+        self.undo_by(lambda: self.put_row(message_id, before))
+
+    def put(self, values: dict[K, V], key: K, value: V | None) -> None:
+        """Set or remove a value."""
+        before = values.pop(key, None)
+        if value is not None:
+            values[key] = value
+        self.undo_by(lambda: self.put(values, key, before))
+
+    def count(self, queue: str, what: Counted, change: int) -> None:
+        """Change a counter."""
+        counts, total, waiting = self.data.counts.setdefault(queue, {}), self.data.total, self.data.ready
+        self.put(counts, what, counts.get(what, 0) + change)
+        if org_of(queue):
+            self.put(total, what, total.get(what, 0) + change)
+            if what in LANE_COUNTS:
+                self.put(waiting, queue, waiting.get(queue, 0) + change or None)
+
+
+class MemoryTransaction(Transaction):
+    """Changes the data at once and remembers how to undo the changes."""
+
+    def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
+        self.journal = journal = Journal(data)
+        parts = Parts(
+            MemoryRecords(journal), MemoryEvents(journal), MemoryCells(journal), MemoryLanes(journal)
+        )
+        super().__init__(ids, limits, steady_ns, wall_us, parts)
+
+    @property
+    def changes(self) -> int:
+        return self.journal.changes
+
+
+class MemoryRecords(Records):
+    """The records of one transaction."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._data = journal.data
 
     def find(self, pick: Pick) -> list[Record]:
         match pick:
@@ -161,17 +214,17 @@ class MemoryTransaction(Transaction):
                 return [self._data.rows[message_id].record for message_id in message_ids]
             case Ending(deadline, until_ns, limit):
                 entries = self._data.indexes.get(("ending", deadline), [])
-                return self._records(entries[: bisect_left(entries, (until_ns + 1,))][:limit])
+                return self._found(entries[: bisect_left(entries, (until_ns + 1,))][:limit])
             case Listing(queue, state, after, limit, before):
                 index = ("all", "") if state is None else ("state", state)
                 entries = self._data.indexes.get(index, [])
                 end = bisect_left(entries, (before,)) if before else len(entries)
-                later = self._records(entries[bisect_left(entries, (after + 1,)) : end])
+                later = self._found(entries[bisect_left(entries, (after + 1,)) : end])
                 if before:
                     later.reverse()
                 return [record for record in later if queue in (None, record.queue)][:limit]
 
-    def _records(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:
+    def _found(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:
         return [self._data.rows[message_id].record for _, _, message_id in entries]
 
     def load(self, message_id: str) -> Stored | None:
@@ -182,75 +235,78 @@ class MemoryTransaction(Transaction):
         return msgspec.structs.replace(row, history=history)
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        journal = self._journal
         for change in changes:
             step, message_id = change.step, change.step.record.message_id
             if change.envelope is not None:
                 envelope = msgspec.structs.replace(change.envelope, message_id=message_id)
-                self._put(message_id, Stored(step.record, envelope, None, [*step.events[:1]]))
+                journal.put_row(message_id, Stored(step.record, envelope, None, [*step.events[:1]]))
             elif change.before is not None:
                 known = self._data.rows[message_id]
                 result = known.result if step.result is None else step.result
                 trail = [*known.history, *lifecycle.trail(change.before, step)]
-                self._put(message_id, Stored(step.record, known.envelope, result, trail))
+                journal.put_row(message_id, Stored(step.record, known.envelope, result, trail))
         for (queue, what), n in count_changes(changes, events).items():
-            self._count(queue, what, n)
-        self.changes += 1
-        self._events += events
+            journal.count(queue, what, n)
+        journal.changes += 1
+        journal.events += events
 
-    def _put(self, message_id: str, row: Stored | None) -> None:
-        """Set or remove a row with its index entries."""
-        data = self._data
-        before = data.rows.pop(message_id, None)
-        if before is not None:
-            for index, entry in _entries(before.record):
-                entries = data.indexes[index]
-                del entries[bisect_left(entries, entry)]
-        if row is not None:
-            data.rows[message_id] = row
-            for index, entry in _entries(row.record):
-                insort(data.indexes.setdefault(index, []), entry)
-        self._undo_by(lambda: self._put(message_id, before))
+    def forget(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._journal.put_row(record.message_id, None)
+            self._journal.count(record.queue, counted_as(record), -1)
 
-    def _set(self, values: dict[K, V], key: K, value: V | None) -> None:
-        before = values.pop(key, None)
-        if value is not None:
-            values[key] = value
-        self._undo_by(lambda: self._set(values, key, before))
 
-    def _count(self, queue: str, what: Counted, change: int) -> None:
-        counts, total, waiting = self._data.counts.setdefault(queue, {}), self._data.total, self._data.ready
-        self._set(counts, what, counts.get(what, 0) + change)
-        if org_of(queue):
-            self._set(total, what, total.get(what, 0) + change)
-            if what in LANE_COUNTS:
-                self._set(waiting, queue, waiting.get(queue, 0) + change or None)
+class MemoryEvents(Events):
+    """The events of the store."""
 
-    def events(self, after: int, limit: int) -> list[Event]:
-        events = self._data.events
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def take_numbers(self, count: int) -> int:
+        first = self._journal.number
+        self._journal.changes += count
+        self._journal.number += count
+        return first
+
+    def read(self, after: int, limit: int) -> list[Event]:
+        events = self._journal.data.events
         if after == NEWEST:
             return events[-1:]
         start = max(0, after + 1 - events[0].seq) if events else 0
         return events[start : start + limit]
 
-    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
-        for record in records:
-            self._put(record.message_id, None)
-            self._count(record.queue, counted_as(record), -1)
-        events = self._data.events
-        gone = max(0, min(events_up_to - events[0].seq + 1, len(events) - 1)) if events else 0
+    def forget(self, up_to: int) -> None:
+        events = self._journal.data.events
+        gone = max(0, min(up_to - events[0].seq + 1, len(events) - 1)) if events else 0
         removed = events[:gone]
         del events[:gone]
-        self._undo_by(lambda: events.__setitem__(slice(0, 0), removed))
+        self._journal.undo_by(lambda: events.__setitem__(slice(0, 0), removed))
 
-    def cell(self, kind: str, key: str) -> bytes | None:
-        return self._data.cells.get(kind, {}).get(key)
 
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        self._set(self._data.cells.setdefault(kind, {}), key, value)
+class MemoryCells(Cells):
+    """The cells of the store."""
 
-    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        found = self._data.cells.get(kind, {})
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._kinds = journal.data.cells
+
+    def get(self, kind: str, key: str) -> bytes | None:
+        return self._kinds.get(kind, {}).get(key)
+
+    def put(self, kind: str, key: str, value: bytes | None) -> None:
+        self._journal.put(self._kinds.setdefault(kind, {}), key, value)
+
+    def page(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        found = self._kinds.get(kind, {})
         return [(key, found[key]) for key in sorted(found) if key > after][:limit]
+
+
+class MemoryLanes(Lanes):
+    """The counters and indexes of the store."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._data = journal.data
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = [self._data.rows[entry[2]] for entry in self._data.indexes.get((queue, lane), [])[:limit]]
@@ -260,6 +316,10 @@ class MemoryTransaction(Transaction):
     def depth(self, queue: str) -> Mapping[Counted, int]:
         return {what: n for what, n in self._data.counts.get(queue, {}).items() if n}
 
+    def queues(self, prefix: str = "") -> list[str]:
+        used = (queue for queue, counts in self._data.counts.items() if any(counts.values()))
+        return sorted(queue for queue in used if queue.startswith(prefix))
+
     def total(self) -> dict[Counted, int]:
         return {what: n for what, n in self._data.total.items() if n}
 
@@ -268,7 +328,3 @@ class MemoryTransaction(Transaction):
 
     def active_depths(self) -> dict[str, Mapping[Counted, int]]:
         return {queue: self.depth(queue) for queue in self._data.ready}
-
-    def queues(self, prefix: str = "") -> list[str]:
-        used = (queue for queue, counts in self._data.counts.items() if any(counts.values()))
-        return sorted(queue for queue in used if queue.startswith(prefix))

@@ -192,23 +192,23 @@ class Store(ABC):
 
     def load(self, message_id: str) -> Stored | None:
         """Everything about one message; None when it is unknown."""
-        return self.read(lambda transaction: transaction.load(message_id))
+        return self.read(lambda transaction: transaction.records.load(message_id))
 
     def find(self, pick: Pick) -> list[Record]:
         """The picked records."""
-        return self.read(lambda transaction: transaction.find(pick))
+        return self.read(lambda transaction: transaction.records.find(pick))
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         """Events with a `seq` above `after`, in order."""
-        return self.read(lambda transaction: transaction.events(after, limit))
+        return self.read(lambda transaction: transaction.events.read(after, limit))
 
     def newest_event(self) -> int:
         """The position of the last event; 0 before the first one."""
-        return self.read(lambda transaction: transaction.newest_event())
+        return self.read(lambda transaction: transaction.events.newest())
 
     def depths(self) -> dict[str, Mapping[Counted, int]]:
         """The counters of every queue."""
-        return self.read(lambda transaction: transaction.depths())
+        return self.read(lambda transaction: transaction.lanes.depths())
 
     def count(self) -> dict[str, dict[Counted, int]]:
         """How many records each queue has in each state."""

@@ -1,4 +1,4 @@
-"""A transaction: every verb of a store, built from the methods of `Ledger` and `Lanes`.
+"""A transaction: every verb of a store, over its records, events, cells and lanes.
 
 Rule 1: a verb checks everything before it writes, so work that is refused has changed nothing.
 Rule 2: a backend may override a verb with a faster form of it. An equivalence test compares the two.
@@ -6,16 +6,14 @@ Rule 2: a backend may override a verb with a faster form of it. An equivalence t
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from postroom.core.lifecycle import lifecycle
-from postroom.errors import InvalidMessage, QueueFull, UnknownTask, UnreadableValue
-from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
+from postroom.errors import InvalidMessage, QueueFull, UnreadableValue
+from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -24,34 +22,30 @@ from postroom.stores.base import (
     LANES,
     LIMITS,
     LIVE_EVENTS,
-    NEWEST,
     OUTBOX,
     OVERDUE_A_CLAIM_MAX,
     RETRY_AFTER_S,
     ByIds,
+    Cells,
     Change,
-    Counted,
     Ending,
+    Events,
     Head,
-    Kept,
     Lanes,
-    Ledger,
     Limits,
-    Listing,
     Outbox,
+    Parts,
     Pick,
-    ready,
+    Records,
     waiting,
     within_bytes,
 )
-from postroom.stores.event_quarantine import quarantine_events
+from postroom.stores.codec import PLAIN, Codec
 from postroom.stores.own_ids import OwnIds
 from postroom.system.log import library_log
 
-NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
-EVENTS_LOOKED_MAX: Final = 1_000_000  # events that one purge looks at
-NUMBERS_AHEAD = 1 << 36  # behind the newest one, which the store may give
+NUMBERS_AHEAD = 1 << 36  # after the newest one, which the store may give
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 
 _log = library_log("postroom.store")
@@ -124,58 +118,65 @@ def payload_bytes(head: Head) -> int:
     return len(head.payload)
 
 
-class Transaction(Ledger, Lanes):
+class Transaction:
     """The work of one commit. The clocks are read once, at its beginning, so a commit is one instant."""
 
-    changes = 0
-    """Grows with every write and with every number taken. The backend increments it."""
+    records: Records
+    events: Events
+    cells: Cells
+    lanes: Lanes
+    codec: Codec = PLAIN
     synced = False
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
     lapsed: Sequence[int] = ()
     """The leases that `put_back` ended."""
-    purged: Sequence[Record] = ()
-    """The records that the last `purge` forgot, in the order of their numbers."""
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
-    def __init__(self, ids: OwnIds, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
+    def __init__(self, ids: OwnIds, limits: LimitsCache, steady_ns: int, wall_us: int, parts: Parts) -> None:
         self.ids = ids
-        self.store_id = ids.store_id
         self.steady_ns = steady_ns
         self.wall_us = wall_us
+        self.records, self.events, self.cells, self.lanes = parts
         self.ready: set[str] = set()
         """Queues in which something new can be claimed."""
-        self._limits_known = limits
+        self.limits_known = limits
         self._limits: dict[str, Limits] = {}
+
+    @property
+    def changes(self) -> int:
+        """Grows with every write and with every number taken."""
+        return self.records.changes + self.events.changes + self.cells.changes
 
     # ---- inserting -----------------------------------------------------------------------------
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
         """Accept messages, all or none. A message with a known id or key is dropped as a duplicate."""
-        self._check_depths(envelopes)
+        self.check_depths(envelopes)
         is_named = False
         for envelope in envelopes:
-            limits = self.limits(envelope.queue)
+            limits, message_id = self.limits(envelope.queue), envelope.message_id
             if len(envelope.payload) > limits.max_payload_bytes:
                 raise _too_long(envelope, limits)
-            if envelope.message_id or envelope.key:
+            if message_id or envelope.key:
                 is_named = True
-                self._check_id(envelope.message_id)
+                if self.is_reserved(message_id) and self.records.get(message_id) is None:
+                    raise reserved_id(message_id)
         if is_named:
             return [self._insert_named(envelope) for envelope in envelopes]
-        changes = [Change(None, self._accept(envelope, ""), envelope) for envelope in envelopes]
+        changes = [Change(None, self._accept(envelope), envelope) for envelope in envelopes]
         self._save(changes)
         return [Accepted(change.step.record.message_id, duplicate=False) for change in changes]
 
-    def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
+    def check_depths(self, envelopes: Sequence[Envelope]) -> None:
         """Raise `QueueFull` when a queue has no room. Duplicates are dropped, so they need none."""
         more: dict[str, int] = {}
         for envelope in envelopes:
             more[envelope.queue] = more.get(envelope.queue, 0) + 1
         for queue, count in more.items():
-            depth, most = waiting(self.depth(queue)), self.limits(queue).max_depth
+            depth, most = waiting(self.lanes.depth(queue)), self.limits(queue).max_depth
             if depth + count > most:
                 new = sum(envelope.queue == queue and not self.is_known(envelope) for envelope in envelopes)
                 if depth + new > most:
@@ -185,27 +186,25 @@ class Transaction(Ledger, Lanes):
         """Whether an insert would drop a message as a duplicate."""
         if envelope.key and self._known_by_key(envelope) is not None:
             return True
-        return bool(envelope.message_id) and self.record(envelope.message_id) is not None
+        return bool(envelope.message_id) and self.records.get(envelope.message_id) is not None
 
-    def _accept(self, envelope: Envelope, message_id: str) -> Step:
-        number = self.take_numbers(1 if envelope.delay_ns else 2)
-        return lifecycle.accept(envelope, self._moment(number), message_id or self._new_id(envelope, number))
-
-    def _new_id(self, envelope: Envelope, number: int) -> str:
-        return self.ids.new(envelope.queue, number, self.wall_us)
+    def _accept(self, envelope: Envelope) -> Step:
+        number = self.events.take_numbers(1 if envelope.delay_ns else 2)
+        message_id = envelope.message_id or self.ids.new(envelope.queue, number, self.wall_us)
+        return lifecycle.accept(envelope, self._moment(number), message_id)
 
     def _insert_named(self, envelope: Envelope) -> Accepted:
         known = self._known_by_key(envelope) if envelope.key else None
         if known is not None:
             return self._drop(known.message_id, envelope)
-        if envelope.message_id and self.record(envelope.message_id) is not None:
+        if envelope.message_id and self.records.get(envelope.message_id) is not None:
             return self._drop(envelope.message_id, envelope)
-        change = Change(None, self._accept(envelope, envelope.message_id), envelope)
+        change = Change(None, self._accept(envelope), envelope)
         message_id = change.step.record.message_id
         self._save([change])
         if envelope.key:
             seen = SeenKey(message_id, self.wall_us)
-            self.put_cell(KEY, _key_of(envelope), msgspec.json.encode(seen))
+            self.cells.put(KEY, _key_of(envelope), msgspec.json.encode(seen))
         return Accepted(message_id, duplicate=False)
 
     def _drop(self, message_id: str, envelope: Envelope) -> Accepted:
@@ -214,7 +213,7 @@ class Transaction(Ledger, Lanes):
         The process that stored the first record may have died before its fsync, or may still be in it.
         """
         self.synced = self.synced or envelope.durability != "os"
-        found = self.record(message_id)
+        found = self.records.get(message_id)
         if found is not None:  # else only the key is still remembered
             self.synced = self.synced or found.durability != "os"
             if found.queue != envelope.queue:
@@ -224,11 +223,6 @@ class Transaction(Ledger, Lanes):
             self.note_duplicate(found, envelope.key)
         return Accepted(message_id, duplicate=True)
 
-    def _check_id(self, message_id: str) -> None:
-        """Refuse an id that has the form of the store's own ids, unless the store made it."""
-        if self.is_reserved(message_id) and self.record(message_id) is None:
-            raise reserved_id(message_id)
-
     def is_reserved(self, message_id: str) -> bool:
         """Whether the store has given an id, or may give it.
 
@@ -236,20 +230,20 @@ class Transaction(Ledger, Lanes):
         is a power of two: one that follows the newest number would tell it to callers that try ids.
         """
         number_bits = self.ids.messages.number(message_id).bit_length()
-        is_uuid_taken = 0 < number_bits <= (self.take_numbers(0) + NUMBERS_AHEAD).bit_length()
+        is_uuid_taken = 0 < number_bits <= (self.events.take_numbers(0) + NUMBERS_AHEAD).bit_length()
         return message_id.startswith(self.ids.prefix) or is_uuid_taken
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
-        value = self.cell(KEY, _key_of(envelope))
+        value = self.cells.get(KEY, _key_of(envelope))
         return None if value is None else msgspec.json.decode(value, type=SeenKey)
 
     # ---- deciding ------------------------------------------------------------------------------
 
     def apply(self, pick: Pick, decide: Decide) -> list[Step]:
         """Decide about each picked record and save the decisions, all or none."""
-        first = self.take_numbers(0)
-        changes, number = self._decided(self.find(pick), decide, first)
-        self.take_numbers(number - first)
+        first = self.events.take_numbers(0)
+        changes, number = self._decided(self.records.find(pick), decide, first)
+        self.events.take_numbers(number - first)
         self._save(changes)
         return [change.step for change in changes]
 
@@ -284,114 +278,62 @@ class Transaction(Ledger, Lanes):
 
     def claim(self, terms: Claim) -> list[Delivery]:
         """Lease `limit` records in `lifecycle.claim_order`. Ended leases and delays are handled first."""
+
+        def order(head: Head) -> tuple[int, bool, int]:
+            return lifecycle.claim_order(head.record, self.steady_ns, terms.promote_after_ns)
+
         self.put_back(OVERDUE_A_CLAIM_MAX)
-        while heads := self._heads(terms):
+        while True:
+            counts = self.lanes.depth(terms.queue)
+            lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane], 0)]
+            # A lane is ordered by position and age, so that its first records suffice.
+            heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
+            if len(lanes) > 1:
+                heads.sort(key=order)
+            heads = within_bytes(heads[: terms.limit], payload_bytes)
             expired = [head.record for head in heads if 0 < head.record.expires <= self.steady_ns]
             if not expired:
-                return self._lease(heads, terms)
+                break
             self._end_all(expired, lifecycle.expire)
-        return []
-
-    def _heads(self, terms: Claim) -> list[Head]:
-        """The records to deliver next. A lane is ordered by position and age: its first records suffice."""
-        counts = self.depth(terms.queue)
-        lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane], 0)]
-        heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
-        if len(lanes) > 1:
-            heads.sort(key=lambda head: self._claim_order(head.record, terms))
-        return within_bytes(heads[: terms.limit], payload_bytes)
-
-    def _claim_order(self, record: Record, terms: Claim) -> tuple[int, bool, int]:
-        return lifecycle.claim_order(record, self.steady_ns, terms.promote_after_ns)
-
-    def _lease(self, heads: list[Head], terms: Claim) -> list[Delivery]:
-        lanes = [self._claim_order(head.record, terms)[0] for head in heads]
-        pairs = list(zip(heads, lanes, strict=True))
-        leased = Transaction.lease(self, pairs, terms.worker_id, terms.lease_ns)
+        promoted = [(head, order(head)[0]) for head in heads]
+        leased = Transaction.lease(self, promoted, terms.worker_id, terms.lease_ns)
         return [delivery_of(head, record) for head, record in zip(heads, leased, strict=True)]
+
+    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        """As `Lanes.pull`, with payloads as they were sent. Records that cannot be read are quarantined."""
+        heads, unreadable = self.codec.open_heads(self.lanes.pull(queue, lane, limit))
+        if not unreadable:
+            return heads
+        self.quarantine(unreadable)
+        return self.pull(queue, lane, limit)
 
     def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
         """Lease QUEUED records, each in the lane that it was promoted to; returns them as leased."""
         changes = []
         for head, lane in heads:
-            number = self.take_numbers(1 if lane == head.record.lane else 2)
+            number = self.events.take_numbers(1 if lane == head.record.lane else 2)
             step = lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns, lane)
             changes.append(Change(head.record, step))
         self._save(changes)
         return [change.step.record for change in changes]
 
-    def active(self, lane: int, after: str, limit: int) -> list[str]:
-        """Queues of organizations that have QUEUED records in a lane, in a fixed order, behind `after`."""
-        waiting_here = [
-            queue
-            for queue in self.queues()
-            if queue > after and org_of(queue) and self.depth(queue).get(LANE_COUNTS[lane], 0)
-        ]
-        return sorted(waiting_here)[:limit]
-
-    def depths(self) -> dict[str, Mapping[Counted, int]]:
-        """The counters of every queue."""
-        return {queue: self.depth(queue) for queue in self.queues()}
-
-    def count_active(self) -> int:
-        """How many organizations have QUEUED records."""
-        return sum(ready(self.depth(queue)) > 0 for queue in self.queues() if org_of(queue))
-
-    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
-        """The counters of the queues of organizations that have QUEUED records."""
-        return {
-            queue: counts for queue, counts in self.depths().items() if org_of(queue) and ready(counts) > 0
-        }
-
-    def total(self) -> dict[Counted, int]:
-        """The counters of all organizations together."""
-        counts: dict[Counted, int] = {}
-        for queue in self.queues():
-            if org_of(queue):
-                for what, n in self.depth(queue).items():
-                    counts[what] = counts.get(what, 0) + n
-        return counts
-
-    def filled(self) -> list[int]:
-        """Lanes in which messages of organizations are ready."""
-        counts = self.total()
-        return [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
-
-    def is_alone(self, queue: str, lane: int) -> bool:
-        """Whether no other organization has messages in a lane in which a queue has some."""
-        what = LANE_COUNTS[lane]
-        return self.total().get(what) == self.depth(queue).get(what)
-
-    def is_quiet(self, queue: str, most: int) -> bool:
-        """Whether at most `most` records are ready in a queue, and in all organizations together.
-
-        A store across a network may use counters that are a moment old, when they are far below `most`.
-        """
-        return ready(self.depth(queue)) <= most and ready(self.total()) <= most
-
-    def oldest(self, lane: int) -> Record | None:
-        """The record of an organization that has waited longest in a lane."""
-        heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
-        return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
-
-    def has_overdue(self) -> bool:
-        """Whether a lease or delay may be over; False saves a search for them."""
-        return True
-
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in all queues; returns how many."""
+        if not self.lanes.has_overdue():
+            return 0
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         self.lapsed = [*self.lapsed, *(step.events[0].lease for step in steps)]
-        steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
+        steps += self.apply(self.delays_over(limit), lifecycle.wake)
         return len(steps)
+
+    def delays_over(self, limit: int) -> Pick:
+        """The records to wake: those whose delay is over."""
+        return Ending("delay", self.steady_ns, limit)
 
     def sweep(self, limit: int) -> int:
         """Lapse, wake and expire overdue records of all queues; returns how many."""
         expired = self.apply(Ending("expiry", self.steady_ns, limit), _expire_task)
         return self.put_back(limit) + len(expired)
-
-    def _end_all(self, records: Sequence[Record], decide: Callable[[Record, Moment], Step]) -> None:
-        self._save([Change(record, decide(record, self._moment(self.take_numbers(1)))) for record in records])
 
     def quarantine(self, unreadable: Sequence[tuple[Record, UnreadableValue]]) -> None:
         """Take records whose payloads cannot be read out of their lanes, so that they do not block them."""
@@ -399,63 +341,11 @@ class Transaction(Ledger, Lanes):
             _log.error("%s is quarantined: %s", record.message_id, error)
             self._end_all([record], partial(lifecycle.quarantine, error=str(error)))
 
-    # ---- forgetting ----------------------------------------------------------------------------
+    def _end_all(self, records: Sequence[Record], decide: Callable[[Record, Moment], Step]) -> None:
+        take = self.events.take_numbers
+        self._save([Change(record, decide(record, self._moment(take(1)))) for record in records])
 
-    def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
-        """Look at `limit` records behind `after`, and forget tasks whose retention is over.
-
-        Returns the `seq` to continue from; 0 at the end of the records.
-        """
-        seen = self.find(Listing(after=after, limit=limit))
-        gone = [
-            record
-            for record in seen
-            if not org_of(record.queue)
-            and record.ended_us
-            and record.ended_us < self.wall_us - keep_us[record.state]
-        ]
-        self.purged = gone
-        if gone:
-            self.forget(gone)
-            self._emit(lifecycle.purged(self._moment(self.take_numbers(1)), len(gone)))
-        return seen[-1].seq if len(seen) == limit else 0
-
-    def purge_keys(self, after: str, before_us: int, limit: int) -> str:
-        """Look at `limit` idempotency keys behind `after`, and forget those accepted before `before_us`.
-
-        Returns the key to continue from; empty at the end of the keys.
-        """
-        seen = self.cells(KEY, after, limit)
-        for key, value in seen:
-            if msgspec.json.decode(value, type=SeenKey).seen_us < before_us:
-                self.put_cell(KEY, key, None)
-        return seen[-1][0] if len(seen) == limit else ""
-
-    def purge_events(self, up_to: int, before_us: int, limit: int) -> None:
-        """Forget up to `limit` events up to a position and before a time, except events not yet shipped."""
-        outbox = self.outbox()
-        if outbox is not None:
-            up_to = min(up_to, outbox.shipped)
-        old = self._events_before(up_to, before_us, limit)
-        while old:
-            quarantine_events(self, old)
-            self.forget((), old[-1].seq)
-            is_stuck = len(old) == limit <= EVENTS_LOOKED_MAX and self.events(0, 1) == old[:1]
-            if not is_stuck:
-                return
-            limit *= 4  # the events of one commit may be stored together: they go only as a whole
-            old = self._events_before(up_to, before_us, limit)
-
-    def stored_row(self, number: int) -> bytes:
-        """The bytes of a row of events."""
-        raise InvalidMessage(f"this kind of store has no row {number} of events")
-
-    def _events_before(self, up_to: int, before_us: int, limit: int) -> list[Event]:
-        old = [event for event in self.events(0, limit) if event.seq <= up_to]
-        young = next((index for index, event in enumerate(old) if event.ts_us >= before_us), len(old))
-        return old[:young]
-
-    # ---- other facts ---------------------------------------------------------------------------
+    # ---- other transactions ----------------------------------------------------------------------
 
     def exclusive(self, name: str) -> None:
         """Let no other transaction that asks for the same name run until this one ends.
@@ -465,11 +355,7 @@ class Transaction(Ledger, Lanes):
         """
 
     def look_ahead(
-        self,
-        cells: Sequence[tuple[str, int]] = (),
-        *,
-        lanes: bool = False,
-        heads: bool = True,
+        self, cells: Sequence[tuple[str, int]] = (), *, lanes: bool = False, heads: bool = True
     ) -> None:
         """Announce the next reads, so that a store across a network does them in one trip.
 
@@ -480,95 +366,66 @@ class Transaction(Ledger, Lanes):
     def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
         """Announce the next pulls: queue, lane and limit of each."""
 
-    def kept(self, record: Record) -> Kept:  # noqa: ARG002
-        """The parts of a message that are not in its record.
-
-        Only stores that can be moved implement this method and `kinds`.
-        """
-        raise InvalidMessage("this kind of store cannot be moved")
-
-    def kinds(self) -> list[str]:
-        """Every kind of cells."""
-        raise InvalidMessage("this kind of store cannot be moved")
-
-    def record(self, message_id: str) -> Record | None:
-        """One record; None when it is unknown."""
-        return self.records((message_id,)).get(message_id)
-
-    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
-        """Records by their ids, without unknown ids."""
-        found = {}
-        for message_id in message_ids:
-            with suppress(UnknownTask):
-                [found[message_id]] = self.find(ByIds((message_id,)))
-        return found
+    # ---- noting ----------------------------------------------------------------------------------
 
     def alert(self, error_type: str, error: str) -> None:
         """Emit an event for a person to look at."""
-        self._emit(lifecycle.alert(self._moment(self.take_numbers(1)), error_type, error))
+        self._emit(lifecycle.alert(self._moment(self.events.take_numbers(1)), error_type, error))
 
     def note_duplicate(self, record: Record, key: str) -> None:
         """Emit that a message was sent again."""
-        self._emit(lifecycle.duplicate(record, self._moment(self.take_numbers(1)), key))
+        self._emit(lifecycle.duplicate(record, self._moment(self.events.take_numbers(1)), key))
+
+    def note_purged(self, count: int) -> None:
+        """Emit that records were forgotten."""
+        self._emit(lifecycle.purged(self._moment(self.events.take_numbers(1)), count))
 
     def emit(self, kind: EventKind, queue: str = "", **facts: Any) -> None:
         """Emit an event that is about no message."""
-        self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
+        moment = self._moment(self.events.take_numbers(1))
+        self._emit(lifecycle.occurrence(moment, kind, queue, **facts))
 
     def note(self, noted: Sequence[Noted]) -> None:
         """Emit events that change no record."""
-        first = self.take_numbers(len(noted))
-        self.save((), [one.event(seq, self.wall_us) for seq, one in enumerate(noted, first)])
+        first = self.events.take_numbers(len(noted))
+        self.records.save((), [one.event(seq, self.wall_us) for seq, one in enumerate(noted, first)])
+
+    # ---- limits and the shipper ------------------------------------------------------------------
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""
         limits = self._limits.get(queue)
         if limits is None:
-            limits = self._limits_known.get(queue)
+            limits = self.limits_known.get(queue)
             if limits is None:
-                value = self.cell(LIMITS, queue)
+                value = self.cells.get(LIMITS, queue)
                 limits = DEFAULT_LIMITS if value is None else msgspec.json.decode(value, type=Limits)
-                self._limits_known.put(queue, limits)
+                self.limits_known.put(queue, limits)
             self._limits[queue] = limits
         return limits
 
     def set_limits(self, queue: str, limits: Limits) -> None:
         """Change the limits of a queue."""
-        self.put_cell(LIMITS, queue, msgspec.json.encode(limits))
+        self.cells.put(LIMITS, queue, msgspec.json.encode(limits))
         self._limits[queue] = limits
-        self._limits_known.clear()
+        self.limits_known.clear()
 
     def outbox(self) -> Outbox | None:
         """The position of the shipper; None when events are not shipped."""
-        value = self.cell(OUTBOX, "")
+        value = self.cells.get(OUTBOX, "")
         return None if value is None else msgspec.json.decode(value, type=Outbox)
 
     def set_outbox(self, outbox: Outbox | None) -> None:
         """Set the position of the shipper. Shipped events are forgotten, except the last `LIVE_EVENTS`."""
-        self.put_cell(OUTBOX, "", None if outbox is None else msgspec.json.encode(outbox))
+        self.cells.put(OUTBOX, "", None if outbox is None else msgspec.json.encode(outbox))
         if outbox is not None and outbox.shipped > LIVE_EVENTS:
-            self.forget((), outbox.shipped - LIVE_EVENTS)
+            self.events.forget(outbox.shipped - LIVE_EVENTS)
 
-    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        """The payloads of messages, without unknown ids."""
-        found = {message_id: self.load(message_id) for message_id in message_ids}
-        return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
-
-    def heads(self, message_ids: Sequence[str]) -> list[Head]:
-        """Records with the parts of their messages that a worker receives, without unknown ids."""
-        found = [stored for message_id in message_ids if (stored := self.load(message_id)) is not None]
-        return [
-            Head(one.record, one.envelope.payload, one.envelope.type, one.envelope.parent_message_id)
-            for one in found
-        ]
-
-    def newest_event(self) -> int:
-        """The position of the last event; 0 before the first one."""
-        return next((event.seq for event in self.events(NEWEST, 1)), 0)
+    # ---- times -----------------------------------------------------------------------------------
 
     def oldest_ns(self, queue: str) -> int | None:
         """How long the oldest ready record of a queue has been ready; None when there is none."""
-        heads = [head for lane in range(LANES) for head in self.pull(queue, lane, 1)]
+        heads = [head for lane in range(LANES) for head in self.lanes.pull(queue, lane, 1)]
         return max((max(0, self.steady_ns - head.record.ready_at) for head in heads), default=None)
 
     def next_work_ns(self, queue: str) -> int | None:
@@ -576,14 +433,15 @@ class Transaction(Ledger, Lanes):
 
         A claim handles the deadlines of all queues, so this may be the deadline of another queue.
         """
-        if any(self.pull(queue, lane, 1) for lane in range(LANES)):
+        if any(self.lanes.pull(queue, lane, 1) for lane in range(LANES)):
             return 0
         return self.next_deadline_ns()
 
     def next_deadline_ns(self) -> int | None:
         """The time until the first delay or lease of any queue ends; None when there is none."""
-        ends = [record.due for record in self.find(Ending("delay", FOREVER_NS, 1))]
-        ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
+        find = self.records.find
+        ends = [record.due for record in find(Ending("delay", FOREVER_NS, 1))]
+        ends += [record.lease_until for record in find(Ending("lease", FOREVER_NS, 1))]
         return max(0, min(ends) - self.steady_ns) if ends else None
 
     # ---- saving --------------------------------------------------------------------------------
@@ -595,7 +453,7 @@ class Transaction(Ledger, Lanes):
         if not changes:
             return
         events = [event for change in changes for event in change.step.events]
-        self.save(changes, events)
+        self.records.save(changes, events)
         self._note_events(events)
         for change in changes:
             after = change.step.record
@@ -607,7 +465,7 @@ class Transaction(Ledger, Lanes):
                 self.ended = True
 
     def _emit(self, event: Event) -> None:
-        self.save((), [event])
+        self.records.save((), [event])
         self._note_events([event])
 
     def _note_events(self, events: Sequence[Event]) -> None:

@@ -269,7 +269,7 @@ def _arguments(message: Message, context: Any, takes_batches: bool) -> tuple[Any
 
 def _next_ns(transaction: Transaction) -> int | None:
     """After how long a delay or a lease ends; None when none does."""
-    ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-    ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
+    ends = [record.due for record in transaction.records.find(Ending("delay", FOREVER_NS, 1))]
+    ends += [record.lease_until for record in transaction.records.find(Ending("lease", FOREVER_NS, 1))]
     soonest = min(ends, default=FOREVER_NS)
     return None if soonest > FOREVER_NS // 4 else max(0, soonest - transaction.steady_ns)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from postroom.errors import (
     WrongState,
 )
 from postroom.message import Envelope, Event, Moment, Record, State, Step
+from postroom.stores import purge as store_purge
 from postroom.stores.base import (
     FOREVER_NS,
     LIVE_EVENTS,
@@ -123,13 +125,17 @@ def sweep(store: Store, limit: int = 100) -> int:
     return store.write(lambda transaction: transaction.sweep(limit))
 
 
+def queues_below(transaction: Transaction, prefix: str) -> list[str]:
+    return transaction.lanes.queues(prefix)
+
+
 def held_by(delivery: Delivery) -> tuple[str, int]:
     return delivery.message_id, delivery.lease
 
 
 def purge(store: Store, *, keep_s: float, after: int = 0, limit: int = 100) -> int:
     keep_us: dict[State, int] = dict.fromkeys(lifecycle.ENDED, round(keep_s * MICROS_PER_S))
-    return store.write(lambda transaction: transaction.purge(after, keep_us, limit))
+    return store.write(lambda transaction: store_purge.purge_tasks(transaction, after, keep_us, limit)[1])
 
 
 def gist(event: Event) -> tuple[Any, ...]:
@@ -171,7 +177,9 @@ def set_outbox(store: Store, outbox: Outbox | None) -> None:
 
 def purge_events(store: Store, up_to: int, before_us: int) -> None:
     """Purge old events."""
-    store.write(lambda transaction: transaction.purge_events(up_to, before_us, 1_000), makes_room=True)
+    store.write(
+        lambda transaction: store_purge.purge_events(transaction, up_to, before_us, 1_000), makes_room=True
+    )
 
 
 def oldest_ns(store: Store) -> int | None:
@@ -274,7 +282,7 @@ class StoreContract(ABC):
             insert(store, new(key="old"))
             clock.advance(10)
             insert(store, new(key="new"))
-            store.write(lambda transaction: transaction.purge_keys("", clock.wall_us(), 10))
+            store.write(lambda transaction: store_purge.purge_keys(transaction, "", clock.wall_us(), 10))
             assert [a.duplicate for a in insert(store, new(key="old"), new(key="new"))] == [
                 False,
                 True,
@@ -437,11 +445,15 @@ class StoreContract(ABC):
                 put_in(store, queue=queue)
             every = ["@a", "@a-b:x", "@a:x", "@a:y", "@b:x", "A"]
             for prefix, found in (("", every), ("@a:", ["@a:x", "@a:y"]), ("@a:x", ["@a:x"]), ("@c", [])):
-                assert store.read(lambda transaction, prefix=prefix: transaction.queues(prefix)) == found  # type: ignore[misc]
+                assert store.read(partial(queues_below, prefix=prefix)) == found
 
             def listed(transaction: Transaction) -> list[list[str]]:
                 transaction.insert([Envelope(queue="@a:z", payload=b"1")])
-                return [transaction.queues("@b:"), transaction.queues("@a:"), transaction.queues()]
+                return [
+                    transaction.lanes.queues("@b:"),
+                    transaction.lanes.queues("@a:"),
+                    transaction.lanes.queues(),
+                ]
 
             new = sorted([*every, "@a:z"])
             assert store.write(listed) == [["@b:x"], ["@a:x", "@a:y", "@a:z"], new]
@@ -461,10 +473,10 @@ class StoreContract(ABC):
 
     def test_organizations_with_ready_records_are_counted(self, tmp_path: Path) -> None:
         def active(store: Store) -> int:
-            depths = store.write(lambda transaction: transaction.active_depths())
-            whole = store.write(lambda transaction: transaction.depths())
+            depths = store.write(lambda transaction: transaction.lanes.active_depths())
+            whole = store.write(lambda transaction: transaction.lanes.depths())
             assert depths == {queue: whole[queue] for queue in depths}
-            assert len(depths) == store.write(lambda transaction: transaction.count_active())
+            assert len(depths) == store.write(lambda transaction: transaction.lanes.count_active())
             return len(depths)
 
         clock = ManualClock()
@@ -474,7 +486,7 @@ class StoreContract(ABC):
             [other] = put_in(store, queue="org:other")
             put_in(store)
             put_in(store, queue="org:later", delay_ns=NANOS_PER_S)
-            assert active(store) == store.read(lambda transaction: transaction.count_active()) == 2
+            assert active(store) == store.read(lambda transaction: transaction.lanes.count_active()) == 2
             for left, name in ((2, acme[0]), (2, acme[1]), (1, acme[2]), (0, other)):
                 apply(store, name, lifecycle.cancel)
                 assert active(store) == left
@@ -530,7 +542,7 @@ class StoreContract(ABC):
         with self.opened(tmp_path, ManualClock()) as store:
 
             def put(*cells: tuple[str, str, bytes | None]) -> None:
-                store.write(lambda transaction: [transaction.put_cell(*cell) for cell in cells])
+                store.write(lambda transaction: [transaction.cells.put(*cell) for cell in cells])
 
             put(
                 ("a", "2", b"two"),
@@ -539,13 +551,13 @@ class StoreContract(ABC):
                 ("a", "3", b"3"),
                 ("a", "3", None),
             )
-            cells = store.read(lambda transaction: transaction.cells("a"))
+            cells = store.read(lambda transaction: transaction.cells.page("a"))
             assert cells == [("1", b"\0"), ("2", b"two")]
-            assert store.read(lambda transaction: transaction.cells("a", "1", 1)) == [("2", b"two")]
+            assert store.read(lambda transaction: transaction.cells.page("a", "1", 1)) == [("2", b"two")]
             with raises(KeyError):
-                store.write(lambda transaction: [transaction.put_cell("a", "2", None), fails()])
-            assert store.read(lambda transaction: transaction.cell("a", "2")) == b"two"
-            assert store.read(lambda transaction: transaction.cell("a", "9")) is None
+                store.write(lambda transaction: [transaction.cells.put("a", "2", None), fails()])
+            assert store.read(lambda transaction: transaction.cells.get("a", "2")) == b"two"
+            assert store.read(lambda transaction: transaction.cells.get("a", "9")) is None
 
     def test_a_lease_ends_by_the_steady_clock(self, tmp_path: Path) -> None:
         clock = ManualClock()
@@ -758,7 +770,10 @@ class StoreContract(ABC):
             fails()
 
         with self.opened(tmp_path, ManualClock()) as store:
-            for failing in (lambda _: fails(), lambda transaction: transaction.take_numbers(1) and fails()):
+            for failing in (
+                lambda _: fails(),
+                lambda transaction: transaction.events.take_numbers(1) and fails(),
+            ):
                 first, error, last = store.write_many([insert_one, failing, insert_one])
                 assert isinstance(error, KeyError)
                 assert first[0].message_id != last[0].message_id
@@ -815,7 +830,7 @@ class StoreContract(ABC):
                 for _ in range(2):
                     transaction.claim(Claim("gone", "w", 1, NANOS_PER_S))
                     transaction.insert([new(queue="gone", message_id="x")])
-                transaction.find(ByIds(("x",)))
+                transaction.records.find(ByIds(("x",)))
                 raise KeyError("gone")
 
             with raises(KeyError):
@@ -959,7 +974,7 @@ class StoreContract(ABC):
             insert(store, new(b"3", message_id="mine"))
             claim(store)
             created = [event.message_id for event in store.events() if event.kind == "created"]
-            found = store.read(lambda transaction: transaction.payloads([*created, "nobody"]))
+            found = store.read(lambda transaction: transaction.records.payloads([*created, "nobody"]))
             assert found == dict(zip(created, (b"1", b"2", b"3"), strict=True))
 
     def test_each_store_has_its_own_identity(self, tmp_path: Path) -> None:

@@ -949,8 +949,8 @@ def _then(result: T, *, fails: bool) -> T:
 
 def _next_ns(transaction: Transaction) -> int | None:
     """After how long something is due; None when nothing is, but messages without an end of their delay."""
-    ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-    ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
+    ends = [record.due for record in transaction.records.find(Ending("delay", FOREVER_NS, 1))]
+    ends += [record.lease_until for record in transaction.records.find(Ending("lease", FOREVER_NS, 1))]
     soonest = min(ends, default=FOREVER_NS)
     return None if soonest > FOREVER_NS // 4 else max(0, soonest - transaction.steady_ns)
 

@@ -201,7 +201,7 @@ class TaskOperations:
 
     def open_decision(self, task_id: str) -> str | None:
         """Turn the result of a completed task into a decision. Returns None if that was done before."""
-        stored = self.transaction.load(checked_id(task_id))
+        stored = self.transaction.records.load(checked_id(task_id))
         if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(task_id)
         if stored.record.state != "COMPLETED" or stored.result is None:
@@ -230,7 +230,7 @@ class TaskOperations:
     def settle(self, decision_id: str, lease: int) -> None:
         """Mark a decision as executed: it completes, and its task is done."""
         self.transaction.complete({checked_id(decision_id): (checked_token(lease), b"null")})
-        decision = self.transaction.load(decision_id)
+        decision = self.transaction.records.load(decision_id)
         with suppress(UnknownTask):  # the task was purged while the decision was executed
             if decision is not None and self.record(decision.envelope.parent_message_id).state == "EXECUTING":
                 self._apply(decision.envelope.parent_message_id, lifecycle.settle)
@@ -239,7 +239,7 @@ class TaskOperations:
 
     def record(self, task_id: str) -> Record:
         """The delivery state of a task. Raises `UnknownTask`, also for a message of an organization."""
-        [record] = self.transaction.find(ByIds((checked_id(task_id),)))
+        [record] = self.transaction.records.find(ByIds((checked_id(task_id),)))
         if record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(task_id)
         return record

@@ -13,6 +13,7 @@ from postroom.contracts.tasks.task_input import NUMBER_MAX
 from postroom.core.lifecycle import lifecycle
 from postroom.message import Record, State
 from postroom.stores.base import PURGE_BATCH_MAX, Listing
+from postroom.stores.purge import purge_events, purge_keys, purge_tasks
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -72,19 +73,19 @@ class Purge:
         kept_us: dict[State, int] = dict.fromkeys(lifecycle.ENDED, round(keep.finished_s * 1e6))
         kept_us["DEAD_LETTER"] = kept_us["QUARANTINED"] = round(keep.dead_s * 1e6)
 
-        def purge_tasks(transaction: Transaction) -> int:
-            after = transaction.purge(self._tasks_after, kept_us, PURGE_BATCH_MAX)
-            task_storage.forget(transaction, transaction.purged)
+        def purge_some(transaction: Transaction) -> int:
+            gone, after = purge_tasks(transaction, self._tasks_after, kept_us, PURGE_BATCH_MAX)
+            task_storage.forget(transaction, gone)
             return after
 
         for _ in range(rounds):
-            self._tasks_after = self._store.write(purge_tasks, makes_room=True)
+            self._tasks_after = self._store.write(purge_some, makes_room=True)
             if self._tasks_after == 0:
                 break
         self._keys_after = self._store.write(self._purge_keys_and_events, makes_room=True)
 
     def _purge_keys_and_events(self, transaction: Transaction) -> str:
         keep, now_us = self._retention, transaction.wall_us
-        transaction.purge_events(NUMBER_MAX, now_us - round(keep.events_s * 1e6), PURGE_BATCH_MAX)
+        purge_events(transaction, NUMBER_MAX, now_us - round(keep.events_s * 1e6), PURGE_BATCH_MAX)
         keys_before_us = now_us - round(keep.keys_s * 1e6)
-        return transaction.purge_keys(self._keys_after, keys_before_us, PURGE_BATCH_MAX)
+        return purge_keys(transaction, self._keys_after, keys_before_us, PURGE_BATCH_MAX)

@@ -51,10 +51,10 @@ def own(transaction: Transaction, queue: str, org: str) -> None:
     if transaction.limits(queue).org:
         return
     transaction.exclusive(f"own {queue}")
-    known = transaction.cell(LIMITS, queue)
+    known = transaction.cells.get(LIMITS, queue)
     limits = DEFAULT_LIMITS if known is None else msgspec.json.decode(known, type=Limits)
     if not limits.org:
-        before, held = stored_tasks(transaction, org), _held(transaction.depth(queue))
+        before, held = stored_tasks(transaction, org), _held(transaction.lanes.depth(queue))
         _put(transaction, org, before.tasks + held, before.size, before.queues + (held > 0))
     transaction.set_limits(queue, replace(limits, org=org))
 
@@ -98,13 +98,13 @@ def insert_decision(transaction: Transaction, envelope: Envelope) -> str:
 
 def add(transaction: Transaction, task_id: str, size: int) -> None:
     """Count a piece that was stored for a task."""
-    if size <= COUNTED_BYTES or (record := transaction.record(task_id)) is None:
+    if size <= COUNTED_BYTES or (record := transaction.records.get(task_id)) is None:
         return
     org = owner_of(transaction, record.queue)
     if org:
         key, stored = _key(record.seq), stored_tasks(transaction, org)
-        before = int(transaction.cell(SIZE, key) or b"0")
-        transaction.put_cell(SIZE, key, str(before + size).encode())
+        before = int(transaction.cells.get(SIZE, key) or b"0")
+        transaction.cells.put(SIZE, key, str(before + size).encode())
         _put(transaction, org, stored.tasks, stored.size + size, stored.queues)
 
 
@@ -116,10 +116,10 @@ def forget(transaction: Transaction, records: Sequence[Record]) -> None:
             shares.setdefault(org, []).append(record)
     if not shares:
         return
-    sizes = dict(transaction.cells(SIZE, _key(records[0].seq - 1), PURGE_BATCH_MAX))
+    sizes = dict(transaction.cells.page(SIZE, _key(records[0].seq - 1), PURGE_BATCH_MAX))
     for org, gone in shares.items():
         keys = [_key(record.seq) for record in gone]
-        value = transaction.cell(STORED, org)
+        value = transaction.cells.get(STORED, org)
         if value is not None:  # else the counters do not have them any more
             stored = msgspec.json.decode(value, type=StoredTasks)
             size = sum(int(sizes.get(key, b"0")) for key in keys)
@@ -127,15 +127,15 @@ def forget(transaction: Transaction, records: Sequence[Record]) -> None:
             _put(transaction, org, stored.tasks - len(keys), stored.size - size, stored.queues - len(unused))
         for key in keys:
             if key in sizes:
-                transaction.put_cell(SIZE, key, None)
+                transaction.cells.put(SIZE, key, None)
 
 
 def stored_tasks(transaction: Transaction, org: str) -> StoredTasks:
     """What the tasks of an organization take up now."""
-    value = transaction.cell(STORED, org)
+    value = transaction.cells.get(STORED, org)
     if value is not None:
         return msgspec.json.decode(value, type=StoredTasks)
-    held = [_held(transaction.depth(queue)) for queue in transaction.queues(scoped(org, ""))]
+    held = [_held(transaction.lanes.depth(queue)) for queue in transaction.lanes.queues(scoped(org, ""))]
     return StoredTasks(sum(held), queues=sum(count > 0 for count in held))
 
 
@@ -174,7 +174,7 @@ def _with_room(
 
 
 def _unused(transaction: Transaction, queues: Collection[str]) -> set[str]:
-    return {queue for queue in queues if not _held(transaction.depth(queue))}
+    return {queue for queue in queues if not _held(transaction.lanes.depth(queue))}
 
 
 def _held(counts: Mapping[Counted, int]) -> int:
@@ -185,7 +185,7 @@ def _held(counts: Mapping[Counted, int]) -> int:
 def _put(transaction: Transaction, org: str, tasks: int, size: int, queues: int) -> None:
     # A process that had not read yet whose queue it is did not count what it added to it.
     stored = StoredTasks(max(0, tasks), max(0, size), max(0, queues))
-    transaction.put_cell(STORED, org, msgspec.json.encode(stored))
+    transaction.cells.put(STORED, org, msgspec.json.encode(stored))
 
 
 def _key(number: int) -> str:

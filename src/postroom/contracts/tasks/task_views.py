@@ -120,7 +120,7 @@ def stored_task(store: Store, task_id: str, read_value: ReadValue = decoded_valu
 
 def loaded_task(transaction: Transaction, task_id: str) -> Stored:
     """A task with its payload, result and history. Raises `UnknownTask`, also for a message of `Engine`."""
-    return _task(transaction.load(task_id), task_id)
+    return _task(transaction.records.load(task_id), task_id)
 
 
 def _task(stored: Stored | None, task_id: str) -> Stored:
@@ -176,9 +176,9 @@ def agents_status(transaction: Transaction, queues: Iterable[str] | None = None)
     found: dict[str, AgentStatus] = {}
     left = HOLDERS_MAX
     for queue in queues_of_agents(transaction) if queues is None else queues:
-        counts, holders = transaction.depth(queue), Counter[str]()
+        counts, holders = transaction.lanes.depth(queue), Counter[str]()
         if counts.get("PROCESSING") and left:
-            leased = transaction.find(Listing(queue, "PROCESSING", limit=left))
+            leased = transaction.records.find(Listing(queue, "PROCESSING", limit=left))
             holders.update(record.worker_id for record in leased)
             left -= len(leased)
         found[queue] = _agent_status(transaction, queue, counts, dict(holders))
@@ -188,15 +188,15 @@ def agents_status(transaction: Transaction, queues: Iterable[str] | None = None)
 def find_tasks(transaction: Transaction, pick: Listing) -> list[Record]:
     """The picked tasks. Messages of organizations, which may be far more, are not read."""
     agents = queues_of_agents(transaction)
-    if pick.queue is not None or len(agents) == len(transaction.queues()):
-        return transaction.find(pick)
-    found = [record for agent in agents for record in transaction.find(replace(pick, queue=agent))]
+    if pick.queue is not None or len(agents) == len(transaction.lanes.queues()):
+        return transaction.records.find(pick)
+    found = [record for agent in agents for record in transaction.records.find(replace(pick, queue=agent))]
     return sorted(found, key=lambda record: record.seq)[: pick.limit]
 
 
 def queues_of_agents(transaction: Transaction) -> list[str]:
     """The queues of agents. The other ones hold the messages of organizations."""
-    return [queue for queue in transaction.queues() if not queue.startswith(ENGINE_PREFIX)]
+    return [queue for queue in transaction.lanes.queues() if not queue.startswith(ENGINE_PREFIX)]
 
 
 def _agent_status(

@@ -59,6 +59,7 @@ from postroom.nudges.database_notifier import DatabaseNotifier
 from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Limits, Listing
 from postroom.stores.open import open_store
+from postroom.stores.purge import purge_events
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.clock import Clock
@@ -391,7 +392,7 @@ class Tasks(Closing):
         if type(up_to) is not int or not 0 <= up_to <= NUMBER_MAX:
             raise InvalidMessage(f"up_to must be the number of an event, not {up_to!r}")
         self.store.write(
-            lambda transaction: transaction.purge_events(up_to, NUMBER_MAX, PURGE_BATCH_MAX), makes_room=True
+            lambda transaction: purge_events(transaction, up_to, NUMBER_MAX, PURGE_BATCH_MAX), makes_room=True
         )
 
     # ---- files ---------------------------------------------------------------------------------

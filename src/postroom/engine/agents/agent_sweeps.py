@@ -115,7 +115,7 @@ def sweep_requests(agents: AgentOperations, after: str = "", limit: int = REQUES
 
 def _sweep_request(agents: AgentOperations, org_id: str, agent_id: str, message_id: str) -> None:
     transaction, rules = agents.transaction, agents.rules
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is None:
         bounce(agents, org_id, agent_id, message_id, "the result is no longer kept")
         return
@@ -133,7 +133,7 @@ def bounce(agents: AgentOperations, org_id: str, agent_id: str, message_id: str,
     """Close a request without its agent, and store the answer for the creator of the message."""
     transaction = agents.transaction
     REQUESTS.put(transaction, None, org_id, agent_id, message_id)
-    stored = transaction.load(message_id)
+    stored = transaction.records.load(message_id)
     creator = None if stored is None else _creator(stored)
     if stored is not None and creator is not None:
         answer = msgspec.to_builtins(_whole_answer(agents, stored))
@@ -194,7 +194,7 @@ def sweep_bounces(agents: AgentOperations, after: str = "", limit: int = REQUEST
     seen = BOUNCES.scan(agents.transaction, after, limit)
     for key, kept in seen:
         if _is_old(agents, key.partition(SEPARATOR)[0], kept.bounced_us):
-            agents.transaction.put_cell(BOUNCES.name, key, None)
+            agents.transaction.cells.put(BOUNCES.name, key, None)
     return seen[-1][0] if len(seen) == limit else ""
 
 

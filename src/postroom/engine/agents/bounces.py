@@ -107,8 +107,8 @@ def removed(transaction: Transaction, keys: Sequence[str], org_id: str | None = 
     for key in dict.fromkeys(keys):
         cell_key = _cell_key(key)
         is_own = org_id is None or cell_key.startswith(joined(org_id) + SEPARATOR)
-        if is_own and transaction.cell(BOUNCES.name, cell_key) is not None:
-            transaction.put_cell(BOUNCES.name, cell_key, None)
+        if is_own and transaction.cells.get(BOUNCES.name, cell_key) is not None:
+            transaction.cells.put(BOUNCES.name, cell_key, None)
             gone.append(key)
     return gone
 

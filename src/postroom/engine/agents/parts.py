@@ -64,7 +64,7 @@ def read_on(
     operations: Operations, message_id: str, position: Position
 ) -> tuple[list[tuple[Position, Part]], bool]:
     """The parts behind a position, each with the position after it; and whether the answer is complete."""
-    record = operations.transaction.record(message_id)
+    record = operations.transaction.records.get(message_id)
     if record is None or not org_of(record.queue):
         raise UnknownTask(message_id, f"there is no message {message_id!r}")
     if position.is_end:

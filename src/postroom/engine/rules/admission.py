@@ -69,10 +69,10 @@ class Admission:
         """
         transaction, rule = self._transaction, self._policy.backpressure
         queue, quiet = ENGINE_PREFIX + org_id, int(backpressure.LEAVE_AT * rule.scale)
-        if transaction.is_quiet(queue, quiet - batch + 1):
+        if transaction.lanes.is_quiet(queue, quiet - batch + 1):
             return
-        counts, new = transaction.depth(queue), priorities.total()
-        depth, total = ready(counts) + new - 1, ready(transaction.total()) + batch - 1
+        counts, new = transaction.lanes.depth(queue), priorities.total()
+        depth, total = ready(counts) + new - 1, ready(transaction.lanes.total()) + batch - 1
         pressure = self._pressure(org_id, depth)
         stage, whose = pressure.stage, ""
         if total > quiet:
@@ -123,7 +123,7 @@ class Admission:
 
     def _look_for_poison(self) -> None:
         """Name messages in flight whose own process has died: they may be the cause of the overflow."""
-        found = self._transaction.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
+        found = self._transaction.records.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
         held = [record for record in found if org_of(record.queue)]
         suspects = [record.message_id for record in held if poison.own_deaths(record)]
         if suspects:
@@ -133,8 +133,8 @@ class Admission:
     def _active_organizations(self, submitted: Iterable[str]) -> int:
         """How many organizations share the queue, those of the batch included."""
         transaction = self._transaction
-        new = sum(not ready(transaction.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
-        return max(1, transaction.count_active() + new)
+        new = sum(not ready(transaction.lanes.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
+        return max(1, transaction.lanes.count_active() + new)
 
     # ---- rates ---------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ def store(transaction: Transaction, message: Prepared, message_id: str, inline_b
 
 def _store(transaction: Transaction, digest: str, data: bytes, message_id: str) -> None:
     transaction.exclusive(BODIES + digest)
-    if transaction.cell(BODIES, digest) is None:
-        transaction.put_cell(BODIES, digest, data)
+    if transaction.cells.get(BODIES, digest) is None:
+        transaction.cells.put(BODIES, digest, data)
     BODY_USES.put(transaction, True, digest, message_id)  # noqa: FBT003
 
 
@@ -42,7 +42,7 @@ def release(transaction: Transaction, body: Body, message_id: str) -> None:
         transaction.exclusive(BODIES + digest)
         BODY_USES.put(transaction, None, digest, message_id)
         if not BODY_USES.under(transaction, digest, limit=1):
-            transaction.put_cell(BODIES, digest, None)
+            transaction.cells.put(BODIES, digest, None)
 
 
 def apart(transaction: Transaction, body: Body | None) -> Apart:
@@ -59,9 +59,9 @@ def payload_of(transaction: Transaction, body: Body) -> bytes:
     """The payload of a message."""
     if not body.payload_ref:
         return bytes(body.payload)
-    return transaction.cell(BODIES, body.payload_ref) or b"{}"
+    return transaction.cells.get(BODIES, body.payload_ref) or b"{}"
 
 
 def context_of(transaction: Transaction, body: Body) -> bytes | None:
     """The context of a message if it is stored apart."""
-    return transaction.cell(BODIES, body.context_ref) or b"{}" if body.context_ref else None
+    return transaction.cells.get(BODIES, body.context_ref) or b"{}" if body.context_ref else None

@@ -13,7 +13,7 @@ from postroom.core.agents import Health, Receipt
 from postroom.core.lifecycle.backpressure import Throttle
 from postroom.core.lifecycle.breaker import Circuit
 from postroom.core.tokens.tokens import Account, Grant
-from postroom.stores.base import CHUNKS
+from postroom.stores.base import CHUNKS, Cells
 
 T = TypeVar("T")
 
@@ -30,17 +30,12 @@ def joined(*parts: str | int) -> str:
     return SEPARATOR.join([f"{part:020d}" if isinstance(part, int) else part for part in parts])
 
 
-class Cells(Protocol):
-    """Named values inside one transaction: those of a ledger, or of a graph outside it."""
+class HasCells(Protocol):
+    """What keeps named values: a transaction, or a graph outside of the store."""
 
-    def cell(self, kind: str, key: str) -> bytes | None:
-        """As `Ledger.cell`."""
-
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        """As `Ledger.put_cell`."""
-
-    def cells(self, kind: str, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, bytes]]:
-        """As `Ledger.cells`."""
+    @property
+    def cells(self) -> Cells:
+        """The values."""
 
 
 class Kind(Generic[T]):
@@ -51,31 +46,31 @@ class Kind(Generic[T]):
         self._decode = msgspec.json.Decoder(value_type).decode
         self._encode = msgspec.json.Encoder().encode
 
-    def get(self, transaction: Cells, *parts: str | int) -> T | None:
+    def get(self, transaction: HasCells, *parts: str | int) -> T | None:
         """The value of a key; None when there is none."""
-        value = transaction.cell(self.name, joined(*parts))
+        value = transaction.cells.get(self.name, joined(*parts))
         return None if value is None else self._decode(value)
 
-    def put(self, transaction: Cells, value: T | None, *parts: str | int) -> int:
+    def put(self, transaction: HasCells, value: T | None, *parts: str | int) -> int:
         """Set the value of a key, and return its bytes; None removes it."""
         encoded = None if value is None else self._encode(value)
-        transaction.put_cell(self.name, joined(*parts), encoded)
+        transaction.cells.put(self.name, joined(*parts), encoded)
         return len(encoded or b"")
 
-    def all(self, transaction: Cells) -> list[tuple[str, T]]:
+    def all(self, transaction: HasCells) -> list[tuple[str, T]]:
         """Every key with its value."""
         found = self.scan(transaction)
         while found and len(found) % SCAN_MAX == 0 and (more := self.scan(transaction, found[-1][0])):
             found += more
         return found
 
-    def scan(self, transaction: Cells, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
+    def scan(self, transaction: HasCells, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys above `after` with their values."""
-        return [(key, self._decode(value)) for key, value in transaction.cells(self.name, after, limit)]
+        return [(key, self._decode(value)) for key, value in transaction.cells.page(self.name, after, limit)]
 
     def under(
         self,
-        transaction: Cells,
+        transaction: HasCells,
         *parts: str | int,
         limit: int = SCAN_MAX,
         after: str = "",
@@ -90,7 +85,7 @@ class Kind(Generic[T]):
         found: list[tuple[str, T]] = []
         while len(found) < limit:
             size = min(size, limit - len(found))
-            page = transaction.cells(self.name, after, size)
+            page = transaction.cells.page(self.name, after, size)
             for key, value in page:
                 if not key.startswith(prefix) or bytes_max <= 0:
                     return found
@@ -101,15 +96,17 @@ class Kind(Generic[T]):
             after, size = page[-1][0], 4 * size
         return found
 
-    def drop_under(self, transaction: Cells, *parts: str | int, limit: int | None = None) -> int:
+    def drop_under(self, transaction: HasCells, *parts: str | int, limit: int | None = None) -> int:
         """Remove keys that begin with these parts and have more, at most `limit`; returns how many."""
         prefix = joined(*parts) + SEPARATOR
         dropped = 0
         while limit is None or dropped < limit:
             page = SCAN_MAX if limit is None else min(SCAN_MAX, limit - dropped)
-            found = [key for key, _ in transaction.cells(self.name, prefix, page) if key.startswith(prefix)]
+            found = [
+                key for key, _ in transaction.cells.page(self.name, prefix, page) if key.startswith(prefix)
+            ]
             for key in found:
-                transaction.put_cell(self.name, key, None)
+                transaction.cells.put(self.name, key, None)
             dropped += len(found)
             if len(found) < page:
                 break

@@ -136,8 +136,8 @@ class Claims:
 
     def _look_at_lanes(self) -> None:
         """Read which lanes have messages, and of which the oldest ones are promoted."""
-        self._filled = self._transaction.filled()
-        oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
+        self._filled = self._transaction.lanes.filled()
+        oldest = {lane: self._transaction.lanes.oldest(lane) for lane in self._filled if lane}
         self._promoted = {
             lane: record for lane, record in oldest.items() if record and self._class_of(record) < lane
         }
@@ -197,7 +197,7 @@ class Claims:
         `turns` is the rotation that they are in: that of a class, or that of promoted messages.
         """
         after = self._rotation.last.get(turns, "")
-        if after and not self._paused_orgs and self._transaction.is_alone(after, lane):
+        if after and not self._paused_orgs and self._transaction.lanes.is_alone(after, lane):
             return [after]
         found: list[str] = []
         seen: set[str] = set()
@@ -205,7 +205,9 @@ class Claims:
         for start in (after, ""):
             at = start
             while len(found) < limit and len(seen) < ORGANIZATIONS_A_CLAIM_MAX:
-                queues = [queue for queue in self._transaction.active(lane, at, limit) if queue not in seen]
+                queues = [
+                    queue for queue in self._transaction.lanes.active(lane, at, limit) if queue not in seen
+                ]
                 if not queues:
                     break
                 seen.update(queues)

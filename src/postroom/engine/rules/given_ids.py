@@ -21,7 +21,7 @@ def with_stored_ids(
     if not any(map(_names_ids, messages)):
         return [*messages], set()
     asked = _asked(transaction, messages)
-    queues = {message_id: record.queue for message_id, record in transaction.records(asked).items()}
+    queues = {message_id: record.queue for message_id, record in transaction.records.get_many(asked).items()}
     known = set(queues)
     own_ids = [_own_id(transaction, message, queues) for message in messages]
     found = []

@@ -131,7 +131,7 @@ class Operations:
             return None
         if used.digest != message.digest:
             raise KeyReused(key, used.message_id)
-        record = self.transaction.record(used.message_id)
+        record = self.transaction.records.get(used.message_id)
         if record is None:
             raise ResultGone(key, used.message_id)
         self.transaction.note_duplicate(record, key)
@@ -190,7 +190,7 @@ class Operations:
         for note_message in on_accept:
             note_message(transaction, message, message_id)
         if body.ordering_key:
-            [record] = transaction.find(ByIds((message_id,)))
+            [record] = transaction.records.find(ByIds((message_id,)))
             ordering.join(
                 transaction, record, message.org_id, body.ordering_key, stops=body.on_dead == "stop"
             )
@@ -219,7 +219,7 @@ class Operations:
 
     def lost(self, leases: Mapping[str, int]) -> tuple[set[str], set[str]]:
         """The messages whose lease was lost, and those that the kill switch makes their holder release."""
-        records = {message_id: self.transaction.record(message_id) for message_id in leases}
+        records = {message_id: self.transaction.records.get(message_id) for message_id in leases}
         gone = {
             message_id
             for message_id, record in records.items()
@@ -296,7 +296,7 @@ class Operations:
 
     def _held(self, message_id: str, lease: int) -> Record:
         """A record under a live lease."""
-        [record] = self.transaction.find(ByIds((message_id,)))
+        [record] = self.transaction.records.find(ByIds((message_id,)))
         is_over = record.lease_until <= self.transaction.steady_ns
         if record.state != "PROCESSING" or record.lease != lease or is_over:
             raise lifecycle.stale(record, lease)
@@ -355,7 +355,7 @@ class Operations:
         for key, message_id in found:
             owner = key.split(SEPARATOR)[1] if key.startswith(prefix) else None
             if owner is not None and paused.isdisjoint({(ALL, type_name), (owner, type_name)}):
-                self.transaction.put_cell(PARKED.name, key, None)
+                self.transaction.cells.put(PARKED.name, key, None)
                 ordering.wake(self.transaction, message_id)
         is_more = len(found) == RESUME_A_COMMIT_MAX and found[-1][0].startswith(prefix)
         return found[-1][0] if is_more else None
@@ -366,7 +366,7 @@ class Operations:
 
     def in_flight(self, worker_ids: Collection[str]) -> int:
         """How many messages these workers hold."""
-        held = self.transaction.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
+        held = self.transaction.records.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
         return sum(record.worker_id in worker_ids and bool(org_of(record.queue)) for record in held)
 
     def crash_worker(self, worker_id: str) -> int:
@@ -374,7 +374,7 @@ class Operations:
         WORKERS.put(self.transaction, None, worker_id)
         held = [
             record
-            for record in self.transaction.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
+            for record in self.transaction.records.find(Listing(state="PROCESSING", limit=HELD_LOOKED_MAX))
             if record.worker_id == worker_id and org_of(record.queue)
         ]
         for record in held:
@@ -399,7 +399,7 @@ class Operations:
         """Forget messages and everything that is kept with them."""
         transaction = self.transaction
         for record in records:
-            stored_message = transaction.load(record.message_id)
+            stored_message = transaction.records.load(record.message_id)
             body = None if stored_message is None else body_of(stored_message.envelope.payload)
             if body is not None:
                 bodies.release(transaction, body, record.message_id)
@@ -415,7 +415,7 @@ class Operations:
             for forget_more in on_forget:
                 forget_more(transaction, record)
         if records:
-            transaction.forget(records)
+            transaction.records.forget(records)
             transaction.emit("deleted", detail={"records": len(records)})
 
     def _forget_key(self, org_id: str, key: str, message_id: str) -> None:
@@ -428,7 +428,7 @@ class Operations:
 
     def loaded(self, message_id: str) -> Stored:
         """Everything about a message of an organization. Raises `UnknownTask`."""
-        found = self.transaction.load(checked_message_id(message_id))
+        found = self.transaction.records.load(checked_message_id(message_id))
         if found is None or not org_of(found.record.queue):
             raise unknown_message(message_id)
         return found
@@ -440,7 +440,7 @@ class Operations:
         found = [
             record
             for state in dead
-            for record in self.transaction.find(Listing(queue, state, after, limit))
+            for record in self.transaction.records.find(Listing(queue, state, after, limit))
             if org_of(record.queue)
         ]
         return sorted(found, key=lambda record: record.seq)[:limit]

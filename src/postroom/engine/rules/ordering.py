@@ -60,7 +60,7 @@ def park(transaction: Transaction, message_id: str, reason: str) -> None:
 
 def wake(transaction: Transaction, message_id: str, due_ns: int = 0) -> None:
     """Put a parked message into its lane, or have it wait for the end of its own delay."""
-    record = transaction.record(message_id)
+    record = transaction.records.get(message_id)
     if record is None or not is_parked(record, transaction.steady_ns):
         return
     transaction.apply(ByIds((message_id,)), lifecycle.wake)
@@ -126,7 +126,7 @@ def is_next(transaction: Transaction, record: Record) -> bool:
     if head.message_id == record.message_id:
         return True
     park(transaction, record.message_id, BEHIND)
-    oldest = transaction.record(head.message_id)
+    oldest = transaction.records.get(head.message_id)
     waits = oldest is not None and is_parked(oldest, transaction.steady_ns)
     if waits and not _is_running(transaction, org_id, key):
         _wake_head(transaction, org_id, key)
@@ -136,7 +136,7 @@ def is_next(transaction: Transaction, record: Record) -> bool:
 def _is_running(transaction: Transaction, org_id: str, key: str) -> bool:
     """Whether a message of a line is leased. Only replayed messages can be before a leased one."""
     for _, entry in LINES.under(transaction, org_id, key):
-        record = transaction.record(entry.message_id)
+        record = transaction.records.get(entry.message_id)
         if record is not None and record.state == "PROCESSING":
             return True
     return False

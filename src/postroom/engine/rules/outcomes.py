@@ -221,7 +221,7 @@ class Outcomes:
         return bool(steps)
 
     def _ended(self, message_id: str) -> None:
-        for record in self.transaction.find(ByIds((message_id,))):
+        for record in self.transaction.records.find(ByIds((message_id,))):
             ordering.ended(self.transaction, record)
 
 

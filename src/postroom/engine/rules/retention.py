@@ -30,8 +30,9 @@ from postroom.engine.rules.extensions import Forget, on_purge
 from postroom.engine.rules.operations import MICROS_PER_S, Operations
 from postroom.engine.rules.policy import FAILED_KEPT_FACTOR, KEEP_GOALS_S, Policy
 from postroom.message import Record, org_of
-from postroom.stores.base import Listing
-from postroom.stores.transaction import NUMBER_MAX, Transaction
+from postroom.stores.base import NUMBER_MAX, Listing
+from postroom.stores.purge import purge_events
+from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
@@ -159,7 +160,7 @@ def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[
     that is younger than the shortest retention.
     """
     transaction = operations.transaction
-    seen = transaction.find(Listing(after=after, limit=LOOKED_A_READ))
+    seen = transaction.records.find(Listing(after=after, limit=LOOKED_A_READ))
     found = [record for record in seen if is_over(record, policy, transaction.wall_us)]
     rules = (policy.organization, *policy.organizations.values())
     young_us = transaction.wall_us - round(min(rule.keep_s for rule in rules) * MICROS_PER_S)
@@ -170,7 +171,7 @@ def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[
 def forget_over(operations: Operations, policy: Policy, message_ids: Sequence[str]) -> list[str]:
     """Forget messages, after another check. Returns those that have too many parts for one commit."""
     transaction = operations.transaction
-    records = [record for record in map(transaction.record, message_ids) if record is not None]
+    records = [record for record in map(transaction.records.get, message_ids) if record is not None]
     over = [record for record in records if is_over(record, policy, transaction.wall_us)]
     room, gone = CELLS_A_COMMIT_MAX, list[Record]()
     for record in over:
@@ -213,7 +214,7 @@ def forget_old_keys(operations: Operations, keep_s: float) -> None:
         used = KEYS.get(transaction, org_id, key)
         if used is not None and used.seen_us == int(seen_us):  # else the key was used again
             KEYS.put(transaction, None, org_id, key)
-        transaction.put_cell(KEY_ENDS.name, entry, None)
+        transaction.cells.put(KEY_ENDS.name, entry, None)
 
 
 # ---- events ----------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def find_old_event(operations: Operations, keep_s: float) -> int:
     """The number of the oldest event when it may be forgotten; 0 when there is none to forget."""
     transaction = operations.transaction
     outbox = transaction.outbox()
-    for event in transaction.events(0, 1):
+    for event in transaction.events.read(0, 1):
         is_shipped = outbox is None or event.seq <= outbox.shipped
         if is_shipped and event.ts_us < _events_before_us(transaction, keep_s):
             return event.seq
@@ -234,7 +235,7 @@ def forget_old_events(operations: Operations, keep_s: float) -> None:
     """Forget the oldest events, except those that a shipper still has to take."""
     transaction = operations.transaction
     before_us = _events_before_us(transaction, keep_s)
-    transaction.purge_events(NUMBER_MAX, before_us, EVENTS_A_COMMIT_MAX)
+    purge_events(transaction, NUMBER_MAX, before_us, EVENTS_A_COMMIT_MAX)
 
 
 def _events_before_us(transaction: Transaction, keep_s: float) -> int:
@@ -259,7 +260,7 @@ def forget_quiet(operations: Operations, kind: Kind[Any], keys: Sequence[str]) -
     for key in keys:
         value = kind.get(transaction, key)
         if value is not None and _is_quiet(kind, value, transaction):
-            transaction.put_cell(kind.name, key, None)
+            transaction.cells.put(kind.name, key, None)
 
 
 def _is_quiet(kind: Kind[Any], value: Any, transaction: Transaction) -> bool:

@@ -15,7 +15,7 @@ from postroom.stores.transaction import Transaction
 
 def check(transaction: Transaction, org_id: str, rules: Organization, count: int) -> None:
     """Refuse `count` further messages of an organization that is at a limit."""
-    counts = transaction.depth(ENGINE_PREFIX + org_id)
+    counts = transaction.lanes.depth(ENGINE_PREFIX + org_id)
     stored = sum(counts.values()) - counts.get("LAPSES", 0)
     if stored + count > rules.max_stored_messages:
         raise at_limit(org_id, f"{stored:,}", f"{rules.max_stored_messages:,} messages")

@@ -188,13 +188,13 @@ class TokenBooks:
         """How many open messages have this one as their parent, counted up to `BLOCKED_FULL`."""
         count = 0
         for key, _ in DEPENDANTS.under(self._transaction, message_id, limit=DEPENDANTS_LOOKED_MAX):
-            child = self._transaction.record(key.partition(SEPARATOR)[2])
+            child = self._transaction.records.get(key.partition(SEPARATOR)[2])
             if child is not None and child.state not in lifecycle.ENDED:
                 count += 1
                 if count == tokens.BLOCKED_FULL:
                     break
             elif prunes:
-                self._transaction.put_cell(DEPENDANTS.name, key, None)
+                self._transaction.cells.put(DEPENDANTS.name, key, None)
         return count
 
     def hold(self, leased: Sequence[tuple[Record, Grant]]) -> None:
@@ -369,7 +369,7 @@ def _key_of(lease: int) -> int:
 
 def is_live(transaction: Transaction, hold: Hold) -> bool:
     """Whether the lease of a reservation is alive."""
-    record = transaction.record(hold.message_id)
+    record = transaction.records.get(hold.message_id)
     return (
         record is not None
         and record.state == "PROCESSING"
@@ -380,7 +380,7 @@ def is_live(transaction: Transaction, hold: Hold) -> bool:
 
 def note_dependant(transaction: Transaction, parent_id: str, child_id: str) -> None:
     """Remember that a message waits for another one, if that one is stored."""
-    if transaction.record(parent_id) is not None:
+    if transaction.records.get(parent_id) is not None:
         DEPENDANTS.put(transaction, True, parent_id, child_id)  # noqa: FBT003
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.core.goals.merge import ABSENT, Edge, changed, merged, merged_edges
-from postroom.engine.rules.cells import SEPARATOR, Cells, Kind
+from postroom.engine.rules.cells import SEPARATOR, HasCells, Kind
 from postroom.errors import InvalidMessage, UnknownGoal, UnknownNode
 
 Scope: TypeAlias = Literal["GOAL_LOCAL", "STAGED", "IMMEDIATE"]
@@ -154,12 +154,12 @@ def checked_scope(scope: object) -> Scope:
 # ---- main ------------------------------------------------------------------------------------------
 
 
-def main_node(cells: Cells, node_id: str, org_id: str | None = None) -> Node | None:
+def main_node(cells: HasCells, node_id: str, org_id: str | None = None) -> Node | None:
     """A node of main as an organization sees it. `Graphs.main` says what None sees."""
     return _located(cells, node_id, org_id)[1]
 
 
-def _located(cells: Cells, node_id: str, org_id: str | None) -> tuple[str, Node | None]:
+def _located(cells: HasCells, node_id: str, org_id: str | None) -> tuple[str, Node | None]:
     """The organization whose node an id means, and the node; None when there is no node yet."""
     if org_id:
         own = MAIN.get(cells, org_id, node_id)
@@ -178,7 +178,7 @@ def _located(cells: Cells, node_id: str, org_id: str | None) -> tuple[str, Node 
 
 
 def write_main(
-    cells: Cells,
+    cells: HasCells,
     org_id: str | None,
     node_id: str,
     properties: Mapping[str, Any],
@@ -208,13 +208,13 @@ class _Change(NamedTuple):
     edges: Sequence[Edge]
 
 
-def _next_version(cells: Cells) -> int:
+def _next_version(cells: HasCells) -> int:
     head = (HEAD.get(cells, ROOT) or 0) + 1
     HEAD.put(cells, head, ROOT)
     return head
 
 
-def _put_main(cells: Cells, change: _Change, head: int, *, has_readers: bool) -> Node:
+def _put_main(cells: HasCells, change: _Change, head: int, *, has_readers: bool) -> Node:
     owner, node_id, before, properties, edges = change
     version = 1 if before is None else before.version + 1
     node = Node(node_id, properties, sorted(set(edges)), version, head, owner)
@@ -227,20 +227,20 @@ def _put_main(cells: Cells, change: _Change, head: int, *, has_readers: bool) ->
     return node
 
 
-def put_node(cells: Cells, node: Node, *, is_new: bool) -> None:
+def put_node(cells: HasCells, node: Node, *, is_new: bool) -> None:
     """Store a node of main without beginning a version of main."""
     MAIN.put(cells, node, node.org_id, node.node_id)
     if is_new and node.org_id != SHARED:
         OWNERS.put(cells, True, node.node_id, node.org_id)  # noqa: FBT003
 
 
-def main_at(cells: Cells, node_id: str, pin: int, org_id: str) -> Node | None:
+def main_at(cells: HasCells, node_id: str, pin: int, org_id: str) -> Node | None:
     """A node as an organization saw it in the version of main that a branch is based on."""
     own = _at(cells, org_id, node_id, pin)
     return _at(cells, SHARED, node_id, pin) if own is None else own
 
 
-def _at(cells: Cells, owner: str, node_id: str, pin: int) -> Node | None:
+def _at(cells: HasCells, owner: str, node_id: str, pin: int) -> Node | None:
     node = MAIN.get(cells, owner, node_id)
     if node is not None and node.at > pin:
         for key, old in HISTORY.under(cells, owner, node_id):
@@ -256,14 +256,14 @@ def _edge(edge: Sequence[str]) -> Edge:
 # ---- branches --------------------------------------------------------------------------------------
 
 
-def open_branch(cells: Cells, goal_id: str, org_id: str) -> Branch:
+def open_branch(cells: HasCells, goal_id: str, org_id: str) -> Branch:
     """Open the branch of a goal, based on the current version of main."""
     branch = Branch(org_id, HEAD.get(cells, ROOT) or 0)
     BRANCHES.put(cells, branch, goal_id)
     return branch
 
 
-def branch_of(cells: Cells, goal_id: str, org_id: str | None = None) -> Branch:
+def branch_of(cells: HasCells, goal_id: str, org_id: str | None = None) -> Branch:
     """The branch of a goal. Raises `UnknownGoal`, also for a goal of another organization than `org_id`."""
     branch = BRANCHES.get(cells, goal_id)
     if branch is None or org_id not in (None, branch.org_id):
@@ -271,14 +271,14 @@ def branch_of(cells: Cells, goal_id: str, org_id: str | None = None) -> Branch:
     return branch
 
 
-def branch_node(cells: Cells, goal_id: str, node_id: str, org_id: str | None = None) -> Node | None:
+def branch_node(cells: HasCells, goal_id: str, node_id: str, org_id: str | None = None) -> Node | None:
     """A node as a goal sees it. Raises `UnknownGoal` when the goal has no branch."""
     branch = branch_of(cells, goal_id, org_id)
     staged = STAGED.get(cells, goal_id, node_id)
     return _seen(branch, _base(cells, branch, staged, node_id), staged, node_id)
 
 
-def node_for(cells: Cells, goal_id: str, org_id: str, node_id: str) -> Node | None:
+def node_for(cells: HasCells, goal_id: str, org_id: str, node_id: str) -> Node | None:
     """A node as a message sees it: in the branch of its goal, else in main. Reading needs no branch."""
     try:
         return branch_node(cells, goal_id, node_id, org_id)
@@ -286,7 +286,7 @@ def node_for(cells: Cells, goal_id: str, org_id: str, node_id: str) -> Node | No
         return main_node(cells, node_id, org_id)
 
 
-def _base(cells: Cells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
+def _base(cells: HasCells, branch: Branch, staged: Staged | None, node_id: str) -> Node | None:
     """The node of main that the node of a branch is based on."""
     match None if staged is None else staged.base:
         case "nothing":
@@ -314,7 +314,7 @@ def _seen(branch: Branch, base: Node | None, staged: Staged | None, node_id: str
 
 
 def write(
-    cells: Cells,
+    cells: HasCells,
     goal_id: str,
     node_id: str,
     properties: Mapping[str, Any],
@@ -351,14 +351,14 @@ def write(
     return node
 
 
-def undo_to(cells: Cells, goal_id: str, version: int) -> None:
+def undo_to(cells: HasCells, goal_id: str, version: int) -> None:
     """Undo the changes of a branch after a version, the newest first."""
     branch = branch_of(cells, goal_id)
     prefix = goal_id + SEPARATOR
     after = UNDO.scan(cells, f"{prefix}{version:020d}", branch.version - version or 1)
     for key, undo in reversed([one for one in after if one[0].startswith(prefix)]):
         STAGED.put(cells, undo.before, goal_id, undo.node_id)
-        cells.put_cell(UNDO.name, key, None)
+        cells.cells.put(UNDO.name, key, None)
     BRANCHES.put(cells, replace(branch, version=min(version, branch.version)), goal_id)
 
 
@@ -366,7 +366,7 @@ def undo_to(cells: Cells, goal_id: str, version: int) -> None:
 
 
 def merge_conflicts(
-    cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]
+    cells: HasCells, goal_id: str, choices: Mapping[tuple[str, str], str]
 ) -> tuple[list[_Change], list[NodeConflict]]:
     """What merging a branch changes in main, and the conflicts that `choices` does not resolve.
 
@@ -395,7 +395,7 @@ def merge_conflicts(
     return changes, conflicts
 
 
-def _all_staged(cells: Cells, goal_id: str) -> list[tuple[str, Staged]]:
+def _all_staged(cells: HasCells, goal_id: str) -> list[tuple[str, Staged]]:
     prefix, found = goal_id + SEPARATOR, list[tuple[str, Staged]]()
     after = prefix
     while more := [one for one in STAGED.scan(cells, after) if one[0].startswith(prefix)]:
@@ -404,7 +404,7 @@ def _all_staged(cells: Cells, goal_id: str) -> list[tuple[str, Staged]]:
     return found
 
 
-def merge(cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]) -> list[NodeConflict]:
+def merge(cells: HasCells, goal_id: str, choices: Mapping[tuple[str, str], str]) -> list[NodeConflict]:
     """Merge a branch into main and end it, unless conflicts are left: those are returned."""
     changes, conflicts = merge_conflicts(cells, goal_id, choices)
     if conflicts:
@@ -418,7 +418,7 @@ def merge(cells: Cells, goal_id: str, choices: Mapping[tuple[str, str], str]) ->
     return []
 
 
-def drop_branch(cells: Cells, goal_id: str) -> None:
+def drop_branch(cells: HasCells, goal_id: str) -> None:
     """End a branch without a merge."""
     BRANCHES.put(cells, None, goal_id)
     STAGED.drop_under(cells, goal_id)
@@ -426,7 +426,7 @@ def drop_branch(cells: Cells, goal_id: str) -> None:
     _forget_history(cells)
 
 
-def _forget_history(cells: Cells) -> None:
+def _forget_history(cells: HasCells) -> None:
     """Forget old versions of nodes that no branch can read any more."""
     pins = [branch.pin for _, branch in BRANCHES.all(cells)]
     oldest = min(pins, default=HEAD.get(cells, ROOT) or 0)
@@ -434,5 +434,5 @@ def _forget_history(cells: Cells) -> None:
         until, owner, node_id = key.split(SEPARATOR)
         if int(until) > oldest:
             break
-        cells.put_cell(HISTORY_AT.name, key, None)
+        cells.cells.put(HISTORY_AT.name, key, None)
         HISTORY.put(cells, None, owner, node_id, int(until))

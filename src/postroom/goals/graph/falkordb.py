@@ -9,15 +9,16 @@ Rule 2: every node of main is also an `:Entity` with its properties and edges, f
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 
-from postroom.engine.rules.cells import SCAN_MAX, SEPARATOR, Cells, Kind, joined
+from postroom.engine.rules.cells import SCAN_MAX, SEPARATOR, HasCells, Kind, joined
 from postroom.errors import GraphUnavailable, InvalidSetting, shown_address
 from postroom.goals.graph.branches import HISTORY, HISTORY_AT, MAIN, SHARED, Node, Old, put_node
 from postroom.goals.graph.graph import Graph
+from postroom.stores.base import Cells
 from postroom.system.addresses import split_address
 
 T = TypeVar("T")
@@ -66,10 +67,10 @@ class FalkorGraph(Graph):
         self._client: Any = None
         self._mutex = threading.Lock()
 
-    async def read(self, work: Callable[[Cells], T]) -> T:
+    async def read(self, work: Callable[[HasCells], T]) -> T:
         return await asyncio.to_thread(self._guarded, lambda graph: work(_FalkorCells(graph)))
 
-    async def write(self, work: Callable[[Cells], T]) -> T:
+    async def write(self, work: Callable[[HasCells], T]) -> T:
         return await asyncio.to_thread(self._guarded, lambda graph: _committed(graph, work))
 
     def _guarded(self, call: Callable[[Any], T]) -> T:
@@ -118,34 +119,38 @@ def _ensure_indices(graph: Any) -> None:
                 raise
 
 
-def _committed(graph: Any, work: Callable[[Cells], T]) -> T:
+def _committed(graph: Any, work: Callable[[HasCells], T]) -> T:
     for _ in range(TRIES_MAX):
         [[revision]] = graph.query(_HEAD).result_set
         cells = _FalkorCells(graph)
         result = work(cells)
-        if not cells.changes or cells.commit(revision):
+        if not cells.written or cells.commit(revision):
             return result
     raise GraphUnavailable(f"other writers changed the graph {TRIES_MAX} times while this write ran")
 
 
-class _FalkorCells:
-    """Cells of the graph, with the changes of one write on top."""
+class _FalkorCells(Cells):
+    """HasCells of the graph, with the changes of one write on top."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self.changes: dict[tuple[str, str], bytes | None] = {}
+        self.written: dict[tuple[str, str], bytes | None] = {}
 
-    def cell(self, kind: str, key: str) -> bytes | None:
-        if (kind, key) in self.changes:
-            return self.changes[kind, key]
+    @property
+    def cells(self) -> Self:
+        return self
+
+    def get(self, kind: str, key: str) -> bytes | None:
+        if (kind, key) in self.written:
+            return self.written[kind, key]
         rows = self._graph.query(_GET, {"id": _id(kind, key)}).result_set
         return rows[0][0].encode() if rows else None
 
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        self.changes[kind, key] = value
+    def put(self, kind: str, key: str, value: bytes | None) -> None:
+        self.written[kind, key] = value
 
-    def cells(self, kind: str, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, bytes]]:
-        own = {key: value for (of, key), value in self.changes.items() if of == kind and key > after}
+    def page(self, kind: str, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, bytes]]:
+        own = {key: value for (of, key), value in self.written.items() if of == kind and key > after}
         facts = {"kind": kind, "after": after, "limit": limit + len(own)}
         rows = self._graph.query(_SCAN, facts).result_set
         found: dict[str, bytes] = {key: value.encode() for key, value in rows}
@@ -159,16 +164,16 @@ class _FalkorCells:
     def commit(self, expected: int) -> bool:
         """Commit the changes; False when another writer has committed since the first read."""
         nodes = [
-            _decode_node(value) for (kind, _), value in self.changes.items() if kind == MAIN.name and value
+            _decode_node(value) for (kind, _), value in self.written.items() if kind == MAIN.name and value
         ]
         facts = {
             "expected": expected,
             "puts": [
                 {"id": _id(kind, key), "kind": kind, "key": key, "value": value.decode()}
-                for (kind, key), value in self.changes.items()
+                for (kind, key), value in self.written.items()
                 if value is not None
             ],
-            "gone": [_id(kind, key) for (kind, key), value in self.changes.items() if value is None],
+            "gone": [_id(kind, key) for (kind, key), value in self.written.items() if value is None],
             "nodes": [
                 {"id": node.node_id, "org_id": node.org_id, "properties": _projected(node)} for node in nodes
             ],
@@ -236,7 +241,7 @@ MATCH (a:Entity)-[e:EDGE]->(b:Entity) WHERE a.org_id <> b.org_id AND b.org_id <>
 
 def _key_by_organization(graph: Any) -> None:
     """Move nodes that have no organization in their key. A crash leaves the rest for the next call."""
-    if not _FalkorCells(graph).cells(_OLD_MAIN, limit=1):
+    if not _FalkorCells(graph).page(_OLD_MAIN, limit=1):
         return
     graph.query(_DROP_UNOWNED)  # targets of edges: the edges are written again together with their nodes
     graph.query(_DROP_FOREIGN)
@@ -244,17 +249,17 @@ def _key_by_organization(graph: Any) -> None:
         pass
 
 
-def _move_some(cells: Cells) -> int:
+def _move_some(cells: HasCells) -> int:
     """Move some nodes with their old versions; returns how many."""
-    nodes = cells.cells(_OLD_MAIN, limit=MOVED_A_COMMIT_MAX)
+    nodes = cells.cells.page(_OLD_MAIN, limit=MOVED_A_COMMIT_MAX)
     for node_id, value in nodes:
         node = _decode_node(value)
         put_node(cells, node, is_new=True)
-        cells.put_cell(_OLD_MAIN, node_id, None)
+        cells.cells.put(_OLD_MAIN, node_id, None)
         for key, old in _OLD_HISTORY.under(cells, node_id, limit=VERSIONS_MOVED_MAX):
             version = int(key.rpartition(SEPARATOR)[2])
             HISTORY.put(cells, old, node.org_id, node_id, version)
             HISTORY_AT.put(cells, True, version, node.org_id, node_id)  # noqa: FBT003
             _OLD_HISTORY.put(cells, None, node_id, version)
-            cells.put_cell(_OLD_HISTORY_AT, joined(version, node_id), None)
+            cells.cells.put(_OLD_HISTORY_AT, joined(version, node_id), None)
     return len(nodes)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from postroom.core.goals.merge import Edge
 from postroom.core.names import checked_name
 from postroom.engine.core import EngineCore
-from postroom.engine.rules.cells import Cells
+from postroom.engine.rules.cells import HasCells
 from postroom.errors import InvalidSetting, UnknownGoal
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import (
@@ -28,11 +28,11 @@ class Graph(ABC):
     """Whether a write shares its commit with the ledger of the engine."""
 
     @abstractmethod
-    async def read(self, work: Callable[[Cells], T]) -> T:
+    async def read(self, work: Callable[[HasCells], T]) -> T:
         """Run `work` on committed cells."""
 
     @abstractmethod
-    async def write(self, work: Callable[[Cells], T]) -> T:
+    async def write(self, work: Callable[[HasCells], T]) -> T:
         """Run `work` and commit its changes, all or none. It may run again when another writer interferes."""
 
     def close(self) -> None:  # noqa: B027 - only for a graph with a connection
@@ -58,10 +58,10 @@ class LedgerGraph(Graph):
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    async def read(self, work: Callable[[Cells], T]) -> T:
+    async def read(self, work: Callable[[HasCells], T]) -> T:
         return await self._core.read(lambda operations: work(operations.transaction))
 
-    async def write(self, work: Callable[[Cells], T]) -> T:
+    async def write(self, work: Callable[[HasCells], T]) -> T:
         return await self._core.write_raw(work)
 
 

@@ -31,9 +31,9 @@ def stored_id(transaction: Transaction, org: str, task_id: str) -> str:
         return own
     if ids.is_guess(task_id):
         return within
-    if ids.own_number(own) and transaction.record(own) is not None:
+    if ids.own_number(own) and transaction.records.get(own) is not None:
         return own
-    return within if transaction.record(within) is not None else task_id
+    return within if transaction.records.get(within) is not None else task_id
 
 
 def stored_place(ids: OwnIds, org: str, shown: int) -> int:
@@ -74,12 +74,12 @@ def _new_id(transaction: Transaction, agents: Agents, org: str, new: NewTask) ->
     task_id: str = new.task_id
     owner = org or _org_of(agents, new.agent)
     within = scoped(owner, task_id)
-    is_known = bool(owner) and transaction.record(within) is not None
+    is_known = bool(owner) and transaction.records.get(within) is not None
     if not org:
         if is_known:
             raise InvalidMessage(f"the id {shown(task_id)} is taken by a task of organization {owner!r}")
         return task_id
-    known = None if is_known or transaction.ids.is_guess(task_id) else transaction.record(task_id)
+    known = None if is_known or transaction.ids.is_guess(task_id) else transaction.records.get(task_id)
     if known is None:
         return within
     is_repeated = (known.queue, known.sender) == (new.agent, new.sender)
@@ -118,9 +118,9 @@ def readable_queues(transaction: Transaction, agents: Agents, caller: Identity) 
     if caller.is_operator:
         return queues_of_agents(transaction)
     plain = agents.plain_queues(caller.org) if caller.org else [caller.name]
-    found = [queue for queue in plain if transaction.depth(queue)]
+    found = [queue for queue in plain if transaction.lanes.depth(queue)]
     if caller.org:
-        found += transaction.queues(scoped(caller.org, ""))
+        found += transaction.lanes.queues(scoped(caller.org, ""))
     return [queue for queue in found if reads(agents, caller, queue)]
 
 
@@ -131,7 +131,7 @@ def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: 
     an agent. A queue that was used goes on: no organization gets what was meant for somebody else.
     """
     known, orgs = known_target(agents, caller, name), agents.orgs_of(name)
-    if known is not None or not orgs or transaction.depth(name):
+    if known is not None or not orgs or transaction.lanes.depth(name):
         return known or name
     if len(orgs) > 1:
         raise InvalidMessage(

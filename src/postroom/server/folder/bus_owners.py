@@ -86,7 +86,7 @@ def known(transaction: Transaction) -> dict[BusKey, BusRecord]:
     """All records that can be read."""
     found: dict[BusKey, BusRecord] = {}
     after = ""
-    while page := transaction.cells(OWNERS.name, after):
+    while page := transaction.cells.page(OWNERS.name, after):
         for key, value in page:
             org, _, name = key.partition(SEPARATOR)
             with suppress(msgspec.MsgspecError, ValueError):

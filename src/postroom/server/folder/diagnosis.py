@@ -303,7 +303,7 @@ def facts_of_other_format(url: str, found: int, newest: int) -> Facts:
 
 
 def _newest_event_us(transaction: Transaction) -> int:
-    newest = transaction.events(NEWEST, 1)
+    newest = transaction.events.read(NEWEST, 1)
     return newest[0].ts_us if newest else 0
 
 
@@ -314,16 +314,16 @@ def _with_messages(known: StoreFacts, transaction: Transaction) -> StoreFacts:
         flow = status_of(Operations(transaction, policy), policy, with_idle=False).health_facts()
     return msgspec.structs.replace(
         known,
-        queues=tuple(_queue(transaction, name) for name in transaction.queues()),
+        queues=tuple(_queue(transaction, name) for name in transaction.lanes.queues()),
         flow=flow,
         leases=tuple(_leases(transaction, late=known.has_clock)),
         shipper=_shipper(transaction),
-        quarantined_rows=len(transaction.cells(QUARANTINE, limit=QUARANTINED_READ_MAX)),
+        quarantined_rows=len(transaction.cells.page(QUARANTINE, limit=QUARANTINED_READ_MAX)),
     )
 
 
 def _queue(transaction: Transaction, name: str) -> BacklogFacts:
-    counts = transaction.depth(name)
+    counts = transaction.lanes.depth(name)
     states = by_state(counts)
     is_engine = bool(org_of(name))
     oldest_ns = transaction.oldest_ns(name) if states.get("QUEUED") and not is_engine else None
@@ -342,11 +342,11 @@ def _queue(transaction: Transaction, name: str) -> BacklogFacts:
 def _leases(transaction: Transaction, *, late: bool) -> Iterator[LeaseFacts]:
     """Leases that ended a while ago, and those of messages that were claimed long ago."""
     until_ns = transaction.steady_ns - round(LEASE_LATE_S * NANOS_PER_S)
-    ended = transaction.find(Ending("lease", until_ns, LEASES_READ_MAX)) if late else []
+    ended = transaction.records.find(Ending("lease", until_ns, LEASES_READ_MAX)) if late else []
     for record in ended:
         yield _lease(transaction, record, (transaction.steady_ns - record.lease_until) / NANOS_PER_S)
     seen = {record.seq for record in ended}
-    for record in transaction.find(Listing(state="PROCESSING", limit=LEASES_READ_MAX)):
+    for record in transaction.records.find(Listing(state="PROCESSING", limit=LEASES_READ_MAX)):
         lease = _lease(transaction, record, 0.0)
         if record.seq not in seen and lease.claimed_s > LEASE_LONG_S:
             yield lease
@@ -364,8 +364,8 @@ def _shipper(transaction: Transaction) -> ShipperFacts | None:
     outbox = transaction.outbox()
     if outbox is None:
         return None
-    newest = transaction.events(NEWEST, 1)
-    unshipped = transaction.events(outbox.shipped, 1)
+    newest = transaction.events.read(NEWEST, 1)
+    unshipped = transaction.events.read(outbox.shipped, 1)
     age_us = transaction.wall_us - unshipped[0].ts_us if unshipped else 0
     return ShipperFacts(
         waiting=max(0, newest[0].seq - outbox.shipped) if newest else 0,

@@ -515,7 +515,7 @@ class ManifestKeeper:
         if not path.exists() or read_at_rest_or_live(path, _known_store).folder_id == folder_id:
             return
         with closing(open_store(f"{SQLITE}{path}")) as store:
-            store.write(lambda transaction: transaction.put_cell(MANIFEST, "", folder_id.encode()))
+            store.write(lambda transaction: transaction.cells.put(MANIFEST, "", folder_id.encode()))
 
     def _write(self, manifest: Manifest) -> None:
         self._manifest = manifest

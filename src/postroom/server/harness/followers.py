@@ -81,7 +81,7 @@ class ResultFollower:
 
         Every queue of decisions counts as ready: what was enqueued before is not read again.
         """
-        queues = self._tasks.store.read(lambda transaction: transaction.queues())
+        queues = self._tasks.store.read(lambda transaction: transaction.lanes.queues())
         self.ready.update(dict.fromkeys(filter(holds_decisions, queues)))
         try:
             position = msgspec.json.decode(read_file(self._path), type=Position)

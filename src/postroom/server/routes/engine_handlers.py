@@ -229,7 +229,7 @@ async def find(server: TaskServer, request: HttpRequest) -> FoundAnswer:
 
 
 def _found(query: FindMessages, pick: Listing, operations: Operations) -> FoundAnswer:
-    records = operations.transaction.find(pick)
+    records = operations.transaction.records.find(pick)
     lines: list[MessageLine] = []
     searched, text = 0, query.text.encode()
     for record in records:
@@ -369,7 +369,7 @@ def visible(operations: Operations, message_id: str, identity: Identity) -> Reco
     Nothing but the record is read.
     """
     stored = stored_id(operations.transaction, identity.org, checked_message_id(message_id))
-    record = operations.transaction.record(stored)
+    record = operations.transaction.records.get(stored)
     org_id = "" if record is None else org_of(record.queue)
     if record is None or not org_id or not permit(identity, "message.read", of_organization(org_id)):
         raise unknown_message(message_id)

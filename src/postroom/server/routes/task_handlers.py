@@ -404,7 +404,7 @@ async def readable_task(server: TaskServer, request: HttpRequest) -> TaskInfo:
 
     def work(transaction: Transaction) -> Stored:
         task_id = stored_id(transaction, identity.org, asked)
-        record = transaction.record(task_id)
+        record = transaction.records.get(task_id)
         if record is None or record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(asked)
         if not permit(
@@ -494,7 +494,7 @@ async def _owners(server: TaskServer, request: HttpRequest) -> Sequence[str] | N
 def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] | None, org: str) -> Record:
     """The record as it is within the commit. Raises `UnknownTask` when it belongs to another agent."""
     stored = stored_id(operations.transaction, org, checked_id(task_id))
-    record = operations.transaction.record(stored)
+    record = operations.transaction.records.get(stored)
     if record is None or not _is_own_task(record, owners):
         raise UnknownTask(task_id)
     return record
@@ -502,7 +502,7 @@ def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] 
 
 def _check_owner(tasks: Tasks, task_id: str, owners: Sequence[str] | None, org: str) -> None:
     def work(transaction: Transaction) -> bool:
-        record = transaction.record(stored_id(transaction, org, checked_id(task_id)))
+        record = transaction.records.get(stored_id(transaction, org, checked_id(task_id)))
         return record is not None and _is_own_task(record, owners)
 
     if not tasks.store.read(work):

@@ -77,8 +77,8 @@ def _record_rows(source: Store, codec: Codec) -> Iterator[tuple[Any, ...]]:
 
 def _page_of(store: Store, after: int) -> list[tuple[Record, Kept]]:
     def page(transaction: Transaction) -> list[tuple[Record, Kept]]:
-        found = transaction.find(Listing(after=after, limit=PAGE))
-        return [(record, transaction.kept(record)) for record in found]
+        found = transaction.records.find(Listing(after=after, limit=PAGE))
+        return [(record, transaction.records.kept(record)) for record in found]
 
     return store.read(page)
 
@@ -104,13 +104,13 @@ def _cell_rows(source: Store, codec: Codec) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _cells(source: Store) -> Iterator[tuple[str, str, bytes]]:
-    for kind in source.read(lambda transaction: transaction.kinds()):
+    for kind in source.read(lambda transaction: transaction.cells.kinds()):
         # A page begins behind a key. So the empty key, as of the shipper's position, is read by itself.
         after = ""
-        nameless = source.read(lambda transaction, k=kind: transaction.cell(k, ""))  # type: ignore[misc]
+        nameless = source.read(lambda transaction, k=kind: transaction.cells.get(k, ""))  # type: ignore[misc]
         if nameless is not None:
             yield kind, "", nameless
-        while page := source.read(lambda transaction, k=kind, a=after: transaction.cells(k, a, PAGE)):  # type: ignore[misc]
+        while page := source.read(lambda transaction, k=kind, a=after: transaction.cells.page(k, a, PAGE)):  # type: ignore[misc]
             yield from ((kind, key, value) for key, value in page)
             after = page[-1][0]
 

@@ -40,9 +40,10 @@ from postroom.stores.postgres.connection import (
 )
 from postroom.stores.postgres.keys import PostgresKeys
 from postroom.stores.postgres.known import DEADLINES_KNOWN_NS, ConflictError, Known
-from postroom.stores.postgres.ledger import NUMBERS_AT_ONCE, PLACED_A_READ_MAX
+from postroom.stores.postgres.ledger import NUMBERS_AT_ONCE, PostgresLedger
+from postroom.stores.postgres.parts import PLACED_A_READ_MAX
 from postroom.stores.postgres.rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
-from postroom.stores.postgres.transaction import PostgresReading, PostgresTransaction
+from postroom.stores.postgres.transaction import PostgresTransaction
 from postroom.stores.postgres.trips import Connection, Statement
 from postroom.stores.store import Capabilities
 from postroom.stores.transaction import Transaction
@@ -228,12 +229,12 @@ class PostgresStore(PostgresKeys):
         transaction = self._begin(connection, writer)
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
-                transaction.spare_numbers(committed=False)
+                transaction.ledger.spare_numbers(committed=False)
                 connection.run_unchecked("ROLLBACK")
                 job.finish()
                 return None
         if not transaction.changes:
-            transaction.spare_numbers(committed=False)
+            transaction.ledger.spare_numbers(committed=False)
             connection.run_unchecked("ROLLBACK")
             return transaction
         transaction.flush()
@@ -245,7 +246,7 @@ class PostgresStore(PostgresKeys):
             for job in jobs:
                 job.sealed = False
             raise
-        transaction.spare_numbers(committed=True)
+        transaction.ledger.spare_numbers(committed=True)
         return transaction
 
     def _commit(self, connection: Connection, transaction: PostgresTransaction, writer: int) -> None:
@@ -254,7 +255,7 @@ class PostgresStore(PostgresKeys):
         except _LOST as error:
             _log.warning("%s: the connection was lost during a commit; looking whether it happened", self.url)
             self._pool.drop(connection)
-            if not self._was_committed((transaction.last_number, writer), error):
+            if not self._was_committed((transaction.ledger.last_number, writer), error):
                 raise
 
     def _was_committed(self, mark: tuple[int, int], error: Exception) -> bool:
@@ -333,7 +334,7 @@ class PostgresStore(PostgresKeys):
             known.set_deadlines(answers.pop().rows[0], now[0])
         taken = (numbers[0], numbers[0] + wanted - 1) if numbers else None
         read = {scan: answer.rows for scan, answer in zip(scans, answers, strict=True)}
-        return PostgresTransaction(known, connection, queries, now, taken, read)
+        return PostgresTransaction(PostgresLedger(known, connection, queries, now, taken), read)
 
     def _time(self, database_us: int) -> tuple[int, int]:
         """The time by the steady clock and by the wall clock."""
@@ -401,11 +402,11 @@ class PostgresStore(PostgresKeys):
         number = connection.lock_number = self._random.getrandbits(63)
         return f"{_BEGIN_READING}; {_LIMIT_IDLE}; SELECT {_NOW}, pg_advisory_xact_lock({number})"
 
-    def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresReading:
+    def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresTransaction:
         known, queries = self._opened(), self._read_only
         if self.encryption is None and time.monotonic() >= self._look_at_keys:
             self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
-        return PostgresReading(known, connection, queries, now)
+        return PostgresTransaction(PostgresLedger(known, connection, queries, now, is_reading=True))
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         self._place_events()

@@ -1,4 +1,4 @@
-"""A transaction of PostgreSQL: faster forms of the hot verbs, above its ledger and its lanes.
+"""A transaction of PostgreSQL: its parts, and faster forms of the hot verbs.
 
 Rule 1: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
 """
@@ -17,13 +17,15 @@ from postroom.stores.base import (
     Counted,
     Head,
     Listing,
+    Parts,
     Pick,
     waiting,
     within_bytes,
 )
-from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, leased_run, queue_and_lane, traits
-from postroom.stores.postgres.lanes import PostgresLanes
-from postroom.stores.postgres.ledger import ALL, DEPTH_KNOWN_NS, FAR_FROM_FULL
+from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, leased_run, pack, queue_and_lane, traits
+from postroom.stores.postgres.lanes import ALL, DEPTH_KNOWN_NS, FAR_FROM_FULL, PostgresLanes
+from postroom.stores.postgres.ledger import ALIKE_ROWS_MAX, PostgresLedger
+from postroom.stores.postgres.parts import PostgresCells, PostgresEvents, PostgresRecords
 from postroom.stores.postgres.rows import from_sql, to_sql
 from postroom.stores.transaction import (
     NO_DETAILS,
@@ -31,18 +33,77 @@ from postroom.stores.transaction import (
     Claim,
     Decide,
     Delivery,
+    Transaction,
     delivery_of,
     payload_bytes,
 )
 
 EVENTS_A_STEP_MAX = 4  # events of one decision
-ALIKE_ROWS_MAX = 1_000
-ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
 DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
+NO_SCANS: Mapping[tuple[str, str, int], list[Any]] = {}
 
 
-class PostgresTransaction(PostgresLanes):
-    """One transaction of a connection."""
+class PostgresTransaction(Transaction):
+    """One transaction of a connection, or one state of the database."""
+
+    cells: PostgresCells
+    lanes: PostgresLanes
+
+    def __init__(
+        self, ledger: PostgresLedger, scans: Mapping[tuple[str, str, int], list[Any]] = NO_SCANS
+    ) -> None:
+        """`scans` are pages of cells that were read when the transaction began."""
+        known, self.ledger = ledger.known, ledger
+        self.codec = known.codec
+        lanes, cells = PostgresLanes(ledger), PostgresCells(ledger, scans)
+        parts = Parts(PostgresRecords(ledger, lanes), PostgresEvents(ledger), cells, lanes)
+        super().__init__(known, known.limits, ledger.steady_ns, ledger.wall_us, parts)
+
+    @property
+    def changes(self) -> int:
+        return self.ledger.changes
+
+    # ---- other transactions ---------------------------------------------------------------------------
+
+    def exclusive(self, name: str) -> None:
+        if self.ledger.is_reading:
+            self.cells.scans.clear()
+        else:
+            self.cells.forget_read()
+            self.ledger.ask("lock_name", (to_sql(name),))
+
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), *, lanes: bool = False, heads: bool = True
+    ) -> None:
+        known = self.cells.scans
+        scans = [(kind, "", limit) for kind, limit in cells if (kind, "", limit) not in known]
+        self.ledger.known.scans.update(dict.fromkeys(scans))
+        asked = [("cells", (to_sql(kind), "", limit)) for kind, _, limit in scans]
+        answers = self.lanes.read_ahead(asked, lanes=lanes, heads=heads)
+        known.update(zip(scans, answers, strict=True))
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        self.lanes.read_pulls_ahead(pulls)
+
+    def flush(self) -> None:
+        """Send the cells, which can meet a conflict, after the records."""
+        self.ledger.queue_records()
+        self.cells.write()
+
+    def commit(self, writer: int) -> None:
+        """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
+        ledger = self.ledger
+        changes = [(to_sql(queue), what, n) for (queue, what), n in self.lanes.counts.items() if n]
+        statements, last = ledger.unsent(), ledger.last_number
+        batch = pack(ledger.parts)
+        if ledger.parts:  # a commit of cells alone has no number
+            batch = self.codec.seal_batch(last, batch)
+        if changes:
+            statements.append((ledger.queries["count"], tuple(map(list, zip(*changes, strict=True)))))
+        statements.append((ledger.queries["append_events"], (last, writer, ledger.event_count, batch)))
+        if not self.synced:
+            statements.append(("SET LOCAL synchronous_commit = off", ()))
+        ledger.connection.trip([*statements, ("COMMIT", ())])
 
     # ---- insert ---------------------------------------------------------------------------------------
 
@@ -51,7 +112,7 @@ class PostgresTransaction(PostgresLanes):
             limits = self.limits(envelope.queue)
             if envelope.message_id or envelope.key or len(envelope.payload) > limits.max_payload_bytes:
                 return super().insert(envelopes)
-        self._check_depths(envelopes)
+        self.check_depths(envelopes)
         accepted: list[Accepted] = []
         for _, neighbours in groupby(envelopes, traits):
             run = list(neighbours)
@@ -62,50 +123,34 @@ class PostgresTransaction(PostgresLanes):
     def _insert_alike(self, run: list[Envelope]) -> list[Accepted]:
         """Number and count new records that differ only in their payloads. They are written later."""
         e = run[0]
-        step = 1 if e.delay_ns else EVENTS_PER_NEW
-        self._reserve(step * len(run))
-        if self._new and not self._is_next_of_new(run, step):
-            self._write_new()
-        if not self._new:
-            self._new_first = self._number
-        self._new += run
-        first = self.take_numbers(step * len(run))
+        numbers = self.ledger.add(run, 1 if e.delay_ns else EVENTS_PER_NEW)
         what: Counted = "SCHEDULED" if e.delay_ns else LANE_COUNTS[e.priority]
-        self._count(e.queue, what, len(run))
+        self.lanes.count(e.queue, what, len(run))
         if not e.delay_ns:
             self.ready.add(e.queue)
         if e.durability != "os":
             self.synced = True
-        numbers = range(first, first + step * len(run), step)
         return [Accepted(self.ids.new(e.queue, n, self.wall_us), duplicate=False) for n in numbers]
 
-    def _is_next_of_new(self, run: list[Envelope], step: int) -> bool:
-        new = self._new
-        return (
-            self._number == self._new_first + step * len(new)
-            and len(new) + len(run) <= ALIKE_ROWS_MAX
-            and len(run[0].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(new[-1].payload)
-            and traits(new[0]) == traits(run[0])
-        )
-
-    def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
+    def check_depths(self, envelopes: Sequence[Envelope]) -> None:
         """As in `Transaction`. Transactions that insert into a queue near its limit take turns."""
+        depths = self.ledger.known.depths
         for queue, count in Counter(envelope.queue for envelope in envelopes).items():
-            most, depth = self.limits(queue).max_depth, self._recent_depth(queue)
+            most, depth = self.limits(queue).max_depth, self.lanes.recent_depth(queue)
             if depth is None:
-                depth = waiting(self.depth(queue))
+                depth = waiting(self.lanes.depth(queue))
             if depth + count > most * FAR_FROM_FULL or most < DEPTH_KNOWN_MIN:
                 self.exclusive(f"depth {queue}")
-                self._depths, self._has_all_depths = {}, False
-                super()._check_depths([each for each in envelopes if each.queue == queue])
+                self.lanes.forget_depths()
+                super().check_depths([each for each in envelopes if each.queue == queue])
             for name in (queue, ALL) if org_of(queue) else (queue,):
-                depth, read_ns = self._known.depths.get(name, (0, -DEPTH_KNOWN_NS))
-                self._known.depths[name] = depth + count, read_ns
+                depth, read_ns = depths.get(name, (0, -DEPTH_KNOWN_NS))
+                depths[name] = depth + count, read_ns
 
     # ---- lease and complete ---------------------------------------------------------------------------
 
     def claim(self, terms: Claim) -> list[Delivery]:
-        if terms.promote_after_ns or self.has_overdue():
+        if terms.promote_after_ns or self.lanes.has_overdue():
             return super().claim(terms)
         heads: list[Head] = []
         for lane in sorted(terms.lanes):
@@ -122,18 +167,18 @@ class PostgresTransaction(PostgresLanes):
     def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
         if not heads or any(lane != head.record.lane for head, lane in heads):
             return super().lease(heads, worker_id, lease_ns)
-        self._queue_records()
-        first, now = self.take_numbers(len(heads)), self.steady_ns
+        self.ledger.queue_records()
+        first, now = self.ledger.take_numbers(len(heads)), self.steady_ns
         leased = [
             lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns).record
             for number, (head, _) in enumerate(heads, first)
         ]
         values = {
             "first": first, "worker": to_sql(worker_id), "lease_ns": lease_ns,
-            "until": self._ends_at(now + lease_ns), "wall_us": self.wall_us,
+            "until": self.ledger.ends_at(now + lease_ns), "wall_us": self.wall_us,
             "seqs": [one.seq for one in leased],
         }  # fmt: skip
-        self._pending.append((self._queries["lease_many"], values))
+        self.ledger.pending.append((self.ledger.queries["lease_many"], values))
         for _, neighbours in groupby(leased, queue_and_lane):
             self._note_leased(list(neighbours))
         return leased
@@ -141,25 +186,25 @@ class PostgresTransaction(PostgresLanes):
     def _note_leased(self, leased: list[Record]) -> None:
         """Count leased records of one queue and lane, and keep their events."""
         one = leased[0]
-        self._count(one.queue, LANE_COUNTS[one.lane], -len(leased))
-        self._count(one.queue, "PROCESSING", len(leased))
-        self._append([leased_run(one.lease, self.wall_us, leased, self.steady_ns)], len(leased))
+        self.lanes.count(one.queue, LANE_COUNTS[one.lane], -len(leased))
+        self.lanes.count(one.queue, "PROCESSING", len(leased))
+        self.ledger.append([leased_run(one.lease, self.wall_us, leased, self.steady_ns)], len(leased))
         if any(each.durability != "os" for each in leased):
             self.synced = True
 
     def complete(
         self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
     ) -> Sequence[str]:
-        numbers = {self._known.own_number(message_id): message_id for message_id in results}
+        numbers = {self.ledger.known.own_number(message_id): message_id for message_id in results}
         if 0 in numbers:
             return super().complete(results, details)  # ids of callers
         values = [*numbers], self.steady_ns
-        rows = {row[0]: row for row in self._ask_to_change("leased", values, len(numbers))}
+        rows = {row[0]: row for row in self.ledger.ask_to_change("leased", values, len(numbers))}
         if len(rows) < len(results) or any(
             rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
         ):
             return super().complete(results, details)  # repeated calls, stale leases
-        first = self.take_numbers(len(numbers))
+        first = self.ledger.take_numbers(len(numbers))
         self._send_results(numbers, results, first)
         ordered = [rows[number] for number in numbers]
         place = first
@@ -180,9 +225,13 @@ class PostgresTransaction(PostgresLanes):
             [*numbers], [results[message_id][1] for message_id in numbers.values()]
         )
         if len(set(contents)) == 1:  # most often they are all null
-            self._pending.append((self._queries["complete_alike"], {**values, "result": contents[0]}))
+            self.ledger.pending.append(
+                (self.ledger.queries["complete_alike"], {**values, "result": contents[0]})
+            )
         else:
-            self._pending.append((self._queries["complete_many"], {**values, "results": contents}))
+            self.ledger.pending.append(
+                (self.ledger.queries["complete_many"], {**values, "results": contents})
+            )
 
     def _note_completed(
         self, first: int, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
@@ -195,9 +244,9 @@ class PostgresTransaction(PostgresLanes):
             [(now - begin) // 1000 for begin in begins],
             [details.get(each, {}) for each in message_ids] if details else (),
         )  # fmt: skip
-        self._append([run], len(rows))
-        self._count(queue, "PROCESSING", -len(rows))
-        self._count(queue, "COMPLETED", len(rows))
+        self.ledger.append([run], len(rows))
+        self.lanes.count(queue, "PROCESSING", -len(rows))
+        self.lanes.count(queue, "COMPLETED", len(rows))
         if any(durability != "os" for durability in durabilities):
             self.synced = True
 
@@ -208,24 +257,18 @@ class PostgresTransaction(PostgresLanes):
         records = self._found_to_change(pick)
         if not records:
             return []
-        self._reserve(EVENTS_A_STEP_MAX * len(records))
-        first = self._number
+        self.ledger.reserve(EVENTS_A_STEP_MAX * len(records))
+        first = self.ledger.number
         changes, number = self._decided(records, decide, first)
         if number > first:
-            self.take_numbers(number - first)
+            self.ledger.take_numbers(number - first)
         self._save(changes)
         return [change.step for change in changes]
 
     def _found_to_change(self, pick: Pick) -> list[Record]:
         """The picked records, locked."""
-        records = self.find(pick)
+        records = self.records.find(pick)
         if isinstance(pick, Listing) and records:
             by_id = ByIds(tuple(record.message_id for record in records))
-            records = [one for one in self.find(by_id) if pick.state in (None, one.state)]
+            records = [one for one in self.records.find(by_id) if pick.state in (None, one.state)]
         return records
-
-
-class PostgresReading(PostgresTransaction):
-    """One state of the database."""
-
-    is_reading = True

@@ -162,7 +162,7 @@ class RabbitStore(Store):
 
         def run(inner: Transaction) -> T:
             for earlier in begun:  # the ledger runs work again whose commit was rolled back
-                earlier.undo()
+                earlier.lanes.undo()
             begun[:] = [RabbitTransaction(inner, self)]
             result = work(begun[0])
             begun[0].prepare()
@@ -172,17 +172,18 @@ class RabbitStore(Store):
             result = self._ledger.write(run, makes_room=makes_room)
         except BaseException:
             for transaction in begun:
-                transaction.undo()
+                transaction.lanes.undo()
             raise
         self._committed(begun[0], broker)
         return result
 
     def _committed(self, transaction: RabbitTransaction, broker: "Broker") -> None:
-        self.homes.update(transaction.new_homes)
-        broker.acknowledge(transaction.settled())
-        if transaction.outgoing:
-            self.deliveries.expect(transaction.outgoing)
-            broker.publish(transaction.outgoing.values(), set(transaction.new_homes.values()))
+        lanes = transaction.lanes
+        self.homes.update(lanes.new_homes)
+        broker.acknowledge(lanes.settled())
+        if lanes.outgoing:
+            self.deliveries.expect(lanes.outgoing)
+            broker.publish(lanes.outgoing.values(), set(lanes.new_homes.values()))
         if self.on_commit is not None:
             self.on_commit(transaction)
 
@@ -300,11 +301,11 @@ class RabbitStore(Store):
 
     def _take_sweep(self, transaction: Transaction) -> bool:
         """Whether this process compares the lanes with the ledger now. One process does it for all."""
-        value = transaction.cell(SWEEP_CELL, "")
+        value = transaction.cells.get(SWEEP_CELL, "")
         now, last = transaction.steady_ns, 0 if value is None else int(value)
         if last <= now < last + RECONCILE_S * NANOS_PER_S / 2:
             return False
-        transaction.put_cell(SWEEP_CELL, "", b"%d" % now)
+        transaction.cells.put(SWEEP_CELL, "", b"%d" % now)
         return True
 
     def reconcile(self) -> int:
@@ -333,7 +334,7 @@ class RabbitStore(Store):
 
     def _home_of(self, queue: str) -> str:
         return self._ledger.read(
-            lambda transaction: queue if transaction.cell(HOMES, queue) is not None else shard_of(queue)
+            lambda transaction: queue if transaction.cells.get(HOMES, queue) is not None else shard_of(queue)
         )
 
     def _republish(self, home: str, queues: list[str], limit: int) -> int:
@@ -357,10 +358,7 @@ class RabbitStore(Store):
             return
         try:
             known = self._ledger.read(
-                lambda transaction: {
-                    head.record.message_id: head.record
-                    for head in transaction.heads([each.note.message_id for each in held])
-                }
+                lambda transaction: transaction.records.get_many([each.note.message_id for each in held])
             )
         except BaseException:
             self.deliveries.put_back(held)  # the next look tries again

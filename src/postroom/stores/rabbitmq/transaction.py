@@ -18,7 +18,21 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.errors import QueueFull, Unavailable
 from postroom.message import Envelope, Event, Record, Stored, org_of
-from postroom.stores.base import FOREVER_NS, LANE_COUNTS, ByIds, Change, Counted, Ending, Head, Limits, Pick
+from postroom.stores.base import (
+    FOREVER_NS,
+    LANE_COUNTS,
+    ByIds,
+    Cells,
+    Change,
+    Counted,
+    Ending,
+    Head,
+    Lanes,
+    Limits,
+    Parts,
+    Pick,
+    Records,
+)
 from postroom.stores.rabbitmq.lanes import (
     NANOS_PER_MS,
     OWN_LANES_MAX,
@@ -32,7 +46,7 @@ from postroom.stores.rabbitmq.lanes import (
     shard_of,
 )
 from postroom.stores.store import Capabilities
-from postroom.stores.transaction import NO_DETAILS, Accepted, LimitsCache, Transaction
+from postroom.stores.transaction import NO_DETAILS, Accepted, Transaction
 
 HOMES = "amqp-home"
 """The cells that name organizations with lanes of their own."""
@@ -59,11 +73,10 @@ class Context(Protocol):
         """Why the broker cannot be used; empty when it can."""
 
 
-class RabbitTransaction(Transaction):
-    """One transaction of the ledger."""
+class RabbitLanes(Lanes):
+    """The lanes of one transaction: what the broker delivered, and what is to be published."""
 
-    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool = False) -> None:
-        super().__init__(inner.ids, LimitsCache(), inner.steady_ns, inner.wall_us)
+    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool) -> None:
         self._inner = inner
         self._context = context
         self._deliveries = context.deliveries
@@ -85,108 +98,54 @@ class RabbitTransaction(Transaction):
         self.outgoing: dict[str, Outgoing] = {}
         self.new_homes: dict[str, str] = {}
 
-    # ---- the commit ----------------------------------------------------------------------------
-
-    @property
-    def changes(self) -> int:
-        return self._inner.changes
-
-    @changes.setter
-    def changes(self, value: int) -> None:
-        self._inner.changes = value
-
-    def prepare(self) -> None:
-        """Before the commit: pass on what the ledger has to know."""
-        inner = self._inner
-        inner.synced = self.synced = inner.synced or self.synced
-        inner.ended = self.ended = inner.ended or self.ended
-        inner.notable = self.notable = [*inner.notable, *self.notable]
-        self.ready |= inner.ready
-        self.ready = {queue for queue in self.ready if not org_of(queue)} | self._ready_directly()
-
-    def _ready_directly(self) -> set[str]:
-        """Queues of organizations whose workers have to be woken, because no delivery will wake them."""
-        return {queue for queue in self.ready if org_of(queue)} if self._context.broker_trouble else set()
+    # ---- the end of the transaction --------------------------------------------------------------
 
     def settled(self) -> list[Delivery]:
         """After the commit: the deliveries to acknowledge. The others can be claimed again."""
-        done = [each for each in self._taken if self._is_settled(each)]
-        self._deliveries.put_back([each for each in self._taken if not self._is_settled(each)])
+        done: list[Delivery] = []
+        left: list[Delivery] = []
+        for each in self._taken:
+            is_done = each.tag in self._stale or each.note.message_id in self._changed
+            (done if is_done else left).append(each)
+        self._deliveries.put_back(left)
         self._taken = []
         if self._is_direct_claim:
             done += self._deliveries.forget(self._gone)
         return done
-
-    def _is_settled(self, delivery: Delivery) -> bool:
-        return delivery.tag in self._stale or delivery.note.message_id in self._changed
 
     def undo(self) -> None:
         """After a rollback: the deliveries can be claimed again."""
         self._deliveries.put_back(self._taken)
         self._taken = []
 
-    # ---- the ledger ----------------------------------------------------------------------------
-
-    def take_numbers(self, count: int) -> int:
-        return self._inner.take_numbers(count)
-
-    def find(self, pick: Pick) -> list[Record]:
-        return self._inner.find(pick)
-
-    def records(self, message_ids: Sequence[str]) -> dict[str, Record]:
-        return self._inner.records(message_ids)
-
-    def load(self, message_id: str) -> Stored | None:
-        return self._inner.load(message_id)
-
-    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
-        self._inner.save(changes, events)
-        for change in changes:
-            self._note(change.step.record)
-
-    def events(self, after: int, limit: int) -> list[Event]:
-        return self._inner.events(after, limit)
-
-    def stored_row(self, number: int) -> bytes:
-        return self._inner.stored_row(number)
-
-    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
-        self._inner.forget(records, events_up_to)
-
-    def exclusive(self, name: str) -> None:
-        self._inner.exclusive(name)
-
-    def look_ahead(
-        self,
-        cells: Sequence[tuple[str, int]] = (),
-        *,
-        lanes: bool = False,
-        heads: bool = True,
-    ) -> None:
-        heads = heads and lanes and self.is_direct
-        self._inner.look_ahead(cells, lanes=lanes, heads=heads)
-
-    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
-        if self.is_direct:
-            self._inner.look_ahead_pulls(pulls)
-
-    def cell(self, kind: str, key: str) -> bytes | None:
-        return self._inner.cell(kind, key)
-
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        self._inner.put_cell(kind, key, value)
-
-    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return self._inner.cells(kind, after, limit)
+    # ---- counters --------------------------------------------------------------------------------
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        return self._inner.depth(queue)
+        return self._inner.lanes.depth(queue)
 
     def queues(self, prefix: str = "") -> list[str]:
-        return self._inner.queues(prefix)
+        return self._inner.lanes.queues(prefix)
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.lanes.depths()
+
+    def count_active(self) -> int:
+        return self._inner.lanes.count_active()
+
+    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._inner.lanes.active_depths()
+
+    def is_quiet(self, queue: str, most: int) -> bool:
+        return self._inner.lanes.is_quiet(queue, most)
+
+    def oldest(self, lane: int) -> Record | None:
+        return self._inner.lanes.oldest(lane)
+
+    def has_overdue(self) -> bool:
+        return self._inner.lanes.has_overdue()
 
     def total(self) -> dict[Counted, int]:
-        counts = self._inner.total()
+        counts = self._inner.lanes.total()
         if not self._is_reading:
             for lane, what in enumerate(LANE_COUNTS):
                 if not counts.get(what):  # the deliveries of the lane are doubles, and fill its prefetch
@@ -195,52 +154,9 @@ class RabbitTransaction(Transaction):
                     self._stale.update(each.tag for each in old)
         return counts
 
-    def depths(self) -> dict[str, Mapping[Counted, int]]:
-        return self._inner.depths()
-
-    def count_active(self) -> int:
-        return self._inner.count_active()
-
-    def active_depths(self) -> dict[str, Mapping[Counted, int]]:
-        return self._inner.active_depths()
-
-    def is_quiet(self, queue: str, most: int) -> bool:
-        return self._inner.is_quiet(queue, most)
-
-    def oldest(self, lane: int) -> Record | None:
-        return self._inner.oldest(lane)
-
-    def limits(self, queue: str) -> Limits:
-        return self._inner.limits(queue)
-
-    def set_limits(self, queue: str, limits: Limits) -> None:
-        self._inner.set_limits(queue, limits)
-
-    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        return self._inner.payloads(message_ids)
-
-    def heads(self, message_ids: Sequence[str]) -> list[Head]:
-        return self._inner.heads(message_ids)
-
-    def complete(
-        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
-    ) -> Sequence[str]:
-        return self._inner.complete(results, details)
-
     # ---- publishing ----------------------------------------------------------------------------
 
-    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        if not self._context.capabilities.keeps_all and all(
-            _needs_no_ledger(envelope) for envelope in envelopes
-        ):
-            return [self._publish_only(envelope) for envelope in envelopes]
-        accepted = self._inner.insert(envelopes)
-        for envelope, one in zip(envelopes, accepted, strict=True):
-            if not one.duplicate and org_of(envelope.queue):
-                self._send(envelope.queue, one.message_id, envelope.priority, envelope.delay_ns)
-        return accepted
-
-    def _note(self, record: Record) -> None:
+    def note(self, record: Record) -> None:
         """A record was saved: publish it if it can be claimed now or after a delay."""
         if not org_of(record.queue):
             return
@@ -248,14 +164,15 @@ class RabbitTransaction(Transaction):
         self._changed.add(message_id)
         if state == "QUEUED":
             self._gone.discard(message_id)
-            self._send(record.queue, message_id, record.lane)
+            self.send(record.queue, message_id, record.lane)
             return
         self._gone.add(message_id)
         self.outgoing.pop(message_id, None)
-        if state in DELAYED and record.due - self.steady_ns < PARKED_NS_MIN:
-            self._send(record.queue, message_id, record.lane, max(1, record.due - self.steady_ns))
+        if state in DELAYED and record.due - self._inner.steady_ns < PARKED_NS_MIN:
+            self.send(record.queue, message_id, record.lane, max(1, record.due - self._inner.steady_ns))
 
-    def _send(self, queue: str, message_id: str, lane: int, delay_ns: int = 0) -> None:
+    def send(self, queue: str, message_id: str, lane: int, delay_ns: int = 0) -> None:
+        """Publish a message after the commit."""
         delay_ms = delay_step_ms(-(-delay_ns // NANOS_PER_MS)) if delay_ns else 0
         note = Note(message_id, lane, is_delayed=bool(delay_ms))
         self.outgoing[message_id] = Outgoing(self.home_of(queue), note, delay_ms)
@@ -264,23 +181,22 @@ class RabbitTransaction(Transaction):
         """The lanes of an organization. The first organizations get their own, the others share shards."""
         home = self._context.homes.get(queue) or self.new_homes.get(queue)
         if home is None:
-            is_own = self._has_own_lanes(queue) or self._takes_own_lanes(queue)
+            cells = self._inner.cells
+            is_own = cells.get(HOMES, queue) is not None or self._takes_own_lanes(queue)
             home = self.new_homes[queue] = queue if is_own else shard_of(queue)
         return home
 
-    def _has_own_lanes(self, queue: str) -> bool:
-        return self.cell(HOMES, queue) is not None
-
     def _takes_own_lanes(self, queue: str) -> bool:
         """Give an organization lanes of its own, while there are some left."""
-        if not _has_lanes_left(self):  # there are never more again, so that no lock is needed
+        cells = self._inner.cells
+        if not _has_lanes_left(cells):  # there are never more again, so that no lock is needed
             return False
-        self.exclusive(HOMES)  # from here on, no other process takes the last ones
-        if self._has_own_lanes(queue):
+        self._inner.exclusive(HOMES)  # from here on, no other process takes the last ones
+        if cells.get(HOMES, queue) is not None:
             return True
-        if not _has_lanes_left(self):
+        if not _has_lanes_left(cells):
             return False
-        self.put_cell(HOMES, queue, b"1")
+        cells.put(HOMES, queue, b"1")
         return True
 
     # ---- claiming ------------------------------------------------------------------------------
@@ -316,9 +232,11 @@ class RabbitTransaction(Transaction):
         for delivery in taken:
             if delivery.note.envelope is not None:
                 self._accept_from_broker(delivery.note.envelope)
-        loaded = {
-            head.record.message_id: head for head in self.heads([each.note.message_id for each in taken])
-        }
+        inner = self._inner
+        stored = inner.records.heads([each.note.message_id for each in taken])
+        opened, unreadable = inner.codec.open_heads(stored)
+        inner.quarantine([one for one in unreadable if one[0].state == "QUEUED"])
+        loaded = {head.record.message_id: head for head in opened}
         found = {each: head for each, head in loaded.items() if each not in self._seen}
         heads: list[Head] = []
         for delivery in taken:
@@ -338,17 +256,18 @@ class RabbitTransaction(Transaction):
             return head
         if record.state not in DELAYED:
             return None
-        left_ns = record.due - self.steady_ns
+        left_ns = record.due - self._inner.steady_ns
         if left_ns <= 0:
-            [step] = self.apply(ByIds((record.message_id,)), lifecycle.wake)
+            [step] = self._inner.apply(ByIds((record.message_id,)), lifecycle.wake)
+            self.note(step.record)
             return replace(head, record=step.record)
         if left_ns < PARKED_NS_MIN:
-            self._send(record.queue, record.message_id, record.lane, left_ns)  # the next part of its delay
+            self.send(record.queue, record.message_id, record.lane, left_ns)  # the next part of its delay
         return None
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
         if self.is_direct:
-            return self._inner.active(lane, after, limit)
+            return self._inner.lanes.active(lane, after, limit)
         homes = {home for (home, each), held in self._held.items() if each == lane and held}
         homes.update(self._deliveries.homes(lane))
         is_after_own = not after or not is_shard(self.home_of(after))
@@ -365,7 +284,7 @@ class RabbitTransaction(Transaction):
         found: list[str] = []
         at, page = after, max(limit, OWN_LANES_MAX)
         while len(found) < limit:
-            queues = self._inner.active(lane, at, page)
+            queues = self._inner.lanes.active(lane, at, page)
             found += [queue for queue in queues if self.home_of(queue) in shards]
             if len(queues) < page:
                 break
@@ -384,8 +303,14 @@ class RabbitTransaction(Transaction):
         self._taken += taken
         self._stale.update(each.tag for each in taken)
 
-    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
-        leased = self._inner.lease(heads, worker_id, lease_ns)
+    def take_pending(self, limit: int) -> None:
+        """Take deliveries whose delay is over, or whose messages the ledger does not have yet."""
+        if not self.is_direct:
+            for delivery in self._deliveries.take_pending(limit):
+                self._left(delivery.home, delivery.note.lane).extend(self._heads_of([delivery]))
+
+    def note_leased(self, heads: Sequence[tuple[Head, int]]) -> None:
+        """Records were leased: do not publish them, and use up deliveries of their shards."""
         for head, _ in heads:
             record = head.record
             self._changed.add(record.message_id)
@@ -394,38 +319,111 @@ class RabbitTransaction(Transaction):
             self._is_direct_claim = self.is_direct
             if self.outgoing.pop(record.message_id, None) is None and is_shard(home) and not self.is_direct:
                 self._use_tokens(home, record.lane, 1)
-        return leased
 
-    # ---- deadlines -----------------------------------------------------------------------------
+    def _accept_from_broker(self, envelope: Envelope) -> None:
+        """Store a message that only the broker has. Its id makes a second delivery a duplicate."""
+        with suppress(QueueFull):  # then the ledger does not have it, and a later claim tries again
+            [accepted] = self._inner.insert([envelope])
+            if not accepted.duplicate:
+                self._changed.add(accepted.message_id)
+                self.send(envelope.queue, accepted.message_id, envelope.priority)
 
-    def put_back(self, limit: int) -> int:
-        if not self.is_direct:
-            for delivery in self._deliveries.take_pending(limit):
-                self._left(delivery.home, delivery.note.lane).extend(self._heads_of([delivery]))
-        if not self._inner.has_overdue():
-            return 0
-        steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
-        due = [
-            record.message_id
-            for record in self.find(Ending("delay", self.steady_ns, limit))
-            if self._is_overdue(record)
-        ]
-        steps += self.apply(ByIds(tuple(due)), lifecycle.wake)
-        return len(steps)
 
-    def _is_overdue(self, record: Record) -> bool:
-        return record.due + self._late_ns(record) <= self.steady_ns
+class RabbitRecords(Records):
+    """The records of the ledger. What is saved is published after the commit."""
 
-    def _late_ns(self, record: Record) -> int:
-        """How long the ledger waits for the delivery of a record whose delay is over."""
-        return LATE_NS if org_of(record.queue) and not self._context.is_direct else 0
+    def __init__(self, inner: Records, lanes: RabbitLanes) -> None:
+        self._inner = inner
+        self._lanes = lanes
 
-    def next_deadline_ns(self) -> int | None:
-        ends = [record.due + self._late_ns(record) for record in self.find(Ending("delay", FOREVER_NS, 1))]
-        ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
-        return max(0, min(ends) - self.steady_ns) if ends else None
+    def find(self, pick: Pick) -> list[Record]:
+        return self._inner.find(pick)
 
-    # ---- P0 that only the broker has -----------------------------------------------------------
+    def get_many(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        return self._inner.get_many(message_ids)
+
+    def load(self, message_id: str) -> Stored | None:
+        return self._inner.load(message_id)
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        return self._inner.payloads(message_ids)
+
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        return self._inner.heads(message_ids)
+
+    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        self._inner.save(changes, events)
+        for change in changes:
+            self._lanes.note(change.step.record)
+
+    def forget(self, records: Sequence[Record]) -> None:
+        self._inner.forget(records)
+
+
+class RabbitTransaction(Transaction):
+    """One transaction of the ledger."""
+
+    lanes: RabbitLanes
+
+    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool = False) -> None:
+        self._inner = inner
+        self._context = context
+        lanes = RabbitLanes(inner, context, is_reading=is_reading)
+        parts = Parts(RabbitRecords(inner.records, lanes), inner.events, inner.cells, lanes)
+        super().__init__(inner.ids, inner.limits_known, inner.steady_ns, inner.wall_us, parts)
+
+    @property
+    def changes(self) -> int:
+        return self._inner.changes
+
+    def prepare(self) -> None:
+        """Before the commit: pass on what the ledger has to know."""
+        inner = self._inner
+        inner.synced = self.synced = inner.synced or self.synced
+        inner.ended = self.ended = inner.ended or self.ended
+        inner.notable = self.notable = [*inner.notable, *self.notable]
+        # Deliveries wake the workers of organizations, unless the broker has trouble.
+        is_woken = bool(self._context.broker_trouble)
+        self.ready = {queue for queue in self.ready | inner.ready if is_woken or not org_of(queue)}
+
+    # ---- what the ledger does itself -------------------------------------------------------------
+
+    def exclusive(self, name: str) -> None:
+        self._inner.exclusive(name)
+
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), *, lanes: bool = False, heads: bool = True
+    ) -> None:
+        heads = heads and lanes and self.lanes.is_direct
+        self._inner.look_ahead(cells, lanes=lanes, heads=heads)
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        if self.lanes.is_direct:
+            self._inner.look_ahead_pulls(pulls)
+
+    def limits(self, queue: str) -> Limits:
+        return self._inner.limits(queue)
+
+    def set_limits(self, queue: str, limits: Limits) -> None:
+        self._inner.set_limits(queue, limits)
+
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
+        return self._inner.complete(results, details)
+
+    # ---- verbs with deliveries -------------------------------------------------------------------
+
+    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        if not self._context.capabilities.keeps_all and all(
+            _needs_no_ledger(envelope) for envelope in envelopes
+        ):
+            return [self._publish_only(envelope) for envelope in envelopes]
+        accepted = self._inner.insert(envelopes)
+        for envelope, one in zip(envelopes, accepted, strict=True):
+            if not one.duplicate and org_of(envelope.queue):
+                self.lanes.send(envelope.queue, one.message_id, envelope.priority, envelope.delay_ns)
+        return accepted
 
     def _publish_only(self, envelope: Envelope) -> Accepted:
         """Accept a message without the ledger: only the broker stores it."""
@@ -435,28 +433,45 @@ class RabbitTransaction(Transaction):
             )
         message_id = str(uuid4())
         note = Note(message_id, envelope.priority, envelope=replace(envelope, message_id=message_id))
-        self.outgoing[message_id] = Outgoing(self.home_of(envelope.queue), note)
+        self.lanes.outgoing[message_id] = Outgoing(self.lanes.home_of(envelope.queue), note)
         return Accepted(message_id, duplicate=False)
 
-    def _accept_from_broker(self, envelope: Envelope) -> None:
-        """Store a message that only the broker has. Its id makes a second delivery a duplicate."""
-        with suppress(QueueFull):  # then the ledger does not have it, and a later claim tries again
-            [accepted] = self._inner.insert([envelope])
-            if not accepted.duplicate:
-                self._changed.add(accepted.message_id)
-                self._send(envelope.queue, accepted.message_id, envelope.priority)
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        leased = self._inner.lease(heads, worker_id, lease_ns)
+        self.lanes.note_leased(heads)
+        return leased
+
+    def put_back(self, limit: int) -> int:
+        self.lanes.take_pending(limit)
+        return super().put_back(limit)
+
+    def delays_over(self, limit: int) -> Pick:
+        records = self.records.find(Ending("delay", self.steady_ns, limit))
+        over = [one.message_id for one in records if one.due + self._late_ns(one) <= self.steady_ns]
+        return ByIds(tuple(over))
+
+    def _late_ns(self, record: Record) -> int:
+        """How long the ledger waits for the delivery of a record whose delay is over."""
+        return LATE_NS if org_of(record.queue) and not self._context.is_direct else 0
+
+    def next_deadline_ns(self) -> int | None:
+        ends = [
+            record.due + self._late_ns(record) for record in self.records.find(Ending("delay", FOREVER_NS, 1))
+        ]
+        ends += [record.lease_until for record in self.records.find(Ending("lease", FOREVER_NS, 1))]
+        return max(0, min(ends) - self.steady_ns) if ends else None
 
 
 def own_homes(transaction: Transaction) -> set[str]:
     """Every organization with lanes of its own."""
     homes: list[str] = []
-    while page := transaction.cells(HOMES, homes[-1] if homes else "", OWN_LANES_MAX):
+    while page := transaction.cells.page(HOMES, homes[-1] if homes else "", OWN_LANES_MAX):
         homes += (queue for queue, _ in page)
     return {*homes}
 
 
-def _has_lanes_left(transaction: Transaction) -> bool:
-    return len(transaction.cells(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX
+def _has_lanes_left(cells: Cells) -> bool:
+    return len(cells.page(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX
 
 
 def _needs_no_ledger(envelope: Envelope) -> bool:

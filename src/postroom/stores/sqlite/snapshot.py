@@ -33,8 +33,9 @@ from postroom.stores.sqlite.file import (
     refused_access,
 )
 from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.ledger import SqliteReading
 from postroom.stores.sqlite.sql.queries import CELL, FACT, NEWEST_EVENT, ask
-from postroom.stores.sqlite.transaction import SqliteReading
+from postroom.stores.sqlite.transaction import SqliteTransaction
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.crypto.encryption import KEYS_FACT, Encryption, check_noted, key_file_encryption
@@ -163,7 +164,8 @@ class SqliteSnapshot:
         offset_ns = int(self.fact("clock_offset_ns") or 0) if self.has_clock else 0
         now_ns = offset_ns + self._clock.boot_ns()
         known = self._known(codec_of(self.identity(), self._encryption()))
-        return work(SqliteReading(known, self._connection.cursor(), now_ns, self._clock.wall_us()))
+        reading = SqliteReading(known, self._connection.cursor(), now_ns, self._clock.wall_us())
+        return work(SqliteTransaction(reading))
 
     def _encryption(self) -> Encryption | None:
         """The encryption by the key file of the environment, when the file needs one."""
@@ -176,11 +178,11 @@ class SqliteSnapshot:
 
     def events(self, after: int, limit: int) -> list[Event]:
         """Committed events after a position."""
-        return self.read(lambda transaction: transaction.events(after, limit))
+        return self.read(lambda transaction: transaction.events.read(after, limit))
 
     def load(self, message_id: str) -> Stored | None:
         """Everything about one message; None when it is unknown."""
-        return self.read(lambda transaction: transaction.load(message_id))
+        return self.read(lambda transaction: transaction.records.load(message_id))
 
     # ---- checks --------------------------------------------------------------------------------------
 

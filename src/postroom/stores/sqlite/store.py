@@ -49,6 +49,7 @@ from postroom.stores.sqlite.file import (
 )
 from postroom.stores.sqlite.file import transaction as sql_transaction
 from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.ledger import SqliteLedger, SqliteReading
 from postroom.stores.sqlite.readers import SqliteReaders
 from postroom.stores.sqlite.sql.queries import (
     FACT,
@@ -59,7 +60,7 @@ from postroom.stores.sqlite.sql.queries import (
     Reading,
     ask,
 )
-from postroom.stores.sqlite.transaction import SqliteReading, SqliteTransaction
+from postroom.stores.sqlite.transaction import SqliteTransaction
 from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
@@ -182,7 +183,8 @@ class SqliteStore(Store):
         if self._moved_to:
             raise StoreMoved(self.url, self._moved_to)
         now_ns = self._offset_ns + clock.boot_ns()
-        self._transaction = transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        ledger = SqliteLedger(self._known, cursor, now_ns, clock.wall_us())
+        self._transaction = transaction = SqliteTransaction(ledger)
         return transaction
 
     def _check_file(self, now: float) -> None:
@@ -231,14 +233,15 @@ class SqliteStore(Store):
         self._keys = in_use.encode()
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
-        transaction.flush()
+        ledger = transaction.ledger
+        ledger.flush()
         self._settled = False
         cursor.execute("COMMIT")
-        transaction.committed()
+        ledger.committed()
         connection, newest = cursor.connection, self._known.newest
         self._version = connection.data_version()
         self._settled = True
-        if newest >= self._look_at_wal or not transaction.counts:
+        if newest >= self._look_at_wal or not ledger.counts:
             self._look_at_wal = newest + checkpoints.LOOK_EVENTS
             self._checkpoints.look(connection)
 
@@ -404,9 +407,8 @@ class SqliteStore(Store):
                 if self.encryption is None and (now := time.monotonic()) >= self._look_at_keys:
                     self._check_keys(cursor)
                     self._look_at_keys = now + FILE_LOOK_S
-                reading = SqliteReading(self._known, cursor, now_ns, clock.wall_us())
-                reading.read_before = self._readers.counts
-                return work(reading)
+                reading = SqliteReading(self._known, cursor, now_ns, clock.wall_us(), self._readers.counts)
+                return work(SqliteTransaction(reading))
 
     def wall_us(self) -> int:
         return self._clock.wall_us()
