@@ -12,7 +12,7 @@ from postroom.pipeline.jobs import CHECKPOINTS
 from postroom.pipeline.query.views import create_views, plain_name
 from postroom.pipeline.silver.tables import SILVER
 from tests.spark.cluster import do_at
-from tests.spark.commands import Commands, Done, in_its_own_process
+from tests.spark.commands import Done, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, records, rows_of
 from tests.spark.segmentfiles import sealed_segments
@@ -52,16 +52,6 @@ def test_a_stream_goes_on_at_a_server_without_structured_streaming(
     assert done.code == 0, done.stderr
     assert not (tmp_path / "tables" / CHECKPOINTS).exists()
     assert all_rows(Tables(tmp_path / "tables")) == all_rows(here)
-
-
-def test_a_report_by_a_server_is_the_same(
-    tables_of: TablesOf, commands: Commands, connect: str, tmp_path: Path
-) -> None:
-    words = ("report", "--tables", tables_of()[1].folder, "--out")
-    done = call(*words, tmp_path / "there.html", "--remote", connect)
-    assert done.code == 0, done.stderr
-    assert commands(*words, tmp_path / "here.html").code == 0
-    assert (tmp_path / "there.html").read_text() == (tmp_path / "here.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")

@@ -187,13 +187,6 @@ def test_commands_answer_at_an_address_as_in_a_folder_without_a_jvm(
     assert pages[0].read_text() == pages[1].read_text()
 
 
-def test_spark_counts_rows_at_an_address(moved: tuple[Path, list[str]], commands: Commands) -> None:
-    """Spark gets small tables from this process, so that it needs no jar for S3."""
-    _, there = moved
-    by_spark = commands("status", *there, "--master", "local[2]")
-    assert (by_spark.code, by_spark.stdout) == (0, commands("status", *there).stdout)
-
-
 class Killed(Exception):
     pass
 

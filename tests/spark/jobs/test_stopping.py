@@ -79,7 +79,7 @@ def test_a_stream_ends_in_the_middle_of_a_table(tables_of: TablesOf, tmp_path: P
 def test_a_command_ends_while_spark_starts(tables_of: TablesOf) -> None:
     """Left alone, such a JVM would never notice that nobody wants it."""
     _, tables = tables_of()
-    words = ("status", "--tables", tables.folder, "--master", "local[2]")
+    words = ("retain", "--tables", tables.folder, "--keep-days", 9999, "--dry-run", "--master", "local[2]")
     code, rest = stopped(press_ctrl_c_twice, "starting Spark", 0.3, *words)
     assert (code, rest[-1]) == (1, "postroom: interrupted")
     assert "Traceback" not in "".join(rest)

@@ -92,7 +92,6 @@ def test_tables_of_all_contracts_are_what_the_oracle_and_the_engine_say(
     assert found.samples == []
     report = write_report(tables, tmp_path / "report.html")
     assert report.messages
-    assert write_report(tables, tmp_path / "by_spark.html", spark=spark) == report
     history = History()
     for event in events_of(stream):
         history.add(event)

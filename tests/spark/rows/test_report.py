@@ -21,7 +21,6 @@ from postroom.core.names import scoped
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold import tables as gold
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation
 from postroom.pipeline.report import queries
 from postroom.pipeline.report.facts import (
     KEPT,
@@ -349,48 +348,6 @@ def test_the_report_matches_spark_on_the_same_tables(
     within = "SELECT count(queue_us), count_if(queue_us <= 10000) FROM silver_messages WHERE priority = 0"
     assert [tuple(facts.attained(0))] == ask(within)
     assert set(facts.sla) == {0}
-
-
-ODD = "it's \\ odd"
-RULES = [
-    *EXPECTATIONS,
-    Expectation("silver_messages", "known_values", ("outcome",), ("completed", ODD)),
-    Expectation("silver_messages", "unique", ("queue", "priority")),
-    Expectation("silver_messages", "not_null", ("queue", "rejected_us")),
-    Expectation("silver_events", "freshness", ("ts_us",), most=1e12),
-    Expectation("bronze_events", "reject_rate", most=-1.0),
-]
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_spark_and_duckdb_draw_equal_reports(
-    spark: SparkSession, tables_of: TablesOf, short_tables: Tables, tmp_path: Path, is_short: bool
-) -> None:
-    """`test_engine` compares the reports of a real history."""
-    tables = short_tables if is_short else tables_of(faults=True)[1]
-    goals = tmp_path / "duckdb.json", tmp_path / "spark.json"
-    pages = tmp_path / "duckdb.html", tmp_path / "spark.html"
-    targets = dict.fromkeys(range(4), 50000)
-    by_duckdb = write_report(tables, pages[0], goals[0], targets_us=targets, expected=RULES)
-    by_spark = write_report(tables, pages[1], goals[1], targets_us=targets, expected=RULES, spark=spark)
-    assert by_spark == by_duckdb
-    assert by_spark.messages
-    assert len(by_spark.breaches) >= 4
-    assert pages[1].read_text() == pages[0].read_text()
-    assert goals[1].read_text() == goals[0].read_text()
-    assert ReportReader(tables, {}).goals(100) == ReportReader(tables, {}, spark=spark).goals(100)
-
-
-def test_the_command_draws_the_same_report_by_spark_if_it_is_told_to(
-    tables_of: TablesOf, commands: Commands, tmp_path: Path
-) -> None:
-    words = ("report", "--tables", tables_of()[1].folder, "--target", "P0=10ms")
-    by_duckdb = commands(*words, "--out", tmp_path / "duckdb.html")
-    by_spark = commands(*words, "--out", tmp_path / "spark.html", "--master", "local[2]")
-    assert by_duckdb.code == by_spark.code == 0, by_spark.stderr
-    assert "starting Spark" in by_spark.stderr
-    assert "starting Spark" not in by_duckdb.stderr
-    assert (tmp_path / "spark.html").read_text() == (tmp_path / "duckdb.html").read_text()
 
 
 def test_targets_are_those_that_somebody_sets(

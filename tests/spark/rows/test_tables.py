@@ -13,7 +13,6 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Txn, path_below
 from postroom.pipeline.delta.tables import Split, Staged, Tables
-from postroom.pipeline.spark.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import counted, rows_of
 from tests.spark.stories import Story
@@ -275,21 +274,6 @@ def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables)
     assert tables.names() == []
     with pytest.raises(InvalidMessage, match="there is no table t in"):
         tables.read(spark, "t")
-
-
-def test_the_connector_is_used_when_it_is_enabled(spark: SparkSession, tables_of: TablesOf) -> None:
-    """Its jar comes with no pip package, so what can be seen here is Spark looking for it."""
-    _, tables = tables_of()
-    spark.conf.set(CONNECTOR, "true")
-    try:
-        with pytest.raises(Unavailable, match="Failed to find the data source: delta"), spark_errors():
-            tables.read(spark, "silver_messages")
-        assert tables.read(spark, "silver_messages", tables.files("silver_messages")).count() > 0
-    finally:
-        spark.conf.unset(CONNECTOR)
-    wanted = settings("local[2]", {CONNECTOR: "true"})
-    assert CONNECTOR_SETTINGS.items() <= wanted.items()
-    assert not CONNECTOR_SETTINGS.keys() & settings("local[2]", {}).keys()
 
 
 def test_a_local_session_writes_no_files_of_checksums(spark: SparkSession, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`postroom pipeline`: tables, checks and reports of the whole audit stream."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,10 +9,8 @@ import click
 from postroom.cli.pipeline.pipeline_messages import replay, retain
 from postroom.cli.pipeline.pipeline_options import (
     TablesPlace,
-    asks_spark,
     events_option,
     lineage_option,
-    optional_spark_options,
     pipeline_on_spark,
     progress_on_stderr,
     redaction_option,
@@ -21,15 +19,13 @@ from postroom.cli.pipeline.pipeline_options import (
     tables_option,
     with_lineage,
 )
-from postroom.cli.pipeline.pipeline_queries import check, expect, register, report, sql
+from postroom.cli.pipeline.pipeline_queries import check, expect, report, sql
 from postroom.cli.pipeline.stopping import beside_spark, follower
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
 from postroom.errors import InvalidMessage
 
 if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
-    from postroom.pipeline.ingest.segments import EventStream
     from postroom.pipeline.jobs import RunSummary
     from postroom.pipeline.lineage import JobRun
 
@@ -314,16 +310,13 @@ def stream(
 @pipeline.command()
 @events_option(required=False)
 @tables_option
-@optional_spark_options
 @click.pass_obj
-@beside_spark
-def status(shell: Shell, /, events: tuple[str, ...], tables: TablesPlace, **where: Any) -> None:
+def status(shell: Shell, events: tuple[str, ...], tables: TablesPlace) -> None:
     """Show how far each table is. Needs no Spark.
 
     `behind` is the number of commits of its source that a silver table has not processed; for bronze and gold
     it is empty. With --events, the first line counts the segments that are not ingested yet, and a line on
-    stderr names missing segments that others wait for. The numbers of rows are those of the tables' logs;
-    with --master, Spark reads the files and counts.
+    stderr names missing segments that others wait for. The numbers of rows are those of the tables' logs.
 
     \b
     Example:
@@ -340,31 +333,14 @@ def status(shell: Shell, /, events: tuple[str, ...], tables: TablesPlace, **wher
             raise
         warn(shell.program, f"warning: {error}")  # before the first run
     opened = tables.open()
+    from postroom.pipeline.delta.status import status_of
 
     streams = tables.streams(events)
     for stream in streams:
         if note := stream.pending(opened).sentence():
             warn(shell.program, f"{stream}: {note}" if len(streams) > 1 else note)
     columns = ("table", "version", "rows", "files", "bytes", "behind")
-    rows = _status(shell, tables, opened, streams, where)
-    shell.output.rows(columns, rows, f"there are no tables in {tables}")
-
-
-def _status(
-    shell: Shell,
-    place: TablesPlace,
-    tables: "Tables",
-    streams: "list[EventStream]",
-    where: dict[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """The rows of `status`, counted by Spark if it is asked."""
-    from postroom.pipeline.delta.status import status_of
-
-    if not asks_spark(where):
-        yield from status_of(tables, streams)
-        return
-    with pipeline_on_spark(shell, place, where) as job, job.tables.queried():
-        yield from status_of(tables, streams, lambda name: job.tables.read(job.spark, name).count())
+    shell.output.rows(columns, status_of(opened, streams), f"there are no tables in {tables}")
 
 
 @pipeline.command("tables")
@@ -395,6 +371,6 @@ def list_tables(shell: Shell, tables: TablesPlace, compact: bool, vacuum: bool) 
     shell.output.rows(("table", "column", "type"), columns_of(opened), f"there are no tables in {tables}")
 
 
-for command in (sql, report, check, expect, register, retain, replay):
+for command in (sql, report, check, expect, retain, replay):
     pipeline.add_command(command)
 add_json_option(pipeline)

@@ -110,47 +110,30 @@ def tables_option(command: Command) -> Command:
     return _tables_options(with_place)
 
 
-def _master_option(default: str | None, text: str) -> Callable[[Command], Command]:
-    return click.option("--master", default=default, show_default=True, metavar="URL", help=text)
-
-
-_remote_option = click.option(
-    "--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT."
-)
-_conf_option = click.option(
-    "--conf",
-    multiple=True,
-    metavar="KEY=VALUE",
-    callback=_pairs("a setting of Spark", "KEY=VALUE"),
-    help="A setting of Spark. May be repeated.",
-)
-_MASTERS = "local[N], spark://…, k8s://… or yarn."
-LOCAL_MASTER = "local[*]"
-
-_monitor_option = click.option(
-    "--monitor/--no-monitor",
-    default=True,
-    show_default=True,
-    help="Spark's UI on a free port of loopback, with a local master, and an event log beside local tables.",
-)
 spark_options = together(
-    _master_option(LOCAL_MASTER, f"Where Spark runs: {_MASTERS}"),
-    _remote_option,
-    _conf_option,
-    _monitor_option,
+    click.option(
+        "--master",
+        default="local[*]",
+        show_default=True,
+        metavar="URL",
+        help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
+    ),
+    click.option("--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT."),
+    click.option(
+        "--conf",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_pairs("a setting of Spark", "KEY=VALUE"),
+        help="A setting of Spark. May be repeated.",
+    ),
+    click.option(
+        "--monitor/--no-monitor",
+        default=True,
+        show_default=True,
+        help="Spark's UI on a free port of loopback, with a local master, and an event log beside local "
+        "tables.",
+    ),
 )
-optional_spark_options = together(
-    _master_option(None, f"Ask Spark, which runs at {_MASTERS}  [default: no Spark]"),
-    _remote_option,
-    _conf_option,
-)
-
-
-def asks_spark(where: dict[str, Any]) -> bool:
-    """Whether a command whose Spark is optional has to use it. A setting of Spark asks for it as well."""
-    wanted = bool(where["master"] or where["remote"] or where["conf"])
-    where["master"] = where["master"] or LOCAL_MASTER
-    return wanted
 
 
 def redaction_option(command: Command) -> Command:

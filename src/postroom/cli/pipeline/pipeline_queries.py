@@ -2,8 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,23 +9,16 @@ import click
 
 from postroom.cli.pipeline.pipeline_options import (
     TablesPlace,
-    asks_spark,
     lineage_option,
-    optional_spark_options,
-    pipeline_on_spark,
     progress_on_stderr,
-    spark_options,
     tables_option,
     with_lineage,
 )
-from postroom.cli.pipeline.stopping import beside_spark
 from postroom.cli.render import warn
 from postroom.cli.shell import Shell, parse_wait, path_option
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, Unavailable
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from postroom.pipeline.delta.tables import Tables
     from postroom.pipeline.lineage import JobRun
 
@@ -87,9 +78,7 @@ _rules_option = path_option(
     help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
 )
 @_rules_option
-@optional_spark_options
 @click.pass_obj
-@beside_spark
 def report(
     shell: Shell,
     /,
@@ -98,15 +87,13 @@ def report(
     speedscope: Path | None,
     targets: dict[int, int],
     rules: Path | None,
-    **where: Any,
 ) -> None:
     """Write a report of the tables as one HTML file. Needs no Spark.
 
     It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
     agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
     were delivered in time. Its first findings are breached expectations: those of --rules, or the built-in
-    ones. The file works offline and has no script. DuckDB answers its queries; with --master, Spark does, for
-    tables that do not fit one machine.
+    ones. The file works offline and has no script.
 
     \b
     Example:
@@ -124,30 +111,18 @@ def report(
     from postroom.pipeline.query.expectations import read_expectations
     from postroom.pipeline.report.queries import write_report
 
-    with _session(shell, tables, where) as spark:
-        facts = write_report(
-            opened,
-            out,
-            speedscope,
-            targets_us=targets,
-            expected=None if rules is None else read_expectations(rules),
-            progress=progress_on_stderr(shell),
-            spark=spark,
-        )
+    facts = write_report(
+        opened,
+        out,
+        speedscope,
+        targets_us=targets,
+        expected=None if rules is None else read_expectations(rules),
+        progress=progress_on_stderr(shell),
+    )
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
         f"{out} is a report of {facts.messages:,} messages",
     )
-
-
-@contextmanager
-def _session(shell: Shell, tables: TablesPlace, where: dict[str, Any]) -> "Iterator[SparkSession | None]":
-    """A session, if Spark is asked."""
-    if not asks_spark(where):
-        yield None
-        return
-    with pipeline_on_spark(shell, tables, where) as job:
-        yield job.spark
 
 
 @click.command()
@@ -241,42 +216,6 @@ def _keep_breach(shell: Shell, tables: "Tables", event: dict[str, Any]) -> None:
         keep_breach(tables.storage, event)
     except (OSError, Unavailable) as error:
         warn(shell.program, f"warning: no event was written to {tables.storage}/{FOLDER}: {error}")
-
-
-@click.command()
-@tables_option
-@click.option("--database", required=True, metavar="NAME", help="The database, which is created if needed.")
-@click.option("--catalog", metavar="NAME", help="The catalog of Spark.  [default: that of the session]")
-@spark_options
-@click.pass_obj
-@beside_spark
-def register(shell: Shell, /, tables: TablesPlace, database: str, catalog: str | None, **where: Any) -> None:
-    """Register the tables in a catalog of Spark, such as Hive, Glue or Unity.
-
-    Every table gets its name in the database, and every silver and gold table a view with a plain name, such
-    as `messages`. The catalog only has names and places, so this is needed once. A table whose name is there
-    already is left as it is. The jar of Delta's connector has to be in the session, and stays necessary for
-    readers.
-
-    \b
-    Example:
-      postroom pipeline register --tables s3a://lake/postroom --database postroom \\
-          --conf spark.jars=/opt/delta/delta-spark.jar,/opt/delta/delta-storage.jar \\
-          --conf spark.sql.catalogImplementation=hive
-    """
-    from postroom.pipeline.paths import need_tables
-
-    need_tables(tables.place)
-    tables.open()
-    from postroom.pipeline.spark.session import CONNECTOR
-
-    where["conf"] = {CONNECTOR: "true", **where["conf"]}
-    with pipeline_on_spark(shell, tables, {**where, "monitor": False}) as job:
-        from postroom.pipeline.query.catalog import register as register_in
-
-        found = register_in(job.spark, job.tables, database, catalog)
-    rows = [each._asdict() for each in found]
-    shell.output.rows(("name", "kind", "of", "is_new"), rows, "nothing is registered")
 
 
 def _targets(texts: tuple[str, ...]) -> dict[int, int]:

@@ -9,28 +9,23 @@ from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import table_errors
 
 
-def status_of(
-    tables: Tables, streams: Sequence[EventStream] = (), count: Callable[[str], int] | None = None
-) -> Iterator[dict[str, Any]]:
-    """A row for each table, and one for the segments of each given stream.
-
-    `count` counts the rows of a table; by default its log is believed.
-    """
+def status_of(tables: Tables, streams: Sequence[EventStream] = ()) -> Iterator[dict[str, Any]]:
+    """A row for each table, and one for the segments of each given stream."""
     if not streams:
         tables.require_tables()
     for stream in streams:
         yield _segments(tables, stream)
     for name in tables.names():
         with table_errors(name):
-            yield _row(tables, name, count)
+            yield _row(tables, name)
 
 
-def _row(tables: Tables, name: str, count: Callable[[str], int] | None) -> dict[str, Any]:
+def _row(tables: Tables, name: str) -> dict[str, Any]:
     files = tables.listing(name)
     return {
         "table": name,
         "version": tables.version(name),
-        "rows": files.rows if count is None else count(name),
+        "rows": files.rows,
         "files": len(files),
         "bytes": files.bytes,
         "behind": _behind(tables, name),

@@ -40,7 +40,6 @@ from postroom.pipeline.delta.arrow_files import FILE, NO_VALUE, ROW
 from postroom.pipeline.delta.delta_log import NANOS_PER_MS, DataFile, FileAction, Logs, Mode, Txn, removals
 from postroom.pipeline.delta.storage import NO_ACCESS, Access, Storage, StoredFile
 from postroom.pipeline.schema import REQUIRED
-from postroom.pipeline.spark.session import CONNECTOR
 
 BASE_NAME: Final = "mapreduce.output.basename"  # the setting of Hadoop with which file names begin
 COPIES: Final = "copies"  # the beginning of the name of a folder of temporary files
@@ -171,21 +170,12 @@ class Tables(Logs):
         finally:
             self._rows = None
 
-    def queried(self) -> AbstractContextManager[None]:
-        """`profile` for queries, if the tables are at an address: small tables there need no jar of Hadoop.
-
-        Spark reads tables of this machine. It opens only the columns of a query, and their files are near.
-        """
-        return nullcontext() if self.storage.local is not None else self.profile(0)
-
     @property
     def is_small(self) -> bool:
         return self._rows is not None
 
     def read(self, spark: SparkSession, name: str, files: Iterable[DataFile] | None = None) -> DataFrame:
         """The rows of the current version, or of some of its files."""
-        if files is None and spark.conf.get(CONNECTOR, "false") == "true":
-            return spark.read.format("delta").load(self.storage.spark_path(name))
         chosen = self.files(name) if files is None else list(files)
         if self._rows is not None:
             return self._numbered(spark, name, chosen).drop(FILE, ROW)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import duckdb
 from pyspark.sql.types import ArrayType, DataType, StructType
@@ -35,33 +35,8 @@ CHUNK_ROWS: Final = 10_000  # in memory as Python values at a time
 _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 
 
-class Queries(Protocol):
-    """Runs SQL that DuckDB and Spark both understand, over the tables that it was opened with."""
-
-    unnest: str
-    """The function that makes a row of each element of a list."""
-
-    def rows(self, query: str) -> list[dict[str, Any]]:
-        """The rows of a query, each as a dictionary from column name to value."""
-        ...
-
-    def define(self, name: str, query: str) -> None:
-        """Let later queries read the rows of this one by a name."""
-        ...
-
-    def name(self, name: str) -> str:
-        """A name as SQL."""
-        ...
-
-    def text(self, text: str) -> str:
-        """A text as SQL."""
-        ...
-
-
 class Database:
     """Runs SQL over the tables that it was opened with."""
-
-    unnest = "unnest"
 
     def __init__(self, tables: "Tables", names: Iterable[str], *, with_partitions: bool = False) -> None:
         spill = Path(tempfile.gettempdir()) / f"postroom-{uuid.uuid4().hex}"
@@ -115,12 +90,6 @@ class Database:
     def define(self, name: str, query: str) -> None:
         """Let later queries read the rows of this one, which runs once, by a name."""
         self.execute(f"CREATE OR REPLACE TEMP TABLE {name_in_sql(name)} AS {query}")
-
-    def name(self, name: str) -> str:
-        return name_in_sql(name)
-
-    def text(self, text: str) -> str:
-        return text_in_sql(text)
 
     def execute(self, query: str) -> None:
         """Run a statement, such as one that creates a temporary table."""

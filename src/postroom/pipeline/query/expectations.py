@@ -1,29 +1,24 @@
 """Expectations of the tables: what has to hold of their rows, and how often it may not.
 
 Rule 1: an expectation counts the rows that break it. It is breached when their share exceeds `most`.
-Rule 2: everything is computed from one version of each table, by DuckDB. Spark computes it for a report that
-        is made with Spark.
+Rule 2: everything is computed from one version of each table, by DuckDB.
 """
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline.query.database import Database, Queries
+from postroom.pipeline.query.database import Database, name_in_sql, text_in_sql
 from postroom.pipeline.times import MICROS_PER_S
 
 if TYPE_CHECKING:
     from postroom.pipeline.delta.tables import Tables
 
 REJECTS: Final = "bronze_rejects"
-Opened = Callable[["Tables", Iterable[str]], Queries]
-"""Opens the tables that queries name."""
-by_duckdb: Final[Opened] = partial(Database, with_partitions=True)
 Kind = Literal["not_null", "unique", "known_values", "freshness", "reject_rate"]
 
 
@@ -83,19 +78,13 @@ def read_expectations(file: Path) -> list[Expectation]:
         raise InvalidSetting(f"{file} has no expectations: {error}") from None
 
 
-def measure(
-    tables: "Tables",
-    expected: Iterable[Expectation],
-    now_us: int,
-    *,
-    opened: Opened = by_duckdb,
-) -> list[Measured]:
+def measure(tables: "Tables", expected: Iterable[Expectation], now_us: int) -> list[Measured]:
     """Measure expectations of existing tables, in their order."""
     wanted = list(expected)
     for one in wanted:
         _need_columns(tables, one)
     names = {one.table for one in wanted if one.kind != "reject_rate"}
-    database = opened(tables, sorted(names))
+    database = Database(tables, sorted(names), with_partitions=True)
     return [_measured(tables, database, one, now_us) for one in wanted]
 
 
@@ -112,18 +101,18 @@ def _need_columns(tables: "Tables", one: Expectation) -> None:
         raise InvalidSetting(f"{one.kind} of {one.table} needs {wanted} column{'s' * (wanted != 1)}")
 
 
-def _measured(tables: "Tables", database: Queries, one: Expectation, now_us: int) -> Measured:
+def _measured(tables: "Tables", database: Database, one: Expectation, now_us: int) -> Measured:
     rows = tables.row_count(one.table)
     if one.kind == "reject_rate":
         broken = tables.row_count(REJECTS)
         rows += broken
     elif one.kind == "freshness":
-        newest_us = _number(database, f"max({database.name(one.columns[0])})", one.table)
+        newest_us = _number(database, f"max({name_in_sql(one.columns[0])})", one.table)
         age_s = max(0, now_us - newest_us) // MICROS_PER_S
         said = f"the newest {one.columns[0]} is {age_s:,} s old"
         return _verdict(one, rows, age_s, holds=rows > 0 and age_s <= one.most, said=said)
     else:
-        broken = _number(database, _broken_rows(database, one), one.table)
+        broken = _number(database, _broken_rows(one), one.table)
     share = broken / rows if rows else 0.0
     return _verdict(one, rows, broken, holds=share <= one.most, said=" ".join(_said(one, broken, rows)))
 
@@ -142,18 +131,18 @@ def _said(one: Expectation, broken: int, rows: int) -> Iterator[str]:
     }[one.kind]
 
 
-def _broken_rows(database: Queries, one: Expectation) -> str:
+def _broken_rows(one: Expectation) -> str:
     """SQL for the number of rows that break an expectation."""
-    columns = [database.name(name) for name in one.columns]
+    columns = [name_in_sql(name) for name in one.columns]
     if one.kind == "not_null":
         return f"count(*) FILTER (WHERE {' OR '.join(f'{column} IS NULL' for column in columns)})"
     if one.kind == "unique":
-        distinct = f"SELECT DISTINCT {', '.join(columns)} FROM {database.name(one.table)}"  # noqa: S608 - quoted names
+        distinct = f"SELECT DISTINCT {', '.join(columns)} FROM {name_in_sql(one.table)}"  # noqa: S608 - quoted names
         return f"count(*) - (SELECT count(*) FROM ({distinct}))"  # noqa: S608 - the same
-    values = ", ".join(map(database.text, one.values))
+    values = ", ".join(map(text_in_sql, one.values))
     return f"count(*) FILTER (WHERE {columns[0]} NOT IN ({values}))"
 
 
-def _number(database: Queries, expression: str, table: str) -> int:
-    [row] = database.rows(f"SELECT {expression} AS n FROM {database.name(table)}")  # noqa: S608 - quoted names
+def _number(database: Database, expression: str, table: str) -> int:
+    [row] = database.rows(f"SELECT {expression} AS n FROM {name_in_sql(table)}")  # noqa: S608 - quoted names
     return int(row["n"] or 0)

@@ -1,20 +1,17 @@
-"""The queries of the report, which DuckDB runs over the tables without a JVM, or Spark if it is asked.
+"""The queries of the report, which DuckDB runs over the tables without a JVM.
 
 Rule 1: the size of every result is bounded: columns of time, and the first rows of each ranking.
 Rule 2: a history of at least a day is drawn from gold, in columns of whole hours. A shorter one is drawn from
         silver in finer columns, where silver has at most a day.
 Rule 3: percentiles over several groups are computed from the histograms in `gold_latency`, which can be
         summed.
-Rule 4: the SQL is what both engines understand. Their order of NULLs differs, so a query that sorts by a
-        column with NULLs says where they go.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -26,9 +23,8 @@ from postroom.errors import InvalidMessage
 from postroom.pipeline.delta.delta_log import DataFile, rows_of
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
-from postroom.pipeline.query.database import Database, Queries, text_in_sql
-from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, breaches, by_duckdb, measure
-from postroom.pipeline.query.spark_database import SparkDatabase
+from postroom.pipeline.query.database import Database, text_in_sql
+from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, breaches, measure
 from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
@@ -50,9 +46,6 @@ from postroom.pipeline.silver.spans import UNKNOWN
 from postroom.pipeline.spark.session import table_errors
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 RANKED_MAX: Final = 8  # rows of a ranking
 PATTERNS_MAX: Final = 12
@@ -99,17 +92,15 @@ def write_report(
     targets_us: Targets | None = None,
     expected: Sequence[Expectation] | None = None,
     progress: Progress | None = None,
-    spark: "SparkSession | None" = None,
 ) -> ReportFacts:
     """Write the page, and a file for speedscope if its path is given.
 
-    The page names breaches of what is `expected`, by default of the built-in expectations. With `spark`, that
-    session answers the queries, else DuckDB.
+    The page names breaches of what is `expected`, by default of the built-in expectations.
     """
     report = progress or (lambda _: None)
     _need_all(tables)
     report("reading the tables")
-    reader = ReportReader(tables, targets_us or {}, expected, spark)
+    reader = ReportReader(tables, targets_us or {}, expected)
     facts = reader.facts()
     report("drawing")
     replace_file(out, page(facts).encode(), "os")
@@ -146,14 +137,11 @@ class ReportReader:
         tables: Tables,
         targets_us: Targets,
         expected: Sequence[Expectation] | None = None,
-        spark: "SparkSession | None" = None,
     ) -> None:
         self._tables = tables
         self._expected = expected
         self._targets_us = dict(targets_us)
-        self._spark = spark
-        names = [name for name in TABLES if tables.exists(name)]
-        self._db: Queries = Database(tables, names) if spark is None else SparkDatabase(spark, tables, names)
+        self._db = Database(tables, [name for name in TABLES if tables.exists(name)])
         first_us, last_us, is_whole = self._extent()
         self._step_us = step_of(first_us, last_us) if is_whole else max(HOUR_US, step_of(first_us, last_us))
         self._since_us = first_us - first_us % self._step_us
@@ -195,8 +183,7 @@ class ReportReader:
         expected = self._expected
         if expected is None:  # tables of an earlier version may lack some
             expected = [one for one in EXPECTATIONS if self._tables.exists(one.table)]
-        opened = by_duckdb if self._spark is None else partial(SparkDatabase, self._spark)
-        found = measure(self._tables, expected, time.time_ns() // 1000, opened=opened)
+        found = measure(self._tables, expected, time.time_ns() // 1000)
         return tuple(one.sentence for one in breaches(found))
 
     def _extent(self) -> tuple[int, int, bool]:
@@ -247,7 +234,7 @@ class ReportReader:
                        WHERE priority IS NOT NULL AND queue_us IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
         return f"""SELECT priority, {self._at("hour_us")} AS at_us, bucket.le_us AS le_us,
                           sum(bucket.n) AS n
-                   FROM (SELECT priority, hour_us, {self._db.unnest}(histogram) AS bucket
+                   FROM (SELECT priority, hour_us, unnest(histogram) AS bucket
                          FROM gold_latency WHERE priority IS NOT NULL) GROUP BY ALL"""
 
     def _sla(self) -> dict[int, dict[int, Attained]]:

@@ -120,12 +120,6 @@ SMALL_SETTINGS: Final[dict[str, str]] = {
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.ConvertToLocalRelation",
 }
 """For a local session with little data. The rows are the same."""
-CONNECTOR: Final = "spark.postroom.delta.connector"
-"""Whether Delta's own connector reads whole tables. Its jar has to be installed."""
-CONNECTOR_SETTINGS: Final = {
-    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
-    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
-}
 _OF_A_SERVER: Final = ("spark.sql.codegen.cache.maxEntries", "spark.sql.extensions.test.loadFromCp")
 REMOTE_SETTINGS: Final = {
     name: value
@@ -201,8 +195,6 @@ def settings(
     master: str, conf: Mapping[str, str], *, is_small: bool = False, with_ui: bool = False
 ) -> dict[str, str]:
     """The settings of a session on a master, overridden by `conf`."""
-    if conf.get(CONNECTOR) == "true":
-        conf = {**CONNECTOR_SETTINGS, **conf}
     if not master.startswith("local"):
         return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
@@ -337,23 +329,16 @@ def table_errors(name: str) -> "Iterator[None]":
 
 def _cause(error: Exception) -> str:
     """The message of the innermost exception in the JVM."""
-    return causes(error)[-1]
-
-
-def causes(error: Exception) -> list[str]:
-    """The messages of an exception in the JVM and of its causes, the innermost last."""
     thrown = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     if thrown is None:
-        return [str(error)]
-    messages: list[str] = []
+        return str(error)
     for _ in range(CAUSES_MAX):
-        messages.append(str(thrown.getMessage() or thrown.toString()))
-        thrown = thrown.getCause()
-        if (
-            thrown is None or thrown.getClass().getSimpleName() == "ClassNotFoundException"
-        ):  # its message is only a name
+        cause = thrown.getCause()
+        # The message of a ClassNotFoundException is only a name.
+        if cause is None or cause.getClass().getSimpleName() == "ClassNotFoundException":
             break
-    return messages
+        thrown = cause
+    return str(thrown.getMessage() or thrown.toString())
 
 
 def first_sentence(text: str) -> str:
