@@ -9,9 +9,9 @@ Rule 3: a run keeps nothing in memory from one table to the next, so a run can r
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
@@ -47,13 +47,15 @@ from postroom.pipeline.ingest.segments import (
     is_last_ingested,
     named_hashes,
 )
-from postroom.pipeline.lineage import Datasets, JobRun, dataset, emitting
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
 from postroom.pipeline.schedule import Dependencies, run_in_order
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import AWAITED, in_pool, is_classic
+
+if TYPE_CHECKING:
+    from postroom.pipeline.lineage import JobRun
 
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
@@ -117,7 +119,7 @@ class Pipeline:
         gold: Mapping[str, GoldTable] | None = None,
         level: Level = "medium",
         progress: Progress = lambda _: None,
-        lineage: JobRun | None = None,
+        lineage: "JobRun | None" = None,
     ) -> None:
         """`lineage` emits a run for each table that changes; its own run is the caller's."""
         self.spark = spark
@@ -362,13 +364,16 @@ class Pipeline:
     # ---- lineage -------------------------------------------------------------------------------------
 
     def _emitting(
-        self, name: str, sources: Iterable[str], streams: Datasets = ()
+        self, name: str, sources: Iterable[str], streams: Iterable[Storage] = ()
     ) -> AbstractContextManager[None]:
-        return emitting(self._lineage, self.tables, name, sources, streams)
+        """The block changes a table: emit its run, if the job has one."""
+        if self._lineage is None:
+            return nullcontext()
+        return self._lineage.table(self.tables, name, sources, streams)
 
     @contextmanager
     def _emitting_bronze(self, stream: EventStream) -> Iterator[None]:
-        read = [dataset(stream.storage)]
+        read = [stream.storage]
         with self._emitting(TABLE, (), read), self._emitting(REJECTS, (), read):
             yield
 

@@ -7,17 +7,29 @@ Rule 3: a table whose rows a job has not changed has no events.
 Rule 4: nothing is emitted after the end of the job, so no run of a table outlives its parent.
 """
 
-import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
+
+import msgspec
+from openlineage.client import set_producer
+from openlineage.client.event_v2 import InputDataset, Job, OutputDataset, Run, RunEvent, RunState
+from openlineage.client.facet_v2 import (
+    data_quality_assertions_dataset,
+    dataset_version_dataset,
+    error_message_run,
+    output_statistics_output_dataset,
+    parent_run,
+    schema_dataset,
+)
+from openlineage.client.serde import Serde
 
 from postroom.core.door import leaving
 from postroom.errors import InvalidSetting, shown_address
@@ -29,32 +41,13 @@ if TYPE_CHECKING:
     from postroom.pipeline.delta.tables import Tables
     from postroom.pipeline.query.expectations import Measured
 
-PRODUCER: Final = "urn:postroom:pipeline"
-SPEC: Final = "https://openlineage.io/spec"
-RUN_EVENT: Final = f"{SPEC}/2-0-2/OpenLineage.json#/$defs/RunEvent"
-FACETS: Final = {
-    "DataQualityAssertionsDatasetFacet": "1-1-0",
-    "DatasetVersionDatasetFacet": "1-0-1",
-    "ErrorMessageRunFacet": "1-0-1",
-    "OutputStatisticsOutputDatasetFacet": "1-0-2",
-    "ParentRunFacet": "1-2-0",
-    "SchemaDatasetFacet": "1-2-0",
-}
-"""The facets that are used, and their versions."""
 NAMESPACE: Final = "postroom"
 SEND_TIMEOUT_S: Final = 10.0
 BUCKETS: Final = {"s3a": "s3", "s3": "s3", "gs": "gs"}
 """Schemes of object stores. There, the name of a dataset is a key, which begins with no slash."""
+HTTP: Final = ("http://", "https://")
 
-Datasets = Sequence[Mapping[str, Any]]
-
-
-class _Run(NamedTuple):
-    """One run of a job, as its events name it."""
-
-    job: str
-    run_id: str
-    facets: Mapping[str, Any]
+set_producer("urn:postroom:pipeline")
 
 
 class JobRun:
@@ -62,13 +55,14 @@ class JobRun:
 
     def __init__(self, place: str | None, job: str, warn: Callable[[str], None] = lambda _: None) -> None:
         """Without a place, events are made and delivered nowhere."""
-        if place is not None and "://" in place and not place.startswith(("http://", "https://")):
+        if place is not None and "://" in place and not place.startswith(HTTP):
             raise InvalidSetting(
                 f"{shown_address(place)} is no place for lineage: it is a file or an HTTP address"
             )
         self._place = place
         self._warn = warn
-        self._run = _Run(job, str(uuid.uuid4()), {})
+        self._job = job
+        self._run = Run(str(uuid.uuid4()))
         self._is_over = False
         self._turn = Lock()
         """Held while an event is delivered: tables are refreshed in several threads."""
@@ -76,93 +70,84 @@ class JobRun:
     @contextmanager
     def running(self) -> Iterator[None]:
         """The block is the job. Emits START, then COMPLETE, FAIL with the error, or ABORT after a signal."""
-        self._emit(self._run, "START")
+        self._emit(RunState.START, self._job, self._run)
         try:
             yield
         except Exception as error:
-            self.end("FAIL", errorMessage=_error(error))
+            self._run.facets = {"errorMessage": _error(error)}
+            self.end("FAIL")
             raise
         except BaseException:
             self.end("ABORT")
             raise
         self.end("COMPLETE")
 
-    def end(self, kind: str, inputs: Datasets = (), **facets: Any) -> dict[str, Any]:
+    def end(self, state: str, inputs: Sequence[InputDataset] = ()) -> dict[str, Any]:
         """Emit the last event of the job, and return it. Later events are not delivered."""
-        return self._emit(self._run, kind, inputs, facets=facets, is_last=True)
+        return self._emit(RunState[state], self._job, self._run, inputs, is_last=True)
 
     @contextmanager
     def table(
-        self, tables: "Tables", name: str, sources: Iterable[str], streams: Datasets = ()
+        self, tables: "Tables", name: str, sources: Iterable[str], streams: "Iterable[Storage]" = ()
     ) -> Iterator[None]:
         """Emit the run that changes a table, with its inputs: other tables, and streams."""
-        before, began = tables.version(name), _now()
-        run = _Run(f"{self._run.job}.{name}", str(uuid.uuid4()), {"parent": self._parent()})
+        before, began, job = tables.version(name), _now(), f"{self._job}.{name}"
+        parent = parent_run.ParentRunFacet(
+            parent_run.Run(self._run.runId), parent_run.Job(NAMESPACE, self._job)
+        )
+        run = Run(str(uuid.uuid4()), {"parent": parent})
         try:
             yield
         except BaseException as error:
-            self._emit(run, "START", at=began)
-            self._emit(run, "FAIL", facets={"errorMessage": _error(error)})
+            self._emit(RunState.START, job, run, at=began)
+            failed = Run(run.runId, {"parent": parent, "errorMessage": _error(error)})
+            self._emit(RunState.FAIL, job, failed)
             raise
         try:
-            self._changed(run, began, tables, name, before, [*sources], streams)
+            commits = _commits(tables, name, before)
+            if any(commit is None or commit.added or commit.removed for commit in commits):
+                inputs = [InputDataset(**dataset(stream)) for stream in streams]
+                inputs += [_read(tables, name, source, before) for source in sources]
+                self._emit(RunState.START, job, run, inputs, at=began)
+                self._emit(RunState.COMPLETE, job, run, inputs, [_written(tables, name, commits)])
         except Exception as error:  # noqa: BLE001 - rule 1: the table is committed already
             self._warn(f"warning: lineage of {name} is not known: {error}")
 
-    def _changed(
-        self,
-        run: _Run,
-        began: str,
-        tables: "Tables",
-        name: str,
-        before: int,
-        sources: Sequence[str],
-        streams: Datasets,
-    ) -> None:
-        """Emit the run of a table, if it has other rows than those of version `before`."""
-        commits = _commits(tables, name, before)
-        if any(commit is None or commit.added or commit.removed for commit in commits):
-            inputs = [*streams, *(_read(tables, name, source, before) for source in sources)]
-            self._emit(run, "START", inputs, at=began)
-            self._emit(run, "COMPLETE", inputs, [_written(tables, name, commits)])
-
-    def _parent(self) -> dict[str, Any]:
-        job = {"namespace": NAMESPACE, "name": self._run.job}
-        return _facet("ParentRunFacet", run={"runId": self._run.run_id}, job=job)
-
     def _emit(
         self,
-        run: _Run,
-        kind: str,
-        inputs: Datasets = (),
-        outputs: Datasets = (),
+        state: RunState,
+        job: str,
+        run: Run,
+        inputs: Sequence[InputDataset] = (),
+        outputs: Sequence[OutputDataset] = (),
         *,
-        facets: Mapping[str, Any] | None = None,
         at: str | None = None,
         is_last: bool = False,
     ) -> dict[str, Any]:
         """Deliver one event, or warn."""
-        event = _event(kind, run, inputs, outputs, facets or {}, at or _now())
+        event = Serde.to_dict(
+            RunEvent(
+                eventType=state,
+                eventTime=at or _now(),
+                run=run,
+                job=Job(NAMESPACE, job),
+                inputs=list(inputs),
+                outputs=list(outputs),
+            )
+        )
         with self._turn:
             if self._place is None or self._is_over:
                 return event
             self._is_over = is_last
             try:
-                _deliver(self._place, json.dumps(event).encode())
+                _deliver(self._place, msgspec.json.encode(event))
             except (OSError, URLError, ValueError) as error:
                 self._warn(f"warning: lineage was not delivered to {self._place}: {error}")
         return event
 
 
-def emitting(
-    job: JobRun | None, tables: "Tables", name: str, sources: Iterable[str], streams: Datasets = ()
-) -> AbstractContextManager[None]:
-    """The block changes a table. Emits its run, if the job has one."""
-    return nullcontext() if job is None else job.table(tables, name, sources, streams)
-
-
 def _deliver(place: str, event: bytes) -> None:
-    if not place.startswith(("http://", "https://")):
+    if not place.startswith(HTTP):
         with Path(place).open("ab") as file:
             file.write(event + b"\n")
         return
@@ -171,43 +156,20 @@ def _deliver(place: str, event: bytes) -> None:
         pass
 
 
-# ---- events ----------------------------------------------------------------------------------------------
-
-
-def _event(
-    kind: str, run: _Run, inputs: Datasets, outputs: Datasets, facets: Mapping[str, Any], at: str
-) -> dict[str, Any]:
-    return {
-        "eventType": kind,
-        "eventTime": at,
-        "producer": PRODUCER,
-        "schemaURL": RUN_EVENT,
-        "run": {"runId": run.run_id, "facets": {**run.facets, **facets}},
-        "job": {"namespace": NAMESPACE, "name": run.job},
-        "inputs": list(inputs),
-        "outputs": list(outputs),
-    }
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def _facet(name: str, **fields: Any) -> dict[str, Any]:
-    schema = f"{SPEC}/facets/{FACETS[name]}/{name}.json#/$defs/{name}"
-    return {"_producer": PRODUCER, "_schemaURL": schema, **fields}
-
-
-def _error(error: BaseException) -> dict[str, Any]:
+def _error(error: BaseException) -> error_message_run.ErrorMessageRunFacet:
     said = leaving(str(error)) or type(error).__name__
-    return _facet("ErrorMessageRunFacet", message=said, programmingLanguage="PYTHON")
+    return error_message_run.ErrorMessageRunFacet(said, programmingLanguage="PYTHON")
 
 
 # ---- datasets --------------------------------------------------------------------------------------------
 
 
 def dataset(storage: "Storage", name: str = "") -> dict[str, Any]:
-    """A folder as a dataset, by the names that OpenLineage gives to places."""
+    """The namespace and the name of a folder, by the names that OpenLineage gives to places."""
     place = f"{storage.place}/{name}".rstrip("/")
     if not is_address(place):
         return {"namespace": "file", "name": place}
@@ -217,49 +179,46 @@ def dataset(storage: "Storage", name: str = "") -> dict[str, Any]:
     return {"namespace": f"{url.scheme}://{url.netloc}", "name": url.path}
 
 
-def measured(tables: "Tables", found: Iterable["Measured"]) -> list[dict[str, Any]]:
+def measured(tables: "Tables", found: Iterable["Measured"]) -> list[InputDataset]:
     """Tables as input datasets, with the expectations that were measured."""
-    by_table: dict[str, list[dict[str, Any]]] = {}
+    facets = data_quality_assertions_dataset
+    by_table: dict[str, list[facets.Assertion]] = {}
     for one in found:
-        by_table.setdefault(one.table, []).append(_assertion(one))
+        column = one.columns[0] if len(one.columns) == 1 else None
+        assertion = facets.Assertion(one.kind, one.holds, column, description=one.sentence)
+        by_table.setdefault(one.table, []).append(assertion)
     return [
-        {
+        InputDataset(
             **dataset(tables.storage, name),
-            "facets": {"version": _version(tables.version(name))},
-            "inputFacets": {
-                "dataQualityAssertions": _facet("DataQualityAssertionsDatasetFacet", assertions=assertions)
-            },
-        }
+            facets=_version(tables.version(name)),
+            inputFacets={"dataQualityAssertions": facets.DataQualityAssertionsDatasetFacet(assertions)},
+        )
         for name, assertions in by_table.items()
     ]
 
 
-def _assertion(one: "Measured") -> dict[str, Any]:
-    column = {"column": one.columns[0]} if len(one.columns) == 1 else {}
-    return {"assertion": one.kind, "success": one.holds, "description": one.sentence, **column}
-
-
-def _read(tables: "Tables", name: str, source: str, before: int) -> dict[str, Any]:
+def _read(tables: "Tables", name: str, source: str, before: int) -> InputDataset:
     """A table as an input, at the version that table `name` has read."""
     version = before if source == name else tables.last_txn(name, source)
     known = version if version >= 0 else tables.version(source)
-    return {**dataset(tables.storage, source), "facets": {"version": _version(known)}}
+    return InputDataset(**dataset(tables.storage, source), facets=_version(known))
 
 
-def _written(tables: "Tables", name: str, commits: Sequence["Commit | None"]) -> dict[str, Any]:
+def _written(tables: "Tables", name: str, commits: Sequence["Commit | None"]) -> OutputDataset:
     """A table as an output, with the files that were written. Rows of rewritten files count as written."""
     files = [file for commit in commits if commit is not None for file in commit.added.values()]
-    statistics = _facet(
-        "OutputStatisticsOutputDatasetFacet",
-        rowCount=sum(file.rows for file in files),
-        size=sum(file.size for file in files),
-        fileCount=len(files),
+    statistics = output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
+        rowCount=sum(file.rows for file in files), size=sum(file.size for file in files), fileCount=len(files)
     )
-    return {
+    columns = [
+        schema_dataset.SchemaDatasetFacetFields(field.name, field.dataType.simpleString())
+        for field in tables.schema(name).fields
+    ]
+    return OutputDataset(
         **dataset(tables.storage, name),
-        "facets": {"schema": _columns(tables, name), "version": _version(tables.version(name))},
-        "outputFacets": {} if None in commits else {"outputStatistics": statistics},
-    }
+        facets={"schema": schema_dataset.SchemaDatasetFacet(columns), **_version(tables.version(name))},
+        outputFacets={} if None in commits else {"outputStatistics": statistics},
+    )
 
 
 def _commits(tables: "Tables", name: str, before: int) -> list["Commit | None"]:
@@ -270,11 +229,4 @@ def _commits(tables: "Tables", name: str, before: int) -> list["Commit | None"]:
 
 
 def _version(number: int) -> dict[str, Any]:
-    return _facet("DatasetVersionDatasetFacet", datasetVersion=str(number))
-
-
-def _columns(tables: "Tables", name: str) -> dict[str, Any]:
-    fields = [
-        {"name": field.name, "type": field.dataType.simpleString()} for field in tables.schema(name).fields
-    ]
-    return _facet("SchemaDatasetFacet", fields=fields)
+    return {"version": dataset_version_dataset.DatasetVersionDatasetFacet(str(number))}

@@ -191,16 +191,19 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "J
 
     need_tables(tables.place)
     there = tables.open()
-    from postroom.pipeline import lineage as emitting
     from postroom.pipeline.query.expectations import EXPECTATIONS, breaches, measure, read_expectations
 
     wanted = EXPECTATIONS if rules is None else read_expectations(rules)
     measured = measure(there, wanted, time.time_ns() // 1000)
     broken = breaches(measured)
-    run = lineage or emitting.JobRun(None, "pipeline.expect")
-    event = run.end("FAIL" if broken else "COMPLETE", emitting.measured(there, measured))
-    if broken:
-        _keep_breach(shell, there, event)
+    if broken or lineage:
+        from postroom.pipeline.lineage import JobRun
+        from postroom.pipeline.lineage import measured as assertions
+
+        run = lineage or JobRun(None, "pipeline.expect")
+        event = run.end("FAIL" if broken else "COMPLETE", assertions(there, measured))
+        if broken:
+            _keep_breach(shell, there, event)
     columns = ("table", "kind", "columns", "rows", "broken", "most", "holds")
     shell.output.rows(columns, map(msgspec.to_builtins, measured), "nothing is expected")
     for one in broken:

@@ -14,7 +14,7 @@ Rule 6: gold keeps its aggregates. Its days are deleted by an age of their own (
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -31,13 +31,14 @@ from postroom.pipeline.delta.delta_log import MAINTENANCE, DataFile, Txn, path_b
 from postroom.pipeline.delta.file_groups import file_group
 from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.lineage import JobRun, emitting
 from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
+
+    from postroom.pipeline.lineage import JobRun
 
 DAYS_MAX: Final = 36_500
 FAILURES: Final = ("dead_letter", "quarantined")
@@ -181,7 +182,7 @@ class RetentionJob:
         now_us: int,
         archive: str | None = None,
         progress: Progress = lambda _: None,
-        lineage: JobRun | None = None,
+        lineage: "JobRun | None" = None,
     ) -> None:
         if 0 < policy.gold_days < policy.keep_days:
             raise InvalidSetting(
@@ -221,7 +222,7 @@ class RetentionJob:
         return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
 
     def _emitting(self, name: str, *sources: str) -> AbstractContextManager[None]:
-        return emitting(self._lineage, self._tables, name, sources)
+        return nullcontext() if self._lineage is None else self._lineage.table(self._tables, name, sources)
 
     def _require_up_to_date(self) -> None:
         """Raise if a table is behind its inputs: new events may belong to a message that would be deleted."""

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -240,11 +241,8 @@ def _builder() -> "SparkSession.Builder":
 def need_packages() -> None:
     """Raise if a package of the extra `spark` is not installed."""
     try:
-        import deltalake  # noqa: F401, PLC0415 - only checked
-        import duckdb  # noqa: F401, PLC0415 - only checked
-        import jinja2  # noqa: F401, PLC0415 - only checked
-        import pyspark  # noqa: F401, PLC0415 - only checked
-        import xxhash  # noqa: F401, PLC0415 - only checked
+        for name in ("deltalake", "duckdb", "jinja2", "openlineage", "pyspark", "xxhash"):
+            import_module(name)
     except ImportError as error:
         raise InvalidSetting(
             f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
