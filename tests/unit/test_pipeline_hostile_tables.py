@@ -7,9 +7,13 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from deltalake import write_deltalake
+from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.delta.delta_log import Txn
+from postroom.pipeline.delta.log_summaries import SummarizedTables
+from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.query.database import Database
 
 ROWS = pa.table({"n": pa.array([1, 2], pa.int64())})
@@ -48,3 +52,73 @@ def test_a_log_cannot_name_a_file_outside_of_its_table(folder: Path, tmp_path: P
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(InvalidMessage, match="names a file outside of its folder"):
         Database(Tables(folder), ["numbers"])
+
+
+def change_protocol(folder: Path, protocol: dict[str, object], **settings: str) -> None:
+    """Write a commit of another engine that changes the protocol and the settings of a table."""
+    log = folder / "numbers" / "_delta_log"
+    lines = [json.loads(line) for line in (log / f"{0:020}.json").read_text().splitlines()]
+    [table] = [line for line in lines if "metaData" in line]
+    if "delta.columnMapping.mode" in settings:
+        schema = json.loads(table["metaData"]["schemaString"])
+        schema["fields"][0]["metadata"] = {
+            "delta.columnMapping.id": 1,
+            "delta.columnMapping.physicalName": "n",
+        }
+        table["metaData"]["schemaString"] = json.dumps(schema)
+    table["metaData"]["configuration"] |= settings
+    actions = [{"protocol": protocol}, table]
+    (log / f"{1:020}.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+
+FEATURES: list[tuple[str, dict[str, object], dict[str, str]]] = [
+    (
+        "deletionVectors",
+        {"minReaderVersion": 3, "minWriterVersion": 7}
+        | {f"{who}Features": ["deletionVectors"] for who in ("reader", "writer")},
+        {"delta.enableDeletionVectors": "true"},
+    ),
+    (
+        "columnMapping",
+        {"minReaderVersion": 2, "minWriterVersion": 5},
+        {"delta.columnMapping.mode": "name", "delta.columnMapping.maxColumnId": "1"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("feature", "protocol", "settings"), FEATURES)
+def test_a_table_with_a_reader_feature_is_not_read(
+    folder: Path, feature: str, protocol: dict[str, object], settings: dict[str, str]
+) -> None:
+    known = Tables(folder)
+    before = known.files("numbers")
+    change_protocol(folder, protocol, **settings)
+    for tables in (known, Tables(folder), SummarizedTables(Storage(folder))):
+        with pytest.raises(InvalidMessage, match=f"table numbers cannot be read: it uses {feature}"):
+            tables.row_count("numbers")
+    with pytest.raises(InvalidMessage, match=feature):
+        Database(known, ["numbers"])
+    with pytest.raises(InvalidMessage, match=feature):
+        known.commit("numbers", Staged(StructType(), (), []), before, base=0)
+
+
+OBLIGATIONS: list[tuple[str, dict[str, object], dict[str, str]]] = [
+    ("rowTracking", {"minWriterVersion": 7, "writerFeatures": ["rowTracking", "domainMetadata"]}, {}),
+    ("changeDataFeed", {"minWriterVersion": 4}, {"delta.enableChangeDataFeed": "true"}),
+    ("checkConstraints", {"minWriterVersion": 3}, {"delta.constraints.few": "n < 3"}),
+]
+
+
+@pytest.mark.parametrize(("feature", "protocol", "settings"), OBLIGATIONS)
+def test_a_table_with_a_writer_feature_is_read_and_not_written(
+    folder: Path, feature: str, protocol: dict[str, object], settings: dict[str, str]
+) -> None:
+    change_protocol(folder, {"minReaderVersion": 1, **protocol}, **settings)
+    tables = Tables(folder)
+    assert len(list(Database(tables, ["numbers"]).each("SELECT * FROM numbers"))) == 2
+    refused = f"table numbers cannot be written: it uses .*{feature}"
+    with pytest.raises(InvalidMessage, match=refused):
+        tables.mark("numbers", [Txn("me", 1)])
+    with pytest.raises(InvalidMessage, match=refused):
+        tables.compact("numbers")
+    assert tables.version("numbers") == 1

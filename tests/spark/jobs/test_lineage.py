@@ -26,7 +26,7 @@ DECLARED = {name: set(table.inputs) for name, table in (SILVER | GOLD).items()}
 def runs_of(events: list[Event], job: str) -> dict[str, list[Event]]:
     """The events of each job below a job, which are those of one parent. Every run begins and ends once."""
     parent, *_ = events
-    assert parent["job"] == {"namespace": "postroom", "name": job}
+    assert (parent["job"]["namespace"], parent["job"]["name"]) == ("postroom", job)
     assert (parent["inputs"], parent["outputs"]) == ([], [])
     runs: dict[str, list[Event]] = {}
     for event in events:

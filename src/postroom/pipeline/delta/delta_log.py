@@ -6,6 +6,8 @@ Rule 2: other writers are expected. Rows that were computed from one version are
         version. If another writer was faster, the commit is tried again on top of a version that differs only
         by maintenance of other files, and refused (`TableChanged`) otherwise.
 Rule 3: the files of a large table stay in Arrow. Only the chosen ones become Python objects.
+Rule 4: a table with a feature that changes what its rows are, such as deletion vectors, is not read; one with
+        a feature that its writers have to observe is not written. Both errors name the feature.
 """
 
 import json
@@ -41,6 +43,17 @@ UNNAMED: Final = "unnamed"
 """Of `silver_events`: the last version that added events without a type or organization."""
 RENAMED: Final = "renamed"
 """Of `silver_messages`: the last version in which a known message got another type or organization."""
+
+READ: Final = frozenset({"columnMapping", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"})
+"""Reader features of a protocol that change no row, or only if they are in use: see `_read_features`."""
+WRITTEN: Final = READ | {"appendOnly", "changeDataFeed", "checkConstraints", "generatedColumns", "invariants"}
+"""The same of writers: see `_written_features`. delta-rs observes `appendOnly`."""
+COLUMN_RULES: Final = {
+    "delta.generationExpression": "generatedColumns",
+    "delta.identity.start": "identityColumns",
+    "delta.invariants": "invariants",
+}
+"""Metadata of a column that oblige writers, and the features that they belong to."""
 
 Mode = Literal["append", "overwrite"]
 Operation = Literal["WRITE", "MERGE", "DELETE", "PROGRESS"]
@@ -371,12 +384,22 @@ class Logs:
         if not _NAME.fullmatch(name):  # such as a path to another folder
             return None
         try:
-            return DeltaTable(self.storage.uri_of(name), storage_options=self.storage.options)
+            return self._at(name, None)
         except TableNotFoundError:
             return None
 
     def _at(self, name: str, version: int | None) -> DeltaTable:
-        return DeltaTable(self.storage.uri_of(name), version=version, storage_options=self.storage.options)
+        uri, options = self.storage.uri_of(name), self.storage.options
+        delta = DeltaTable(uri, version=version, storage_options=options)
+        if features := _read_features(delta):
+            raise InvalidMessage(f"table {name} cannot be read: it uses {features}")
+        return delta
+
+    def _writable(self, name: str) -> DeltaTable:
+        """The last version of a table that may be written."""
+        delta = self._require(name)
+        _need_writable(name, delta)
+        return delta
 
     def _is_last(self, name: str, delta: DeltaTable) -> bool:
         """Whether a version is still the last one. Opening the table would read its whole log."""
@@ -410,6 +433,7 @@ class Logs:
                 if base not in (None, -1):
                     raise TableChanged(name)
                 return self._create(name, change)
+            _need_writable(name, delta)
             if base is not None and delta.version() != base:
                 self._require_harmless(name, range(base + 1, delta.version() + 1), removed)
             if mode == "append":
@@ -513,6 +537,29 @@ def delta_schema(schema: StructType) -> Schema:
 
 def log_file(version: int) -> str:
     return f"{LOG}/{version:020d}.json"
+
+
+def _read_features(delta: DeltaTable) -> str:
+    """The features in use that change which rows a file has; empty when there are none."""
+    features = set(delta.protocol().reader_features or ()) - READ
+    if delta.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
+        features.add("columnMapping")
+    return ", ".join(sorted(features))
+
+
+def _need_writable(name: str, delta: DeltaTable) -> None:
+    """Raise if a feature in use asks something of writers that this one does not do."""
+    settings = delta.metadata().configuration
+    features = set(delta.protocol().writer_features or ()) - WRITTEN
+    features |= {
+        COLUMN_RULES[rule] for field in delta.schema().fields for rule in COLUMN_RULES.keys() & field.metadata
+    }
+    if any(key.startswith("delta.constraints.") for key in settings):
+        features.add("checkConstraints")
+    if settings.get("delta.enableChangeDataFeed") == "true":
+        features.add("changeDataFeed")
+    if features:
+        raise InvalidMessage(f"table {name} cannot be written: it uses {', '.join(sorted(features))}")
 
 
 def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> None:

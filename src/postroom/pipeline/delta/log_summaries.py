@@ -20,7 +20,7 @@ from postroom.pipeline.delta.delta_log import LAST_CHECKPOINT, LOG, log_file
 from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import Tables
 
-READER_VERSION: Final = 2  # the last one without features such as deletion vectors
+READER_VERSION: Final = 1  # the last one without features such as column mapping and deletion vectors
 COMMITS_MAX: Final = 1_000  # commits after a checkpoint; a table with more is left to `deltalake`
 _NUM_RECORDS: Final = r'"numRecords":\s*(?P<n>[0-9]+)'
 

@@ -435,7 +435,7 @@ class Tables(Logs):
 
     def compact(self, name: str) -> int:
         """Merge small files of a partition. Returns the number of removed files."""
-        metrics = self._require(name).optimize.compact(
+        metrics = self._writable(name).optimize.compact(
             target_size=COMPACT_BYTES, writer_properties=WriterProperties(compression="ZSTD")
         )
         return int(metrics["numFilesRemoved"])
