@@ -1,4 +1,6 @@
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datafusion
@@ -268,6 +270,34 @@ def test_without_the_log_of_a_compaction_its_rows_go_and_come_again(
     added, removed = tables.changed("t", seen)
     assert {file.path for file in added} == {file.path for file in tables.files("t")}
     assert {file.path for file in removed} == {file.path for file in before}
+
+
+def test_a_load_survives_the_end_and_the_failure_of_another_one(
+    spark: SparkSession, tables: Tables, tmp_path: Path
+) -> None:
+    """Hadoop's committer deletes all temporary files in the folder of its job."""
+    began, over = tmp_path / "began", tmp_path / "over"
+
+    @F.udf("long")
+    def held(n: int) -> int:
+        began.touch()
+        while not over.exists():
+            time.sleep(0.01)
+        return n
+
+    slow = numbers(spark, 0, 3).coalesce(1).withColumn("ts_us", held("ts_us"))
+    with ThreadPoolExecutor() as pool:
+        load = pool.submit(tables.append, "t", slow)
+        while not began.exists():
+            assert not load.done()
+            time.sleep(0.01)
+        tables.append("t", numbers(spark, 3, 5))
+        with pytest.raises(Exception, match="DIVIDE_BY_ZERO"):
+            tables.append("t", numbers(spark, 5, 6).withColumn("ts_us", F.expr("ts_us div (ts_us - 5)")))
+        over.touch()
+        load.result()
+    assert rows_of(tables, "t").total() == 5
+    assert {path.name for path in (tables.folder / "t").iterdir() if path.is_dir()} == {LOG}
 
 
 def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables) -> None:

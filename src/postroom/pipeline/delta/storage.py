@@ -3,7 +3,7 @@
 Rule 1: Spark reads and writes data through Hadoop. This process reads and writes the logs of tables, footers
         and small files through the object store of `deltalake`. Both see the same folder.
 Rule 2: an address is the same for both, unless a mount says otherwise.
-Rule 3: nothing is renamed or linked. A file is written once, under a name of its own.
+Rule 3: a file is written once, and moved at most once, under a name of its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -136,6 +136,13 @@ class Storage:
                 (self.local / path).parent.mkdir(parents=True, exist_ok=True)
             with self.fs.open_output_stream(path) as file:
                 file.write(data)
+
+    def move(self, path: str, target: str) -> None:
+        """Move a file to a name that no file has."""
+        with _one_sentence(self.place):
+            if self.local is not None:
+                (self.local / target).parent.mkdir(parents=True, exist_ok=True)
+            self.fs.move(path, target)
 
     def delete(self, path: str) -> None:
         """Delete a file."""

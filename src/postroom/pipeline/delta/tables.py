@@ -2,8 +2,9 @@
 
 Rule 1: a file is visible when a commit names it. Files that a killed job left behind are invisible to
         readers, and `vacuum` deletes them.
-Rule 2: Spark writes files to their place in the table, under names that begin with a unique one. Nothing is
-        renamed by this code.
+Rule 2: each load has a folder of its own, in which Spark writes: two jobs of Spark in one folder delete each
+        other's temporary files. The files are then moved to their place in the table, under names that Spark
+        makes unique.
 Rule 3: a table may have several writers. Each commits on top of what it has read; see `delta_log`.
 Rule 4: the values of partition columns are those of the log, wherever a file lies.
 Rule 5: the rows that were written are counted while they are written, and compared with those of the files.
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple, Self
@@ -29,7 +29,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from deltalake import WriterProperties
 from deltalake.transaction import AddAction
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import Column, DataFrame, DataFrameWriter, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import StructType
 
@@ -41,10 +41,9 @@ from postroom.pipeline.delta.delta_log import NANOS_PER_MS, DataFile, FileAction
 from postroom.pipeline.delta.storage import NO_ACCESS, Access, Storage, StoredFile
 from postroom.pipeline.schema import REQUIRED
 
-BASE_NAME: Final = "mapreduce.output.basename"  # the setting of Hadoop with which file names begin
+LOAD: Final = "load"  # the beginning of the name of the folder of a load
 COPIES: Final = "copies"  # the beginning of the name of a folder of temporary files
 SPLIT: Final = "split"  # a column that is not stored
-NULLS: Final = "_nulls"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us", "minute_us")
 """Columns whose lowest and highest value in each file are in the log, so that a job can skip files."""
 EXTRA_INDEXED: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
@@ -314,18 +313,14 @@ class Tables(Logs):
         """
         if self._rows is not None:
             return self._write_small(name, df, partition_by, split)
-        counted, load = Observation(), _new_name()
-        seen = [F.collect_set(column).alias(column) for column in partition_by]
+        counted = Observation()
         rows = df if split is None else split.repartitioned(df)
-        rows = rows.observe(counted, F.count(F.lit(1)).alias("rows"), *seen, *_has_nulls(partition_by))
-        self._write(name, rows, load, partition_by)
-        facts = counted.get
-        staged = Staged(
-            df.schema,
-            tuple(partition_by),
-            self._adds(name, load, _folders(facts, partition_by), partition_by),
+        rows = rows.observe(counted, F.count(F.lit(1)).alias("rows"))
+        adds = self._written(
+            name, lambda folder: self._writer(name, rows, partition_by).parquet(folder), partition_by
         )
-        require_rows(name, staged, facts["rows"])
+        staged = Staged(df.schema, tuple(partition_by), adds)
+        require_rows(name, staged, counted.get["rows"])
         return staged
 
     def stage_in(self, name: str, df: DataFrame, partition: Mapping[str, str]) -> list[AddAction]:
@@ -337,17 +332,33 @@ class Tables(Logs):
         if self._rows is not None:
             given = {column: F.lit(value).cast("date") for column, value in partition.items()}
             return self._write_small(name, df.withColumns(given), tuple(partition), None).adds
-        load = _new_name()
-        folder = "/".join(f"{column}={value}" for column, value in partition.items())
-        self._write(f"{name}/{folder}", df, load)
-        return self._adds(name, load, [folder], tuple(partition))
+        below = "/".join(f"{column}={value}" for column, value in partition.items())
+        writer = self._writer(name, df)
+        return self._written(name, lambda folder: writer.parquet(f"{folder}/{below}"), tuple(partition))
 
-    def _write(self, place: str, df: DataFrame, load: str, partition_by: Sequence[str] = ()) -> None:
-        """Let Spark write files whose names begin with `load`, beside those that are there."""
-        name = place.partition("/")[0]
-        options = {**_write_options(name), BASE_NAME: load}
-        writer = df.write.mode("append").options(**options).partitionBy(*partition_by)
-        writer.parquet(self.storage.spark_path(place))
+    def _writer(self, name: str, df: DataFrame, partition_by: Sequence[str] = ()) -> DataFrameWriter:
+        indexed = {f"{STATISTICS}#{column}": "true" for column in EXTRA_INDEXED.get(name, ())}
+        return df.write.options(**WRITE_OPTIONS, **indexed).partitionBy(*partition_by)
+
+    def _written(
+        self, name: str, write: Callable[[str], None], partition_by: Sequence[str]
+    ) -> list[AddAction]:
+        """The files that Spark writes to a new folder, with their statistics, after a move to the table."""
+        load = f"{name}/{LOAD}-{uuid.uuid4().hex}"
+        try:
+            write(self.storage.spark_path(load))
+            files = [
+                file._replace(path=file.path.removeprefix(f"{load}/"))
+                for file in self.storage.files(load)
+                if file.path.endswith(".parquet")  # and not a checksum
+            ]
+            with ThreadPoolExecutor(FOOTERS_AT_ONCE, thread_name_prefix="footer") as pool:
+                footers = list(pool.map(lambda file: self._parquet(load, file.path).metadata, files))
+            for file in files:
+                self.storage.move(f"{load}/{file.path}", f"{name}/{file.path}")
+        finally:
+            self.storage.delete_folder(load)
+        return [_add(name, file, footer, partition_by) for file, footer in zip(files, footers, strict=True)]
 
     def _write_small(
         self, name: str, df: DataFrame, partition_by: Sequence[str], split: Split | None
@@ -361,7 +372,7 @@ class Tables(Logs):
             dictionary=set(df.columns).difference(DISTINCT, VARIED),
             statistics=(*_indexed(name), *REQUIRED),
         )
-        load, now_ms = _new_name(), time.time_ns() // NANOS_PER_MS
+        load, now_ms = f"part-{uuid.uuid4().hex}", time.time_ns() // NANOS_PER_MS
         adds = []
         for folder, groups, data in files:
             path = "/".join((*folder, "-".join((load, *groups)) + ".parquet"))
@@ -371,20 +382,6 @@ class Tables(Logs):
         staged = Staged(df.schema, tuple(partition_by), adds)
         require_rows(name, staged, rows.num_rows)
         return staged
-
-    def _adds(
-        self, name: str, load: str, folders: Iterable[str], partition_by: Sequence[str]
-    ) -> list[AddAction]:
-        """The files of a load that Spark has written to folders, with the statistics of their footers."""
-        written = [
-            file._replace(path=file.path.removeprefix(f"{name}/"))
-            for folder in folders
-            for file in self.storage.files(f"{name}/{folder}".rstrip("/"), deep=False)
-            if file.path.rpartition("/")[2].startswith(f"{load}-")
-        ]
-        with ThreadPoolExecutor(FOOTERS_AT_ONCE, thread_name_prefix="footer") as pool:
-            footers = pool.map(lambda file: self._parquet(name, file.path).metadata, written)
-            return [_add(name, *each, partition_by) for each in zip(written, footers, strict=True)]
 
     @contextmanager
     def copies(self, name: str, *, is_here: bool = False) -> Iterator[str]:
@@ -455,24 +452,6 @@ def require_rows(name: str, staged: Staged, rows: int) -> None:
         )
 
 
-def _new_name() -> str:
-    return f"part-{uuid.uuid4().hex}"
-
-
-def _has_nulls(columns: Sequence[str]) -> list[Column]:
-    """Whether a column has a NULL, which `collect_set` leaves out."""
-    return [F.count_if(F.col(column).isNull()).alias(f"{column}{NULLS}") for column in columns]
-
-
-def _folders(facts: Mapping[str, Any], partition_by: Sequence[str]) -> list[str]:
-    """The folders of all partitions that rows may have been written to."""
-    values = [
-        [*map(str, facts[column] or ()), *([NO_VALUE] if facts[f"{column}{NULLS}"] else [])]
-        for column in partition_by
-    ]
-    return ["/".join(map("=".join, zip(partition_by, some, strict=True))) for some in product(*values)]
-
-
 # ---- files ---------------------------------------------------------------------------------------------
 
 
@@ -504,10 +483,6 @@ def _partition_of(path: str, partition_by: Sequence[str]) -> dict[str, str | Non
 
 def _indexed(name: str) -> tuple[str, ...]:
     return INDEXED + EXTRA_INDEXED.get(name, ())
-
-
-def _write_options(name: str) -> dict[str, str]:
-    return WRITE_OPTIONS | {f"{STATISTICS}#{column}": "true" for column in EXTRA_INDEXED.get(name, ())}
 
 
 def _add(name: str, file: StoredFile, footer: pq.FileMetaData, partition_by: Sequence[str]) -> AddAction:
