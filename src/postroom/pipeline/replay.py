@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import duckdb
 import msgspec
@@ -21,14 +21,12 @@ import msgspec
 from postroom.audit.cipher import PREFIX, Cipher, UnreadablePayload
 from postroom.core.formats.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.database import Database
 from postroom.pipeline.spark.session import first_sentence
 from postroom.pipeline.submission import COMMIT_MESSAGES, ReplayMessage, Submitter, chunks, is_fit
 from postroom.stores.open import SQLITE, open_store
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
-    from postroom.stores.store import Store
+from postroom.stores.store import Store
 
 ID_CHARS: Final = 12
 COMMITS_A_S: Final = 10  # at a limited rate
@@ -79,7 +77,7 @@ class ReplayResult(msgspec.Struct):
     refused_samples: list[str] = []
 
 
-def replay(tables: "Tables", request: ReplayRequest, progress: Progress = lambda _: None) -> ReplayResult:
+def replay(tables: Tables, request: ReplayRequest, progress: Progress = lambda _: None) -> ReplayResult:
     """Submit the messages in the order in which they were created."""
     if request.store is None and request.key_file is None:
         raise InvalidSetting(
@@ -102,7 +100,7 @@ def replay(tables: "Tables", request: ReplayRequest, progress: Progress = lambda
     return found
 
 
-def selection(tables: "Tables", request: ReplayRequest) -> Database:
+def selection(tables: Tables, request: ReplayRequest) -> Database:
     """A database with the view `chosen` of messages. DuckDB parses the condition as one expression."""
     database = Database(tables, ("silver_messages",), with_partitions=True)
     if request.key_file is not None:
@@ -163,7 +161,7 @@ def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
     return payload
 
 
-def _stored(store: "Store", row: Row) -> str | None:
+def _stored(store: Store, row: Row) -> str | None:
     stored = store.load(row["message_id"])
     return None if stored is None else stored.envelope.payload.decode()
 

@@ -17,31 +17,26 @@ Rule 6: a definition may not query the data. Tables that do, and tables that dep
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pyspark import pipelines
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.streaming.readwriter import DataStreamReader
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.ingest.segments import EventStream
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK
-from postroom.pipeline.silver.declaration import Append, Tree
+from postroom.pipeline.silver.declaration import Append, SilverTable, Tree
 from postroom.pipeline.silver.tables import SILVER, rank
 from postroom.pipeline.spark.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrameReader, SparkSession
-    from pyspark.sql.streaming.readwriter import DataStreamReader
-
-    from postroom.pipeline.gold.declaration import GoldTable
-    from postroom.pipeline.silver.declaration import SilverTable
-
-    Transform = tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]
-    """A function of DataFrames, the tables that it gets, and the columns that partition the result."""
+Transform = tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]
+"""A function of DataFrames, the tables that it gets, and the columns that partition the result."""
 
 EVENTS_SETTING: Final = "spark.postroom.events"  # Spark only passes settings with this prefix
 LEVEL_SETTING: Final = "spark.postroom.redaction"
@@ -117,7 +112,7 @@ def _conf(folder: Path) -> str:
     return "".join(f"{name}  {value}\n" for name, value in {**CONF, **own}.items())
 
 
-def define(spark: "SparkSession") -> None:
+def define(spark: SparkSession) -> None:
     """Define every table. A definitions file calls it with the session that Spark passes."""
     folder, level = spark.conf.get(EVENTS_SETTING, None), spark.conf.get(LEVEL_SETTING, "medium")
     if not folder:
@@ -144,12 +139,12 @@ def define(spark: "SparkSession") -> None:
 class Redacted(NamedTuple):
     """How the events of bronze are redacted."""
 
-    columns: "Mapping[str, Column]"
-    done: "Column"
+    columns: Mapping[str, Column]
+    done: Column
     marks: DataFrame
     """The marks of segments in the chain, with the hash that it records."""
 
-    def build(self, table: "SilverTable", rows: DataFrame, segments: DataFrame) -> DataFrame:
+    def build(self, table: SilverTable, rows: DataFrame, segments: DataFrame) -> DataFrame:
         intact = self.marks.join(segments, ["segment", "sha256"]).select("segment", MARK).distinct()
         marked = rows.join(F.broadcast(intact), "segment", "left")
         return once(table.build(marked, self.columns, self.done))
@@ -165,7 +160,7 @@ def _transform(name: str, redacted: Redacted) -> "Transform":
 
 
 def _built(
-    spark: "SparkSession", build: Callable[..., DataFrame], inputs: tuple[str, ...], partitions: Sequence[str]
+    spark: SparkSession, build: Callable[..., DataFrame], inputs: tuple[str, ...], partitions: Sequence[str]
 ) -> DataFrame:
     """The rows of a table. Spark's catalog needs the partition columns last."""
     made = build(*[spark.read.table(view_of(source)) for source in inputs])
@@ -186,7 +181,7 @@ def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
     return flow
 
 
-def lazy(tables: "Mapping[str, SilverTable | GoldTable]") -> list[str]:
+def lazy(tables: Mapping[str, SilverTable | GoldTable]) -> list[str]:
     """The tables whose transforms run no query, and whose inputs do not either."""
     missing = set(QUERYING)
     found = []
@@ -198,7 +193,7 @@ def lazy(tables: "Mapping[str, SilverTable | GoldTable]") -> list[str]:
     return found
 
 
-def arriving(spark: "SparkSession", folder: str) -> DataFrame:
+def arriving(spark: SparkSession, folder: str) -> DataFrame:
     """The lines of the segments as they arrive, with `segment` and the `date` of its folder."""
     schema = StructType([*LINES.fields, StructField("date", DateType())])
     reader = spark.readStream.schema(schema).option("columnNameOfCorruptRecord", CORRUPT)
@@ -206,7 +201,7 @@ def arriving(spark: "SparkSession", folder: str) -> DataFrame:
     return found.select(*LINES.names, F.col("_metadata.file_name").alias("segment"), "date")
 
 
-def hashed(reader: "DataStreamReader | DataFrameReader", folder: str) -> DataFrame:
+def hashed(reader: DataStreamReader | DataFrameReader, folder: str) -> DataFrame:
     """Grain: a segment. The hash of its bytes."""
     found = reader.format("binaryFile").schema(BINARY_FILE).option("recursiveFileLookup", "true")
     segments = found.option("pathGlobFilter", "*.jsonl").load(folder)
@@ -214,7 +209,7 @@ def hashed(reader: "DataStreamReader | DataFrameReader", folder: str) -> DataFra
     return segments.select(name, F.sha2("content", 256).alias("sha256"))
 
 
-def marked_segments(spark: "SparkSession", folder: str) -> DataFrame:
+def marked_segments(spark: SparkSession, folder: str) -> DataFrame:
     """Grain: a segment with a mark in the chain. None if the chain is damaged, or not on this machine."""
     try:
         chain = EventStream(folder).sound_chain()

@@ -5,16 +5,14 @@ files of all other rows are seldom written again.
 """
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.delta_log import DataFile
 from postroom.pipeline.delta.tables import Split, Tables
 from postroom.pipeline.times import DAY_US, HOUR_US, HOURS_A_DAY
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column
 
 EVENTS: Final = "silver_events"
 OPEN, DEAD, HOURS_FROM = 0, 1, 2  # the numbers of the groups
@@ -28,11 +26,11 @@ HOURLY_EVENTS_MIN: Final = 50_000  # events an hour from which on a group holds 
 class FileGroups(NamedTuple):
     """The columns that decide on the group of a row."""
 
-    ended_us: "Column"
+    ended_us: Column
     """When the subject of the row ended; NULL while it is open."""
     last_us: str
     """When something else was last recorded about it."""
-    may_reopen: "Column | None" = None
+    may_reopen: Column | None = None
     """Whether the row may change even after its end."""
 
 
@@ -69,7 +67,7 @@ def hours_of(files: Iterable[DataFile], column: str) -> set[int] | None:
     return hours
 
 
-def group_at(now_us: int, groups: FileGroups, *, hourly: bool) -> "Column":
+def group_at(now_us: int, groups: FileGroups, *, hourly: bool) -> Column:
     """`OPEN`, `DEAD`, or a group for the rest of a day; if `hourly`, one for each hour.
 
     Rows that may reopen are few. A group of their own keeps a replay from rewriting many other rows.

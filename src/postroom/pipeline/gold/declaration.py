@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
-    from postroom.pipeline.delta.file_groups import FileGroups
+from postroom.pipeline.delta.file_groups import FileGroups
 
 
 class Sums(NamedTuple):
@@ -31,7 +29,7 @@ class Sums(NamedTuple):
     with the same value in the first of these columns."""
     moment: str = ""
     """The column of the table with the time of a row. Files of other hours stay."""
-    each: "Callable[[DataFrame], DataFrame] | None" = None
+    each: Callable[[DataFrame], DataFrame] | None = None
     """The addends of input rows, which are summed together with the existing rows in one shuffle. None:
     `build` aggregates them first, because rows depend on each other, or their sets have to become small."""
     scattered: bool = False
@@ -47,10 +45,10 @@ class Sums(NamedTuple):
         """Whether rows can be subtracted. From a minimum, a maximum or a set they cannot."""
         return not (self.smallest or self.largest or self.sets)
 
-    def negated(self, rows: "DataFrame") -> "DataFrame":
+    def negated(self, rows: DataFrame) -> DataFrame:
         return rows.withColumns({name: -F.col(name) for name in self.sums})
 
-    def summed(self, rows: "DataFrame") -> "DataFrame":
+    def summed(self, rows: DataFrame) -> DataFrame:
         """One row for each key, with the types of the rows. A key whose sums are all 0 has no row.
 
         `rows.columns` is not used: a declarative pipeline may not ask for it.
@@ -64,23 +62,23 @@ class Sums(NamedTuple):
         shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
         return summed.where(self.is_nonzero()).select("*", *shares)
 
-    def _sum(self, name: str) -> "Column":
+    def _sum(self, name: str) -> Column:
         kind = dict(self.decimals).get(name)
         return F.sum(name) if kind is None else F.sum(name).cast(kind)
 
-    def is_nonzero(self) -> "Column":
+    def is_nonzero(self) -> Column:
         """Whether any sum of a row is not 0."""
         return reduce(or_, [F.col(name) != 0 for name in self.sums])
 
 
-def _union_of_sets(name: str) -> "Column":
+def _union_of_sets(name: str) -> Column:
     return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name))))
 
 
 class Hours(NamedTuple):
     """For a table that cannot be summed: changed hours are rebuilt from all of their input rows."""
 
-    moment: "Callable[[], Column]"
+    moment: Callable[[], Column]
     """The time of an input row, between its `first_us` and `last_us`. Its hour is `hour_us` of the table."""
     compared: tuple[str, ...]
     """The columns of the input that matter, including a key. A row with the same values has not changed."""
@@ -104,7 +102,7 @@ class Running(NamedTuple):
 class GoldTable(NamedTuple):
     """A table that is computed from others, and how it follows their changes."""
 
-    build: "Callable[..., DataFrame]"
+    build: Callable[..., DataFrame]
     """Pure. It gets one DataFrame for each input, in that order."""
     inputs: tuple[str, ...]
     """Silver tables, or gold tables that are declared before it."""
@@ -114,5 +112,5 @@ class GoldTable(NamedTuple):
 
     A second input can only be `silver_messages`: it supplies the type and the organization of a message.
     """
-    file_groups: "Callable[[], FileGroups] | None" = None
+    file_groups: Callable[[], FileGroups] | None = None
     """None: the rows of a day share files."""

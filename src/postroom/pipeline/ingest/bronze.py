@@ -10,17 +10,15 @@ Rule 3: Spark's JSON reader alone reads plain lines only (`plain`). All others a
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from zlib import crc32
 
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from postroom.core.formats.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK, MONEY, NOT_IN_LINE, REQUIRED, RESCUED
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
@@ -46,7 +44,7 @@ EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits bef
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
-def plain(spark: "SparkSession", paths: Sequence[str], *, with_date: bool = False) -> "DataFrame":
+def plain(spark: SparkSession, paths: Sequence[str], *, with_date: bool = False) -> DataFrame:
     """`events` of segments, without `date` unless it is asked for. A malformed line raises.
 
     Only the name of the file stands between the reader and the writer: a column for bad lines would look up
@@ -58,7 +56,7 @@ def plain(spark: "SparkSession", paths: Sequence[str], *, with_date: bool = Fals
     return rows.select("*", F.col("_metadata.file_name").alias("segment"), *date)
 
 
-def _sealed_date() -> "Column":
+def _sealed_date() -> Column:
     """The date in the path of a segment."""
     return F.regexp_extract("_metadata.file_path", SEALED, 1).cast(_SEALED.dataType)
 
@@ -68,7 +66,7 @@ def is_read_failure(error: Exception) -> bool:
     return "FAILED_READ_FILE" in str(error)
 
 
-def arriving_events(spark: "SparkSession", folder: str, ingested: int, bytes_max: int) -> "DataFrame":
+def arriving_events(spark: SparkSession, folder: str, ingested: int, bytes_max: int) -> DataFrame:
     """`plain` with `date` and `stream`, of segments after number `ingested`, as they arrive, for a stream.
 
     The condition on the number uses names of files only, so earlier files are not opened.
@@ -82,14 +80,14 @@ def arriving_events(spark: "SparkSession", folder: str, ingested: int, bytes_max
     )
 
 
-def is_bad() -> "Column":
+def is_bad() -> Column:
     """Whether a parsed line is no event: not JSON, wrong types, missing fields, a time or schema too high."""
     missing = [F.col(name).isNull() for name in REQUIRED]
     bad = F.col(CORRUPT).isNotNull() | _any([*missing, ~_is_in_time(), _is_newer()])
     return F.coalesce(bad, F.lit(True))  # noqa: FBT003 - a literal of SQL
 
 
-def events(parsed: "DataFrame") -> "DataFrame":
+def events(parsed: DataFrame) -> DataFrame:
     """Grain: one line that is an event. The wire's columns, `segment` and `date`."""
     return parsed.where(~is_bad()).select(*EVENTS.names, "segment", "date")
 
@@ -97,7 +95,7 @@ def events(parsed: "DataFrame") -> "DataFrame":
 # ---- lines that are validated one by one -------------------------------------------------------------------
 
 
-def validated(texts: "DataFrame") -> "DataFrame":
+def validated(texts: DataFrame) -> DataFrame:
     """The non-blank lines of texts (`value`, `segment`, `date`), each with the `reason` why it is no event.
 
     Every line is parsed several times, so this costs a multiple of `plain`.
@@ -115,7 +113,7 @@ def validated(texts: "DataFrame") -> "DataFrame":
     return flat.withColumn("reason", _reason())
 
 
-def write_valid_lines(lines: "DataFrame", folder: str) -> None:
+def write_valid_lines(lines: DataFrame, folder: str) -> None:
     """Write the validated lines that are events, with `rescued` as a field, for `read_valid_lines`."""
     rescued = F.to_json(F.struct(RESCUED))  # with braces, which a line has already
     field = F.substring(rescued, F.lit(2), F.length(rescued) - 2)
@@ -127,7 +125,7 @@ def write_valid_lines(lines: "DataFrame", folder: str) -> None:
     copies.write.partitionBy("date", "segment").text(folder)
 
 
-def read_valid_lines(spark: "SparkSession", folder: str) -> "DataFrame":
+def read_valid_lines(spark: SparkSession, folder: str) -> DataFrame:
     """Rows of `bronze_events` from the folder of `write_valid_lines`.
 
     The JSON reader keeps the text of `detail` unchanged, which `from_json` does not.
@@ -135,14 +133,14 @@ def read_valid_lines(spark: "SparkSession", folder: str) -> "DataFrame":
     return with_mark(spark.read.schema(_COPIED).option("mode", "FAILFAST").json(folder)).select(*ROWS.names)
 
 
-def rejects(texts: "DataFrame") -> "DataFrame":
+def rejects(texts: DataFrame) -> DataFrame:
     """Grain: one line of texts (`value`, `segment`, `date`) that is no event. Its text, and the reason."""
     # Other programs could not read a table with text that is not UTF-8.
     line = F.make_valid_utf8("value").alias("line")
     return validated(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
 
 
-def _is_alone() -> "Column":
+def _is_alone() -> Column:
     """Whether a line is exactly one object. The reader reads the first value, and drops any text after it.
 
     No text after an object is valid both inside a list and inside another object.
@@ -153,7 +151,7 @@ def _is_alone() -> "Column":
     return F.coalesce((F.size(listed) == 1) & is_object, F.lit(False))  # noqa: FBT003 - a literal of SQL
 
 
-def _is_exact() -> "Column":
+def _is_exact() -> Column:
     """Whether the money column holds the amount of a line exactly. A variant does not round."""
     amount = F.from_json("value", "cost_usd variant")["cost_usd"]
     whole = F.try_variant_get(amount, "$", EXACT)
@@ -162,23 +160,23 @@ def _is_exact() -> "Column":
     return is_same & ~F.col("value").rlike(LONG_AMOUNT)
 
 
-def _rescued() -> "Column":
+def _rescued() -> Column:
     """The unknown fields of a line as JSON; NULL when there are none."""
     fields = F.from_json("value", "map<string,variant>")
     unknown = F.map_filter(fields, lambda name, _: ~name.isin(*EVENTS.names))
     return F.when(F.size(unknown) > 0, F.to_json(unknown))
 
 
-def _is_in_time() -> "Column":
+def _is_in_time() -> Column:
     return F.col("ts_us").between(0, TS_US_MAX)
 
 
-def _is_newer() -> "Column":
+def _is_newer() -> Column:
     """A line of an earlier version may have no schema."""
     return F.coalesce(F.col("schema") > SCHEMA, F.lit(False))  # noqa: FBT003 - a literal of SQL
 
 
-def _reason() -> "Column":
+def _reason() -> Column:
     """Why a validated line is no event; NULL when it is one."""
     missing = [F.when(F.col(name).isNull(), F.lit(name)) for name in REQUIRED]
     names = F.concat_ws(", ", *missing)
@@ -199,7 +197,7 @@ def _reason() -> "Column":
 # ---- files -----------------------------------------------------------------------------------------------
 
 
-def segment_bits(condition: "Column") -> "Column":
+def segment_bits(condition: Column) -> Column:
     """An aggregate: a bit for the segment of each row for which the condition holds. NULL without such a row.
 
     It is a single long, so it costs next to nothing. Segments may share a bit.
@@ -214,7 +212,7 @@ def may_have_rejects(segment: str, bits: int | None) -> bool:
     return bool((bits or 0) >> crc32(segment.encode()) % SEGMENT_BITS & 1)
 
 
-def with_all_columns(rows: "DataFrame") -> "DataFrame":
+def with_all_columns(rows: DataFrame) -> DataFrame:
     """Event rows with all columns of this version. A column that an earlier version lacks is NULL."""
     known = set(rows.columns)
     missing = {
@@ -223,19 +221,19 @@ def with_all_columns(rows: "DataFrame") -> "DataFrame":
     return rows.withColumns(missing) if missing else rows  # Spark Connect refuses an empty map
 
 
-def with_mark(rows: "DataFrame") -> "DataFrame":
+def with_mark(rows: DataFrame) -> DataFrame:
     """Rows of `bronze_events` with the column of marks, which earlier versions lack."""
     return rows if MARK in rows.columns else rows.withColumn(MARK, F.lit(None).cast(StringType()))
 
 
-def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
+def texts(spark: SparkSession, folder: str, segments: Sequence[str]) -> DataFrame:
     """The lines of segments below a folder, as text."""
     found = spark.read.option("basePath", folder).text(list(segments))
     sealed = F.col("date").cast(_SEALED.dataType)
     return found.select("value", F.col("_metadata.file_name").alias("segment"), sealed.alias("date"))
 
 
-def _any(conditions: "Sequence[Column]") -> "Column":
+def _any(conditions: Sequence[Column]) -> Column:
     joined = conditions[0]
     for condition in conditions[1:]:
         joined = joined | condition

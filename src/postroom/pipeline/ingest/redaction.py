@@ -7,10 +7,12 @@ Rule 3: neither is a row whose segment the shipper has redacted by the same rule
         one. The mark of its redaction says so; see `audit.redaction_marks`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyarrow as pa  # type: ignore[import-untyped]
+from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.audit.redaction_marks import sufficient_marks
@@ -18,23 +20,18 @@ from postroom.core import redaction
 from postroom.core.redaction import Level, Redactor
 from postroom.pipeline.schema import MARK
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pyspark.sql import Column
-
 ENCRYPTED: Final = "enc:"
 PACKAGE: Final = "postroom_redaction"
 """The name of the package on an executor."""
 
 
-def is_done(level: Level) -> "Column":
+def is_done(level: Level) -> Column:
     """Whether the shipper has already redacted a row of bronze as this level requires."""
     done = F.col(MARK).isin(sorted(sufficient_marks(level)))
     return F.coalesce(done, F.lit(False))  # noqa: FBT003 - a literal of SQL
 
 
-def redacted(level: Level, done: "Column | None" = None) -> "dict[str, Column]":
+def redacted(level: Level, done: Column | None = None) -> dict[str, Column]:
     """The columns that are redacted, by name. Rows that are `done` keep their values."""
     if level == "none":
         return {}
@@ -49,7 +46,7 @@ def redacted(level: Level, done: "Column | None" = None) -> "dict[str, Column]":
     }
 
 
-def redacted_rows(level: Level) -> "Callable[[pa.Table], pa.Table]":
+def redacted_rows(level: Level) -> Callable[[pa.Table], pa.Table]:
     """The same for rows in this process, which need no Python on an executor."""
     redactor = Redactor(level)
     sufficient = sufficient_marks(level)
@@ -70,7 +67,7 @@ def redacted_rows(level: Level) -> "Callable[[pa.Table], pa.Table]":
     return redact
 
 
-def _redacted(text: str | None, change: "Callable[[str], str]", name: str) -> str | None:
+def _redacted(text: str | None, change: Callable[[str], str], name: str) -> str | None:
     is_encrypted = name == "payload" and text is not None and text.startswith(ENCRYPTED)
     return text if text is None or is_encrypted else change(text)
 
@@ -84,7 +81,7 @@ def _texts() -> dict[str, str]:
     }
 
 
-def _redact(level: Level, texts: dict[str, str]) -> "Callable[..., Column]":
+def _redact(level: Level, texts: dict[str, str]) -> Callable[..., Column]:
     """One function for both columns, so that a row goes to Python once.
 
     It is local and uses no name of this module, so that Spark sends its code and not a reference.

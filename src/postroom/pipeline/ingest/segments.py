@@ -21,16 +21,14 @@ from datetime import date
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from postroom.audit.chain import Chain, ChainEntry, parse_chain
 from postroom.audit.layout import CHAIN, SEGMENT, STREAM
 from postroom.errors import InvalidMessage
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.storage import Storage, as_storage
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.delta.tables import Tables
 
 TABLE: Final = "bronze_events"
 HASH: Final = ", hash"  # suffix of an application id: the hash of the last ingested segment
@@ -172,11 +170,11 @@ class EventStream:
     def _place_id(self) -> str:
         return f"segments of {self.storage}"
 
-    def last_ingested(self, tables: "Tables") -> int:
+    def last_ingested(self, tables: Tables) -> int:
         """The number of the last ingested segment; -1 when there is none."""
         return self._last_ingested(tables)[0]
 
-    def _last_ingested(self, tables: "Tables") -> tuple[int, list[Segment], bool]:
+    def _last_ingested(self, tables: Tables) -> tuple[int, list[Segment], bool]:
         """The same, the segments that were listed to find it, and whether they are all segments."""
         for app_id in (self.ingest_id, self._place_id):  # earlier versions used the path
             number = tables.last_txn(TABLE, app_id)
@@ -196,7 +194,7 @@ class EventStream:
     # ---- what is new -----------------------------------------------------------------------------------
 
     def pending(
-        self, tables: "Tables", *, skip_missing: bool = False, hashes: Hashes | None = None
+        self, tables: Tables, *, skip_missing: bool = False, hashes: Hashes | None = None
     ) -> "PendingSegments":
         """The segments that a table has not ingested; for `hashes` see `pending_after`."""
         ingested, listed, is_all = self._last_ingested(tables)
@@ -283,7 +281,7 @@ def _as_sealed(segment: Segment, covered: Mapping[str, ChainEntry]) -> Segment:
     return segment if entry is None else segment._replace(sha256=entry.sha256, redaction=entry.redaction)
 
 
-def _is_same_stream(tables: "Tables", listed: Sequence[Segment], app_id: str, number: int) -> bool:
+def _is_same_stream(tables: Tables, listed: Sequence[Segment], app_id: str, number: int) -> bool:
     """Whether a folder holds the segments that were ingested under an application id, up to a number.
 
     Without a segment up to that number there is nothing to compare, and nothing that could be skipped.
@@ -305,7 +303,7 @@ def ingest_txns(app_id: str, segment: Segment) -> list[Txn]:
     ]
 
 
-def is_last_ingested(tables: "Tables", table: str, app_id: str, segment: Segment) -> bool:
+def is_last_ingested(tables: Tables, table: str, app_id: str, segment: Segment) -> bool:
     """Whether a segment is the last one that a table remembers."""
     noted = tables.last_txn(table, app_id), tables.last_txn(table, f"{app_id}{HASH}")
     return noted == (segment.number, int(segment.hash, 16))

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import pyarrow as pa  # type: ignore[import-untyped]
+from pyspark.sql import Row, SparkSession
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -50,9 +51,6 @@ from postroom.pipeline.schema import EVENTS, REQUIRED
 from postroom.pipeline.submission import ReplayMessage, Submitter
 from postroom.stores.open import SQLITE, open_store
 
-if TYPE_CHECKING:
-    from pyspark.sql import Row, SparkSession
-
 FORMAT: Final = "postroom"
 KINDS: Final = ("bus", "queue", "store")
 LEVELS: Final = ("none", "medium", "full")
@@ -65,7 +63,7 @@ _ALWAYS: Final = {*REQUIRED, "schema", "priority"}
 _encode: Final = msgspec.json.Encoder(decimal_format="number").encode
 
 
-def register(spark: "SparkSession") -> None:
+def register(spark: SparkSession) -> None:
     """Register the format in a session, and enable filter pushdown."""
     spark.conf.set(PUSHDOWN, "true")
     spark.dataSource.register(PostroomSource)
@@ -164,10 +162,10 @@ class _Feeds:
         else:
             self._files = FileFeeds(queue_roots=[Path(place.where)])
 
-    def __call__(self) -> "list[Feed]":
+    def __call__(self) -> list[Feed]:
         return [*self._files()] if self._store is None else [self._store]
 
-    def named(self, source: str) -> "Feed":
+    def named(self, source: str) -> Feed:
         for feed in self():
             if feed.source == source:
                 return feed
@@ -210,7 +208,7 @@ class EventsReader(DataSourceReader):
         with _opened(self._place) as feeds:
             return [part for feed in feeds() for part in self._parts(feed)]
 
-    def _parts(self, feed: "Feed") -> Iterator[InputPartition]:
+    def _parts(self, feed: Feed) -> Iterator[InputPartition]:
         if self._sources is not None and feed.source not in self._sources:
             return
         newest = min(_newest(feed, 0, ALL), self._last)
@@ -225,7 +223,7 @@ class EventsReader(DataSourceReader):
             )
 
 
-def ranges(feed: "Feed", after: int, up_to: int) -> Iterator[Range]:
+def ranges(feed: Feed, after: int, up_to: int) -> Iterator[Range]:
     """Many tasks read ranges of a store. One task reads a file, because its lines have no index."""
     step = RANGE_EVENTS if isinstance(feed, StoreFeed) else ALL
     after = max(after, 0)
@@ -237,7 +235,7 @@ def ranges(feed: "Feed", after: int, up_to: int) -> Iterator[Range]:
         after = last
 
 
-def _newest(feed: "Feed", after: int, limit: int) -> int:
+def _newest(feed: Feed, after: int, limit: int) -> int:
     """The number of the last event after `after`, at most `limit` events further."""
     if isinstance(feed, StoreFeed):
         return min(after + feed.waiting(after), after + limit)
@@ -248,7 +246,7 @@ def _newest(feed: "Feed", after: int, limit: int) -> int:
 
 
 def batches(
-    feed: "Feed", wanted: Range, schema: StructType, place: EventSource, conditions: list[Condition]
+    feed: Feed, wanted: Range, schema: StructType, place: EventSource, conditions: list[Condition]
 ) -> Iterator[pa.RecordBatch]:
     """The events of a range that meet the conditions, as Arrow batches."""
     columns = to_arrow_schema(schema, timezone="UTC")
@@ -380,7 +378,7 @@ class MessagesWriter(DataSourceWriter):
         self._replay_id = replay_id
         self._columns = [name for name in ReplayMessage._fields if name in schema.names]
 
-    def write(self, iterator: "Iterator[Row]") -> Submitted:
+    def write(self, iterator: Iterator[Row]) -> Submitted:
         messages = (ReplayMessage(**{name: row[name] or "" for name in self._columns}) for row in iterator)
         with Submitter(self._url, self._replay_id) as submitter:
             submitter.submit(messages)

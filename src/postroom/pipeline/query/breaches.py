@@ -7,16 +7,15 @@ Rule 2: an event has the form of OpenLineage, and is the one that `expect --line
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.storage import Storage
+from postroom.pipeline.delta.storage import Storage
 
 FOLDER: Final = "_breaches"  # below the tables, which ignore names that begin with `_`
 BREACH_EVENTS_MAX: Final = 1_000  # newest events that are kept
 
 
-def keep_breach(storage: "Storage", event: Mapping[str, Any]) -> str:
+def keep_breach(storage: Storage, event: Mapping[str, Any]) -> str:
     """Write the event of a breach beside the tables; returns its path. Deletes the oldest events."""
     name = f"{event['eventTime'].replace(':', '')}-{event['run']['runId']}.json"
     path = f"{FOLDER}/{name}"

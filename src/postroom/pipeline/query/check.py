@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 import xxhash
@@ -26,12 +26,10 @@ import xxhash
 from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
 from postroom.core.history.history_checker import gone, ids_of, lost
 from postroom.core.history.message_checker import LEASED, MICROS_PER_S, Life, Lives, Rule
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.database import Database, text_in_sql
 from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.schema import NOT_IN_LINE
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
 HORIZON_S: Final = 86_400.0
@@ -101,7 +99,7 @@ class _Source(NamedTuple):
     """The hashes of messages that `retain` deleted before their end, in order."""
 
 
-def check_tables(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:
+def check_tables(tables: Tables, *, horizon_s: float = HORIZON_S) -> CheckResult:
     """Check the history in a folder of tables."""
     database = Database(tables, ("bronze_events", "silver_events"))
     # Opened last: `retain` records numbers before it deletes events.
@@ -177,7 +175,7 @@ def _returned(database: Database) -> dict[str, Numbers]:
     return hashes
 
 
-def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
+def _doubled(database: Database, tables: Tables) -> Iterator[ViolationSample]:
     """Numbers with two different lines. The same line twice is no violation."""
     wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in NOT_IN_LINE)
     rows = database.each(

@@ -16,18 +16,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import duckdb
 from pyspark.sql.types import ArrayType, DataType, StructType
 
 from postroom.errors import Unavailable
+from postroom.pipeline.delta.delta_log import DataFile
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.remote_files import RemoteFiles
 from postroom.pipeline.spark.session import first_sentence, table_errors
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.delta_log import DataFile
-    from postroom.pipeline.delta.tables import Tables
 
 SETTINGS: Final = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 NULL_ORDER: Final = "nulls_first_on_asc_last_on_desc"  # as in Spark
@@ -38,14 +36,14 @@ _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 class Database:
     """Runs SQL over the tables that it was opened with."""
 
-    def __init__(self, tables: "Tables", names: Iterable[str], *, with_partitions: bool = False) -> None:
+    def __init__(self, tables: Tables, names: Iterable[str], *, with_partitions: bool = False) -> None:
         spill = Path(tempfile.gettempdir()) / f"postroom-{uuid.uuid4().hex}"
         self._con = duckdb.connect(config={**SETTINGS, "temp_directory": str(spill)})
         self._paths: list[str] = []
         for name in names:
             self.open(tables, name, with_partitions=with_partitions)
 
-    def open(self, tables: "Tables", name: str, *, with_partitions: bool = False) -> None:
+    def open(self, tables: Tables, name: str, *, with_partitions: bool = False) -> None:
         """Add the view of a table."""
         with table_errors(name):
             if tables.storage.local is None:
@@ -108,7 +106,7 @@ def _reading() -> Iterator[None]:
         raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
 
 
-def _rows_of(tables: "Tables", name: str, *, with_partitions: bool) -> str:
+def _rows_of(tables: Tables, name: str, *, with_partitions: bool) -> str:
     """A query for all rows of a table. A table without files still has its columns."""
     schema = tables.schema(name)
     columns = ", ".join(
@@ -130,7 +128,7 @@ def _rows_of(tables: "Tables", name: str, *, with_partitions: bool) -> str:
     return " UNION ALL BY NAME ".join(parts)
 
 
-def _paths_of(tables: "Tables", name: str, files: Sequence["DataFile"]) -> list[str]:
+def _paths_of(tables: Tables, name: str, files: Sequence[DataFile]) -> list[str]:
     return [str(tables.folder / name / file.path) for file in files]
 
 

@@ -7,16 +7,14 @@ Rule 2: everything is computed from one version of each table, by DuckDB.
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from postroom.errors import InvalidSetting
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.database import Database, name_in_sql, text_in_sql
 from postroom.pipeline.times import MICROS_PER_S
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
 
 REJECTS: Final = "bronze_rejects"
 Kind = Literal["not_null", "unique", "known_values", "freshness", "reject_rate"]
@@ -78,7 +76,7 @@ def read_expectations(file: Path) -> list[Expectation]:
         raise InvalidSetting(f"{file} has no expectations: {error}") from None
 
 
-def measure(tables: "Tables", expected: Iterable[Expectation], now_us: int) -> list[Measured]:
+def measure(tables: Tables, expected: Iterable[Expectation], now_us: int) -> list[Measured]:
     """Measure expectations of existing tables, in their order."""
     wanted = list(expected)
     for one in wanted:
@@ -92,7 +90,7 @@ def breaches(measured: Sequence[Measured]) -> list[Measured]:
     return [one for one in measured if not one.holds]
 
 
-def _need_columns(tables: "Tables", one: Expectation) -> None:
+def _need_columns(tables: Tables, one: Expectation) -> None:
     unknown = set(one.columns) - set(tables.schema(one.table).names)
     if unknown:
         raise InvalidSetting(f"table {one.table} has no column {min(unknown)} that could be expected")
@@ -101,7 +99,7 @@ def _need_columns(tables: "Tables", one: Expectation) -> None:
         raise InvalidSetting(f"{one.kind} of {one.table} needs {wanted} column{'s' * (wanted != 1)}")
 
 
-def _measured(tables: "Tables", database: Database, one: Expectation, now_us: int) -> Measured:
+def _measured(tables: Tables, database: Database, one: Expectation, now_us: int) -> Measured:
     rows = tables.row_count(one.table)
     if one.kind == "reject_rate":
         broken = tables.row_count(REJECTS)

@@ -8,7 +8,7 @@ release the GIL while they wait.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.dataset as ds  # type: ignore[import-untyped]
@@ -16,10 +16,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from postroom.pipeline.delta.arrow_files import as_nullable, with_columns
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.delta_log import DataFile
-    from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.delta.delta_log import DataFile
+from postroom.pipeline.delta.tables import Tables
 
 READ_AHEAD: Final = 4  # files in memory at a time
 
@@ -27,7 +25,7 @@ READ_AHEAD: Final = 4  # files in memory at a time
 class RemoteFiles(ds.FileSystemDataset):  # type: ignore[misc]
     """The rows of one version of a table, each with the values of its partition."""
 
-    def __init__(self, tables: "Tables", name: str) -> None:
+    def __init__(self, tables: Tables, name: str) -> None:
         schema = to_arrow_schema(as_nullable(tables.schema(name)), timezone="UTC")
         parquet, files = ds.ParquetFileFormat(), tables.storage.fs
         self.partitions = {f"{name}/{file.path}": file.partition for file in tables.files(name)}
@@ -78,7 +76,7 @@ class Scan:
         return rows if self._condition is None else rows.filter(self._condition).select(self._schema.names)
 
 
-def _partition_of(file: "DataFile", schema: pa.Schema) -> ds.Expression:
+def _partition_of(file: DataFile, schema: pa.Schema) -> ds.Expression:
     """The partition values of a file, as a condition that holds for all of its rows."""
     condition = ds.scalar(True)  # noqa: FBT003 - a value
     for column, text in file.partition.items():

@@ -11,17 +11,15 @@ from collections.abc import Callable, Collection, Iterator
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import duckdb
 import msgspec
 
 from postroom.errors import InvalidMessage
+from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.database import Database
 from postroom.pipeline.spark.session import first_sentence
-
-if TYPE_CHECKING:
-    from postroom.pipeline.delta.tables import Tables
 
 AST_NODES_MAX: Final = 100_000  # of a parsed query
 TABLE_FUNCTIONS: Final = frozenset({"generate_series", "range", "unnest"})
@@ -38,7 +36,7 @@ class ParsedQuery(NamedTuple):
     lists_tables: bool
 
 
-def answers(tables: "Tables", query: str) -> Iterator[str]:
+def answers(tables: Tables, query: str) -> Iterator[str]:
     """The rows of a query over the tables, each as JSON."""
     tables.require_tables()
     known = {name.lower(): name for name in tables.names()}

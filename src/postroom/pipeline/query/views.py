@@ -1,11 +1,10 @@
 """Views with plain names, for people and BI tools that query the tables through Spark."""
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession
 
-    from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.delta.tables import Tables
 
 LAYERS: Final = ("silver_", "gold_")
 
@@ -15,7 +14,7 @@ def plain_name(table: str) -> str | None:
     return next((table.removeprefix(layer) for layer in LAYERS if table.startswith(layer)), None)
 
 
-def create_views(spark: "SparkSession", tables: "Tables") -> list[str]:
+def create_views(spark: SparkSession, tables: Tables) -> list[str]:
     """Create a temporary view of each silver and gold table, such as `messages`; returns the names.
 
     A view shows the version of its table at this time. Call this again after a run.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
@@ -36,8 +36,6 @@ from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column
-
     from postroom.pipeline.lineage import JobRun
 
 DAYS_MAX: Final = 36_500
@@ -121,7 +119,7 @@ def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
 # ---- conditions ------------------------------------------------------------------------------------------
 
 
-def kept_us(policy: Policy) -> "Column":
+def kept_us(policy: Policy) -> Column:
     """The retention period of a row, by its organization."""
     tier = F.lit(policy.keep_days)
     if policy.org_days:
@@ -130,7 +128,7 @@ def kept_us(policy: Policy) -> "Column":
     return tier.cast("long") * DAY_US
 
 
-def held(policy: Policy) -> "Column":
+def held(policy: Policy) -> Column:
     """Whether a legal hold keeps a row."""
     org = F.col("org_id").isin(*policy.held_orgs)
     goal = F.col("goal_id").isin(*policy.held_goals)
@@ -145,13 +143,13 @@ def expired_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFr
     return messages.where((F.col("last_us") < now_us - kept) & ~held(policy)).select("message_id")
 
 
-def is_expired_event(policy: Policy, now_us: int) -> "Column":
+def is_expired_event(policy: Policy, now_us: int) -> Column:
     """Whether an event without a message is deleted."""
     is_alone = F.coalesce("message_id", F.lit("")) == ""
     return is_alone & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
 
 
-def is_expired_reject(policy: Policy, now_us: int) -> "Column":
+def is_expired_reject(policy: Policy, now_us: int) -> Column:
     """Whether a reject is deleted: after the longest period, unless its text has a name that is held."""
     days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
     sealed_us = F.unix_date("date") * F.lit(DAY_US)

@@ -1,12 +1,11 @@
 """What a silver table declares: its transform, its inputs, and how new input rows update it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame
 
-    from postroom.pipeline.delta.file_groups import FileGroups
+from postroom.pipeline.delta.file_groups import FileGroups
 
 
 class Append(NamedTuple):
@@ -16,7 +15,7 @@ class Append(NamedTuple):
 class Fold(NamedTuple):
     """Fold the new rows into the rows of their keys. Only files that hold one of the keys are rewritten."""
 
-    keys: "Callable[[DataFrame], DataFrame]"
+    keys: Callable[[DataFrame], DataFrame]
     """The keys of the table's rows that input rows change."""
     observes_renames: bool = False
     """Whether the transform takes an `Observation` (`seen`), and counts in it the keys that are `renamed`."""
@@ -29,14 +28,14 @@ class Tree(NamedTuple):
 class SilverTable(NamedTuple):
     """A table with one row a key, and how it follows its input."""
 
-    build: "Callable[..., DataFrame]"
+    build: Callable[..., DataFrame]
     """Pure. It gets the rows of the first input; a fold gets the rows to fold them into as well."""
     inputs: tuple[str, ...]
     """The table that it is built from. A second input can only be `silver_messages`: it supplies the type and
     the organization of a message where an event lacks them."""
     update: Append | Fold | Tree
     partition_by: tuple[str, ...] = ("day",)
-    file_groups: "Callable[[], FileGroups] | None" = None
+    file_groups: Callable[[], FileGroups] | None = None
     """None: the rows of a day share files."""
 
     @property

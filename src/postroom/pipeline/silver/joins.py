@@ -4,14 +4,10 @@ Spark decides by the size of files, but Parquet with zstd takes a tenth of the m
 Spark would broadcast rows that do not fit into memory.
 """
 
-from typing import TYPE_CHECKING
-
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
-
-def with_join_hint(rows: "DataFrame", *, few: bool) -> "DataFrame":
+def with_join_hint(rows: DataFrame, *, few: bool) -> DataFrame:
     """The smaller side of a join: broadcast if it is `few` rows, otherwise sorted and merged."""
     return F.broadcast(rows) if few else rows.hint("merge")

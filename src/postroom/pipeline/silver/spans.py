@@ -9,17 +9,15 @@ Rule 3: deeper than `DEPTH_MAX`, or in a cycle, a message has no place: its root
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.silver.joins import with_join_hint
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
-    JoinHint = Callable[[DataFrame], DataFrame]
-    """Sets the join strategy for the smaller side of a join."""
+JoinHint = Callable[[DataFrame], DataFrame]
+"""Sets the join strategy for the smaller side of a join."""
 
 DEPTH_MAX: Final = 128
 STEPS: Final = 3  # pointers that a message follows in a round
@@ -42,7 +40,7 @@ _OWN: Final = [
 _TIMES: Final = ["start_us", "end_us", "duration_us", "queue_us", "attempts", "day"]
 
 
-def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "DataFrame":
+def places(nodes: DataFrame, anchors: DataFrame, *, few: bool = False) -> DataFrame:
     """Grain: message_id of a parent of a node: its root and its stack. The root is NULL without a place.
 
     Anchors are parents that are no nodes; their place is known and stays. A message without children takes
@@ -72,7 +70,7 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     return climbed.unionByName(known)
 
 
-def _pointers(nodes: "DataFrame", known: "DataFrame", hinted: "JoinHint") -> "DataFrame":
+def _pointers(nodes: DataFrame, known: DataFrame, hinted: "JoinHint") -> DataFrame:
     """The nodes with children. `up` is the parent, NULL where the place is known; `stack` leads up to it."""
     named = nodes.where("parent_message_id IS NOT NULL").select(
         F.col("parent_message_id").alias("message_id")
@@ -90,7 +88,7 @@ def _pointers(nodes: "DataFrame", known: "DataFrame", hinted: "JoinHint") -> "Da
     )
 
 
-def _climbed(here: "DataFrame", steps: int, hinted: "JoinHint") -> "DataFrame":
+def _climbed(here: DataFrame, steps: int, hinted: "JoinHint") -> DataFrame:
     """The nodes, each `steps` pointers further up. A parent that is not `here` is the top of its tree."""
     above = hinted(
         here.select(
@@ -114,7 +112,7 @@ def _climbed(here: "DataFrame", steps: int, hinted: "JoinHint") -> "DataFrame":
     return here
 
 
-def _above(places: "DataFrame") -> "DataFrame":
+def _above(places: DataFrame) -> DataFrame:
     """Places with the column names that a child joins on."""
     return places.select(
         F.col("message_id").alias("parent_message_id"),
@@ -124,13 +122,13 @@ def _above(places: "DataFrame") -> "DataFrame":
     )
 
 
-def _root() -> "Column":
+def _root() -> Column:
     """The root of a node by the place of its parent; NULL when the parent has no place."""
     known = F.col("is_known").isNotNull()
     return F.when(known, F.col("above_root")).otherwise(F.coalesce("parent_message_id", "message_id"))
 
 
-def _stack() -> "Column":
+def _stack() -> Column:
     frame = F.col("frame")
     return (
         F.when(F.col("is_known").isNotNull(), F.concat(F.col("above_stack"), F.lit(";"), frame))
@@ -139,12 +137,12 @@ def _stack() -> "Column":
     )
 
 
-def _frame() -> "Column":
+def _frame() -> Column:
     """The message type as a frame of a stack."""
     return F.translate(F.coalesce("type", F.lit(UNKNOWN)), ";", ",")
 
 
-def spans(messages: "DataFrame") -> "DataFrame":
+def spans(messages: DataFrame) -> DataFrame:
     """Grain: message_id. The span without its place, which `placed` adds."""
     renamed = messages.withColumnsRenamed(
         {"created_us": "start_us", "finished_us": "end_us", "total_us": "duration_us"}
@@ -152,7 +150,7 @@ def spans(messages: "DataFrame") -> "DataFrame":
     return renamed.select(*_OWN, *_TIMES)
 
 
-def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
+def placed(rows: DataFrame, found: DataFrame) -> DataFrame:
     """The rows with their places, which follow from those of their parents. Columns as in the table."""
     joined = rows.drop(*PLACE).withColumn("frame", _frame()).join(_above(found), "parent_message_id", "left")
     depth = (F.size(F.split("stack", ";")) - 1).cast("int")
@@ -164,7 +162,7 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
     )
 
 
-def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
+def compared(nodes: DataFrame, before: DataFrame, *, few: bool) -> DataFrame:
     """Grain: message_id of a node. Whether it was known before, and whether its parent or type changed."""
     was = before.select("message_id", _link().alias("was"))
     joined = nodes.select("message_id", _link().alias("link")).join(
@@ -178,7 +176,7 @@ def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFram
     )
 
 
-def related_rows(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, few: bool) -> "DataFrame":
+def related_rows(rows: DataFrame, nodes: DataFrame, known: DataFrame, *, few: bool) -> DataFrame:
     """The rows of the table for known nodes (`mine`), and for parents of nodes.
 
     Ids are compared by a 64-bit hash, which is much faster. On a collision, which is very rare, the result
@@ -197,10 +195,10 @@ def related_rows(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, f
     )
 
 
-def _id_hash(name: str) -> "Column":
+def _id_hash(name: str) -> Column:
     return F.xxhash64(name)
 
 
-def _link() -> "Column":
+def _link() -> Column:
     """A hash of the columns that the places of the children depend on."""
     return F.xxhash64("parent_message_id", "type", F.col("parent_message_id").isNull())

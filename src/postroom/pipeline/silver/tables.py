@@ -9,8 +9,9 @@ Rule 3: only the redaction of `events` runs Python code.
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.file_groups import FileGroups
@@ -20,9 +21,6 @@ from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.spans import spans
 from postroom.pipeline.times import DAY_US, HOUR_US
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, Observation
-
 _NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
 """Fields by which rows are looked up, counted or grouped."""
 PARTITIONS: Final = ("day",)
@@ -30,17 +28,17 @@ PARTITIONS: Final = ("day",)
 # ---- silver_events ---------------------------------------------------------------------------------------
 
 
-def day_of(micros: "Column") -> "Column":
+def day_of(micros: Column) -> Column:
     """The UTC day, whatever the time zone of the session."""
     return F.date_from_unix_date(F.call_function("div", micros, F.lit(DAY_US)).cast("int"))
 
 
-def hour_us(micros: "Column") -> "Column":
+def hour_us(micros: Column) -> Column:
     """The start of the UTC hour."""
     return micros - F.pmod(micros, F.lit(HOUR_US))
 
 
-def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+def repeats(events: DataFrame, known: DataFrame) -> DataFrame:
     """Grain: an event_id of more than one row. `kept` is the row to keep, NULL when that is a known one.
 
     Of two events with one id the earlier one is kept; of two of the same time, the one of lower `rank`. Both
@@ -65,19 +63,19 @@ def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
 
 
 def ranked(
-    rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
-) -> "DataFrame":
+    rows: DataFrame, suspected: DataFrame, redaction: Mapping[str, Column], *, few: bool = True
+) -> DataFrame:
     """Rows that may be repeats, with a `rank` that depends on their redacted content."""
     some = rows.join(with_join_hint(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
     return some.withColumn("rank", rank(redaction))
 
 
-def rank(redaction: "Mapping[str, Column]") -> "Column":
+def rank(redaction: Mapping[str, Column]) -> Column:
     """A hash of the content of an event. It decides between two events of one id and one time."""
     return F.xxhash64(*[redaction.get(name, _text_or_null(name)) for name in EVENTS.names])
 
 
-def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+def suspects(events: DataFrame, known: DataFrame) -> DataFrame:
     """Grain: the hash of an event_id of more than one row.
 
     Nearly every id is unique. Only its hash is shuffled to find out.
@@ -86,11 +84,11 @@ def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
     return ids.groupBy(_hash().alias("suspect")).count().where("count > 1").select("suspect")
 
 
-def _hash() -> "Column":
+def _hash() -> Column:
     return F.xxhash64("event_id")
 
 
-def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "DataFrame":
+def once(events: DataFrame, repeated: DataFrame, *, few: bool = True) -> DataFrame:
     """The rows of `events` without repeats.
 
     The wide rows are not shuffled, unless there are so many repeats that they are not `few`.
@@ -103,12 +101,12 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
 _MESSAGE_NAMES: Final = ("type", "org_id", "goal_id", "agent_id")
 
 
-def lacks_names() -> "Column":
+def lacks_names() -> Column:
     """Whether an event lacks the type or the organization of its message. Stores record them once."""
     return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
 
 
-def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
+def named(rows: DataFrame, messages: DataFrame, *, few: bool = False) -> DataFrame:
     """Events or attempts with the names of their message, such as its type, where they lack them."""
     names = messages.select("message_id", *(F.col(name).alias(f"message_{name}") for name in _MESSAGE_NAMES))
     unnamed = rows.where(lacks_names()).join(with_join_hint(names, few=few), "message_id", "left")
@@ -119,7 +117,7 @@ def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "Da
     return complete.unionByName(unnamed.withColumns(filled).selectExpr(f"* EXCEPT ({taken})"))
 
 
-def events(rows: "DataFrame", redaction: "Mapping[str, Column]", done: "Column | None" = None) -> "DataFrame":
+def events(rows: DataFrame, redaction: Mapping[str, Column], done: Column | None = None) -> DataFrame:
     """Grain: event_id. The columns of an event, redacted where `redaction` has one, and the `day` of `ts_us`.
 
     Spark copies every row for a Python function. Few rows have a text to redact that the shipper has not
@@ -133,12 +131,12 @@ def events(rows: "DataFrame", redaction: "Mapping[str, Column]", done: "Column |
     return _events(rows.where(is_kept), {}).unionByName(_events(rows.where(~is_kept), redaction))
 
 
-def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
+def _events(rows: DataFrame, redaction: Mapping[str, Column]) -> DataFrame:
     kept = [redaction.get(name, _text_or_null(name)).alias(name) for name in EVENTS.names]
     return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
 
 
-def _text_or_null(name: str) -> "Column":
+def _text_or_null(name: str) -> Column:
     """A field. An empty id or name is NULL, as in a line that omits it."""
     return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
 
@@ -198,8 +196,8 @@ _LARGEST: Final = ("replayed_us", "last_us", "attempts", "end_code")
 
 
 def messages(
-    events: "DataFrame", before: "DataFrame | None" = None, seen: "Observation | None" = None
-) -> "DataFrame":
+    events: DataFrame, before: DataFrame | None = None, seen: Observation | None = None
+) -> DataFrame:
     """Grain: message_id. Folds events, and the existing rows `before`, which are states of the fold too.
 
     `seen` counts as `renamed` the messages whose type or organization changes.
@@ -219,17 +217,17 @@ def messages(
     return _message_rows(flat)
 
 
-def _names() -> "Column":
+def _names() -> Column:
     """A hash of the type and the organization of a message."""
     return F.xxhash64("type", "org_id", F.col("type").isNull())
 
 
-def message_keys(events: "DataFrame") -> "DataFrame":
+def message_keys(events: DataFrame) -> DataFrame:
     """The keys of the rows of `messages` that events change."""
     return events.where(F.col("message_id").isNotNull()).select("message_id")
 
 
-def _event_states(events: "DataFrame") -> "DataFrame":
+def _event_states(events: DataFrame) -> DataFrame:
     kind, ts_us = F.col("kind"), F.col("ts_us")
     return events.where(F.col("message_id").isNotNull()).select(
         "message_id",
@@ -248,7 +246,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
     )
 
 
-def _message_states(rows: "DataFrame") -> "DataFrame":
+def _message_states(rows: DataFrame) -> DataFrame:
     rank = F.when(F.col("created_us").isNotNull(), 0).otherwise(1)
     attributes = _attributes(rank, F.coalesce("created_us", "first_us"))
     return rows.select(
@@ -256,12 +254,12 @@ def _message_states(rows: "DataFrame") -> "DataFrame":
     )
 
 
-def _attributes(rank: "Column", ts_us: "Column") -> "Column":
+def _attributes(rank: Column, ts_us: Column) -> Column:
     """The attributes behind their precedence, so that the smallest struct has the ones that count."""
     return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *ATTRIBUTES)
 
 
-def _end_code() -> "Column":
+def _end_code() -> Column:
     """An end as one long: weight, time and outcome. The largest one of a message counts."""
     kind = F.col("kind")
     code = F.when(
@@ -272,18 +270,18 @@ def _end_code() -> "Column":
     return code
 
 
-def _packed(weight: int, outcome: str) -> "Column":
+def _packed(weight: int, outcome: str) -> Column:
     head = (weight << WEIGHT_SHIFT) + OUTCOMES.index(outcome)
     return F.shiftleft(F.col("ts_us"), CODE_BITS) + F.lit(head).cast("long")
 
 
-def end_us() -> "Column":
+def end_us() -> Column:
     """The time in an `end_code`."""
     time_bits = (1 << WEIGHT_SHIFT) - 1
     return F.shiftright(F.col("end_code").bitwiseAND(F.lit(time_bits).cast("long")), CODE_BITS)
 
 
-def _meaning(codes: Sequence[str]) -> "Column":
+def _meaning(codes: Sequence[str]) -> Column:
     """The outcome in an `end_code`; NULL where there is none."""
     code = F.col("end_code") % (1 << CODE_BITS)
     meaning = F.when(code == 0, F.lit(None))
@@ -292,7 +290,7 @@ def _meaning(codes: Sequence[str]) -> "Column":
     return meaning
 
 
-def _message_rows(flat: "DataFrame") -> "DataFrame":
+def _message_rows(flat: DataFrame) -> DataFrame:
     # A replay reopens a message that ended before it.
     over = F.col("end_code").isNotNull() & ~F.coalesce(F.col("replayed_us") > end_us(), F.lit(False))  # noqa: FBT003 - SQL's
     ended = flat.withColumns(
@@ -327,7 +325,7 @@ def span_file_groups() -> FileGroups:
     return FileGroups(F.col("end_us"), "start_us", _is_revivable())
 
 
-def _is_revivable() -> "Column":
+def _is_revivable() -> Column:
     """Whether a person may replay the message."""
     return F.col("outcome").isin(*REVIVED)
 
@@ -350,7 +348,7 @@ _ATTEMPT_SMALLEST: Final = ("dequeued_us", "started_us", "first_us", "waited_us"
 _ATTEMPT_KINDS: Final = ("dequeued", "execution_started", "heartbeat", *_RESULT_OF)
 
 
-def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFrame":
+def attempts(events: DataFrame, before: DataFrame | None = None) -> DataFrame:
     """Grain: message_id and attempt, from 1 on. One lease of a message, from its delivery to its end.
 
     The holder comes from `dequeued`, the result from the first end.
@@ -367,19 +365,19 @@ def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFra
     return _attempt_rows(folded)
 
 
-def attempt_keys(events: "DataFrame") -> "DataFrame":
+def attempt_keys(events: DataFrame) -> DataFrame:
     """The keys of the rows of `attempts` that events change."""
     return _of_attempts(events).select("message_id", "attempt")
 
 
-def _of_attempts(events: "DataFrame") -> "DataFrame":
+def _of_attempts(events: DataFrame) -> DataFrame:
     kind = F.col("kind")
     leased = events.where((F.col("attempt") > 0) & F.col("message_id").isNotNull())
     was_held = ~kind.isin(*_MAY_HAVE_NO_HOLDER) | F.col("worker_id").isNotNull()
     return leased.where(kind.isin(*_ATTEMPT_KINDS) & was_held)
 
 
-def _attempt_states(events: "DataFrame") -> "DataFrame":
+def _attempt_states(events: DataFrame) -> DataFrame:
     kind, ts_us = F.col("kind"), F.col("ts_us")
     done = F.struct(ts_us.alias("ts_us"), _result_code().alias("code"), *_ENDING)
     return _of_attempts(events).select(
@@ -395,7 +393,7 @@ def _attempt_states(events: "DataFrame") -> "DataFrame":
     )
 
 
-def _states_of_attempts(rows: "DataFrame") -> "DataFrame":
+def _states_of_attempts(rows: DataFrame) -> DataFrame:
     rank = F.when(F.col("dequeued_us").isNotNull(), 0).otherwise(1)
     done = F.struct(F.col("ended_us").alias("ts_us"), F.col("end_code").cast("int").alias("code"), *_ENDING)
     return rows.select(
@@ -408,18 +406,18 @@ def _states_of_attempts(rows: "DataFrame") -> "DataFrame":
     )
 
 
-def _begun(rank: "Column", ts_us: "Column") -> "Column":
+def _begun(rank: Column, ts_us: Column) -> Column:
     return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *_BEGINNING)
 
 
-def _result_code() -> "Column":
+def _result_code() -> Column:
     code = F.lit(None).cast("int")
     for kind, result in _RESULT_OF.items():
         code = F.when(F.col("kind") == kind, RESULTS.index(result)).otherwise(code)
     return code
 
 
-def _attempt_rows(folded: "DataFrame") -> "DataFrame":
+def _attempt_rows(folded: DataFrame) -> DataFrame:
     flat = folded.select(
         "*",
         F.col("done.ts_us").alias("ended_us"),
