@@ -185,7 +185,7 @@ def measured(tables: "Tables", found: Iterable["Measured"]) -> list[InputDataset
     by_table: dict[str, list[facets.Assertion]] = {}
     for one in found:
         column = one.columns[0] if len(one.columns) == 1 else None
-        assertion = facets.Assertion(one.kind, one.holds, column, description=one.sentence)
+        assertion = facets.Assertion(one.kind, one.holds, column, description=one.sentence, params=None)
         by_table.setdefault(one.table, []).append(assertion)
     return [
         InputDataset(

@@ -1,19 +1,27 @@
 """Checks the paths of a command before Spark starts, so that a mistake is reported within a second.
 
-Rule: nothing here imports Spark or the tables.
+Rule: nothing here imports Spark, Arrow or the tables.
 """
 
 import os
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from postroom.audit.layout import CHAIN, STREAM
 from postroom.errors import InvalidMessage
-from postroom.pipeline.places import normalized
 from postroom.settings import is_address
 
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
 LOGS: Final = "*/_delta_log"  # of the tables, below their folder
+
+
+def normalized(place: Path | str) -> str:
+    """The absolute path of a folder of this machine, or an address without a slash at its end."""
+    text = str(place)
+    if text.startswith("file:"):
+        return unquote(urlsplit(text).path).rstrip("/") or "/"
+    return text.rstrip("/") if is_address(text) else str(Path(text).absolute())
 
 
 def local_path(place: Path | str) -> Path | None:

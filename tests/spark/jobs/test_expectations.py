@@ -12,7 +12,7 @@ from deltalake import DeltaTable, write_deltalake
 
 from postroom.errors import InvalidSetting
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.query import breaches
+from postroom.pipeline.query import expectations
 from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, measure, read_expectations
 from postroom.pipeline.report.findings import findings
 from postroom.pipeline.report.queries import ReportReader
@@ -115,7 +115,7 @@ def test_breach_gives_an_exit_code_a_line_a_finding_and_an_event(
     wanted = {"assertion": "unique", "success": False, "description": sentence, "column": "message_id"}
     assert wanted in assertions
     assert sum(not one["success"] for one in assertions) == 1
-    [file] = (folder / breaches.FOLDER).iterdir()
+    [file] = (folder / expectations.BREACHES).iterdir()
     assert events_in(file) == [ended]
     [first, *_] = findings(ReportReader(Tables(folder), {}).facts())
     assert (first.level, first.text) == ("bad", f"An expectation is breached: {sentence}.")
@@ -126,10 +126,10 @@ def test_a_breach_is_an_event_without_any_option(
 ) -> None:
     folder = tmp_path / "tables"
     sentence = broken_tables(tables_of()[1], folder)
-    monkeypatch.setattr(breaches, "BREACH_EVENTS_MAX", 2)
+    monkeypatch.setattr(expectations, "BREACH_EVENTS_MAX", 2)
     for _ in range(3):
         assert commands("expect", "--tables", folder).code == 1
-    files = sorted((folder / breaches.FOLDER).iterdir())
+    files = sorted((folder / expectations.BREACHES).iterdir())
     assert len(files) == 2
     times = [event["eventTime"] for file in files for event in events_in(file)]
     assert times == sorted(set(times))  # the oldest of three is gone
@@ -143,11 +143,13 @@ def test_a_breach_that_cannot_be_written_is_still_reported(
 ) -> None:
     folder = tmp_path / "tables"
     sentence = broken_tables(tables_of()[1], folder)
-    (folder / breaches.FOLDER).write_text("a file in its place")
+    (folder / expectations.BREACHES).write_text("a file in its place")
     done = commands("expect", "--tables", folder)
     warning, breached = done.stderr.splitlines()
     assert done.code == 1
-    assert warning.startswith(f"postroom: warning: no event was written to {folder}/{breaches.FOLDER}: ")
+    assert warning.startswith(
+        f"postroom: warning: no event was written to {folder}/{expectations.BREACHES}: "
+    )
     assert breached == f"postroom: breached: {sentence}"
 
 
@@ -158,7 +160,7 @@ def test_tables_that_meet_expectations_have_no_event(
     place = tmp_path / "lineage.jsonl"
     assert commands("expect", "--tables", folder, "--lineage", place).code == 0
     assert [event["eventType"] for event in events_in(place)] == ["START", "COMPLETE"]
-    assert not (folder / breaches.FOLDER).exists()
+    assert not (folder / expectations.BREACHES).exists()
 
 
 def test_a_report_takes_the_rules_of_expect(tables_of: TablesOf, commands: Commands, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from postroom.pipeline.report.facts import (
 from postroom.pipeline.report.findings import findings
 from postroom.pipeline.report.flames import Profile, speedscope, tree
 from postroom.pipeline.report.page import POLICY, page
-from postroom.pipeline.report.plots import Period, area
+from postroom.pipeline.report.plots import Period, Series, stacked
 from postroom.pipeline.report.queries import UNNAMED, ReportReader, goal_of, step_of, write_report
 from postroom.pipeline.report.words import clock, count, duration, esc, label, moment, money, share, width
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
@@ -541,7 +541,8 @@ def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
     """A character of them is 6.2 pixels wide, or less."""
     for since_us in (START_US, START_US + 17 * SECOND, START_US + 23 * HOUR_US):
         over = Period(since_us, since_us + span_us, SECOND // 10)
-        drawn = area({since_us: 1.0}, title="t", said="s", words=count, over=over, name="n", width=width)
+        series = [Series("c0", "n", {since_us: 1.0})]
+        drawn = stacked(series, title="t", said="s", words=count, over=over, width=width)
         ticks = re.findall(r'<text class="tick" x="([\d.]+)" y="[\d.]+" text-anchor="middle">([^<]+)<', drawn)
         assert ticks
         edges = [(float(x) - 3.1 * len(name), float(x) + 3.1 * len(name)) for x, name in ticks]

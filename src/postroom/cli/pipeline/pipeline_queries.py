@@ -213,12 +213,12 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "J
 
 def _keep_breach(shell: Shell, tables: "Tables", event: dict[str, Any]) -> None:
     """Write the event beside the tables. A reader without the right to write there still gets the result."""
-    from postroom.pipeline.query.breaches import FOLDER, keep_breach
+    from postroom.pipeline.query.expectations import BREACHES, keep_breach
 
     try:
         keep_breach(tables.storage, event)
     except (OSError, Unavailable) as error:
-        warn(shell.program, f"warning: no event was written to {tables.storage}/{FOLDER}: {error}")
+        warn(shell.program, f"warning: no event was written to {tables.storage}/{BREACHES}: {error}")
 
 
 def _targets(texts: tuple[str, ...]) -> dict[int, int]:

@@ -18,7 +18,7 @@ from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs as arrow_fs
 
 from postroom.errors import Unavailable, shown_address
-from postroom.pipeline.places import normalized
+from postroom.pipeline.paths import normalized
 from postroom.settings import is_address
 
 S3A: Final = ("s3a://", "s3://")

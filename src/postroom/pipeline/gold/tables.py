@@ -17,9 +17,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.file_groups import FileGroups
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
-from postroom.pipeline.gold.flames import FLAMES, flames
 from postroom.pipeline.gold.patterns import dlq_patterns, dlq_templates
-from postroom.pipeline.silver.tables import hour_us, named
+from postroom.pipeline.silver.tables import REVIVED, hour_us, named
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
@@ -397,6 +396,48 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
     )
 
 
+# ---- flame graphs --------------------------------------------------------------------------------------
+
+
+def _flame_of(spans: DataFrame) -> DataFrame:
+    """The addends of each message."""
+    waited_us = F.coalesce("queue_us", F.lit(0))
+    worked_us = F.greatest(F.coalesce("duration_us", F.lit(0)) - waited_us, F.lit(0))
+    return spans.where("goal_id IS NOT NULL").select(
+        "day",
+        hour_us(F.col("start_us")).alias("hour_us"),
+        "goal_id",
+        "org_id",
+        "stack",
+        F.lit(1).cast("bigint").alias("messages"),
+        worked_us.alias("work_us"),
+        waited_us.alias("wait_us"),
+        F.when(F.col("outcome").isin(*REVIVED), 1).otherwise(0).cast("bigint").alias("dead_letters"),
+        F.when(F.col("end_us").isNull(), 1).otherwise(0).cast("bigint").alias("open"),
+    )
+
+
+_FLAMES: Final = Sums(
+    ("day", "hour_us", "goal_id", "org_id", "stack"),
+    ("messages", "work_us", "wait_us", "dead_letters", "open"),
+    each=_flame_of,
+    scattered=True,
+)
+
+
+def flames(spans: DataFrame) -> DataFrame:
+    """One row for each hour, goal and stack, which has the types from the root of a message tree downwards.
+
+    A message counts in the hour of its creation; the hour is NULL if that is not known. `work_us` is the time
+    of the messages themselves, `wait_us` the time until their delivery. Their children have stacks of their
+    own, so the sum over a stack and all stacks that begin with it is the whole branch. A message that has not
+    ended is `open`, and has no time yet. `dead_letters` are dead or quarantined.
+    """
+    return _FLAMES.summed(_flame_of(spans))
+
+
+# ---- the declarations ----------------------------------------------------------------------------------
+
 _NAMED_EVENTS: Final = ("silver_events", "silver_messages")
 """Events, and the messages that supply their type and organization."""
 _DAY: Final = ("day",)
@@ -488,6 +529,6 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES, _hour_file_groups),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_file_groups),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES, _flame_file_groups),
 }
 """In the order in which they are built."""

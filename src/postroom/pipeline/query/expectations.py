@@ -2,21 +2,27 @@
 
 Rule 1: an expectation counts the rows that break it. It is breached when their share exceeds `most`.
 Rule 2: everything is computed from one version of each table, by DuckDB.
+Rule 3: a breach is kept as an event of OpenLineage, in a file of its own beside the tables, because nothing
+        can be appended to a file of an object store. Its name begins with its time, so that names sort by it.
 """
 
+import json
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from postroom.errors import InvalidSetting
+from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.query.database import Database, name_in_sql, text_in_sql
 from postroom.pipeline.times import MICROS_PER_S
 
 REJECTS: Final = "bronze_rejects"
+BREACHES: Final = "_breaches"  # a folder below the tables, which ignore names that begin with `_`
+BREACH_EVENTS_MAX: Final = 1_000  # newest events that are kept
 Kind = Literal["not_null", "unique", "known_values", "freshness", "reject_rate"]
 
 
@@ -144,3 +150,14 @@ def _broken_rows(one: Expectation) -> str:
 def _number(database: Database, expression: str, table: str) -> int:
     [row] = database.rows(f"SELECT {expression} AS n FROM {name_in_sql(table)}")  # noqa: S608 - quoted names
     return int(row["n"] or 0)
+
+
+def keep_breach(storage: Storage, event: Mapping[str, Any]) -> str:
+    """Write the event of a breach beside the tables; returns its path. Deletes the oldest events."""
+    name = f"{event['eventTime'].replace(':', '')}-{event['run']['runId']}.json"
+    path = f"{BREACHES}/{name}"
+    storage.write(path, json.dumps(event).encode() + b"\n")
+    known = sorted(file.path for file in storage.files(BREACHES, deep=False))
+    for oldest in known[:-BREACH_EVENTS_MAX]:
+        storage.delete(oldest)
+    return path

@@ -7,7 +7,7 @@ Rule 3: the template escapes every value. Only the drawings of `plots` and `flam
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from functools import cache
 from importlib import resources
@@ -31,18 +31,7 @@ from postroom.pipeline.report.facts import (
 )
 from postroom.pipeline.report.findings import SLA_GOOD, findings
 from postroom.pipeline.report.flames import flame_graph
-from postroom.pipeline.report.plots import Cell, Period, Series
-from postroom.pipeline.report.views import (
-    CALM,
-    LOUD,
-    Ranking,
-    Sheet,
-    Table,
-    legend,
-    over_time,
-    ranking,
-    time_table,
-)
+from postroom.pipeline.report.plots import COLOURS, Cell, Period, Series
 from postroom.pipeline.report.words import count, duration, moment, money, plural, share, width
 
 MATRIX_MAX: Final = 14  # rows, and columns
@@ -50,6 +39,10 @@ SPARKS_MAX: Final = 48
 SUSPECTS_SHOWN: Final = 8  # the others are in a collapsed table
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 TEMPLATE: Final = "page.html"
+
+CALM: Final = (0, 5, 3, 2, 4, 6, 7, 1)
+LOUD: Final = (1, 2, 4, 0, 3, 6, 5, 7)
+"""Colours in the order of use. Red comes first for failures."""
 
 _SECTIONS: Final = (
     ("latency", "Latency"),
@@ -62,6 +55,84 @@ _SECTIONS: Final = (
     ("traffic", "Traffic"),
     ("flames", "Flame graphs"),
 )
+
+
+class Table(NamedTuple):
+    """A table, collapsed by default."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    name: str = "The numbers"
+
+    def is_number(self, n: int) -> bool:
+        """Whether a column is right-aligned."""
+        return n > 0 and all(row[n][:1] in "$-0123456789" for row in self.rows)
+
+
+class Bar(NamedTuple):
+    """One row of a ranking."""
+
+    name: str
+    percent: float
+    """Of the largest value."""
+    text: str
+
+
+class Ranking(NamedTuple):
+    """Names with bars, the largest first."""
+
+    name: str
+    unit: str
+    bars: Sequence[Bar]
+    colour: int = 0
+
+
+class Sheet(NamedTuple):
+    """A framed part of a section."""
+
+    title: str
+    plot: Markup | None = None
+    legend: Sequence[tuple[str, str]] = ()
+    """CSS classes and what they mean."""
+    table: Table | None = None
+    ranking: Ranking | None = None
+    style: str = ""
+
+
+def ranking(name: str, unit: str, rows: Sequence[tuple[str, float, str]], colour: int) -> Ranking:
+    """A ranking of names by their values. Each row has a text for its value."""
+    top = max((value for _, value, _ in rows), default=0) or 1
+    bars = [Bar(label, 100 * value / top, text) for label, value, text in rows]
+    return Ranking(name, unit, bars, colour)
+
+
+def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
+    return [(one.style, one.name) for one in series]
+
+
+def over_time(parts: dict[str, Times], colours: Sequence[int] = CALM) -> list[Series]:
+    """Series by size. The parts beyond the number of colours are joined into one."""
+    ranked = sorted(parts.items(), key=lambda part: (-sum(part[1].values()), part[0]))
+    kept, rest = ranked[: COLOURS - 1], ranked[COLOURS - 1 :]
+    if rest:
+        others: Times = {}
+        for _, times in rest:
+            for at, n in times.items():
+                others[at] = others.get(at, 0) + n
+        kept.append((f"{len(rest)} others", others))
+    return [
+        Series(f"c{colours[n]}", name, {at: float(value) for at, value in times.items()})
+        for n, (name, times) in enumerate(kept)
+    ]
+
+
+def time_table(series: Sequence[Series], step_us: int) -> Table:
+    times = sorted({at for one in series for at in one.values})
+    rows = [[moment(at, step_us), *(f"{one.values.get(at, 0):,.0f}" for one in series)] for at in times]
+    return Table(["from", *(one.name for one in series)], rows)
+
+
+# ---- the page ----------------------------------------------------------------------------------------
 
 
 def page(facts: ReportFacts) -> str:
@@ -274,14 +345,8 @@ def _depth(facts: ReportFacts) -> list[Sheet]:
     peak_at = max(facts.depth, key=lambda at: facts.depth[at])
     peak = plural(facts.depth[peak_at], "message")
     said = f"at most {peak} waited, at {moment(peak_at, facts.step_us)}"
-    plot = plots.area(
-        {at: float(n) for at, n in facts.depth.items()},
-        title="Queue depth",
-        said=said,
-        words=count,
-        name="waiting at most",
-        over=_period(facts),
-    )
+    series = [Series("c0", "waiting at most", {at: float(n) for at, n in facts.depth.items()})]
+    plot = plots.stacked(series, title="Queue depth", said=said, words=count, over=_period(facts))
     rows = [[moment(at, facts.step_us), f"{n:,}"] for at, n in sorted(facts.depth.items())]
     sheets = [
         Sheet(said, plot, table=Table(("from", "waiting"), rows)),

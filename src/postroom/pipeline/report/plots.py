@@ -7,7 +7,6 @@ Rule 3: the size of a plot is bounded: callers pass at most `COLUMNS_MAX` column
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 from markupsafe import Markup
@@ -235,50 +234,17 @@ def _tooltips(series: Sequence[Series], words: Words, step_us: int) -> dict[int,
 def _line(frame: PlotFrame, series: Series, step_us: int) -> str:
     """A line with breaks where there is no value. A single value is a dot."""
     points = [(at, frame.x(at + step_us / 2), frame.y(value)) for at, value in sorted(series.values.items())]
-    path: list[str] = []
-    dots: list[str] = []
-    neighbours = {at for (at, *_), (then, *_) in pairwise(points) if then - at <= 2 * step_us}
-    neighbours |= {then for (at, *_), (then, *_) in pairwise(points) if then - at <= 2 * step_us}
-    before = None
-    for at, x, y in points:
-        verb = "L" if before is not None and at - before <= 2 * step_us else "M"
-        path.append(f"{verb}{x:.1f} {y:.1f}")
-        if at not in neighbours:
+    path, dots, was_joined = [], [], False
+    for n, (at, x, y) in enumerate(points):
+        is_joined = n + 1 < len(points) and points[n + 1][0] - at <= 2 * step_us  # to the next one
+        path.append(f"{'L' if was_joined else 'M'}{x:.1f} {y:.1f}")
+        if not was_joined and not is_joined:
             dots.append(f'<circle class="dot {series.style}" cx="{x:.1f}" cy="{y:.1f}" r="1.6"/>')
-        before = at
+        was_joined = is_joined
     return f'<path class="line {series.style}" d="{"".join(path)}"/>{"".join(dots)}'
 
 
-# ---- areas and bars over time --------------------------------------------------------------------------
-
-
-def area(
-    values: dict[int, float],
-    *,
-    title: str,
-    said: str,
-    words: Words,
-    over: Period,
-    name: str,
-    width: int = WIDTH,
-    height: int = 240,
-) -> Markup:
-    """One quantity over time, as steps."""
-    frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
-    body = [_axes(frame, words)]
-    steps = []
-    for at, value in sorted(values.items()):
-        y = frame.y(value)
-        steps.append(f"L{frame.x(at):.1f} {y:.1f}L{frame.x(at + over.step_us):.1f} {y:.1f}")
-    if steps:
-        first, last = frame.x(min(values)), frame.x(max(values) + over.step_us)
-        outline = "".join(steps)
-        body.append(
-            f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
-            f'<path class="line c0" d="M{outline[1:]}"/>'
-        )
-    body.append(_columns(frame, over.step_us, _tooltips([Series("c0", name, values)], words, over.step_us)))
-    return svg(width, height, title, said, "".join(body), "plot wide")
+# ---- bars over time --------------------------------------------------------------------------
 
 
 def stacked(
