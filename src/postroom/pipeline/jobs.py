@@ -8,7 +8,7 @@ Rule 3: a run keeps nothing in memory from one table to the next, so a run can r
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,7 +23,7 @@ from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.file_groups import file_group, is_dense
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
-from postroom.pipeline.delta.tables import Split, Staged, Tables, require_rows
+from postroom.pipeline.delta.tables import Staged, Tables, require_rows
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
@@ -49,7 +49,6 @@ from postroom.pipeline.ingest.segments import (
 )
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
 from postroom.pipeline.schedule import Dependencies, run_in_order
-from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import AWAITED, in_pool, is_classic
@@ -143,13 +142,13 @@ class Pipeline:
         `events` names the folders of one or several audit streams, as paths or as addresses. With
         `skip_missing`, missing segments are reported and never ingested, even if they arrive later.
         """
-        self._forget_counts()
+        self._segments = self._lines = self._rejects = 0
         self._run(self.streams(events), skip_missing=skip_missing)
         return self._summary()
 
     def backfill(self, events: Place | Sequence[Place] = ()) -> RunSummary:
         """Ingest the new segments, then rebuild the silver and gold tables from all of bronze."""
-        self._forget_counts()
+        self._segments = self._lines = self._rejects = 0
         streams = self.streams(events)
         if not streams:
             self.tables.require_tables()
@@ -178,7 +177,7 @@ class Pipeline:
         Structured Streaming delivers the events of new segments in micro-batches; see `micro_batches`. Behind
         Spark Connect it would call this code in the server's process, so there a loop looks for segments.
         """
-        self._forget_counts()
+        self._segments = self._lines = self._rejects = 0
         streams = self.streams(events)
 
         def catch_up() -> None:
@@ -224,9 +223,6 @@ class Pipeline:
                     if batch[-1] is not self._pending[str(stream)].ready[-1]:
                         self._refresh_tables(SILVER_INPUTS)
             self._refresh_tables(self._inputs())  # the last batch, and tables that a killed run left behind
-
-    def _forget_counts(self) -> None:
-        self._segments = self._lines = self._rejects = 0
 
     def _summary(self) -> RunSummary:
         pending = self._pending.values()
@@ -405,14 +401,12 @@ class Pipeline:
         inputs = self._inputs()[name]
         sources = inputs[:1] if name in SILVER else inputs
         rebuild = rebuild or any(self.tables.is_withdrawn(source, name) for source in sources)
-        if name in SILVER:
-            self._refresh_silver(tables, name, SILVER[name], rebuild=rebuild)
-        else:
+        if name not in SILVER:
             self._refresh_gold(tables, name, self._gold[name], rebuild=rebuild)
-
-    def _refresh_silver(self, tables: Tables, name: str, table: SilverTable, *, rebuild: bool) -> None:
-        refresh = SilverRefresh(self.spark, tables, name, table, level=self.level, progress=self._progress)
-        refresh.run(rebuild=rebuild)
+            return
+        SilverRefresh(self.spark, tables, name, SILVER[name], level=self.level, progress=self._progress).run(
+            rebuild=rebuild
+        )
 
     # ---- gold ----------------------------------------------------------------------------------------
 
@@ -440,22 +434,17 @@ class Pipeline:
             if replacement is None:
                 tables.mark(name, txns, base=base)
             else:
-                split = self._file_groups(tables, table, refresh.hours)
                 rows, replaced = replacement
+                groups = None if table.file_groups is None else table.file_groups()
+                if groups is not None and groups.may_reopen is None and not is_dense(tables):
+                    groups = None  # few rows do not need files of their own hour
                 tables.swap(
                     name,
                     rows,
                     () if is_other_form else replaced,
                     partition_by=table.partition_by,
-                    split=split,
+                    split=None if groups is None else file_group(tables, groups, refresh.hours),
                     txns=txns,
                     base=base,
                     mode="overwrite" if is_other_form else "append",
                 )
-
-    def _file_groups(self, tables: Tables, table: GoldTable, hours: Collection[int] | None) -> Split | None:
-        """Which rows share a file. Few rows do not need files of their own hour."""
-        groups = None if table.file_groups is None else table.file_groups()
-        if groups is None or (groups.may_reopen is None and not is_dense(tables)):
-            return None
-        return file_group(tables, groups, hours)

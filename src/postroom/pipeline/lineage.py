@@ -104,7 +104,9 @@ class JobRun:
             self._emit(RunState.FAIL, job, failed)
             raise
         try:
-            commits = _commits(tables, name, before)
+            after = tables.version(name)
+            first = before + 1 if before <= after else 0  # the table was created again
+            commits = [tables.read_commit(name, version) for version in range(first, after + 1)]
             if any(commit is None or commit.added or commit.removed for commit in commits):
                 inputs = [InputDataset(**dataset(stream)) for stream in streams]
                 inputs += [_read(tables, name, source, before) for source in sources]
@@ -219,13 +221,6 @@ def _written(tables: "Tables", name: str, commits: Sequence["Commit | None"]) ->
         facets={"schema": schema_dataset.SchemaDatasetFacet(columns), **_version(tables.version(name))},
         outputFacets={} if None in commits else {"outputStatistics": statistics},
     )
-
-
-def _commits(tables: "Tables", name: str, before: int) -> list["Commit | None"]:
-    """The commits after version `before`, or all if the table was created again. None: not in the log."""
-    after = tables.version(name)
-    first = before + 1 if before <= after else 0
-    return [tables.read_commit(name, version) for version in range(first, after + 1)]
 
 
 def _version(number: int) -> dict[str, Any]:

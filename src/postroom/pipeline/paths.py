@@ -54,7 +54,10 @@ def need_stream(place: Path | str) -> None:
 
 def need_apart(events: Path | str, tables: Path | str) -> None:
     """Raise if one folder contains the other: a reader of the stream would find files of the tables."""
-    stream, folder = (_compared(place) for place in (events, tables))
+    stream, folder = (
+        normalized(place) if (here := local_path(place)) is None else str(here.resolve())
+        for place in (events, tables)
+    )
     if stream == folder:
         raise InvalidMessage(
             f"--events and --tables are the same folder, {events}: give the tables their own"
@@ -62,11 +65,6 @@ def need_apart(events: Path | str, tables: Path | str) -> None:
     for inner, outer in ((stream, folder), (folder, stream)):
         if inner.startswith(f"{outer.rstrip('/')}/"):
             raise InvalidMessage(f"{inner} lies in {outer}: give --events and --tables separate folders")
-
-
-def _compared(place: Path | str) -> str:
-    folder = local_path(place)
-    return normalized(place) if folder is None else str(folder.resolve())
 
 
 def need_writable(place: Path | str) -> None:

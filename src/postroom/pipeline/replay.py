@@ -26,7 +26,6 @@ from postroom.pipeline.query.database import Database
 from postroom.pipeline.spark.session import first_sentence
 from postroom.pipeline.submission import COMMIT_MESSAGES, ReplayMessage, Submitter, chunks, is_fit
 from postroom.stores.open import SQLITE, open_store
-from postroom.stores.store import Store
 
 ID_CHARS: Final = 12
 COMMITS_A_S: Final = 10  # at a limited rate
@@ -151,7 +150,11 @@ def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
             raise InvalidSetting(f"there is no store at {path}")
         store = open_store(request.store)
         stack.callback(store.close)
-        places.append(partial(_stored, store))
+        places.append(
+            lambda row: (
+                None if (known := store.load(row["message_id"])) is None else known.envelope.payload.decode()
+            )
+        )
     if request.key_file is not None:
         places.append(partial(_revealed, Cipher.from_file(request.key_file)))
 
@@ -159,11 +162,6 @@ def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
         return next((said for place in places if (said := place(row)) is not None), None)
 
     return payload
-
-
-def _stored(store: Store, row: Row) -> str | None:
-    stored = store.load(row["message_id"])
-    return None if stored is None else stored.envelope.payload.decode()
 
 
 def _revealed(cipher: Cipher, row: Row) -> str | None:

@@ -8,6 +8,7 @@ Rule 3: the priority is dropped. Tasks have none: a claim only looks at the defa
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -51,16 +52,13 @@ class Submitter(Closing):
 
     def submit(self, messages: Iterable[ReplayMessage]) -> None:
         """Submit the messages, `COMMIT_MESSAGES` in each commit."""
-        envelopes = map(self._envelope, messages)
-        while chunk := list(islice(envelopes, COMMIT_MESSAGES)):
-            self._commit(chunk)
-
-    def _commit(self, envelopes: list[Envelope]) -> None:
-        self._backlog.hold_up()
-        accepted = self._tasks.store.write(lambda transaction: _insert(transaction, envelopes))
-        known = sum(each.duplicate for each in accepted)
-        self.known += known
-        self.new += len(accepted) - known
+        for chunk in chunks(messages, COMMIT_MESSAGES):
+            envelopes = [*map(self._envelope, chunk)]
+            self._backlog.hold_up()
+            accepted = self._tasks.store.write(partial(_insert, envelopes))
+            known = sum(each.duplicate for each in accepted)
+            self.known += known
+            self.new += len(accepted) - known
 
     def _envelope(self, message: ReplayMessage) -> Envelope:
         key = _key(self._replay_id, message.message_id)
@@ -68,10 +66,14 @@ class Submitter(Closing):
             raise InvalidMessage(
                 f"{message.message_id!r} is no message id: nothing can be remembered under it"
             )
-        queue = checked_name("queue", message.queue)
+        queue, payload = checked_name("queue", message.queue), message.payload.encode()
+        try:
+            msgspec.json.decode(payload)
+        except msgspec.DecodeError:
+            payload = msgspec.json.encode(message.payload)
         return Envelope(
             queue=queue,
-            payload=_as_json(message.payload),
+            payload=payload,
             key=key,
             type=message.type,
             parent_message_id=message.parent_message_id,
@@ -82,7 +84,7 @@ class Submitter(Closing):
         self._tasks.close()
 
 
-def _insert(transaction: Transaction, envelopes: list[Envelope]) -> list[Accepted]:
+def _insert(envelopes: list[Envelope], transaction: Transaction) -> list[Accepted]:
     """Insert messages, each in the durability class of its queue."""
     return transaction.insert(
         [replace(each, durability=transaction.limits(each.queue).durability or "os") for each in envelopes]
@@ -97,15 +99,6 @@ def is_fit(replay_id: str, message_id: str, queue: str) -> bool:
 def _key(replay_id: str, message_id: str) -> str | None:
     key = f"{replay_id}:{message_id}"
     return key if message_id and len(key) <= KEY_CHARS_MAX else None
-
-
-def _as_json(payload: str) -> bytes:
-    data = payload.encode()
-    try:
-        msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return msgspec.json.encode(payload)
-    return data
 
 
 def chunks(messages: Iterable[ReplayMessage], size: int) -> Iterator[list[ReplayMessage]]:

@@ -31,10 +31,10 @@ from postroom.pipeline.declarative import (
     SEGMENTS,
     define,
     hashed,
+    main,
     view_of,
     write_project,
 )
-from postroom.pipeline.declarative.__main__ import main
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.schema import EVENTS

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Txn, path_below
+from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import Split, Staged, Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import counted, rows_of
@@ -116,8 +117,8 @@ def test_duckdb_polars_and_datafusion_read_every_row_of_every_table(
 def test_files_with_fewer_rows_than_were_written_are_not_committed(
     spark: SparkSession, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Tables._adds
-    monkeypatch.setattr(Tables, "_adds", lambda *what: found(*what)[1:])  # as if a file were not listed
+    found = Storage.files
+    monkeypatch.setattr(Storage, "files", lambda *where: found(*where)[1:])  # as if a file were not listed
     with pytest.raises(Unavailable, match="rows, and 9 were written: nothing was committed"):
         tables.append("t", numbers(spark, 0, 9), partition_by=("day",))
     assert not tables.exists("t")

@@ -21,6 +21,7 @@ from pyspark.sql.types import StructType
 FILE: Final = "file"  # the column with the URL of the file of a row
 ROW: Final = "row"  # the column with the number of a row
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
+KEPT: Final = " ,;@!~()+$&"  # characters that Spark does not escape in the name of a folder
 COMPRESSION: Final = "zstd"
 COMPRESSION_LEVEL: Final = 1  # nearly as small as the default, for less CPU
 
@@ -89,7 +90,8 @@ def files_of(
             use_dictionary=sorted(names.intersection(dictionary)),
             write_statistics=sorted(names.intersection(statistics)),
         )
-        folders = [f"{key}={_as_folder(value)}" for key, value in zip(keys, values, strict=True)]
+        texts = [NO_VALUE if value is None else quote(str(value), safe=KEPT) for value in values]
+        folders = [f"{key}={text}" for key, text in zip(keys, texts, strict=True)]
         yield folders[len(split_by) :], [str(value) for value in values[: len(split_by)]], data.getvalue()
 
 
@@ -101,12 +103,3 @@ def _groups(rows: pa.Table, keys: Sequence[str]) -> Iterable[tuple[tuple[Any, ..
     for number, values in enumerate(zip(*(rows[key].to_pylist() for key in keys), strict=True)):
         groups[values].append(number)
     return groups.items()
-
-
-def _as_folder(value: object) -> str:
-    """A partition value as part of a folder name, in the way of Spark."""
-    return NO_VALUE if value is None else quote(_text(value), safe=" ,;@!~()+$&")
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
-from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 from pyspark.sql.types import StructType
@@ -481,7 +481,9 @@ def _write(storage: Storage, name: str, delta: DeltaTable, change: Change) -> bo
     """
     is_overwrite = change.mode == "overwrite"
     try:
-        if not is_overwrite and (new := _missing_columns(delta, change.columns)):
+        known = {field.name for field in delta.schema().fields}
+        new = [field for field in change.columns.fields if field.name not in known]
+        if new and not is_overwrite:  # a table of an earlier version; they are NULL in its old rows
             delta.alter.add_columns(new)
             return False
         if is_overwrite and not _has_partitions(delta, change.partition_by):
@@ -576,12 +578,6 @@ def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> Non
 def _has_partitions(delta: DeltaTable, wanted: Sequence[str]) -> bool:
     """Whether a table is partitioned by these columns."""
     return delta.metadata().partition_columns == list(wanted)
-
-
-def _missing_columns(delta: DeltaTable, wanted: Schema) -> list[Field]:
-    """The columns that a table of an earlier version lacks. They are NULL in its old rows."""
-    known = {field.name for field in delta.schema().fields}
-    return [field for field in wanted.fields if field.name not in known]
 
 
 def _commit_of(actions: Sequence[Mapping[str, Any]]) -> Commit:

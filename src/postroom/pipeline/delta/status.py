@@ -21,14 +21,16 @@ def status_of(tables: Tables, streams: Sequence[EventStream] = ()) -> Iterator[d
 
 
 def _row(tables: Tables, name: str) -> dict[str, Any]:
-    files = tables.listing(name)
+    files, behind = tables.listing(name), None
+    if name in SILVER and tables.exists(source := SILVER[name].source):
+        behind = tables.version(source) - tables.last_txn(name, source)
     return {
         "table": name,
         "version": tables.version(name),
         "rows": files.rows,
         "files": len(files),
         "bytes": files.bytes,
-        "behind": _behind(tables, name),
+        "behind": behind,
     }
 
 
@@ -44,13 +46,6 @@ def _segments(tables: Tables, stream: EventStream) -> dict[str, Any]:
         "behind": len(pending.ready) + len(pending.waiting),
         "missing": pending.gaps,
     }
-
-
-def _behind(tables: Tables, name: str) -> int | None:
-    """The number of commits of its source that a table has not read; None for bronze and gold."""
-    if name not in SILVER or not tables.exists(source := SILVER[name].source):
-        return None
-    return tables.version(source) - tables.last_txn(name, source)
 
 
 def columns_of(tables: Tables) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ class Storage:
         self.access = access
         self.uri = _here(self.place, access.mounts)
         """What this process opens."""
-        self.local = _local(self.uri)
+        self.local = Path(unquote(urlsplit(self.uri).path)) if self.uri.startswith("file:") else None
         """The folder, if it lies on this machine."""
         self._fs: Any = None
 
@@ -83,17 +83,15 @@ class Storage:
     @property
     def fs(self) -> Any:
         """The folder as a file system of Arrow."""
-        if self._fs is None:
-            self._fs = self._opened()
+        if self._fs is None and self.local is not None:
+            self._fs = arrow_fs.SubTreeFileSystem(str(self.local), arrow_fs.LocalFileSystem())
+        elif self._fs is None:
+            try:
+                self._fs = arrow_fs.PyFileSystem(_Handler(self.uri, self.options))
+            except (OSError, ValueError, DeltaError) as error:
+                place = shown_address(self.place)
+                raise Unavailable(f"{place} cannot be opened: {_first_line(error)}") from None
         return self._fs
-
-    def _opened(self) -> Any:
-        if self.local is not None:
-            return arrow_fs.SubTreeFileSystem(str(self.local), arrow_fs.LocalFileSystem())
-        try:
-            return arrow_fs.PyFileSystem(_Handler(self.uri, self.options))
-        except (OSError, ValueError, DeltaError) as error:
-            raise Unavailable(f"{shown_address(self.place)} cannot be opened: {_first_line(error)}") from None
 
     # ---- files -----------------------------------------------------------------------------------------
 
@@ -211,7 +209,3 @@ def normalized_uri(text: str) -> str:
     """An address without a slash at its end. A path becomes a `file:` address."""
     place = normalized(text)
     return place if is_address(place) else Path(place).as_uri()
-
-
-def _local(uri: str) -> Path | None:
-    return Path(unquote(urlsplit(uri).path)) if uri.startswith("file:") else None

@@ -200,7 +200,7 @@ class Tables(Logs):
         """
         if self._rows is not None:
             return self._numbered(spark, name, files, convert).drop(FILE)
-        return self._scan(spark, name, files, {ROW: _row_number()})
+        return self._scan(spark, name, files, {ROW: F.xxhash64("_metadata.file_path", "_metadata.row_index")})
 
     def _numbered(
         self,
@@ -467,12 +467,6 @@ def _has_partition_folders(file: DataFile) -> bool:
     found = {name: unquote(value) for name, _, value in folders}
     known = {name: NO_VALUE if value is None else value for name, value in file.partition.items()}
     return all(sign for _, sign, _ in folders) and known.items() <= found.items()
-
-
-def _row_number() -> Column:
-    """A number for a row of a Parquet file, the same at every read."""
-    # By the whole path: a task gives its files of several dates the same name.
-    return F.xxhash64("_metadata.file_path", "_metadata.row_index")
 
 
 def _partition_of(path: str, partition_by: Sequence[str]) -> dict[str, str | None]:

@@ -11,8 +11,7 @@ import msgspec
 
 from postroom.core.formats.events import event_id
 from postroom.core.history.message_checker import Rule
-from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
-from postroom.pipeline.generator.messages import GeneratedMessage
+from postroom.pipeline.generator.messages import GeneratedMessage, GeneratedSource, LineBatch
 from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, add_event
 
 FAULTS_A_RULE: Final = 3  # at most, in a small history

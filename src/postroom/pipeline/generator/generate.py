@@ -18,7 +18,7 @@ from postroom.audit.segment_writer import SegmentSink
 from postroom.core.history.message_checker import Rule
 from postroom.errors import InvalidMessage
 from postroom.pipeline.generator.faults import Fault, Faults
-from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
+from postroom.pipeline.generator.messages import GeneratedSource, LineBatch
 from postroom.pipeline.generator.traffic import HOUR, S, Traffic
 from postroom.pipeline.generator.world import World
 

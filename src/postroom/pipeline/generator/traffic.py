@@ -11,8 +11,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom.pipeline.generator.feed import NOBODY, GeneratedSource, Names
-from postroom.pipeline.generator.messages import GeneratedGoal, GeneratedMessage
+from postroom.pipeline.generator.messages import (
+    NOBODY,
+    GeneratedGoal,
+    GeneratedMessage,
+    GeneratedSource,
+    Names,
+)
 from postroom.pipeline.generator.world import (
     MAX_RETRIES,
     MAX_RETRIES_ELSE,
@@ -181,7 +186,7 @@ class Traffic:
     def _refuse(self, message: GeneratedMessage) -> None:
         more = ',"error_type":"QueueFull","error":"only P0 is accepted at present"'
         fields = f'"kind":"rejected",{message.fields},"priority":{message.priority},{message.trace}{more}'
-        message.put((self.now_us, fields, "}", message.names, None, False))
+        message.feed.put((self.now_us, fields, "}", message.names, None, False))
 
     def _live(self, message: GeneratedMessage, service: str, fate: str) -> int:
         """Generate the life of a message; returns when it was completed, or 0."""

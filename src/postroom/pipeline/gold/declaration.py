@@ -53,26 +53,19 @@ class Sums(NamedTuple):
 
         `rows.columns` is not used: a declarative pipeline may not ask for it.
         """
+        kinds = dict(self.decimals)
+        sums = {name: F.sum(name) for name in self.sums}
+        sums |= {name: total.cast(kinds[name]) for name, total in sums.items() if name in kinds}
+        unions = {name: F.sort_array(F.array_distinct(F.flatten(F.collect_list(name)))) for name in self.sets}
         summed = rows.groupBy(*self.keys).agg(
-            *[self._sum(name).alias(name) for name in self.sums],
+            *[total.alias(name) for name, total in sums.items()],
             *[F.min(name).alias(name) for name in self.smallest],
             *[F.max(name).alias(name) for name in self.largest],
-            *[_union_of_sets(name).alias(name) for name in self.sets],
+            *[union.alias(name) for name, union in unions.items()],
         )
         shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
-        return summed.where(self.is_nonzero()).select("*", *shares)
-
-    def _sum(self, name: str) -> Column:
-        kind = dict(self.decimals).get(name)
-        return F.sum(name) if kind is None else F.sum(name).cast(kind)
-
-    def is_nonzero(self) -> Column:
-        """Whether any sum of a row is not 0."""
-        return reduce(or_, [F.col(name) != 0 for name in self.sums])
-
-
-def _union_of_sets(name: str) -> Column:
-    return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name))))
+        is_nonzero = reduce(or_, [F.col(name) != 0 for name in self.sums])
+        return summed.where(is_nonzero).select("*", *shares)
 
 
 class Hours(NamedTuple):

@@ -83,7 +83,9 @@ class GoldRefresh:
         rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
         if whole or not self._closed_day or not replaced:
             return rows, replaced
-        return rows.where(F.col("day") > self._closed_day), [file for file in replaced if self._is_open(file)]
+        return rows.where(F.col("day") > self._closed_day), [
+            file for file in replaced if (file.partition["day"] or "") > self._closed_day
+        ]
 
     @cached_property
     def _closed_day(self) -> str:
@@ -93,9 +95,6 @@ class GoldRefresh:
         newest_us = deleted_numbers.newest_us(self._tables)
         return "" if newest_us < 0 else _day_at(newest_us)
 
-    def _is_open(self, file: DataFile) -> bool:
-        return _day(file) > self._closed_day
-
     def update(self, known: Versions, until: Versions, held: ExitStack) -> Replacement | None:
         """The update from one version of the inputs to another; None when no row has changed."""
         changes = [
@@ -104,17 +103,14 @@ class GoldRefresh:
         ]
         if not any(change.added or change.removed for change in changes):
             return None
-        if self._table.change is None or self._are_names_old(known):
+        are_names_old = self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
+        if self._table.change is None or are_names_old:
             return self.rebuild()
         if self._unnamed_since(known[self._table.inputs[0]]):
             self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
         return self._follow(changes[0], self._table.change, held) if changes[0].days else None
 
     # ---- the names of messages -----------------------------------------------------------------------
-
-    def _are_names_old(self, known: Versions) -> bool:
-        """Whether a known message has got another type or organization since."""
-        return self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
 
     def _unnamed_since(self, version: int) -> bool:
         """Whether events without the type or organization of their message were added after a version."""
@@ -231,7 +227,8 @@ class GoldRefresh:
             if found is None:
                 return None
             replaced = found
-        return way.summed(self._own(replaced, news).unionByName(news)), replaced
+        own = self._read(self._name, replaced).select(*news.columns)  # another program may have added columns
+        return way.summed(own.unionByName(news)), replaced
 
     def _changed_rows(
         self, change: InputChange, way: Sums, held: ExitStack
@@ -306,16 +303,8 @@ class GoldRefresh:
         rows = self._tables.read(self._spark, name, files)
         return with_all_columns(rows) if name == EVENTS else rows
 
-    def _own(self, files: list[DataFile], like: DataFrame) -> DataFrame:
-        """Rows of the table itself, without columns that another program has added."""
-        return self._read(self._name, files).select(*like.columns)
-
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return self._tables.listing(name).in_partitions("day", days)
-
-
-def _day(file: DataFile) -> str:
-    return file.partition["day"] or ""
 
 
 def _last(days: set[str | None]) -> str:

@@ -10,6 +10,8 @@ Rule 3: Spark's JSON reader alone reads plain lines only (`plain`). All others a
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Final
 from zlib import crc32
 
@@ -83,7 +85,7 @@ def arriving_events(spark: SparkSession, folder: str, ingested: int, bytes_max: 
 def is_bad() -> Column:
     """Whether a parsed line is no event: not JSON, wrong types, missing fields, a time or schema too high."""
     missing = [F.col(name).isNull() for name in REQUIRED]
-    bad = F.col(CORRUPT).isNotNull() | _any([*missing, ~_is_in_time(), _is_newer()])
+    bad = reduce(or_, [F.col(CORRUPT).isNotNull(), *missing, ~_is_in_time(), _is_newer()])
     return F.coalesce(bad, F.lit(True))  # noqa: FBT003 - a literal of SQL
 
 
@@ -231,10 +233,3 @@ def texts(spark: SparkSession, folder: str, segments: Sequence[str]) -> DataFram
     found = spark.read.option("basePath", folder).text(list(segments))
     sealed = F.col("date").cast(_SEALED.dataType)
     return found.select("value", F.col("_metadata.file_name").alias("segment"), sealed.alias("date"))
-
-
-def _any(conditions: Sequence[Column]) -> Column:
-    joined = conditions[0]
-    for condition in conditions[1:]:
-        joined = joined | condition
-    return joined

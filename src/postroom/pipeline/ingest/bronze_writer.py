@@ -148,7 +148,8 @@ def _inspected_by_executors(
     look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
     files, column = _files_of(spark, stream, segments)
     rows = files.select("path", look(column).alias("found")).collect()
-    return {_name_in(row["path"]): Inspected(*row["found"]) for row in rows}
+    # The name of a segment is the end of its path: its date, its hour and its file.
+    return {"/".join(row["path"].split("/")[-3:]): Inspected(*row["found"]) for row in rows}
 
 
 def _files_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> tuple[DataFrame, str]:
@@ -162,11 +163,6 @@ def _files_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segme
         return files.select("path", "content"), "content"
     paths = [(str(stream.storage.local / segment.name),) for segment in segments]
     return spark.createDataFrame(paths, "path string"), "path"
-
-
-def _name_in(path: str) -> str:
-    """The name of a segment, which is the end of its path: its date, its hour and its file."""
-    return "/".join(path.split("/")[-3:])
 
 
 def _mark(segments: Iterable[Segment]) -> Column:

@@ -55,8 +55,11 @@ def redacted_rows(level: Level) -> Callable[[pa.Table], pa.Table]:
         marks = rows[MARK].to_pylist() if MARK in rows.column_names else [None] * len(rows)
         for name, change in (("payload", redactor.payload), ("error", redactor.text)):
             if level != "none" and name in rows.column_names:
+                kept = ENCRYPTED if name == "payload" else None
                 texts = [
-                    text if mark in sufficient else _redacted(text, change, name)
+                    text
+                    if text is None or mark in sufficient or (kept and text.startswith(kept))
+                    else change(text)
                     for text, mark in zip(rows[name].to_pylist(), marks, strict=True)
                 ]
                 rows = rows.set_column(
@@ -65,11 +68,6 @@ def redacted_rows(level: Level) -> Callable[[pa.Table], pa.Table]:
         return rows
 
     return redact
-
-
-def _redacted(text: str | None, change: Callable[[str], str], name: str) -> str | None:
-    is_encrypted = name == "payload" and text is not None and text.startswith(ENCRYPTED)
-    return text if text is None or is_encrypted else change(text)
 
 
 def _texts() -> dict[str, str]:

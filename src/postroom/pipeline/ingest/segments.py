@@ -219,7 +219,13 @@ class EventStream:
         found = self._chain(ingested)
         chain = found.entries
         covered = {entry.name: entry for entry in chain} if _is_sound(found) else {}
-        new = [_as_sealed(segment, covered) for segment in listed if segment.number > ingested]
+        new = [
+            segment
+            if (entry := covered.get(segment.name)) is None
+            else segment._replace(sha256=entry.sha256, redaction=entry.redaction)
+            for segment in listed
+            if segment.number > ingested
+        ]
         short = _truncated(new, chain, hashes or self.hashes)
         whole = [segment for segment in new if segment.number not in short]
         # A truncated segment is a gap even without a later segment.
@@ -273,12 +279,6 @@ def _truncated(new: Sequence[Segment], chain: Sequence[ChainEntry], hashes: Hash
         return not found.get(segment.name, "").startswith(segment.hash)
 
     return [segment.number for segment in new if is_truncated(segment)]
-
-
-def _as_sealed(segment: Segment, covered: Mapping[str, ChainEntry]) -> Segment:
-    """The segment with what the chain says of it."""
-    entry = covered.get(segment.name)
-    return segment if entry is None else segment._replace(sha256=entry.sha256, redaction=entry.redaction)
 
 
 def _is_same_stream(tables: Tables, listed: Sequence[Segment], app_id: str, number: int) -> bool:

@@ -62,18 +62,16 @@ def parse(query: str) -> ParsedQuery:
         [[text]] = con.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
     tree = msgspec.json.decode(text)
     if tree["error"]:
-        raise InvalidMessage(_refusal(tree))
+        if tree["error_type"] == "not implemented":
+            raise InvalidMessage(
+                "sql answers queries over the tables and changes nothing: this is not a SELECT"
+            )
+        raise InvalidMessage(f"DuckDB refuses it: {first_sentence(tree['error_message'])}")
     if len(tree["statements"]) != 1:
         raise InvalidMessage("sql answers one query at a time")
     walk = _Walk()
     walk.all(tree["statements"][0])
     return ParsedQuery(frozenset(walk.tables - walk.aliases), walk.lists_tables)
-
-
-def _refusal(tree: dict[str, Any]) -> str:
-    if tree["error_type"] == "not implemented":
-        return "sql answers queries over the tables and changes nothing: this is not a SELECT"
-    return f"DuckDB refuses it: {first_sentence(tree['error_message'])}"
 
 
 class _Walk:
@@ -102,9 +100,15 @@ class _Walk:
             case "BASE_TABLE":
                 self._table(node)
             case "TABLE_FUNCTION":
-                self._function(node["function"]["function_name"])
-            case "SHOW_REF":
-                self._show(node)
+                name = node["function"]["function_name"]
+                if name.lower() not in TABLE_FUNCTIONS:
+                    raise InvalidMessage(
+                        f"sql does not know a table function {name}, or it may not be called here"
+                    )
+            case "SHOW_REF" if node["query"] is None:
+                if node["table_name"] not in SHOWN:
+                    raise InvalidMessage("sql shows tables and their columns, and nothing else")
+                self.lists_tables = True
         for entry in node.get("cte_map", {}).get("map", ()):
             self.aliases.add(entry["key"].lower())
 
@@ -113,16 +117,6 @@ class _Walk:
         if len(parts) != 1 or node.get("at_clause") is not None:
             raise InvalidMessage(f"{'.'.join(parts)} is not a table of this folder")
         self.tables.add(parts[0].lower())
-
-    def _function(self, name: str) -> None:
-        if name.lower() not in TABLE_FUNCTIONS:
-            raise InvalidMessage(f"sql does not know a table function {name}, or it may not be called here")
-
-    def _show(self, node: dict[str, Any]) -> None:
-        if node["query"] is None:
-            if node["table_name"] not in SHOWN:
-                raise InvalidMessage("sql shows tables and their columns, and nothing else")
-            self.lists_tables = True
 
 
 # ---- rows as JSON ------------------------------------------------------------------------------------------

@@ -128,7 +128,14 @@ def _time_ticks(frame: PlotFrame) -> Iterator[tuple[int, str]]:
         *(hours * HOUR_US for hours in (1, 2, 3, 6, 12)),
         *(days * DAY_US for days in (1, 2, 7, 14, 28, 91, 365)),
     ]
-    step = next((step for step in steps if _have_room(frame, step)), steps[-1])
+
+    def has_room(step: int) -> bool:
+        """Whether ticks with this step are few enough, and have room for their labels."""
+        apart = frame.x(since_us + step) - LEFT
+        wide = TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
+        return (until_us - since_us) / step <= TICKS_MAX and apart >= wide
+
+    step = next(filter(has_room, steps), steps[-1])
     tick = -(-since_us // step) * step
     while tick <= until_us:
         name = _tick_name(tick, step)
@@ -141,24 +148,12 @@ def _tick_name(tick: int, step: int) -> str:
     return day(tick) if tick % DAY_US == 0 else clock(tick, step)
 
 
-def _have_room(frame: PlotFrame, step: int) -> bool:
-    """Whether ticks with this step are few enough, and have room for their labels."""
-    span_us = frame.until_us - frame.since_us
-    apart = frame.x(frame.since_us + step) - LEFT
-    return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
-
-
-def _value_ticks(frame: PlotFrame) -> Iterator[float]:
-    if frame.low > 0:
-        yield from (float(tick) for tick in LADDER if frame.low <= tick <= frame.top)
-        return
-    for n in range(GRID_LINES + 1):
-        yield frame.top * n / GRID_LINES
-
-
 def _axes(frame: PlotFrame, words: Words) -> str:
     parts = []
-    for value in _value_ticks(frame):
+    values = [frame.top * n / GRID_LINES for n in range(GRID_LINES + 1)]
+    if frame.low > 0:
+        values = [float(tick) for tick in LADDER if frame.low <= tick <= frame.top]
+    for value in values:
         y = frame.y(value)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'

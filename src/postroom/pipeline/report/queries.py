@@ -376,10 +376,11 @@ class ReportReader:
                               FROM gold_cost GROUP BY ALL),
                      tokens AS (SELECT {_named(column)} AS name, sum(tokens_in + tokens_out) AS tokens
                                 FROM gold_tokens GROUP BY ALL)
-                SELECT * FROM cost LEFT JOIN tokens USING (name)
+                SELECT name, calls, coalesce(tokens, 0) AS tokens, cost_usd
+                FROM cost LEFT JOIN tokens USING (name)
                 ORDER BY cost_usd DESC, name LIMIT {RANKED_MAX}"""
         )
-        return [Spender(row["name"], row["calls"], row["tokens"] or 0, row["cost_usd"]) for row in rows]
+        return [Spender(**row) for row in rows]
 
     def _traffic(self) -> list[Pair]:
         """The pairs of the busiest senders and recipients. A contract does not count as a sender."""
@@ -396,48 +397,28 @@ class ReportReader:
                 FROM named SEMI JOIN senders USING (sender) SEMI JOIN recipients USING (recipient)
                 GROUP BY ALL ORDER BY messages DESC, sender, recipient"""
         )
-        return [Pair(row["sender"], row["recipient"], row["messages"], row["dead_letters"]) for row in rows]
+        return [Pair(**row) for row in rows]
 
     def _patterns(self) -> list[Pattern]:
         rows = self._db.rows(
-            f"SELECT * FROM gold_dlq_patterns ORDER BY n DESC, pattern_id LIMIT {PATTERNS_MAX}"
+            f"""SELECT pattern_id, error_type, pattern, n, templates, first_us, last_us, trend, systematic,
+                       len(orgs) AS orgs, types, hours, samples
+                FROM gold_dlq_patterns ORDER BY n DESC, pattern_id LIMIT {PATTERNS_MAX}"""
         )
-        return [
-            Pattern(
-                row["pattern_id"],
-                row["error_type"],
-                row["pattern"],
-                row["n"],
-                row["templates"],
-                row["first_us"],
-                row["last_us"],
-                row["trend"],
-                row["systematic"],
-                len(row["orgs"]),
-                tuple(row["types"]),
-                {hour["hour_us"]: hour["n"] for hour in row["hours"]},
-                tuple((sample["message_id"], sample["error"] or "") for sample in row["samples"]),
-            )
-            for row in rows
-        ]
+        for row in rows:
+            row["types"] = tuple(row["types"])
+            row["hours"] = {hour["hour_us"]: hour["n"] for hour in row["hours"]}
+            row["samples"] = tuple((sample["message_id"], sample["error"] or "") for sample in row["samples"])
+        return [Pattern(**row) for row in rows]
 
     def _suspects(self) -> list[Suspect]:
         rows = self._db.rows(
-            f"""SELECT * FROM gold_poison_suspects
+            f"""SELECT message_id, coalesce(org_id, '') AS org_id, coalesce(type, '') AS type,
+                       lapses, workers, quarantined, last_us
+                FROM gold_poison_suspects
                 ORDER BY quarantined, lapses DESC, message_id LIMIT {SUSPECTS_MAX}"""
         )
-        return [
-            Suspect(
-                row["message_id"],
-                row["org_id"] or "",
-                row["type"] or "",
-                row["lapses"],
-                row["workers"],
-                row["quarantined"],
-                row["last_us"],
-            )
-            for row in rows
-        ]
+        return [Suspect(**row) for row in rows]
 
     def goals(self, limit: int) -> list[GoalFacts]:
         """The goals with most messages, the largest first."""

@@ -11,7 +11,7 @@ Rule 3: a message of which later events are possible is recorded too, by a 64-bi
 
 from typing import Final
 
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
@@ -77,7 +77,7 @@ def merged(runs: DataFrame) -> DataFrame:
 
     No range crosses a block, so that no source has to fit into one task.
     """
-    pieces = runs.withColumn("block", _block())
+    pieces = runs.withColumn("block", F.floor(F.col("first_seq") / F.lit(BLOCK)))
     in_order = Window.partitionBy("source", "block", "message").orderBy("first_seq")
     before = F.max("last_seq").over(in_order.rowsBetween(Window.unboundedPreceding, -1))
     begins = F.when(F.col("first_seq") <= before + 1, 0).otherwise(1)
@@ -114,7 +114,3 @@ def _unfinished(events: DataFrame) -> DataFrame:
             F.xxhash64("message_id").alias("message"),
         )
     )
-
-
-def _block() -> Column:
-    return F.floor(F.col("first_seq") / F.lit(BLOCK))

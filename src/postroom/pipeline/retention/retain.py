@@ -363,11 +363,10 @@ class RetentionJob:
         if name == DECIDES:  # it is the last table: those that read it are done
             behind += [table for table, declared in SILVER.items() if declared.source == DECIDES]
         for table in behind:
-            if self._tables.exists(table) and self._has_missed(table, SILVER[table].source):
+            source = SILVER[table].source
+            known = self._tables.last_txn(table, source)
+            if self._tables.exists(table) and known != self._tables.version(source):
                 self._tables.mark(table, self._maintenance_txns(table))
-
-    def _has_missed(self, table: str, source: str) -> bool:
-        return self._tables.last_txn(table, source) != self._tables.version(source)
 
     def _maintenance_txns(self, name: str) -> list[Txn]:
         """The transactions that mark a commit as maintenance, which downstream tables do not follow."""

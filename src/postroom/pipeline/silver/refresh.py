@@ -60,7 +60,9 @@ class SilverRefresh:
 
     def run(self, *, rebuild: bool) -> None:
         """Read the new part of the input, or with `rebuild` all of it, and commit the rows that change."""
-        rebuild = rebuild or self._are_names_stale()
+        if self._table.takes_names:  # a message may have been renamed since
+            known = self._tables.last_txn(self._name, MESSAGES)
+            rebuild = rebuild or known < 0 or self._tables.last_txn(MESSAGES, RENAMED) > known
         base = self._tables.version(self._name)
         new = self._new_input(rebuild=rebuild)
         if new is None:
@@ -176,13 +178,6 @@ class SilverRefresh:
         if self._tables.is_withdrawn(self._table.source, self._name):
             txns.append(Txn(ROWS_WITHDRAWN, base + 1))
         self._commit(rows, touched, new.added, txns, base, seen)
-
-    def _are_names_stale(self) -> bool:
-        """Whether a message was renamed after the table took its type and organization from it."""
-        if not self._table.takes_names:
-            return False
-        known = self._tables.last_txn(self._name, MESSAGES)
-        return known < 0 or self._tables.last_txn(MESSAGES, RENAMED) > known
 
     def _with_names(self, rows: DataFrame, *, rebuild: bool) -> DataFrame:
         """The rows with the type and organization of their message, where the events lack them."""

@@ -51,7 +51,9 @@ class SpanPlacement:
     def updated_rows(self) -> tuple[list[DataFile], DataFrame]:
         """The files to rewrite, and their rows: changed, moved and unchanged ones."""
         is_there = all(self._tables.file_exists(MESSAGES, file) for file in self._removed)
-        if not is_there or (self._counts["moved"] and self._is_any_unplaced()):
+        # A row without a place may get one when another message moves.
+        may_be_unplaced = self._tables.listing(SPANS).may_have_nulls("root_message_id")
+        if not is_there or (self._counts["moved"] and may_be_unplaced):
             return self._tables.files(SPANS), self._all()
         mine = {row["file"] for row in self._related.where("mine").select("file").distinct().collect()}
         below, moving = self._below()
@@ -69,10 +71,6 @@ class SpanPlacement:
         gone = with_join_hint(gone, few=_are_few(self._counts["known"] + n_moving))
         stay = self._read(touched).join(gone, "message_id", "left_anti")
         return touched, _placed(nodes, anchors, few=few).unionByName(stay)
-
-    def _is_any_unplaced(self) -> bool:
-        """Whether rows have no place: any of them may get one when another message moves."""
-        return self._tables.listing(SPANS).may_have_nulls("root_message_id")
 
     def _all(self) -> DataFrame:
         nodes = spans.spans(self._tables.read(self._spark, MESSAGES))

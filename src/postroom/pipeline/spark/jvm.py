@@ -31,36 +31,20 @@ class CachedJavaClass(JavaClass):  # type: ignore[misc]
         return method
 
 
-def cache_classes(spark: "SparkSession") -> None:
-    """Cache the classes that create columns.
-
-    PySpark looks them up by name for every column, and the JVM then searches Spark's 280 archives for each of
-    several candidate names.
-    """
-    jvm = jvm_of(spark)
+def configure(spark: "SparkSession", *, is_local: bool) -> None:
+    """Configure a new session where Spark has no setting."""
+    # PySpark would log errors with the stack of the JVM. The exception has the message.
+    PySparkLogger.getLogger("SQLQueryContextLogger").disabled = True
+    # PySpark looks these classes up by name for every column, and the JVM then searches Spark's 280 archives
+    # for each of several candidate names.
+    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - there is no public way
     for name, full_name in COLUMN_CLASSES.items():
         setattr(jvm, name, CachedJavaClass(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark creates its own
-
-
-def silence_query_logger() -> None:
-    """Stop PySpark from logging errors with the stack of the JVM: the exception has the message."""
-    PySparkLogger.getLogger("SQLQueryContextLogger").disabled = True
-
-
-def disable_checksum_files(spark: "SparkSession") -> None:
-    """Stop Hadoop from writing a checksum file beside each local file.
-
-    A table would leave them behind, and Hadoop starts a program for each to set its mode.
-    """
-    hadoop = jvm_of(spark).org.apache.hadoop.fs
-    local = jvm_of(spark).java.net.URI("file:///")
-    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - there is no public way
-    hadoop.FileSystem.get(local, configuration).setWriteChecksum(False)
-
-
-def jvm_of(spark: "SparkSession") -> Any:
-    """The JVM of the driver."""
-    return spark.sparkContext._jvm  # noqa: SLF001 - there is no public way
+    if is_local:
+        # Hadoop would start a program for the checksum file of each local file, to set its mode.
+        configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - there is no public way
+        files = jvm.org.apache.hadoop.fs.FileSystem
+        files.get(jvm.java.net.URI("file:///"), configuration).setWriteChecksum(False)
 
 
 def end_jvm() -> bool:

@@ -145,35 +145,27 @@ def spark_session(
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with _quiet():
-        builder = _builder()
+        need_packages()
+        from pyspark.sql import SparkSession  # noqa: PLC0415 - lazy
+
+        builder = SparkSession.Builder()
         with spark_errors():
             if remote is not None:
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
-            _need_master(master)
+            if not MASTER.fullmatch(master):  # Spark would report it as well, with a stack trace
+                raise InvalidSetting(
+                    f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn"
+                )
             _need_java()
             spark = (
                 builder.master(master)
                 .config(map={**settings(master, conf or {}, is_small=is_small, with_ui=with_ui)})
                 .getOrCreate()
             )
-            _configure(spark, is_local=master.startswith("local"))
+            from postroom.pipeline.spark import jvm  # noqa: PLC0415 - lazy
+
+            jvm.configure(spark, is_local=master.startswith("local"))
             return spark
-
-
-def _configure(spark: "SparkSession", *, is_local: bool) -> None:
-    """Configure the new session where Spark has no setting."""
-    from postroom.pipeline.spark.jvm import cache_classes, disable_checksum_files, silence_query_logger  # noqa: PLC0415 - lazy
-
-    silence_query_logger()
-    cache_classes(spark)
-    if is_local:
-        disable_checksum_files(spark)
-
-
-def _need_master(master: str) -> None:
-    """Spark would report it as well, with a stack trace."""
-    if not MASTER.fullmatch(master):
-        raise InvalidSetting(f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn")
 
 
 def is_classic(spark: "SparkSession") -> bool:
@@ -200,17 +192,14 @@ def settings(
         return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
     options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
-    own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
+    # One GiB for plans and joins and one for each core, but at most half of the memory.
+    gib = max(1, min(1 + (os.cpu_count() or 1), _memory_bytes() // 2 >> 30))
+    own = {MEMORY: f"{gib}g", DRIVER_OPTIONS: options}
     if with_ui:
         own |= UI_SETTINGS
     if is_small:
         own |= {**SMALL_SETTINGS, DRIVER_OPTIONS: options + QUICK_COMPILER}
     return {**SETTINGS, **LOCAL_SETTINGS, **own, **conf}
-
-
-def _memory_gib() -> int:
-    """One GiB for plans and joins and one for each core, but at most half of the memory."""
-    return max(1, min(1 + (os.cpu_count() or 1), _memory_bytes() // 2 >> 30))
 
 
 def _memory_bytes() -> int:
@@ -229,13 +218,6 @@ def _huge_pages() -> str:
     except OSError:
         return ""
     return " -XX:+UseTransparentHugePages" if has_them else ""
-
-
-def _builder() -> "SparkSession.Builder":
-    need_packages()
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - lazy
-
-    return SparkSession.Builder()
 
 
 def need_packages() -> None:

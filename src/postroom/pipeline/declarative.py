@@ -1,5 +1,7 @@
 """The tables as a declarative pipeline: `spark-pipelines run` over the same transforms.
 
+`python -m postroom.pipeline.declarative FOLDER EVENTS` makes a project for it.
+
 Rule 1: each table is a transform and the names of its inputs. Spark decides on the order, and on which tables
         are out of date.
 Rule 2: bronze is a streaming table: each segment is read once. Silver and gold are materialized views.
@@ -14,6 +16,7 @@ Rule 6: a definition may not query the data. Tables that do, and tables that dep
         `postroom pipeline run`: `silver_spans` queries its trees until all places are found.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.streaming.readwriter import DataStreamReader
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
-from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+from postroom.errors import EXIT_OK, EXIT_USAGE, InvalidMessage, InvalidSetting, PostroomError, Unavailable
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
@@ -226,3 +229,20 @@ def once(rows: DataFrame) -> DataFrame:
     ranked = rows.withColumn("rank", rank({}))
     first = ranked.groupBy("event_id").agg(F.min(F.struct("ts_us", "rank", *others)).alias("event"))
     return first.select("event_id", "event.*").select(*names)
+
+
+def main(words: list[str]) -> int:
+    match words:
+        case [folder, events]:
+            try:
+                sys.stdout.write(f"{write_project(Path(folder), Path(events))}\n")
+            except PostroomError as error:
+                sys.stderr.write(f"{error}\n")
+                return EXIT_USAGE
+            return EXIT_OK
+    sys.stderr.write("usage: python -m postroom.pipeline.declarative FOLDER EVENTS\n")
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
