@@ -5,7 +5,8 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -454,6 +455,24 @@ def test_a_batch_of_segments_grows_with_the_cores(
     monkeypatch.setattr(job, "_ingest_batch", lambda *_: True)
     job._find_new_segments(streams)
     assert [len(batch) for batch in job._ingest(stream)] == batches
+
+
+def test_two_jobs_at_once_end_with_the_rows_of_one(
+    spark: SparkSession, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark writes all files, as of large tables."""
+    monkeypatch.setattr(paths, "SMALL_BYTES", 0)
+    shutil.copytree(few / "events", tmp_path / "events")
+
+    def run() -> None:
+        with suppress(TableChanged):  # the other one was faster five times
+            Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW_GOLD).run(tmp_path / "events")
+
+    with ThreadPoolExecutor() as pool:
+        for job in [pool.submit(run) for _ in range(2)]:
+            job.result()
+    Pipeline(spark, Tables(tmp_path / "tables"), gold=FEW_GOLD).run(tmp_path / "events")
+    assert all_rows(Tables(tmp_path / "tables")) == all_rows(Tables(few / "tables"))
 
 
 def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
