@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+from postroom.pipeline import warmup
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
-from postroom.pipeline.spark import class_archive, warmup
+from postroom.pipeline.spark import class_archive
 from postroom.pipeline.times import DAY_US
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan

@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention.retain import Policy, RetentionJob
+from postroom.pipeline.retention import Policy, RetentionJob
 from postroom.pipeline.silver import span_tree
 from postroom.pipeline.spark.session import spark_session
 from tests.spark.clusterjob import KEEP_DAYS

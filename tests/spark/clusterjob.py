@@ -14,7 +14,7 @@ from postroom.pipeline import paths
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.query.check import check_tables
-from postroom.pipeline.retention.retain import Policy, RetentionJob
+from postroom.pipeline.retention import Policy, RetentionJob
 from postroom.pipeline.spark.session import spark_session
 from tests.spark.quick import QUICK, QUICK_JVM, UNCOMPILED
 

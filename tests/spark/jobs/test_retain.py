@@ -17,8 +17,7 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.query.check import ViolationSample, check_tables
-from postroom.pipeline.retention import deleted_numbers
-from postroom.pipeline.retention.retain import (
+from postroom.pipeline.retention import (
     ORDER,
     Policy,
     Retained,
@@ -26,6 +25,7 @@ from postroom.pipeline.retention.retain import (
     read_holds,
     read_org_days,
 )
+from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.spark import class_archive, warmup
+from postroom.pipeline import warmup
+from postroom.pipeline.spark import class_archive
 from postroom.system.lock import alone
 
 

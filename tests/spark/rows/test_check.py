@@ -19,9 +19,9 @@ from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.query import check as checking
 from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check_tables, spark_hash
-from postroom.pipeline.retention import deleted_numbers
-from postroom.pipeline.retention.deleted_numbers import deleted_runs, merged
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.silver import deleted_numbers
+from postroom.pipeline.silver.deleted_numbers import deleted_runs, merged
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.stories import events_in

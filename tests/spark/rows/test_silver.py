@@ -13,6 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline import paths
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.file_groups import HOURS_FROM
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import GOLD
@@ -20,7 +21,6 @@ from postroom.pipeline.ingest.redaction import redacted
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver import span_tree, spans
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.tables import SILVER
 from tests.spark.comparison import differing
 from tests.spark.conftest import TablesOf

@@ -273,6 +273,7 @@ def test_without_the_log_of_a_compaction_its_rows_go_and_come_again(
     assert {file.path for file in removed} == {file.path for file in before}
 
 
+@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 def test_a_load_survives_the_end_and_the_failure_of_another_one(
     spark: SparkSession, tables: Tables, tmp_path: Path
 ) -> None:

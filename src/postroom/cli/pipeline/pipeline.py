@@ -136,8 +136,8 @@ def prepare(shell: Shell, anew: bool) -> None:
     from postroom.pipeline.spark.session import need_packages
 
     need_packages()
-    from postroom.pipeline.spark.warmup import as_commands_do
-    from postroom.pipeline.spark.warmup import prepare as make
+    from postroom.pipeline.warmup import as_commands_do
+    from postroom.pipeline.warmup import prepare as make
 
     made = make(as_commands_do, anew=anew, progress=progress_on_stderr(shell))
     is_new = f"written in {made.seconds:.0f} s" if made.is_new else "there already"
@@ -333,7 +333,7 @@ def status(shell: Shell, events: tuple[str, ...], tables: TablesPlace) -> None:
             raise
         warn(shell.program, f"warning: {error}")  # before the first run
     opened = tables.open()
-    from postroom.pipeline.delta.status import status_of
+    from postroom.pipeline.status import status_of
 
     streams = tables.streams(events)
     for stream in streams:
@@ -364,7 +364,7 @@ def list_tables(shell: Shell, tables: TablesPlace, compact: bool, vacuum: bool) 
 
     need_tables(tables.place)
     opened = tables.open()
-    from postroom.pipeline.delta.status import columns_of, keep_house
+    from postroom.pipeline.status import columns_of, keep_house
 
     if compact or vacuum:
         keep_house(opened, compact=compact, vacuum=vacuum, progress=progress_on_stderr(shell))

@@ -93,7 +93,7 @@ def retain(
     from postroom.pipeline.spark.session import need_packages
 
     need_packages()
-    from postroom.pipeline.retention.retain import Policy, RetentionJob, read_holds, read_org_days
+    from postroom.pipeline.retention import Policy, RetentionJob, read_holds, read_org_days
 
     orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
     policy = Policy(

@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.delta_log import DataFile, path_below, rows_of
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.silver.joins import with_join_hint
 
 BROADCAST_IDS_MAX: Final = 2_000_000  # ids that are broadcast instead of shuffled
 

@@ -1,1 +1,1 @@
-"""Generated histories, for tests and benchmarks."""
+"""Generated histories, for tests and benchmarks. They write segments, and know no tables."""

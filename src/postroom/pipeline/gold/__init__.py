@@ -1,1 +1,1 @@
-"""The gold layer: aggregates for operators, computed from silver tables."""
+"""The gold layer: aggregates of silver, and how they follow its changes. Silver never imports it."""

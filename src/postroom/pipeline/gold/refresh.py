@@ -25,11 +25,11 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.delta_log import RENAMED, UNNAMED, DataFile, FileList, rows_of
 from postroom.pipeline.delta.file_groups import hours_of
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.ingest.bronze import with_all_columns
-from postroom.pipeline.retention import deleted_numbers
-from postroom.pipeline.silver.joins import with_join_hint
+from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S
 

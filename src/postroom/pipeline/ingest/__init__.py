@@ -1,1 +1,1 @@
-"""From segments of the audit stream to bronze tables."""
+"""From segments to bronze: which are new, how lines are read, and a source and sink for Spark."""

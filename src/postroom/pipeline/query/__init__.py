@@ -1,1 +1,1 @@
-"""Questions about the tables: SQL, checks, expectations, and the views that others query."""
+"""Questions about the tables, by DuckDB: SQL, checks, expectations; and views for a session of Spark."""

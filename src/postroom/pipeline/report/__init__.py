@@ -1,1 +1,1 @@
-"""The report: one HTML file without JavaScript, drawn from the tables."""
+"""The report: facts by SQL, findings from them, and one HTML file. No Spark."""

@@ -18,12 +18,12 @@ from postroom.core.redaction import Level
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.delta_log import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Txn, rows_of
 from postroom.pipeline.delta.file_groups import file_group, hours_of
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, redaction
-from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
-from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.span_tree import SpanPlacement
 
 EVENTS: Final = "silver_events"

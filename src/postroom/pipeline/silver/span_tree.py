@@ -16,9 +16,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.delta_log import DataFile, path_below, rows_of
 from postroom.pipeline.delta.file_index import IdLookup
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.silver import spans
-from postroom.pipeline.silver.joins import with_join_hint
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are broadcast
 SPANS: Final = "silver_spans"

@@ -14,7 +14,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.joins import with_join_hint
+from postroom.pipeline.delta.joins import with_join_hint
 
 JoinHint = Callable[[DataFrame], DataFrame]
 """Sets the join strategy for the smaller side of a join."""

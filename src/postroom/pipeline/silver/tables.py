@@ -15,9 +15,9 @@ from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.file_groups import FileGroups
+from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
-from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.spans import spans
 from postroom.pipeline.times import DAY_US, HOUR_US
 

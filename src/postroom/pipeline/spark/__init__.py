@@ -1,1 +1,1 @@
-"""The Spark session, and the start of its JVM."""
+"""The session of Spark and its JVM. Knows no table."""

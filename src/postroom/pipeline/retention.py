@@ -31,7 +31,7 @@ from postroom.pipeline.delta.delta_log import MAINTENANCE, DataFile, Txn, path_b
 from postroom.pipeline.delta.file_groups import file_group
 from postroom.pipeline.delta.tables import Staged, Tables
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 

@@ -1,1 +1,0 @@
-"""Retention: deletes old rows from the tables, and remembers their numbers."""
