@@ -1,5 +1,5 @@
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -273,21 +273,20 @@ def test_without_the_log_of_a_compaction_its_rows_go_and_come_again(
     assert {file.path for file in removed} == {file.path for file in before}
 
 
-@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 def test_a_load_survives_the_end_and_the_failure_of_another_one(
     spark: SparkSession, tables: Tables, tmp_path: Path
 ) -> None:
     """Hadoop's committer deletes all temporary files in the folder of its job."""
     began, over = tmp_path / "began", tmp_path / "over"
 
-    @F.udf("long")
-    def held(n: int) -> int:
+    def held(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         began.touch()
         while not over.exists():
             time.sleep(0.01)
-        return n
+        yield from batches
 
-    slow = numbers(spark, 0, 3).coalesce(1).withColumn("ts_us", held("ts_us"))
+    rows = numbers(spark, 0, 3).coalesce(1)
+    slow = rows.mapInArrow(held, rows.schema)
     with ThreadPoolExecutor() as pool:
         load = pool.submit(tables.append, "t", slow)
         while not began.exists():
