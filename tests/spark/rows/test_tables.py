@@ -1,5 +1,5 @@
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import duckdb
 import polars as pl
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
@@ -279,14 +279,14 @@ def test_a_load_survives_the_end_and_the_failure_of_another_one(
     """Hadoop's committer deletes all temporary files in the folder of its job."""
     began, over = tmp_path / "began", tmp_path / "over"
 
-    def held(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def held(times: pa.Array) -> pa.Array:
         began.touch()
         while not over.exists():
             time.sleep(0.01)
-        yield from batches
+        return times
 
-    rows = numbers(spark, 0, 3).coalesce(1)
-    slow = rows.mapInArrow(held, rows.schema)
+    wait: Callable[..., Column] = F.arrow_udf(held, "long")  # type: ignore[attr-defined]
+    slow = numbers(spark, 0, 3).coalesce(1).withColumn("ts_us", wait("ts_us"))
     with ThreadPoolExecutor() as pool:
         load = pool.submit(tables.append, "t", slow)
         while not began.exists():
