@@ -289,13 +289,15 @@ def test_a_load_survives_the_end_and_the_failure_of_another_one(
     slow = numbers(spark, 0, 3).coalesce(1).withColumn("ts_us", wait("ts_us"))
     with ThreadPoolExecutor() as pool:
         load = pool.submit(tables.append, "t", slow)
-        while not began.exists():
-            assert not load.done()
-            time.sleep(0.01)
-        tables.append("t", numbers(spark, 3, 5))
-        with pytest.raises(Exception, match="DIVIDE_BY_ZERO"):
-            tables.append("t", numbers(spark, 5, 6).withColumn("ts_us", F.expr("ts_us div (ts_us - 5)")))
-        over.touch()
+        try:
+            while not began.exists():
+                assert not load.done()
+                time.sleep(0.01)
+            tables.append("t", numbers(spark, 3, 5))
+            with pytest.raises(Exception, match="DIVIDE_BY_ZERO"):
+                tables.append("t", numbers(spark, 5, 6).withColumn("ts_us", F.expr("ts_us div (ts_us - 5)")))
+        finally:
+            over.touch()
         load.result()
     assert rows_of(tables, "t").total() == 5
     assert {path.name for path in (tables.folder / "t").iterdir() if path.is_dir()} == {LOG}
