@@ -272,7 +272,7 @@ class AgentExists(Rejected):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"there is an agent {shown(name)} already: remove it first")
+        super().__init__(f"agent {shown(name)} exists already: remove it first")
 
 
 class UnknownTask(Rejected, LookupError):
@@ -336,9 +336,7 @@ class NoResult(PostroomError):
     def __init__(self, task: Any) -> None:
         self.task = task
         cause = f": {task.errors[-1]}" if task.errors else ""
-        end = (
-            f"ended as {task.status}{cause}" if task.ended else f"has not ended in time: it is {task.status}"
-        )
+        end = f"ended as {task.status}{cause}" if task.ended else f"did not end in time: it is {task.status}"
         super().__init__(f"task {task.task_id} of {task.agent} {end}")
 
 
@@ -633,7 +631,9 @@ class UnknownToken(Rejected, LookupError):
         self.token_id = known_id if is_secret else token_id
         its_id = f"its id is {known_id}" if known_id else "`postroom token list` shows the ids"
         said = (
-            f"this is a token, and not its id: {its_id}" if is_secret else f"there is no token {token_id!r}"
+            f"this is a token, not the id of a token: {its_id}"
+            if is_secret
+            else f"there is no token {token_id!r}"
         )
         super().__init__(message or said)
 
@@ -698,8 +698,8 @@ class SinkAhead(Rejected):
 
     def __init__(self, source: str, held: int, newest: int) -> None:
         super().__init__(
-            f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
-            "the source was restored to an older state, so ship it to a new folder"
+            f"the audit stream has events of {source} up to number {held}, but the source ends at {newest}: "
+            "it was restored to an older state, so ship it to a new folder"
         )
 
 

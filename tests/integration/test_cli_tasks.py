@@ -504,7 +504,7 @@ def test_failures_are_one_sentence_and_exit_code_1(harness: Harness) -> None:
             ("agent", "allow", "a", "--data", "nothing", "--may-send-to", "b"),
             "there is no data folder nothing",
         ),
-        (("agent", "add", "known", *DATA), "there is an agent 'known' already"),
+        (("agent", "add", "known", *DATA), "agent 'known' exists already"),
         (("agent", "remove", "nobody", *DATA), "there is no agent 'nobody'"),
         (("agent", "allow", "nobody", *DATA, "--may-send-to", "b"), "there is no agent 'nobody'"),
         (("status", "--url", harness.url, "--token", "pr_wrong"), "token"),

@@ -86,8 +86,8 @@ def test_a_token_instead_of_its_id_is_not_repeated(up: Running, data: Path) -> N
     for verb in ("revoke", "rotate"):
         local, over_http = postroom("token", verb, made.token, "--data", data), remote(up, verb, made.token)
         assert (local.code, over_http.code, local.raw, over_http.raw) == (1, 1, b"", b"")
-        assert local.error == f"postroom: this is a token, and not its id: its id is {made.token_id}"
-        assert "this is a token, and not its id: `postroom token list`" in over_http.error
+        assert local.error == f"postroom: this is a token, not the id of a token: its id is {made.token_id}"
+        assert "this is a token, not the id of a token: `postroom token list`" in over_http.error
         unknown = postroom("token", verb, "pr_" + "x" * 43, "--data", data)
         assert unknown.error == over_http.error
     assert made.token_id in [known.token_id for known in Tokens(data).list()]

@@ -151,7 +151,7 @@ def test_agents_ask_each_other(harness: Harness, agent: str) -> None:
         task_id = asking.enqueue(critic, "later", type="note", idempotency_key="once")
         assert asking.enqueue(critic, "later", type="note", idempotency_key="once") == task_id
         assert (asking.get(task_id).status, asking.wait(task_id, 0.05).ended) == ("pending", False)
-        with pytest.raises(NoResult, match="has not ended in time: it is pending"):
+        with pytest.raises(NoResult, match="did not end in time: it is pending"):
             asking.ask(critic, "unanswered", timeout_s=0)
         with pytest.raises(NotAllowed, match=f"may not send to '{planner}'"):
             answering.enqueue(planner, "back")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from postroom.server.up.parts import PartCommand, Parts, part_states
-from postroom.system.heartbeat import START_S, VARIABLE, Heartbeat, Pulse
+from postroom.system.heartbeat import START_S, VARIABLE, HeartbeatSender, Pulse
 from tests.waiting import until
 
 BEATS_ONCE = """
@@ -31,7 +31,7 @@ def test_silence_counts_from_the_last_beat(pulse: Pulse, monkeypatch: pytest.Mon
     monkeypatch.setenv(VARIABLE, str(pulse.writing))
     assert pulse.silent_s(START_S) == 0.0  # it may be starting until then
     assert pulse.silent_s(START_S + 1) == 1.0
-    beating = Heartbeat()
+    beating = HeartbeatSender()
     assert VARIABLE not in os.environ
     beating.beat()
     assert pulse.silent_s(20.0) == 0.0
@@ -45,8 +45,8 @@ def test_a_full_pipe_and_an_absent_supervisor_stop_nothing(pulse: Pulse) -> None
     with pytest.raises(BlockingIOError):
         os.write(pulse.writing, b".")
     os.environ[VARIABLE] = str(pulse.writing)
-    Heartbeat().beat()
-    Heartbeat().beat()
+    HeartbeatSender().beat()
+    HeartbeatSender().beat()
     pulse.started()
 
 

@@ -13,7 +13,7 @@ START_S = 15.0  # after the start of a process, until its first beat is missed
 BYTES_READ_MAX = 65_536  # what a pipe holds
 
 
-class Heartbeat:
+class HeartbeatSender:
     """The part's end of the pipe. Without a supervisor it does nothing."""
 
     def __init__(self) -> None:
@@ -54,4 +54,4 @@ class Pulse:
         os.close(self._reading)
 
 
-HEARTBEAT = Heartbeat()
+HEARTBEAT = HeartbeatSender()
