@@ -58,13 +58,17 @@ def plain_pattern(layout: bytes) -> re.Pattern[bytes]:
 def plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
     """The message with a plain header; None when its timestamp is invalid or a parent has no id."""
     msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
+    ids: list[str] = []
+    extra: dict[str, Any] = {}
     try:
         moment = datetime.fromisoformat(ts.decode())
-        items = None if parents is None else _plain_items(parents)
-        ids, detailed = _parents(items)
+        if parents is not None:
+            items = _plain_items(parents)
+            ids, detailed = _parents(items)
+            if detailed:
+                extra["parents"] = items
     except (ValueError, KeyError, TypeError):
         return None
-    extra: dict[str, Any] = {"parents": items} if detailed else {}
     if issue_id is not None:
         extra["issue_id"] = _plain_text(issue_id)
     if links is not None:
