@@ -1368,14 +1368,14 @@ def test_cancel_reaches_a_running_handler(url: str) -> None:
                 if kind == "memory_save":
                     await asyncio.sleep(0.5)
                 else:
-                    await asyncio.wait_for(started.wait(), 30)
+                    await asyncio.wait_for(started.wait(), HANG_GUARD_S)
                 await handle.cancel()
                 with pytest.raises(MessageFailed, match="CANCELLED"):
                     await handle.result(timeout_s=HANG_GUARD_S)
-            await asyncio.wait_for(cancelled.wait(), 30)
-            await asyncio.to_thread(seen.wait, 30)
+            await asyncio.wait_for(cancelled.wait(), HANG_GUARD_S)
+            await asyncio.to_thread(seen.wait, HANG_GUARD_S)
             await engine.stop()
-            await asyncio.wait_for(worker, 30)
+            await asyncio.wait_for(worker, HANG_GUARD_S)
 
     soon(scenario())
 
@@ -1419,7 +1419,7 @@ def test_cancelled_worker_releases_its_messages(url: str) -> None:
 
             worker = asyncio.create_task(engine.run())
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-            await asyncio.wait_for(started.wait(), 30)
+            await asyncio.wait_for(started.wait(), HANG_GUARD_S)
             worker.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await worker

@@ -165,7 +165,7 @@ def test_a_revoked_token_ends_its_open_connection(tmp_path: Path) -> None:
             )
             await client.flush()
             assert postroom("token", "revoke", made["token_id"], "--data", data).code == 0
-            await asyncio.wait_for(closed.wait(), 30)
+            await asyncio.wait_for(closed.wait(), HANG_GUARD_S)
 
         asyncio.run(connected_until_revoked())
         until(lambda: up.get("/queue/status", made["token"])[0] == 401)
@@ -288,7 +288,7 @@ def test_all_parts_use_the_store_and_no_process_shows_its_password(tmp_path: Pat
         assert up.token is not None
         with EngineClient(up.http, up.token) as remote:
             message_id = remote.submit(type="tool_call", org_id="acme", payload={"numbers": [1, 2, 3]})
-            assert remote.result(message_id, 30) == {"sum": 6}
+            assert remote.result(message_id, HANG_GUARD_S) == {"sum": 6}
         until(lambda: any(message_id in str(event) for event in Audit(data / "audit").query()))
         parts = up.parts(data)
         lines = [Path(f"/proc/{part['pid']}/cmdline").read_bytes() for part in parts.values()]

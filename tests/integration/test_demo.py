@@ -13,7 +13,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, DEMO, "--folder", tmp_path / "files"],
-        capture_output=True, text=True, timeout=380, check=False,
+        capture_output=True, text=True, timeout=4 * HANG_GUARD_S, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("Nothing acknowledged was lost.")

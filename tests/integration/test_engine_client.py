@@ -62,7 +62,7 @@ def submit(client: EngineClient, **fields: Any) -> str:
 
 def test_result_waits_for_the_end(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"say": "x"}, priority=1)
-    assert client.result(message_id, timeout_s=30) == {"said": "x"}
+    assert client.result(message_id, timeout_s=HANG_GUARD_S) == {"said": "x"}
     view = client.get(message_id)
     assert (view.state, view.ended, view.succeeded, view.message["org_id"]) == (
         "COMPLETED",
@@ -74,7 +74,7 @@ def test_result_waits_for_the_end(client: EngineClient, worker: Engine) -> None:
 
 
 def test_the_client_shows_budgets(client: EngineClient, worker: Engine) -> None:
-    client.result(submit(client, tokens=10), timeout_s=30)
+    client.result(submit(client, tokens=10), timeout_s=HANG_GUARD_S)
     model = client.tokens()["providers"]["p"]["models"]["small"]
     assert model["used"] + model["reserved"] + model["free"] == model["limit"] == 1_000_000
     assert model["organizations"]["acme"]["used"] >= 5
@@ -83,7 +83,7 @@ def test_the_client_shows_budgets(client: EngineClient, worker: Engine) -> None:
 def test_a_failed_message_has_its_errors(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"fails": True}, max_retries=0)
     with pytest.raises(MessageFailed, match="no such thing") as failed:
-        client.result(message_id, timeout_s=30)
+        client.result(message_id, timeout_s=HANG_GUARD_S)
     assert (failed.value.state, failed.value.error_history[0]["error_type"]) == ("DEAD_LETTER", "ValueError")
 
 
@@ -176,7 +176,7 @@ def test_dead_letters_are_listed_replayed_and_purged(
     ids = [submit(boss, org_id="dead", payload={"fails": True}, max_retries=0) for _ in range(3)]
     for message_id in ids:
         with pytest.raises(MessageFailed):
-            boss.result(message_id, timeout_s=30)
+            boss.result(message_id, timeout_s=HANG_GUARD_S)
     assert [letter["message_id"] for letter in boss.dlq.list(org_id="dead")] == ids
     assert boss.dlq.show(ids[0])["failure_reason"] == "ValueError: no such thing"
     assert boss.dlq.replay(org_id="dead", dry_run=True) == ids
@@ -184,7 +184,7 @@ def test_dead_letters_are_listed_replayed_and_purged(
     for message_id in ids[:2]:
         until(lambda message_id=message_id: boss.get(message_id).attempt == 2)  # type: ignore[misc]
         with pytest.raises(MessageFailed):
-            boss.result(message_id, timeout_s=30)
+            boss.result(message_id, timeout_s=HANG_GUARD_S)
         assert boss.get(message_id).priority == 3
     assert boss.dlq.purge(ids[:1]) == ids[:1]
     assert boss.dlq.purge(org_id="dead") == ids[1:]

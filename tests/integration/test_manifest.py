@@ -13,7 +13,7 @@ from postroom import Tasks
 from postroom.core.formats.manifest import MANIFEST_FILE
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.integration.ups import Running, running
-from tests.waiting import until
+from tests.waiting import HANG_GUARD_S, until
 
 TRANSIENT = ("up.lock", f"{MANIFEST_FILE}.lock", "queue.db-wal", "queue.db-shm")
 
@@ -26,7 +26,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def post(up: Running, path: str, body: object) -> None:
     headers = {"authorization": f"Bearer {up.token}", "content-type": "application/json"}
     request = urllib.request.Request(up.http + path, json.dumps(body).encode(), headers)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=HANG_GUARD_S) as answer:  # noqa: S310
         assert answer.status < 300
 
 
@@ -216,7 +216,7 @@ def test_a_bus_that_is_removed_while_up_is_killed_is_missed(tmp_path: Path) -> N
         fill(up)
         until(lambda: "buses/news.yaml" in manifest_of(data)["files"])  # type: ignore[operator]
         up.process.send_signal(signal.SIGKILL)
-        up.process.wait(60)
+        up.process.wait(HANG_GUARD_S)
     assert postroom("verify", "--data", data).code == 0
     (data / "buses" / "news.yaml").unlink()
     assert "buses/news.yaml" in postroom("verify", "--data", data).out

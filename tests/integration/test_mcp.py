@@ -95,7 +95,7 @@ def test_a_body_of_too_many_elements_is_refused(server: Serving) -> None:
     ):
         request = urllib.request.Request(f"{server.url}/mcp", raw % value, header)  # noqa: S310 - our own server
         with pytest.raises(urllib.error.HTTPError) as refusal:
-            urllib.request.urlopen(request, timeout=30)  # noqa: S310
+            urllib.request.urlopen(request, timeout=HANG_GUARD_S)  # noqa: S310
         assert says in json.loads(refusal.value.read())["message"]
 
 

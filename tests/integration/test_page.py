@@ -28,7 +28,7 @@ from tests.pageworld import HOSTILE, PageWorld, page_world
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S, until
 
-expect.set_options(timeout=30_000)  # a hang guard
+expect.set_options(timeout=1000 * HANG_GUARD_S)
 
 VIEWS = {
     "overview": "Waiting time of the last minute",

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from postroom.audit.chain import Chain, ChainEntry, read_chain
+from postroom.audit.chain import ChainEntry, read_chain
 from postroom.audit.index import Index, IndexDamaged, key_of
 from postroom.audit.layout import OPEN, chain_locked, index_path, numbered, open_path
 from postroom.core.formats.events import AuditEvent, decode_lines, from_line
@@ -84,13 +84,9 @@ class Segments:
         self._report = on_trouble or _log.warning
         self._reported: set[str] = set()
 
-    def chain(self) -> Chain:
-        """The current chain, with the checkpoint of retention."""
-        return read_chain(self.folder)
-
     def entries(self) -> list[ChainEntry]:
         """The chain's entries, one per sealed segment."""
-        return self.chain().entries
+        return read_chain(self.folder).entries
 
     def events(
         self,

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from postroom.audit.chain import ChainEntry, append_line, chain_line, parse_chain, read_chain
+from postroom.audit.cipher import Cipher
 from postroom.audit.index import SEGMENT_BYTES_MAX, IndexBuilder, Keyed, LineKeys
 from postroom.audit.layout import (
     CHAIN,
@@ -59,12 +59,6 @@ from postroom.system.handles import Closing, reset_after_fork
 SEAL_BYTES = 128 << 20  # the size of a partition that Spark reads at once
 SEAL_AFTER_S = 60.0
 NANOS_PER_S = 1_000_000_000
-
-
-class PayloadCipher(Protocol):
-    """Encrypts the payload of an event."""
-
-    def encrypt(self, event: AuditEvent) -> AuditEvent: ...
 
 
 _keys = guarded(msgspec.json.Decoder(LineKeys).decode)
@@ -162,7 +156,7 @@ class SegmentSink(Closing):
         clock: Clock | None = None,
         prepare: Callable[[AuditEvent], AuditEvent] | None = None,
         redaction: str = "",
-        cipher: PayloadCipher | None = None,
+        cipher: Cipher | None = None,
     ) -> None:
         if not 0 < seal_bytes <= SEGMENT_BYTES_MAX:
             raise InvalidSetting(f"seal_bytes is {seal_bytes}, and must be 1 to {SEGMENT_BYTES_MAX}")
