@@ -17,16 +17,15 @@ from postroom.cli.shell import (
     HELP_OPTIONS,
     Shell,
     Stopped,
-    TimeoutOption,
     add_json_option,
     body_options,
     durability_option,
     note_missing,
-    parse_wait,
     path_option,
     read_body,
     reader_gone,
     sentence,
+    timeout_option,
 )
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, PostroomError
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from postroom.message import BusMessage
 
 TAIL_DEFAULT = 10
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 LONG_WORK_BYTES = 64 * 1024 * 1024  # from this size on, `verify` says what it is doing
 
 _UNITS = {
@@ -154,13 +154,7 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
 @bus_option
 @since_option
 @archives_option
-@click.option(
-    "--timeout-s",
-    cls=TimeoutOption,
-    type=parse_wait,
-    metavar="S",
-    help="Stop after S seconds.  [default: never]",
-)
+@timeout_option("Stop after S seconds.  [default: never]")
 @click.option("-n", "count", type=COUNT, metavar="N", help="Start with the last N messages instead of all.")
 @click.option("--new", "only_new", is_flag=True, help="Start with the next message, as -n 0 does.")
 @click.option("--type", "kind", metavar="TYPE", help="Only messages of this type; -n counts these.")
@@ -244,7 +238,7 @@ def count(shell: Shell, path: Path | None) -> None:
 @bus_option
 @click.option(
     "--root",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FOLDER,
     metavar="DIR",
     help="Rotate every bus below this folder instead of one.",
 )
@@ -304,7 +298,7 @@ def verify(shell: Shell, path: Path | None) -> int:
 @bus.command()
 @click.option(
     "--root",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FOLDER,
     metavar="DIR",
     default=".",
     show_default="the current folder",

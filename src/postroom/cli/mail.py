@@ -15,7 +15,6 @@ from postroom.cli.shell import (
     Decorated,
     Shell,
     Stopped,
-    TimeoutOption,
     add_json_option,
     body_options,
     parse_rate,
@@ -23,6 +22,7 @@ from postroom.cli.shell import (
     path_option,
     read_body,
     reader_gone,
+    timeout_option,
     together,
 )
 from postroom.errors import InvalidMessage, InvalidSetting
@@ -86,20 +86,8 @@ place_options = together(
 )
 
 
-def _timeout_option(default: float | None, text: str) -> Callable[[Decorated], Decorated]:
-    return click.option(
-        "--timeout-s",
-        cls=TimeoutOption,
-        type=parse_wait,
-        default=default,
-        show_default=default is not None,
-        metavar="S",
-        help=text,
-    )
-
-
 server_options = together(
-    place_options, _timeout_option(CALL_TIMEOUT_S, "How long to wait for the server's answer.")
+    place_options, timeout_option("How long to wait for the server's answer.", CALL_TIMEOUT_S)
 )
 count_option = click.option(
     "-n",
@@ -360,7 +348,7 @@ def send(
 
 @mail.command()
 @message_options
-@_timeout_option(ASK_TIMEOUT_S, "How long to wait for the answer to the message.")
+@timeout_option("How long to wait for the answer to the message.", ASK_TIMEOUT_S)
 @place_options
 @click.pass_obj
 def ask(
@@ -424,7 +412,7 @@ def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, count: int | 
 )
 @click.option("--delete", "take", is_flag=True, help="Delete each message after it was printed.")
 @count_option
-@_timeout_option(None, "Stop after S seconds.  [default: never]")
+@timeout_option("Stop after S seconds.  [default: never]")
 @place_options
 @click.pass_obj
 def follow(

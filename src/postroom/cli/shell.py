@@ -514,6 +514,18 @@ class TimeoutOption(click.Option):
         parser.add_option(self, ["--timeout"], dest=self.name, action="store", nargs=1)
 
 
+def timeout_option(text: str, default: float | None = None) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--timeout-s",
+        cls=TimeoutOption,
+        type=parse_wait,
+        default=default,
+        show_default=default is not None,
+        metavar="S",
+        help=text,
+    )
+
+
 def json_option() -> click.Option:
     return click.Option(
         ["--json"],

@@ -15,10 +15,10 @@ from postroom.cli.shell import (
     DATA_DEFAULT,
     Decorated,
     Shell,
-    TimeoutOption,
     needed_data_option,
     parse_wait,
     place_option,
+    timeout_option,
     together,
 )
 from postroom.errors import InvalidMessage, reason
@@ -59,13 +59,7 @@ leased_options = together(
         "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
     ),
 )
-timeout_option = click.option(
-    "--timeout-s",
-    cls=TimeoutOption,
-    type=parse_wait,
-    metavar="S",
-    help="Wait at most S seconds.  [default: until the task has ended]",
-)
+wait_option = timeout_option("Wait at most S seconds.  [default: until the task has ended]")
 
 
 def lease_s_option(default: float) -> Callable[[Decorated], Decorated]:

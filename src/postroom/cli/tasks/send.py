@@ -14,7 +14,7 @@ from postroom.cli.tasks.options import (
     durability_option,
     read_json,
     task_argument,
-    timeout_option,
+    wait_option,
     where_options,
 )
 from postroom.cli.tasks.places import open_place
@@ -49,7 +49,7 @@ ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
 @click.option("--batch", metavar="FILE", help="Store a task for each JSON line of a file; - is stdin.")
 @click.option("--wait", "waits", is_flag=True, help="Wait for the result and print it.")
-@timeout_option
+@wait_option
 @click.pass_obj
 def enqueue(
     shell: Shell, /, data: Path | None, url: str | None, token: str | None, payload: str | None,
@@ -135,7 +135,7 @@ def print_ids(shell: Shell, task_ids: list[str], id_only: bool) -> None:
 @click.command()
 @task_argument
 @where_options
-@timeout_option
+@wait_option
 @click.pass_obj
 def wait(shell: Shell, /, task_id: str, timeout_s: float | None, **where: Any) -> None:
     """Wait until a task has ended and print its result.
