@@ -8,7 +8,7 @@ Rule 3: a caller sees and does what the HTTP API allows its token, and nothing e
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from html import escape
 from importlib import resources
 from importlib.metadata import version
@@ -230,11 +230,11 @@ class PageMount:
     def routes(self) -> list[ServedRoute]:
         """All routes of the page."""
         return [
-            _open("GET", "/", self._index),
-            _open("GET", f"{STATIC}{{tag}}/{{name}}", _static),
-            _open("POST", "/page/sign-in", self._sign_in, SignInBody),
-            _open("POST", "/page/sign-out", self._sign_out),
-            _open("GET", "/page/session", self._session),
+            _read("/", self._index),
+            _read(f"{STATIC}{{tag}}/{{name}}", _static),
+            _change("/page/sign-in", self._sign_in, kind=SignInBody),
+            _change("/page/sign-out", self._sign_out),
+            _read("/page/session", self._session),
             _read("/page/overview", self._overview, "engine.read"),
             _read("/page/stream", self._stream, "engine.read", StreamQuery, answers=EVENT_STREAM),
             _read("/page/messages", messages.find, "message.list", messages.MessagesViewQuery),
@@ -266,23 +266,20 @@ class PageMount:
         ]
 
 
-def _open(method: str, path: str, handler: Handler, kind: type[msgspec.Struct] = NoFields) -> ServedRoute:
-    return ServedRoute(Route(method, path, "server.look", {200: (dict[str, Any],)}), handler, (kind,))
-
-
-def _read(
+def _route(
+    method: str,
     path: str,
     handler: Handler,
-    entry: str,
+    entry: str = "server.look",
     kind: type[msgspec.Struct] = NoFields,
     *,
     answers: Any = (dict[str, Any],),
 ) -> ServedRoute:
-    return ServedRoute(Route("GET", path, entry, {200: answers}), handler, (kind,))
+    """A route. Without an entry of the permissions, everybody may call it."""
+    return ServedRoute(Route(method, path, entry, {200: answers}), handler, (kind,))
 
 
-def _change(path: str, handler: Handler, entry: str, kind: type[msgspec.Struct] = NoFields) -> ServedRoute:
-    return ServedRoute(Route("POST", path, entry, {200: (dict[str, Any],)}), handler, (kind,))
+_read, _change = partial(_route, "GET"), partial(_route, "POST")
 
 
 # ---- requests --------------------------------------------------------------------------------------
