@@ -1,1 +1,4 @@
-"""The command line: parse, call a contract, print."""
+"""The command line: a command parses its options, calls one method of the library, and prints the result.
+
+`shell` and `render` have what all commands share. Only tools and tests import this package.
+"""
