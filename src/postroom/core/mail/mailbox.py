@@ -6,6 +6,7 @@ Rule 2: a pull group never gets an acknowledged letter again, and gets every oth
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -300,7 +301,8 @@ class PullGroup:
         return lost
 
 
-class Mailbox(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Mailbox:
     """One mailbox from its creation to its expiry."""
 
     serial: int
@@ -311,7 +313,7 @@ class Mailbox(msgspec.Struct, eq=False):
     """Its name in events."""
     org: str = ""
     """Empty for a mailbox of all organizations."""
-    key: str = ""
+    key: str = field(init=False)
     desc: str = ""
     creator: str = ""
     creator_link: int = 0
@@ -331,12 +333,12 @@ class Mailbox(msgspec.Struct, eq=False):
     has_expired: bool = False
     is_stored: bool = False
     """Whether its creation is durable."""
-    letters: dict[int, Letter] = {}
-    lanes: "list[SortedNumbers]" = []
-    keys: dict[str, int] = {}
-    groups: "dict[str, PullGroup]" = {}
-    delayed: dict[int, Letter] = {}
-    failures: dict[int, int] = {}
+    letters: dict[int, Letter] = field(default_factory=dict)
+    lanes: "list[SortedNumbers]" = field(default_factory=list)
+    keys: dict[str, int] = field(default_factory=dict)
+    groups: "dict[str, PullGroup]" = field(default_factory=dict)
+    delayed: dict[int, Letter] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.key = key_of(self.org, self.mail_id)

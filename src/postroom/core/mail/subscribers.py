@@ -6,16 +6,16 @@ Rule 1: at most one connected member of a queue group holds a letter. When the m
 Rule 2: a queue group without members is forgotten: the next subscription to join gets everything.
 """
 
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-
-import msgspec
 
 from postroom.core.mail.mailbox import RANK_COUNT, Letter, Mailbox
 
 NOT_QUEUED = -1
 
 
-class MailSubscription(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class MailSubscription:
     """One subscription to a mailbox. `link` is the connection, which is opaque here."""
 
     link: object
@@ -26,7 +26,7 @@ class MailSubscription(msgspec.Struct, eq=False):
     ranks: int
     queue_group: str
     enveloped: bool
-    through: list[int] = msgspec.field(default_factory=lambda: [0] * RANK_COUNT)
+    through: list[int] = field(default_factory=lambda: [0] * RANK_COUNT)
     """For each rank, the last number delivered. Valid only while the subscription is in a backlog."""
     queue_rank: int = NOT_QUEUED
     """The rank of the queue in the backlog that holds it."""

@@ -1,11 +1,10 @@
 """Subscriptions, and the routing of plain NATS messages to them and to queue groups."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from random import random
 from typing import Protocol, TypeVar
-
-import msgspec
 
 from postroom.core.nats import natswire as wire
 from postroom.core.nats.subjects import CacheUse, Match, SubjectIndex, merged
@@ -44,7 +43,8 @@ class Subscriber(Protocol):
         """End a subscription."""
 
 
-class ServerSubscription(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class ServerSubscription:
     """One subscription of a connection."""
 
     link: Subscriber
