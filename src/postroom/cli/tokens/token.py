@@ -1,11 +1,13 @@
 """For the owner of a data folder: `postroom token`, the tokens of agents, operators and admins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.render import rfc3339
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import (
     DATA_DEFAULT,
@@ -18,11 +20,17 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.cli.tasks.options import FOLDER
-from postroom.cli.tokens.token_places import Wish, open_tokens
+from postroom.cli.tasks.options import FOLDER, starting_folder
+from postroom.cli.tasks.places import check_place, needed_token
+from postroom.errors import UnknownToken
 
 if TYPE_CHECKING:
-    from postroom.server.access.tokens import NewToken
+    from datetime import datetime
+
+    from postroom.calls.fields import Role
+    from postroom.calls.tokens import CreateToken, MadeTokenAnswer, TokenLine
+    from postroom.client.calls import HttpClient
+    from postroom.server.access.tokens import NewToken, Permissions, RegisteredToken, Tokens
 
 where_options = together(
     path_option("--data", metavar="DIR", text=f"The data folder of the tokens.  {DATA_DEFAULT}", kind=FOLDER),
@@ -84,7 +92,7 @@ def create(
     data: Path | None,
     url: str | None,
     token: str | None,
-    role: str,
+    role: "Role",
     org: str,
     agent: str,
     expires_s: float | None,
@@ -115,15 +123,19 @@ def create(
       postroom token create --url https://postroom.example --role operator
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
-    from postroom.server.access.tokens import Permissions
+    from postroom.calls.tokens import CreateToken
 
     with open_tokens(shell, data, url, token) as tokens:
         org = tokens.organization(org)
         if role == "agent" and not (agent and org):
             raise click.UsageError("the token of an agent needs --agent NAME and --org NAME")
         _check_effect(role, org, allowed)
-        permissions = Permissions(only_buses=only_bus, is_read_only=read_only, **allowed)
-        made = tokens.create(Wish(role, org, agent, expires_s, rate, permissions))
+        made = tokens.create(
+            CreateToken(
+                role=role, org=org or None, agent=agent or None, expires_s=expires_s, rate=rate,
+                only_buses=only_bus, read_only=read_only, **allowed,
+            )
+        )  # fmt: skip
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
 
 
@@ -205,11 +217,149 @@ def rotate(
     _print(shell, made, {"replaces": token_id}, token_only=token_only)
 
 
-def _print(shell: Shell, made: "NewToken", facts: dict[str, str], *, token_only: bool) -> None:
+def _print(
+    shell: Shell, made: "NewToken | MadeTokenAnswer", facts: dict[str, str], *, token_only: bool
+) -> None:
     if token_only:
         shell.output.sentence(made.token)
     else:
         shell.output.facts({"token": made.token, "token_id": made.token_id, **facts}, made.token)
+
+
+# ---- places ------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """The tokens of a data folder."""
+
+    def __init__(self, shell: Shell, data: Path) -> None:
+        self._shell = shell
+        self._data = data
+
+    def organization(self, org: str) -> str:
+        return org
+
+    def create(self, wanted: "CreateToken") -> "NewToken":
+        from postroom.server.access.registry import Agents
+        from postroom.server.access.tokens import permissions_of
+
+        agents, org, agent = Agents(self._data), wanted.org or "", wanted.agent or ""
+        with starting_folder(self._shell, self._data):
+            made = agents.tokens.create(
+                wanted.role, org, agent, wanted.expires_s, permissions_of(wanted), wanted.rate
+            )
+            agents.adopt(agent, org)
+        return made
+
+    def list(self) -> "list[dict[str, Any]]":
+        from datetime import UTC, datetime
+
+        now = datetime.now(UTC)
+        return [
+            _row(known, known.permissions, known.expires, valid=not known.is_expired(now))
+            for known in self._existing().list()
+        ]
+
+    def revoke(self, token_id: str) -> None:
+        self._existing().revoke(token_id)
+
+    def rotate(self, token_id: str, overlap_s: float) -> "NewToken":
+        return self._existing().rotate(token_id, overlap_s)
+
+    def _existing(self) -> "Tokens":
+        from postroom.server.access.tokens import Tokens
+        from postroom.server.folder.layout import checked_data_folder
+
+        return Tokens(checked_data_folder(self._data))
+
+
+class Remote:
+    """The tokens of a server, over HTTP. Changes are sent once: a repeated one could make a second token."""
+
+    def __init__(self, client: "HttpClient") -> None:
+        self._client = client
+
+    def organization(self, org: str) -> str:
+        """The organization of a new token: `org`, or without one the organization of the admin."""
+        from postroom.calls.server import ReadCaller
+
+        return org or str(self._client.call(ReadCaller()).get("org") or "")
+
+    def create(self, wanted: "CreateToken") -> "MadeTokenAnswer":
+        from msgspec.structs import replace
+
+        from postroom.calls.tokens import MadeTokenAnswer
+        from postroom.server.access.tokens import checked_permissions, permissions_of
+
+        org, agent = wanted.org or "", wanted.agent or ""
+        allowed = checked_permissions(
+            wanted.role, org, agent, wanted.expires_s, wanted.rate, permissions_of(wanted)
+        )
+        wanted = replace(
+            wanted,
+            may_send_to=allowed.may_send_to,
+            may_claim=allowed.may_claim,
+            may_read=allowed.may_read,
+            only_message=allowed.only_message,
+            only_buses=allowed.only_buses,
+        )
+        return self._client.converted(self._client.call(wanted, retries=0), MadeTokenAnswer)
+
+    def list(self) -> "list[dict[str, Any]]":
+        from postroom.calls.tokens import ListTokens, TokensAnswer
+        from postroom.server.access.tokens import permissions_of
+
+        found = self._client.converted(self._client.call(ListTokens()), TokensAnswer)
+        return [_row(line, permissions_of(line), line.expires, valid=line.valid) for line in found.tokens]
+
+    def revoke(self, token_id: str) -> None:
+        from postroom.calls.tokens import RevokeToken
+
+        self._client.call(RevokeToken(token_id=_checked(token_id)), retries=0)
+
+    def rotate(self, token_id: str, overlap_s: float) -> "MadeTokenAnswer":
+        from postroom.calls.tokens import MadeTokenAnswer, RotateToken
+
+        verb = RotateToken(token_id=_checked(token_id), overlap_s=overlap_s)
+        return self._client.converted(self._client.call(verb, retries=0), MadeTokenAnswer)
+
+
+def _row(
+    known: "RegisteredToken | TokenLine",
+    permissions: "Permissions",
+    expires: "datetime | None",
+    *,
+    valid: bool,
+) -> dict[str, Any]:
+    return {
+        "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
+        "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
+        "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
+    }  # fmt: skip
+
+
+def _checked(token_id: str) -> str:
+    if not (token_id.isascii() and token_id.isalnum()):  # no server has such an id, and no path holds it
+        raise UnknownToken(token_id)
+    return token_id
+
+
+@contextmanager
+def open_tokens(
+    shell: Shell, data: Path | None, url: str | None, token: str | None
+) -> Iterator[Folder | Remote]:
+    """The tokens of `--data`, or those of the server at `--url`."""
+    data = shell.default_place(data, url)
+    check_place(data, url, "tokens")
+    if data is not None:
+        if token is not None:
+            raise click.UsageError("--token has no effect on a data folder: leave it out")
+        yield Folder(shell, data)
+        return
+    from postroom.client.calls import HttpClient
+
+    with HttpClient(str(url), needed_token(token)) as client:
+        yield Remote(client)
 
 
 add_json_option(token)

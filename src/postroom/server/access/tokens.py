@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, get_args
 import msgspec
 
 from postroom.calls.fields import EXPIRES_S_MAX, NAMES_MAX, Role
+from postroom.calls.tokens import CreateToken, TokenLine
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import checked_name
 from postroom.core.times import checked_seconds
@@ -272,6 +273,18 @@ class Tokens:
             owners = _owners(found.entries, found.owners)
             self._known = known = _TokenIndex(found.version, by_digest, owners, orgs)
         return known
+
+
+def permissions_of(given: CreateToken | TokenLine) -> Permissions:
+    """The permissions that a call or an answer names."""
+    return Permissions(
+        may_send_to=given.may_send_to,
+        may_claim=given.may_claim,
+        may_read=given.may_read,
+        only_message=given.only_message,
+        only_buses=given.only_buses,
+        is_read_only=given.read_only,
+    )
 
 
 def checked_permissions(

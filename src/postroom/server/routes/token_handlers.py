@@ -20,7 +20,7 @@ from postroom.calls.tokens import (
 )
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, UnknownToken
-from postroom.server.access.tokens import MORE_RIGHTS, Permissions, RegisteredToken
+from postroom.server.access.tokens import MORE_RIGHTS, Permissions, RegisteredToken, permissions_of
 from postroom.server.http.messages import HttpRequest, check_allowed
 from postroom.server.http.task_server import TaskServer
 
@@ -98,18 +98,6 @@ def _facts(token: RegisteredToken) -> dict[str, str]:
         "token_org": token.org,
         "token_agent": token.agent,
     }
-
-
-def permissions_of(given: CreateToken | TokenLine) -> Permissions:
-    """The permissions that a call or an answer names."""
-    return Permissions(
-        may_send_to=given.may_send_to,
-        may_claim=given.may_claim,
-        may_read=given.may_read,
-        only_message=given.only_message,
-        only_buses=given.only_buses,
-        is_read_only=given.read_only,
-    )
 
 
 def _permissions(body: CreateToken, org: str) -> Permissions:
