@@ -1,6 +1,5 @@
 """Where the messages are: in a data folder, or on a server."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,10 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.render import warn
 from postroom.cli.shell import Shell, StoreAddress
-from postroom.cli.tasks.places import DATABASE
+from postroom.cli.tasks.places import DATABASE, check_place, needed_token
 
 if TYPE_CHECKING:
     from postroom.calls.verb import Verb
@@ -97,10 +95,8 @@ def open_place(
     create: bool = False,
 ) -> Iterator[Place]:
     data = shell.default_place(data, url, app)
-    if data is not None and url is not None:
-        raise click.UsageError("--data and --url name two places for the messages: give one of them")
-    if data is None and url is None and app is None:
-        raise click.UsageError("say where the messages are: --data DIR, or --url URL with --token TOKEN")
+    if app is None or data is not None:
+        check_place(data, url, "messages")
     if url is None:
         shell.show_warnings()
         with open_engine(shell, data, app, create=create) as engine:
@@ -108,7 +104,9 @@ def open_place(
         return
     if app is not None:
         raise click.UsageError("--app is not for --url: a server knows its types and rules itself")
-    with open_client(url, token) as client:
+    from postroom.client import EngineClient
+
+    with EngineClient(url, needed_token(token)) as client:
         yield client
 
 
@@ -143,12 +141,3 @@ def store_in(shell: Shell, data: Path, *, create: bool) -> str:
         warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     return f"sqlite:///{database}"
-
-
-def open_client(url: str, token: str | None) -> "EngineClient":
-    from postroom.client import EngineClient
-
-    token = token or os.environ.get(TOKEN_VARIABLE)
-    if not token:
-        raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
-    return EngineClient(url, token)

@@ -1,7 +1,6 @@
 """Where the tasks are: in a data folder, or at a harness with an address."""
 
 import os
-import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -119,17 +118,25 @@ class Remote:
         self._client.request("POST", f"/queue/{verb}", body)
 
     def operate(self, verb: str, task_id: str) -> None:
-        self._client.request("POST", f"/tasks/{_quoted(task_id)}/{verb}", {})
+        from postroom.calls.tasks import CancelTask, RetryTask
+
+        self._client.call({"retry": RetryTask, "cancel": CancelTask}[verb](task_id=task_id))
 
     def status(self) -> dict[str, Any]:
-        return dict(self._client.request("GET", "/queue/status"))
+        from postroom.calls.tasks import ReadTaskStatus
+
+        return dict(self._client.call(ReadTaskStatus()))
 
     def show(self, task_id: str) -> dict[str, Any]:
-        return dict(self._client.request("GET", f"/tasks/{_quoted(task_id)}"))
+        from postroom.calls.tasks import ShowTask
+
+        return dict(self._client.call(ShowTask(task_id=task_id)))
 
     def find(self, **filters: Any) -> list[dict[str, Any]]:
-        query = urllib.parse.urlencode({key: value for key, value in filters.items() if value is not None})
-        return list(self._client.request("GET", f"/tasks?{query}")["tasks"])
+        from postroom.calls.tasks import FindTasks
+
+        given = {key: value for key, value in filters.items() if value is not None}
+        return list(self._client.call(FindTasks(**given))["tasks"])
 
 
 def _builtins(struct: Any) -> dict[str, Any]:
@@ -142,10 +149,6 @@ def claimed_fields(task: Any) -> dict[str, Any]:
     """A claimed task as `next` prints it and a program gets it."""
     names = ("task_id", "payload", "lease", "attempt", "type", "parent", "lease_s")
     return {name: getattr(task, name) for name in names}
-
-
-def _quoted(task_id: str) -> str:
-    return urllib.parse.quote(task_id, safe="")
 
 
 # ---- opening -------------------------------------------------------------------------------------------
