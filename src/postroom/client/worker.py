@@ -321,10 +321,11 @@ class Worker:
         except BaseException:
             self._release(task)
             raise
-        return _Report(partial(self._complete, task, decision), "completed")
 
-    def _complete(self, task: Task, decision: Any) -> list[Task]:
-        return self._client.complete_task(task, decision, claim_next=0 if self._stopping else 1)
+        def complete() -> list[Task]:
+            return self._client.complete_task(task, decision, claim_next=0 if self._stopping else 1)
+
+        return _Report(complete, "completed")
 
     def _failed(self, task: Task, error: str, retry_in_s: float | None = None) -> _Report:
         error = error[:ERROR_CHARS_MAX]

@@ -275,16 +275,15 @@ async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str
         await backend.ask(agents.Beat(agent_id=backend.agent), as_agent=True)
     answer = await backend.ask(agents.ListAgents(), as_agent=True)
     known = [
-        {"agent": one["agent_id"], "health": _health(one), "silent_s": round(one["silent_s"], 1)}
+        {
+            "agent": one["agent_id"],
+            "health": "alive" if one["health"] == "registered" else one["health"],
+            "silent_s": round(one["silent_s"], 1),
+        }
         for one in answer["agents"]
     ]
     own = {"you": backend.agent, "organization": backend.org, "role": backend.role}
     return labelled({**own, "agents": known})
-
-
-def _health(agent: dict[str, Any]) -> str:
-    """An agent that has just registered is alive, too."""
-    return "alive" if agent["health"] == "registered" else str(agent["health"])
 
 
 # ---- tasks -------------------------------------------------------------------------------------------

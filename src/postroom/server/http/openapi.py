@@ -70,7 +70,16 @@ def _operation(served: ServedRoute, by_type: dict[Any, Any], components: dict[st
     operation: dict[str, Any] = {
         "summary": served.summary,
         "operationId": f"{route.method.lower()}{route.path}".replace("/", "_").translate(_BRACES),
-        "parameters": [*_in_path(route.path), *_in_query(components[served.query.__name__])],
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS[name]}
+                for name in route.names
+            ),
+            *(
+                {"name": name, "in": "query", "required": False, "schema": schema}
+                for name, schema in components[served.query.__name__].get("properties", {}).items()
+            ),
+        ],
         "responses": {},
     }
     if served.bodies:
@@ -99,15 +108,3 @@ def _response(status: int, answer: Any, by_type: dict[Any, Any], *, streams: boo
     if content:
         response["content"] = content
     return response
-
-
-def _in_path(path: str) -> list[dict[str, Any]]:
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    return [{"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS[name]} for name in names]
-
-
-def _in_query(struct: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in struct.get("properties", {}).items()
-    ]

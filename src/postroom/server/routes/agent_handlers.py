@@ -102,18 +102,16 @@ async def _agent(server: TaskServer, org_id: str, agent_id: str, session: int | 
     known = coordinator.served(org_id, agent_id)
     is_known = known is not None and session in (None, known.session) and not server.is_beat_due(known)
     # Without a session the newest registration counts, which may have been made at another server.
-    if known is not None and is_known and (session is not None or await _is_newest(known)):
-        return known
+    if known is not None and is_known:
+        is_newest = session is not None or await coordinator.read(
+            lambda agents: agents.is_held(known.org_id, known.agent_id, known.session)
+        )
+        if is_newest:
+            return known
     found = await coordinator.write(adopt)
     agent = await coordinator.attach(agent_id, org_id, found)
     server.note_beat(agent)
     return agent
-
-
-async def _is_newest(agent: Agent) -> bool:
-    return await agent.coordinator.read(
-        lambda agents: agents.is_held(agent.org_id, agent.agent_id, agent.session)
-    )
 
 
 async def register(server: TaskServer, request: HttpRequest) -> RegisteredAnswer:
@@ -324,15 +322,11 @@ async def inbox(server: TaskServer, request: HttpRequest) -> InboxAnswer:
     """A page of the inbox. Its messages count as fetched and shown."""
     call: ReadInbox = request.call
     agent = await _agent(server, *_own(request), _session(request))
+    org = agent.org_id
     found = await agent.inbox().page(after="" if call.after is msgspec.UNSET else call.after)
     lines = [
         InboxLine(
-            one.number,
-            unscoped(agent.org_id, one.message_id),
-            one.sender,
-            one.payload,
-            one.is_bounce,
-            one.reason,
+            one.number, unscoped(org, one.message_id), one.sender, one.payload, one.is_bounce, one.reason
         )
         for one in found
     ]

@@ -171,7 +171,7 @@ class EventStream(Generic[T]):
         is_allowed: Callable[[], bool] | None = None,
     ) -> None:
         self._poll_s = poll_s
-        self._is_allowed = is_allowed or self._has_token
+        self._is_allowed = is_allowed or (lambda: is_valid(server, request))
         self._server = server
         self._request = request
         self._page = page
@@ -222,9 +222,6 @@ class EventStream(Generic[T]):
     async def _read(self, position: T) -> tuple[bytes, T | None]:
         page: tuple[bytes, T | None] = await self._run(lambda: self._page(position))
         return page
-
-    def _has_token(self) -> bool:
-        return is_valid(self._server, self._request)
 
 
 STREAM_STARTS: Message = {

@@ -49,7 +49,6 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.names import split_scoped, unscoped
 from postroom.errors import InvalidMessage, PostroomError, StaleLease, UnknownTask
 from postroom.message import ENGINE_PREFIX, Record, State, Stored
-from postroom.server.access.registry import Identity
 from postroom.server.access.task_names import (
     is_lease,
     known_target,
@@ -117,7 +116,10 @@ async def _long_poll(
     async with poll_share(server, request) as left:
         claimed = await server.long_polls.claim(terms, request.identity, wait_s, left)
         if left.done() or not is_valid(server, request):
-            await _release_all(server, request, claimed)
+            for task in claimed:
+                release = partial(TaskOperations.release, task_id=task.task_id, lease=task.lease)
+                with suppress(PostroomError):
+                    await server.writer.submit(release, request.identity, makes_room=True)
         return claimed
 
 
@@ -131,7 +133,7 @@ async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator[
     disconnected = asyncio.ensure_future(disconnection(request))
     try:
         with server.open_calls.joined(lambda: is_valid(server, request)) as left:
-            disconnected.add_done_callback(partial(_leave, left))
+            disconnected.add_done_callback(lambda _: None if left.done() else left.set_result(None))
             yield left
         if disconnected.done():
             raise ClientDisconnected
@@ -142,24 +144,9 @@ async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator[
         disconnected.cancel()
 
 
-def _leave(left: "asyncio.Future[None]", _: "asyncio.Future[None]") -> None:
-    if not left.done():
-        left.set_result(None)
-
-
 def is_valid(server: TaskServer, request: HttpRequest) -> bool:
     """Whether the token of a request is still valid. A call of a part of this process has no token."""
     return not request.token or server.agents.identify(request.token) is not None
-
-
-async def _release_all(server: TaskServer, request: HttpRequest, claimed: list[LeasedTask]) -> None:
-    for task in claimed:
-        with suppress(PostroomError):
-            await server.writer.submit(_releasing(task), request.identity, makes_room=True)
-
-
-def _releasing(task: LeasedTask) -> Callable[[TaskOperations], None]:
-    return lambda operations: operations.release(task.task_id, task.lease)
 
 
 def _log_claims(server: TaskServer, claimed: list[LeasedTask]) -> None:
@@ -216,12 +203,7 @@ def _check_same_decision(tasks: Tasks, task_id: str, body: Complete) -> None:
 
 
 async def heartbeat(server: TaskServer, request: HttpRequest) -> TaskAnswer:
-    return await _holder_call(
-        server,
-        request,
-        "heartbeat",
-        lambda operations, task_id, lease: operations.heartbeat(task_id, lease),
-    )
+    return await _holder_call(server, request, "heartbeat", TaskOperations.heartbeat)
 
 
 async def fail(server: TaskServer, request: HttpRequest) -> TaskAnswer:
@@ -235,9 +217,7 @@ async def fail(server: TaskServer, request: HttpRequest) -> TaskAnswer:
 
 
 async def release(server: TaskServer, request: HttpRequest) -> TaskAnswer:
-    return await _holder_call(
-        server, request, "released", lambda operations, task_id, lease: operations.release(task_id, lease)
-    )
+    return await _holder_call(server, request, "released", TaskOperations.release)
 
 
 async def _holder_call(
@@ -310,7 +290,8 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> NewTaskAnswer | N
     identity, agents = request.identity, {task.agent for task in new}
     sender = own_queue(server.agents, identity) or ""
     if sender:
-        _check_may_send(identity, agents)
+        for agent in sorted(agents):
+            check_allowed(identity, "task.enqueue", Owner(identity.org, agent))
     queues = await _targets(server, request, agents)
     warning = _unknown_warning(server, {queues[agent] for agent in agents} - {sender})
     server.tasks.check_backlog()
@@ -339,11 +320,6 @@ async def enqueue(server: TaskServer, request: HttpRequest) -> NewTaskAnswer | N
         server.task_spans.note("send", queue, task_ids, started_ns)
     task_ids = [shown_id(server.ids, request.identity.org, task_id) for task_id in task_ids]
     return NewTasksAnswer(task_ids, warning) if is_batch else NewTaskAnswer(task_ids[0], warning)
-
-
-def _check_may_send(identity: Identity, agents: set[str]) -> None:
-    for agent in sorted(agents):
-        check_allowed(identity, "task.enqueue", Owner(identity.org, agent))
 
 
 async def _targets(server: TaskServer, request: HttpRequest, agents: set[str]) -> dict[str, str]:
