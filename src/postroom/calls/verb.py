@@ -8,7 +8,7 @@ Rule 2: a field whose name stands in the path is a part of the path. The others 
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -98,20 +98,39 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         What is unset is left out, and None where that is the default; with `omit_defaults`, every default.
         """
-        kind, route = type(self), self.route
-        rest = sent_type(kind, route.names)
-        is_body = has_body(route, rest)
-        omits = not is_body or kind.__struct_config__.omit_defaults
-        path, given = route.path, {}
-        for field in msgspec.structs.fields(kind):
-            name, value = field.encode_name, getattr(self, field.name)
-            if name in route.names:
-                path = path.replace(f"{{{name}}}", part(field.name, value))
-            elif value is not UNSET and (value != field.default or not (omits or value is None)):
+        shape, path, given = _shape_of(type(self)), self.route.path, {}
+        for field, name in shape.in_path:
+            path = path.replace(f"{{{name}}}", part(field, getattr(self, field)))
+        for field, name, default in shape.sent:
+            value = getattr(self, field)
+            if value is not UNSET and (value != default or not (shape.omits or value is None)):
                 given[name] = value
-        if is_body:
+        if shape.is_body:
             return path, given
         return f"{path}?{urlencode(given)}" if given else path, None
+
+
+class _Shape(NamedTuple):
+    """How the fields of a verb are sent, by field and name on the wire."""
+
+    is_body: bool
+    omits: bool
+    """Whether every default is left out."""
+    in_path: tuple[tuple[str, str], ...]
+    sent: tuple[tuple[str, str, Any], ...]
+    """With their defaults."""
+
+
+@cache
+def _shape_of(kind: type[Verb]) -> _Shape:
+    names, fields = kind.route.names, msgspec.structs.fields(kind)
+    is_body = has_body(kind.route, sent_type(kind, names))
+    return _Shape(
+        is_body,
+        not is_body or kind.__struct_config__.omit_defaults,
+        tuple((one.name, one.encode_name) for one in fields if one.encode_name in names),
+        tuple((one.name, one.encode_name, one.default) for one in fields if one.encode_name not in names),
+    )
 
 
 def engine_verbs(base: type[Verb] = Verb) -> Iterator[type[Verb]]:
@@ -127,7 +146,7 @@ def has_body(route: Route, rest: type[msgspec.Struct]) -> bool:
     return route.method == "POST" and not route.in_query and bool(rest.__struct_fields__)
 
 
-@lru_cache
+@cache
 def sent_type(kind: type[msgspec.Struct], names: tuple[str, ...]) -> type[msgspec.Struct]:
     """A struct without the fields of these names, which are in the path."""
     fields = msgspec.structs.fields(kind)
