@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.server.up.parts import PartCommand, Parts, part_states
+from postroom.server.up.parts import PartCommand, SupervisedParts, part_states
 from postroom.system.heartbeat import START_S, VARIABLE, HeartbeatSender, Pulse
 from tests.waiting import until
 
@@ -52,7 +52,7 @@ def test_a_full_pipe_and_an_absent_supervisor_stop_nothing(pulse: Pulse) -> None
 
 def test_a_part_that_stops_beating_is_hung_and_goes_on(tmp_path: Path) -> None:
     program = (sys.executable, "-c", BEATS_ONCE)
-    parts = Parts(tmp_path, [PartCommand("http", program)], stop_grace_s=5.0, beat_late_s=0.01)
+    parts = SupervisedParts(tmp_path, [PartCommand("http", program)], stop_grace_s=5.0, beat_late_s=0.01)
     try:
         parts.start(lambda: False)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import Unavailable
-from postroom.server.up.parts import PartCommand, Parts
+from postroom.server.up.parts import PartCommand, SupervisedParts
 
 
-def parts_of(data: Path, program: str) -> Parts:
-    return Parts(data, [PartCommand("http", (sys.executable, "-c", program))], stop_grace_s=5.0)
+def parts_of(data: Path, program: str) -> SupervisedParts:
+    return SupervisedParts(data, [PartCommand("http", (sys.executable, "-c", program))], stop_grace_s=5.0)
 
 
-def started(parts: Parts) -> None:
+def started(parts: SupervisedParts) -> None:
     try:
         parts.start(lambda: False)
     finally:

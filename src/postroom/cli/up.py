@@ -106,7 +106,7 @@ def _run(
     from postroom.contracts.tasks.tasks import Tasks
     from postroom.server.access.tokens import Tokens
     from postroom.server.folder.manifest import keeping
-    from postroom.server.up.parts import Parts
+    from postroom.server.up.parts import SupervisedParts
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +114,9 @@ def _run(
     environment = with_store(settings.store)
     if demo and settings.tls_cert is not None:  # the agents of the demo trust the certificate of this server
         environment = {**(environment or os.environ), "SSL_CERT_FILE": str(settings.tls_cert)}
-    parts = Parts(data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment)
+    parts = SupervisedParts(
+        data, _parts(shell, data, settings), stop_grace_s=STOP_GRACE_S, environment=environment
+    )
     with keeping(data, settings.store, parts.log, accept_loss) as keeper:
         if not settings.http:  # the shipper reads the store, which the HTTP server makes otherwise
             with Tasks.open(settings.store or f"sqlite:///{data / 'queue.db'}") as tasks:

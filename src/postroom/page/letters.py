@@ -45,7 +45,7 @@ class LettersViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LettersReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /page/replay`: by ids, or by the filters of the list. A preview changes nothing."""
 
     message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
@@ -180,7 +180,7 @@ def _line(request: HttpRequest, letter: DeadLetter) -> LetterRow:
 
 async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
     """Preview or do a replay. A preview names the messages, and the replay that follows sends their ids."""
-    body: ReplayRequest = request.call
+    body: LettersReplay = request.call
     core = server.engine.core
 
     def look(operations: Operations) -> Preview:
@@ -207,7 +207,7 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 def _chosen(
-    operations: Operations, request: HttpRequest, body: ReplayRequest
+    operations: Operations, request: HttpRequest, body: LettersReplay
 ) -> tuple[list[DeadLetter], bool]:
     """The dead letters of a replay, and whether more of them may fit its filters."""
     identity = request.identity

@@ -242,7 +242,7 @@ class PageMount:
             _change("/page/messages/{id}/cancel", messages.cancel, "message.cancel"),
             _change("/page/messages/{id}/retry", messages.retry, "letter.replay"),
             _read("/page/dead-letters", letters.find, "letter.list", letters.LettersViewQuery),
-            _change("/page/replay", letters.replay, "letter.replay", letters.ReplayRequest),
+            _change("/page/replay", letters.replay, "letter.replay", letters.LettersReplay),
             _read("/page/decisions", goals.decisions, "decision.read"),
             _change("/page/decisions/{id}", goals.answer, "decision.answer", Answer),
             _read("/page/goals", goals.goals, "goal.read"),

@@ -82,7 +82,7 @@ class States(msgspec.Struct, frozen=True):
     parts: dict[str, PartState]
 
 
-class Parts:
+class SupervisedParts:
     """Starts the parts, watches them, and stops them."""
 
     def __init__(
