@@ -48,7 +48,7 @@ from figures import (
 )
 
 from postroom import Tasks
-from postroom.contracts.tasks.task_operations import NewTask
+from postroom.contracts.tasks.task_operations import NewTask, TaskFields
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.message import Durability, Envelope, State
 from postroom.server.access.registry import Identity
@@ -483,7 +483,7 @@ def fresh(folder: Path) -> Path:
 
 def cycles(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     single, batched = Ours(fresh(folder)), Ours(fresh(folder))
-    wanted = [{"agent": AGENT, "payload": PAYLOAD}] * BATCH
+    wanted: list[TaskFields] = [{"agent": AGENT, "payload": PAYLOAD}] * BATCH
 
     def in_batches() -> None:
         for _ in range(sizes.cycles):

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from postroom import Breaker, Engine, Policy, Retry
+from postroom import Breaker, Engine, Policy, Retry, SubmitFields
 from postroom.server.harness.engine_workers import WorkerProcesses
 
 FLOOD = 400
@@ -121,11 +121,20 @@ class Act:
         self.say = say
         self.accepted: list[str] = []
 
-    def submit(self, count: int, **fields: Any) -> list[str]:
+    def submit(
+        self,
+        count: int,
+        *,
+        type: str,  # noqa: A002 - the word of `submit`
+        org_id: str = "acme",
+        takes_s: float = 0.0,
+        priority: int = 2,
+        service: str = "",
+    ) -> list[str]:
         """Submit messages in one commit; returns their ids."""
-        fields = {"org_id": "acme", "payload": {}, **fields}
+        message = SubmitFields(type=type, org_id=org_id, payload={}, priority=priority, service=service)
         handles = self.engine.blocking.submit_many(
-            [{**fields, "payload": {**fields["payload"], "n": n}} for n in range(count)]
+            [{**message, "payload": {"n": n, "takes_s": takes_s}} for n in range(count)]
         )
         ids = [handle.message_id for handle in handles]
         self.accepted += ids
@@ -152,11 +161,11 @@ class Act:
 
     def flood(self) -> bool:
         """One organization floods the queue; the message of another one starts at once."""
-        flood = self.submit(FLOOD, type="model_call", payload={"takes_s": 0.04})
+        flood = self.submit(FLOOD, type="model_call", takes_s=0.04)
         self.say("acme", "floods", f"{FLOOD} messages, for {WORKERS} processes with {SLOTS} slots each")
         until(lambda: self.completed("acme") >= FLOOD // 8, "the flood to flow")
         waiting = self.engine.blocking.status().organizations["acme"].depth
-        [single] = self.submit(1, type="model_call", org_id="zen", payload={"takes_s": 0.04})
+        [single] = self.submit(1, type="model_call", org_id="zen", takes_s=0.04)
         self.wait([single], "COMPLETED")
         ahead, after_ms = self.start_of(single)
         first = f"{ahead} of {waiting} waiting messages went first"
@@ -180,7 +189,7 @@ class Act:
     def poison(self) -> bool:
         """A message kills every process that runs it."""
         [bad] = self.submit(1, type="agent_message", priority=0)
-        near = self.submit(NEIGHBOURS, type="model_call", payload={"takes_s": 0.3})
+        near = self.submit(NEIGHBOURS, type="model_call", takes_s=0.3)
         killed = self.notes / "killed.txt"
         until(lambda: len(noted(killed)) >= 1, "the poison message to start")
         first = noted(killed)[0]

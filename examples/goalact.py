@@ -59,8 +59,9 @@ async def travel(engine: Engine, say: Say) -> str:
     await engine.goals.start("acme", GOAL, context={"to": "Rome"})
     for number in range(1, STEPS + 1):
         await engine.graph.branch(GOAL).save(f"step {number}", {"to": "Rome"})
-        fields = {"type": "tool_call", "org_id": "acme", "payload": {"step": number}}
-        handle = await engine.submit(**fields, goal_id=GOAL, task_id=f"t{number}")
+        handle = await engine.submit(
+            type="tool_call", org_id="acme", goal_id=GOAL, task_id=f"t{number}", payload={"step": number}
+        )
         failed = False
         async with asyncio.timeout(TIME_LIMIT_S):
             while (info := await engine.get(handle.message_id)).state != "COMPLETED":

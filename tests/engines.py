@@ -37,7 +37,7 @@ class EngineUnderTest:
 
     def submit_many(self, count: int, **fields: Any) -> list[Handle]:
         """As `submit`, many of them in one commit."""
-        message = {"type": "tool_call", "org_id": "acme", "payload": {}, **fields}
+        message: Any = {"type": "tool_call", "org_id": "acme", "payload": {}, **fields}
         return self.wait(self.engine.submit_many([message] * count))
 
     def claim(self, limit: int = 1, worker: str = "w") -> list[Claimed]:

@@ -21,6 +21,7 @@ from figures import Figure, Goal, compare, load_figure, median_of, readable
 from peersbench import brokers
 
 from brokersbench.aiopikaapp import AioPika
+from postroom.calls.submit import SubmitFields
 from postroom.server.up.engine_load import run_load
 from postroom.testing.postgres_server import PostgresServer
 
@@ -185,7 +186,7 @@ def _backlog(name: str, folder: Path, url: str, sizes: Sizes) -> Figure:
     def drain(waiting: int) -> float:
         run = f"drained-{waiting}-{time.monotonic_ns()}"
         with open_engine(url) as engine:
-            messages = [
+            messages: list[SubmitFields] = [
                 {"type": "tool_call", "org_id": "acme", "priority": P3,
                  "payload": {"run": run, "number": number, "count": sizes.drained}}
                 for number in range(waiting)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from postroom.calls.submit import SubmitFields
     from postroom.client.mail import Mail
     from postroom.contracts.audit import Audit
     from postroom.contracts.bus import Bus
@@ -112,6 +113,7 @@ __all__ = [
     "SinceIdNotFound",
     "StaleLease",
     "StreamRestarted",
+    "SubmitFields",
     "Tasks",
     "TokensExhausted",
     "ToolFailed",
@@ -127,6 +129,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "calls.submit": "SubmitFields",
     "client.mail": "Mail",
     "contracts.audit": "Audit",
     "contracts.bus": "Bus",

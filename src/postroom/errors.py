@@ -12,7 +12,7 @@ Rule 3: the module imports only the standard library, because the task client ne
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -418,7 +418,7 @@ class MessageFailed(Rejected):
     """A message ended without a result."""
 
     def __init__(
-        self, message_id: str, state: str, error_history: list[dict[str, Any]], message: str = ""
+        self, message_id: str, state: str, error_history: Sequence[Mapping[str, Any]], message: str = ""
     ) -> None:
         self.message_id = message_id
         self.state = state
@@ -431,7 +431,7 @@ class TokensExhausted(MessageFailed):
     """No model had the tokens that a message asked for, or its handler used up its reservation."""
 
 
-def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]]) -> MessageFailed:
+def failure_of(message_id: str, state: str, error_history: Sequence[Mapping[str, Any]]) -> MessageFailed:
     """The error of a message that ended without a result."""
     is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
     return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)

@@ -16,6 +16,7 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
+from postroom.calls.submit import SubmitFields
 from postroom.core.formats.events import of_store
 from postroom.core.history.history_checker import History
 from postroom.core.lifecycle import poison
@@ -298,9 +299,14 @@ def test_two_organizations_give_messages_the_same_id(world: EngineUnderTest) -> 
 
 def test_one_batch_gives_messages_of_two_organizations_the_same_ids(world: EngineUnderTest) -> None:
     parent, given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11", "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b12"
-    batch = [
-        {"type": "tool_call", "org_id": org, "payload": {"of": org}, "message_id": message_id}
-        | ({"parent_message_id": parent} if message_id == given else {})
+    batch: list[SubmitFields] = [
+        {
+            "type": "tool_call",
+            "org_id": org,
+            "payload": {"of": org},
+            "message_id": message_id,
+            "parent_message_id": parent if message_id == given else "",
+        }
         for org in ("acme", "zen")
         for message_id in (parent, given)
     ]
@@ -348,7 +354,7 @@ def test_key_whose_result_is_gone_is_refused_and_free_after_30_days(world: Engin
 
 def test_submit_many_is_all_or_none(world: EngineUnderTest) -> None:
     world.submit(idempotency_key="k", payload={"a": 1})
-    good = {"type": "tool_call", "org_id": "acme", "payload": {}}
+    good: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}}
     with pytest.raises(KeyReused):
         world.wait(world.engine.submit_many([good, {**good, "idempotency_key": "k"}]))
     assert world.engine.store.count()["org:acme"] == {"QUEUED": 1}
@@ -489,7 +495,7 @@ def test_dead_letters_are_filtered_and_purged(world: EngineUnderTest) -> None:
     assert len(world.wait(world.engine.dlq.list(since=NOW - timedelta(hours=1)))) == 2
     assert not world.wait(world.engine.dlq.list(until=NOW - timedelta(hours=1)))
     with pytest.raises(InvalidMessage):
-        world.wait(world.engine.dlq.list(colour="red"))
+        world.wait(world.engine.dlq.list(colour="red"))  # type: ignore[call-arg]
     assert len(world.wait(world.engine.dlq.purge(org_id="one"))) == 1
     assert len(world.wait(world.engine.dlq.list())) == 1
 
@@ -1014,8 +1020,8 @@ def test_batch_is_held_to_the_stage_that_it_causes(opened: Opened, priority: int
 
 def test_batch_is_refused_whole_for_one_of_its_classes(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
-    message = {"type": "tool_call", "org_id": "acme", "payload": {}}
-    batch = [{**message, "priority": 0}] * 41 + [{**message, "priority": 1}]
+    message: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}}
+    batch: list[SubmitFields] = [{**message, "priority": 0 if n < 41 else 1} for n in range(42)]
     with pytest.raises(Overloaded) as refused:
         world.wait(world.engine.submit_many(batch))
     assert str(refused.value) == (
@@ -1050,7 +1056,7 @@ def test_organization_behind_many_paused_ones_has_its_turn(
 
 def test_batch_counts_all_of_its_organizations_as_active(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=5, light=10, heavy=20, emergency=40))
-    batch = [
+    batch: list[SubmitFields] = [
         {"type": "tool_call", "org_id": org_id, "payload": {}, "priority": 3}
         for org_id in ["acme"] * 30 + ["initech"] * 15
     ]
@@ -1442,7 +1448,7 @@ def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> N
                 ]
 
             worker = asyncio.create_task(engine.run())
-            message = {"type": "tool_call", "org_id": "acme"}
+            message: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}}
             handles = await engine.submit_many([{**message, "payload": {"n": n}} for n in range(50)])
             results = [
                 await handle.result(timeout_s=HANG_GUARD_S) for n, handle in enumerate(handles) if n != 3
@@ -1656,12 +1662,12 @@ def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
 
 def test_invalid_settings_are_refused() -> None:
     engine = Engine.open("memory://", clock=ManualClock())
-    with pytest.raises(InvalidSetting):
-        engine.handler("tool_call", colour="red")(print)
+    with pytest.raises(TypeError):
+        engine.handler("tool_call", colour="red")(print)  # type: ignore[call-arg]
     with pytest.raises(InvalidSetting):
         engine.handler("tool_call", timeout_s=-1)(print)
     with pytest.raises(InvalidSetting, match="retry must be a Retry"):
-        engine.handler("tool_call", retry=3)(print)
+        engine.handler("tool_call", retry=3)(print)  # type: ignore[arg-type]
     with pytest.raises(InvalidSetting, match="takes two arguments"):
         engine.handler("tool_call")(lambda _message: None)
     with pytest.raises(InvalidSetting):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Guard, Organization, Policy
+from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks.task_storage import COUNTED_BYTES
 from postroom.engine.rules.cells import GOALS, KEY_ENDS, KEYS, MESSAGE_BYTES, PARTS, RATES, STORED_BYTES, Part
 from postroom.engine.rules.operations import Operations
@@ -104,7 +105,7 @@ def test_goals_that_nobody_uses_are_forgotten(world: EngineUnderTest) -> None:
 def test_rate_limits_of_many_users_are_forgotten(tmp_path: Path) -> None:
     rules = Policy(organization=Organization(user_rate_per_s=10.0, max_depth=100_000))
     world = EngineUnderTest(f"sqlite:///{tmp_path}/queue.db", rules)
-    messages = [
+    messages: list[SubmitFields] = [
         {"type": "tool_call", "org_id": "acme", "payload": {}, "user_id": f"u{number}", "priority": 0}
         for number in range(2 * LOOKED_A_READ)
     ]

@@ -13,6 +13,7 @@ from postroom.engine.rules.cells import ACCOUNTS
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.outcomes import Outcome, Usage
 from postroom.engine.token_status import ModelTokens
+from postroom.engine.work.handlers import Pool
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.message import Event
 from postroom.testing import ManualClock, check_consistency
@@ -434,7 +435,7 @@ def test_a_jump_of_the_wall_clock_begins_no_window(make: Make, jump_s: float) ->
 
 
 @pytest.mark.parametrize("pool", ["thread", "process"])
-def test_stream_is_cut_at_the_reservation(make: Make, pool: str) -> None:
+def test_stream_is_cut_at_the_reservation(make: Make, pool: Pool) -> None:
     engine = make()
 
     @engine.engine.handler("tool_call", pool=pool)

@@ -11,6 +11,7 @@ import pytest
 
 from postroom import Tasks
 from postroom.audit.reader import Segments
+from postroom.contracts.tasks.task_operations import TaskFields
 from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.formats import events
 from postroom.core.formats.events import AuditEvent
@@ -117,7 +118,7 @@ class Work:
 
     def enqueue(self) -> None:
         agent = self.random.choice(AGENTS)
-        new = {
+        new: TaskFields = {
             "agent": agent,
             "payload": 1,
             "delay_s": self.random.choice((0, 0, 0, 5)),

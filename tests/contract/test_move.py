@@ -34,8 +34,7 @@ def filled(url: str) -> tuple[list[str], int]:
         tasks.fail(dead.task_id, dead.lease, "broken")
     with Engine.open(url) as engine:
         for key in ("o", "o", ""):
-            fields = {"ordering_key": key} if key else {}
-            engine.blocking.submit(type="tool_call", org_id="acme", payload={}, **fields)
+            engine.blocking.submit(type="tool_call", org_id="acme", payload={}, ordering_key=key or None)
     return names, held.lease
 
 

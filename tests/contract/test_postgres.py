@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from postroom import Engine, Tasks, open_store
+from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks import tasks as tasks_module
 from postroom.core.formats.events import of_store
 from postroom.core.history.history_checker import History
@@ -101,7 +102,7 @@ def test_seeded_world_keeps_every_rule(database: str, seed: int) -> None:
 def test_processes_share_the_work_and_ordering_keys_hold(database: str, no_child_left: None) -> None:
     with Engine.open(database) as engine:
         for first in range(0, MESSAGES, 20):
-            messages = [
+            messages: list[SubmitFields] = [
                 {
                     "type": "tool_call",
                     "org_id": f"o{n % 3}",

@@ -476,7 +476,7 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("why", BAD_TASKS)
 def test_a_bad_task_is_refused_in_one_sentence_and_nothing_is_stored(tasks: Tasks, why: str) -> None:
-    bad: dict[str, Any] = {"agent": "a", "payload": 1, **BAD_TASKS[why]}
+    bad: Any = {"agent": "a", "payload": 1, **BAD_TASKS[why]}
     with pytest.raises(Rejected) as single:
         tasks.enqueue(**bad)
     with pytest.raises(Rejected):

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Literal
 
 from postroom import Engine, Policy
+from postroom.calls.submit import SubmitFields
 from tests.crash.ledger import token_of
 from tests.crash.workers import Report
 
@@ -116,7 +117,7 @@ def sender(
         time.sleep(pause_s)
 
 
-def _message(token: str) -> dict[str, Any]:
+def _message(token: str) -> SubmitFields:
     """The same message whenever a token is submitted again."""
     rng = Random(token)
     return {

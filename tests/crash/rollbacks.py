@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from postroom import Engine, Policy
+from postroom.calls.submit import SubmitFields
 from postroom.engine.rules.cells import Kind
 from postroom.goals.goal_cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
 from postroom.testing import check_consistency
@@ -105,7 +106,9 @@ async def _prepared(engine: Engine) -> list[str]:
     branch = engine.graph.branch("g")
     await branch.save("fact", {"x": 1})
     await engine.goals.checkpoint("g")
-    fields = {"type": "tool_call", "org_id": "acme", "goal_id": "g", "ordering_key": "steps"}
+    fields: SubmitFields = {
+        "type": "tool_call", "org_id": "acme", "payload": {}, "goal_id": "g", "ordering_key": "steps",
+    }  # fmt: skip
     names = [f"e{number}" for number in range(EFFECTS_DONE)]
     handles = await engine.submit_many([{**fields, "payload": {"name": name}} for name in names])
 
@@ -115,8 +118,8 @@ async def _prepared(engine: Engine) -> list[str]:
     await _worked(engine, is_done)
     await branch.save("fact", {"x": 2})
     await engine.goals.set_context("g", {"plan": "b"}, 1)
-    later = {"type": "tool_call", "org_id": "acme", "goal_id": "g", "payload": {"name": "never"}}
-    return [(await engine.submit(**later, delay_s=3600)).message_id for _ in range(3)]
+    later: SubmitFields = {**fields, "payload": {"name": "never"}, "ordering_key": None, "delay_s": 3600}
+    return [(await engine.submit(**later)).message_id for _ in range(3)]
 
 
 def roller(report: Report, *, folder: str, sabotage: str = "") -> None:

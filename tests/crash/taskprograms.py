@@ -15,6 +15,7 @@ from typing import Any
 
 from postroom import StaleLease, Tasks
 from postroom.calls.fields import RETRIES_MAX
+from postroom.contracts.tasks.task_operations import TaskFields
 from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask
 from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.message import Durability
@@ -46,7 +47,7 @@ def open_tasks(folder: str | Path, *, wal_pages: int = checkpoints.WAL_PAGES, **
     return Tasks.open(f"sqlite:///{folder}/queue.db", retry=FOR_EVER, **options)
 
 
-def task_of(token: str, agent: str) -> dict[str, Any]:
+def task_of(token: str, agent: str) -> TaskFields:
     """The keywords of an enqueue whose payload can be checked."""
     return {"agent": agent, "payload": {"token": token, "body": body_of(token)}}
 
@@ -81,7 +82,9 @@ def producer(
             if early:
                 report(lines=[f"{token} early" for token in tokens])
                 time.sleep(0.01)
-            wanted = [task_of(token, agent) | {"idempotency_key": token} for token in tokens]
+            wanted: list[TaskFields] = [
+                {**task_of(token, agent), "idempotency_key": token} for token in tokens
+            ]
             begun = time.perf_counter()
             ids = tasks.enqueue_many(wanted) if count > 1 else [tasks.enqueue(**wanted[0])]
             took = f" {round((time.perf_counter() - begun) * US_PER_S)}" if timed else ""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Engine, Policy
+from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle.retry import Retry
 from postroom.engine.message_input import FIELDS
 from postroom.engine.rules.breakers import Service
@@ -168,7 +169,7 @@ def test_plain_handlers_that_never_return_do_not_hold_up_later_ones(tmp_path: Pa
         def hang(_message: Any, _ctx: Any) -> None:
             end.wait(HANG_GUARD_S)
 
-        message = {"type": "tool_call", "org_id": "acme", "payload": {}}
+        message: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}}
         for handle in await engine.submit_many([message] * 8):  # twice the slots of the worker
             with pytest.raises(MessageFailed, match="longer than"):
                 await handle.result(timeout_s=HANG_GUARD_S)
@@ -393,7 +394,7 @@ def test_odd_options_of_a_handler_are_refused_with_a_sentence(option: str) -> No
     with Engine.open("memory://") as engine:
         for value in (b"x", object(), float("nan"), "\ud800", [1]):
             with pytest.raises(PostroomError):
-                engine.handler("tool_call", **{option: value})(print)
+                engine.handler("tool_call", **{option: value})(print)  # type: ignore[arg-type]
 
 
 def test_shape_of_a_payload_must_be_a_type() -> None:
@@ -460,7 +461,7 @@ def test_no_sentence_repeats_a_huge_argument(call: Any) -> None:
 
 def test_an_id_of_the_store_reveals_nothing_about_other_organizations(tmp_path: Path) -> None:
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
-        fields = {"type": "tool_call", "payload": {}}
+        fields: Any = {"type": "tool_call", "payload": {}}
         given = engine.blocking.submit(org_id="acme", **fields).message_id
         not_given = engine.store.read(lambda transaction: transaction.ids.messages).new(1, 1)
         sentences = []
@@ -473,14 +474,14 @@ def test_an_id_of_the_store_reveals_nothing_about_other_organizations(tmp_path: 
 
 def test_an_id_with_another_content_is_not_a_repeated_submit(tmp_path: Path) -> None:
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
-        message = {"type": "tool_call", "org_id": "acme", "message_id": str(uuid.uuid4())}
+        message: Any = {"type": "tool_call", "org_id": "acme", "message_id": str(uuid.uuid4())}
         engine.blocking.submit(payload={"n": "x" * 100_000}, **message)
         assert engine.blocking.submit(payload={"n": "x" * 100_000}, **message).duplicate
         with pytest.raises(KeyReused, match="different content"):
             engine.blocking.submit(payload={"n": 2}, **message)
-        twice = {**message, "message_id": str(uuid.uuid4())}
+        twice: Any = {**message, "message_id": str(uuid.uuid4())}
         with pytest.raises(KeyReused, match="different content"):
-            engine.blocking.submit_many([{**twice, "payload": {"n": n}} for n in range(2)])
+            engine.blocking.submit_many([twice | {"payload": {"n": n}} for n in range(2)])
 
 
 def test_a_migration_that_fails_refuses_the_message() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine, Policy
+from postroom.calls.submit import SubmitFields
 from postroom.errors import InvalidMessage, InvalidSetting, PostroomError, Rejected, Unavailable, UnknownGoal
 from postroom.message import org_of
 from postroom.stores.sqlite.store import RESERVE_BYTES, SqliteStore
@@ -69,7 +70,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(world: EngineUnderTest) ->
         with pytest.raises(InvalidSetting):
             engine.hook(wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidSetting):
-            engine.hook("tool_call")(wrong)  # type: ignore[arg-type]
+            engine.hook("tool_call")(wrong)  # type: ignore[type-var]
 
 
 def test_the_goal_of_another_organization_is_out_of_reach(world: EngineUnderTest) -> None:
@@ -228,7 +229,7 @@ def test_conflicting_operations_of_many_processes_never_overlap(tmp_path: Path, 
         asyncio.run(story())
 
     with Engine.open(url, Policy(lease_s=1.0, poison_crashes=100)) as engine:
-        fields = {"type": "tool_call", "org_id": "acme"}
+        fields: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}}
         targets = [f"t{number % 3}" for number in range(messages)]
         handles = engine.blocking.wait(
             engine.submit_many(

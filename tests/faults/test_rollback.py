@@ -206,8 +206,16 @@ def test_a_rollback_tells_every_agent_with_a_message_in_the_goal(world: EngineUn
             agents = {name: await coordinator.register(name, "acme") for name in ("done", "open", "other")}
             stranger = await coordinator.register("done", "bolt")
             await engine.goals.start("acme", "g")
-            first = {"type": "tool_call", "payload": {"effects": [("one", "REVERSIBLE")]}, "goal_id": "g"}
-            await agents["done"].submit({**first, "org_id": "acme", "agent_id": "done"})
+            payload = {"effects": [("one", "REVERSIBLE")]}
+            await agents["done"].submit(
+                {
+                    "type": "tool_call",
+                    "payload": payload,
+                    "goal_id": "g",
+                    "org_id": "acme",
+                    "agent_id": "done",
+                }
+            )
             await engine.submit(type="tool_call", org_id="acme", goal_id="g", agent_id="nobody", payload={})
             worker = Worker(engine.core, worker_id="w")
             await worker.step()

@@ -618,8 +618,7 @@ def test_decisions_of_one_organization_leave_room_for_those_of_others(tmp_path: 
         done: dict[str, list[str]] = {}
         for org, result, count in (("acme", "slow", 20), ("other", "quick", 1)):
             agent = scoped(org, "ada")
-            new = ({"agent": agent, "payload": result} for _ in range(count))
-            done[org] = tasks.enqueue_many(new)
+            done[org] = tasks.enqueue_many({"agent": agent, "payload": result} for _ in range(count))
             token = Tokens(harness.data).create("agent", org, "ada").token
             with TaskClient(harness.url, agent="ada", token=token) as client:
                 client.work(lambda task: task.payload, until_empty=True)

@@ -158,6 +158,6 @@ def test_on_a_full_disk_answers_are_handed_over_and_nothing_is_lost(small_disk: 
 
 
 async def _submit_for_ever(agent: Agent) -> None:
-    message = {"type": "tool_call", "org_id": "acme", "agent_id": "planner"}
+    payload = {"n": 3, "text": "x" * 10_000}
     while True:
-        await agent.submit({**message, "payload": {"n": 3, "text": "x" * 10_000}})
+        await agent.submit({"type": "tool_call", "org_id": "acme", "agent_id": "planner", "payload": payload})

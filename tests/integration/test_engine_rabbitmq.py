@@ -17,6 +17,7 @@ import psycopg
 import pytest
 
 from postroom import Engine, Policy, open_store
+from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle.retry import Retry
 from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX, Envelope
@@ -104,8 +105,8 @@ async def results(handles: list[Any]) -> list[Any]:
 
 
 async def submit(engine: Engine, count: int, **fields: Any) -> list[Any]:
-    message = {"type": TYPE, "org_id": "acme", **fields}
-    return await engine.submit_many([{**message, "payload": {"n": number}} for number in range(count)])
+    message: Any = {"type": TYPE, "org_id": "acme", **fields}
+    return await engine.submit_many([message | {"payload": {"n": number}} for number in range(count)])
 
 
 def channel_of(rabbit: RabbitServer) -> Any:
@@ -419,7 +420,7 @@ async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
 async def test_250_organizations_are_served(url: str) -> None:
     with Engine.open(url) as engine:
         seen = echo(engine)
-        messages = [
+        messages: list[SubmitFields] = [
             {"type": TYPE, "org_id": f"o{number}", "payload": {"n": number}, "priority": number % 4}
             for number in range(250)
         ]

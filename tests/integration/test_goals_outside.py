@@ -33,7 +33,7 @@ def waiting_goal(url: Any) -> None:
         async def story() -> None:
             await engine.goals.start("acme", "trip")
             await engine.graph.branch("trip").save("paris", {"x": 1})
-            fields = {"type": "tool_call", "org_id": "acme", "payload": {}}
+            fields: Any = {"type": "tool_call", "org_id": "acme", "payload": {}}
             await engine.submit(**fields, goal_id="trip")
             worker = Worker(engine.core, worker_id="w", slots=1)
             while await worker.step():

@@ -10,8 +10,9 @@ from msgspec import Raw
 from prometheus_client.parser import text_string_to_metric_families
 
 from postroom import Engine
+from postroom.calls.submit import CreatedBy
 from postroom.client import EngineClient, GuardTripped
-from postroom.engine.messages import Body, CreatedBy, encode_body
+from postroom.engine.messages import Body, encode_body
 from postroom.message import Envelope
 from postroom.server.access.registry import Identity
 from postroom.server.http.messages import Refusal

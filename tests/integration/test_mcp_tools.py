@@ -57,7 +57,7 @@ async def planted_messages(server: Serving) -> list[str]:
     slow = Retry(max_retries=1, delay_s=3_600)
     policy = Policy(retries={"tool_call": slow, "model_call": Retry(max_retries=0)})
     creator = {"agent_id": PLANT, "user_id": PLANT, "created_by": {"type": "user", "id": PLANT}}
-    message = {"org_id": "acme", **creator, "type": "tool_call", "metadata": {"note": PLANT}}
+    message: Any = {"org_id": "acme", **creator, "type": "tool_call", "metadata": {"note": PLANT}}
     async with Engine.open(database(server), policy) as engine:
 
         @engine.handler("tool_call")
@@ -67,7 +67,7 @@ async def planted_messages(server: Serving) -> list[str]:
                 raise ValueError(PLANT)
             return PLANT
 
-        failing = {**message, "payload": {"fails": True, "text": PLANT}}
+        failing: Any = {**message, "payload": {"fails": True, "text": PLANT}}
         ended = await engine.submit(**message, payload={"fails": False, "text": PLANT})
         retried = await engine.submit(**failing)
         dead = await engine.submit(**{**failing, "type": "model_call"})

@@ -67,7 +67,7 @@ class Planted:
     async def _run(self) -> tuple[str, str, str]:
         engine, payload = self.world.engine, {"text": secret("payload"), secret("payload_name"): 1}
         texts = {name: secret(name) for name in ("user_id", "agent_id", "service", "ordering_key", "task_id")}
-        message = {
+        message: Any = {
             "type": "agent_message",
             "org_id": "acme",
             "payload": payload,
@@ -83,7 +83,7 @@ class Planted:
         dead = await engine.submit(
             type="agent_message", org_id="acme", payload={**payload, "fails": True}, max_retries=0
         )
-        holding = {"type": "agent_message", "org_id": "acme", "payload": {"holds": True}}
+        holding: Any = {"type": "agent_message", "org_id": "acme", "payload": {"holds": True}}
         held = await engine.submit(**holding, operation=operation)
         await engine.submit(**holding, operation=operation, parent_message_id=secret("parent"))
         await ended.result(timeout_s=HANG_GUARD_S)

@@ -84,7 +84,7 @@ def children(pid: int) -> list[int]:
 
 
 def submit(engine: Engine, count: int = 1, **fields: Any) -> list[str]:
-    message = {"type": "tool_call", "org_id": "acme", "payload": {}, **fields}
+    message: Any = {"type": "tool_call", "org_id": "acme", "payload": {}, **fields}
     return [one.message_id for one in engine.blocking.submit_many([message] * count)]
 
 

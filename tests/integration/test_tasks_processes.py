@@ -123,8 +123,10 @@ def killed_producer(report: Report, *, url: str, name: str) -> None:
             task_id = tasks.enqueue(agent="a", payload=[name, number], max_retries=1_000)
             report("stored", task_id)
         else:
-            new = [{"agent": "a", "payload": [name, number, i], "max_retries": 1_000} for i in range(3)]
-            report(lines=[f"stored {task_id}" for task_id in tasks.enqueue_many(new)])
+            ids = tasks.enqueue_many(
+                {"agent": "a", "payload": [name, number, i], "max_retries": 1_000} for i in range(3)
+            )
+            report(lines=[f"stored {task_id}" for task_id in ids])
         number += 1
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from postroom import Engine, Policy
+from postroom.calls.submit import SubmitFields
 from postroom.engine.token_status import ModelTokens
 from tests import children
 from tests.children import no_child_left
@@ -49,8 +50,8 @@ def work_until_stopped(folder: Path) -> None:
 def test_processes_share_a_budget(tmp_path: Path, no_child_left: None) -> None:
     engine = open_engine(tmp_path)
     most = LIMIT // TOKENS + 20  # more than the budget holds; P2 can have its pool and what no tier reserves
-    messages = [{"type": "tool_call", "org_id": "acme", "payload": {}, "tokens": TOKENS}] * most
-    engine.blocking.submit_many(messages)
+    message: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}, "tokens": TOKENS}
+    engine.blocking.submit_many([message] * most)
     looks = list[ModelTokens]()
 
     def look() -> ModelTokens:

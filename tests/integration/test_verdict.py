@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine
+from postroom.calls.submit import SubmitFields
 from postroom.client.calls import HttpClient
 from postroom.server.access.tokens import Tokens
 from tests.integration.commandline import finish, isolate, postroom, run_on_terminal, start
@@ -22,7 +23,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     data = tmp_path / "run"
     data.mkdir(mode=0o700)
     with Engine.open(f"sqlite:///{data / 'queue.db'}") as engine:
-        message = {"type": "tool_call", "org_id": "acme", "payload": {}, "priority": 1}
+        message: SubmitFields = {"type": "tool_call", "org_id": "acme", "payload": {}, "priority": 1}
         engine.blocking.submit_many([message] * WAITING)
     return data
 

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from postroom import Engine
+from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle import lifecycle, poison
 from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
 from postroom.core.tokens import tokens
@@ -278,7 +279,7 @@ def test_every_rule_has_a_mutant() -> None:
 # ---- handlers of users -----------------------------------------------------------------------------
 
 
-def messages(*types: str) -> list[dict[str, Any]]:
+def messages(*types: str) -> list[SubmitFields]:
     return [
         {"type": name, "org_id": "acme", "payload": {"number": number}, "idempotency_key": f"{name}{number}"}
         for name in types

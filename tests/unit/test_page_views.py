@@ -50,7 +50,7 @@ def test_a_batch_holds_only_what_its_reader_may_see() -> None:
 def letter(
     number: int, error_type: str, state: str = "DEAD_LETTER", *, can_replay: bool = True
 ) -> DeadLetter:
-    errors = [{"attempt": 1, "error_type": error_type, "error": f"text {number}"}]
+    errors: Any = [{"attempt": 1, "error_type": error_type, "error": f"text {number}"}]
     original = {"org_id": "a", "type": "call"}
     return DeadLetter(f"m{number}", original, "", errors, can_replay, f"2026-01-0{number}", state)
 
@@ -93,7 +93,7 @@ def listed(engine: Engine, org_id: str | None = None, **query: Any) -> messages.
 
 
 def submitted(engine: Engine, count: int, org_id: str = "a", **fields: Any) -> list[str]:
-    message = {"type": "tool_call", "org_id": org_id, "payload": {}, **fields}
+    message: Any = {"type": "tool_call", "org_id": org_id, "payload": {}, **fields}
     return [handle.message_id for handle in wait(engine.submit_many([message] * count))]
 
 

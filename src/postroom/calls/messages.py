@@ -27,6 +27,7 @@ from postroom.calls.fields import (
     Text,
     Wait,
 )
+from postroom.calls.submit import AttemptError
 from postroom.calls.verb import EVENT_STREAM, REFUSED, Route, Verb, get, post
 from postroom.message import Durability, State
 
@@ -118,7 +119,7 @@ class RequestAnswer(msgspec.Struct, frozen=True):
     message_id: str
     state: str
     result: Any
-    errors: list[dict[str, Any]]
+    errors: list[AttemptError]
     epoch: int = 0
     """The coordinator that hands the answer over; 0 for an operator."""
 

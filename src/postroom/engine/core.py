@@ -6,11 +6,12 @@ Rule 1: this module imports none of those parts. `GlobalQueue` gives it their ha
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
@@ -95,7 +96,7 @@ class EngineCore:
 
     # ---- submitting ----------------------------------------------------------------------------
 
-    async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+    async def submit(self, messages: Iterable[SubmitFields]) -> list[Submitted]:
         """Check and store messages in one commit: all or none."""
         if not isinstance(messages, Iterable):
             raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}")
@@ -103,7 +104,7 @@ class EngineCore:
             return await self._submit(messages)
         return await self.telemetry.send(list(messages), self._submit)
 
-    async def _submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+    async def _submit(self, messages: Iterable[SubmitFields]) -> list[Submitted]:
         wall_us = self.store.wall_us()
         prepared = [self.registry.prepare(fields, self.policy, wall_us) for fields in messages]
         if not prepared:

@@ -2,14 +2,15 @@
 
 import asyncio
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
 from postroom.calls.fields import LETTERS_MAX
+from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
 from postroom.engine.messages import checked_message_id, decode_body, message_of
@@ -36,7 +37,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
     message_id: str
     original_message: dict[str, Any]
     failure_reason: str
-    error_history: list[dict[str, Any]]
+    error_history: list[AttemptError]
     can_replay: bool
     """Whether a replay can run the message; a quarantined one is replayed only by its id."""
     dlq_timestamp: str
@@ -57,13 +58,25 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     after: str | None = None
 
 
+class LetterFilters(TypedDict, total=False):
+    """As `Filters`, for the callers of `DeadLetters`."""
+
+    org_id: str | None
+    type: str | None
+    error_type: str | None
+    since: datetime | str | None
+    until: datetime | str | None
+    limit: int
+    after: str | None
+
+
 class DeadLetters:
     """`engine.dlq`."""
 
     def __init__(self, core: "EngineCore") -> None:
         self._core = core
 
-    async def list(self, /, **filters: Any) -> Letters:
+    async def list(self, /, **filters: Unpack[LetterFilters]) -> Letters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         wanted = checked_filters(filters)
         return await self._core.read(lambda operations: letters(operations, wanted))
@@ -79,7 +92,7 @@ class DeadLetters:
         dry_run: bool = False,
         priority: int | None = None,
         rate_per_s: float | None = None,
-        **filters: Any,
+        **filters: Unpack[LetterFilters],
     ) -> Ids:
         """Queue dead letters again, each as a new attempt with all its retries; returns their ids.
 
@@ -99,7 +112,11 @@ class DeadLetters:
         return chosen
 
     async def purge(
-        self, /, message_ids: Iterable[str] | None = None, dry_run: bool = False, **filters: Any
+        self,
+        /,
+        message_ids: Iterable[str] | None = None,
+        dry_run: bool = False,
+        **filters: Unpack[LetterFilters],
     ) -> Ids:
         """Forget dead letters; returns their ids."""
         chosen = await self._chosen(message_ids, filters, replayed=False)
@@ -109,7 +126,7 @@ class DeadLetters:
         return chosen
 
     async def _chosen(
-        self, message_ids: Iterable[str] | None, filters: dict[str, Any], *, replayed: bool
+        self, message_ids: Iterable[str] | None, filters: LetterFilters, *, replayed: bool
     ) -> Ids:
         if message_ids is not None:
             if isinstance(message_ids, str):
@@ -140,7 +157,7 @@ def _forget(operations: Operations, message_id: str) -> None:
     operations.forget([operations.loaded(message_id).record])
 
 
-def checked_filters(filters: dict[str, Any]) -> Filters:
+def checked_filters(filters: Mapping[str, Any]) -> Filters:
     """Filters as the caller gave them, checked."""
     try:
         wanted = msgspec.convert(filters, Filters)
@@ -214,7 +231,7 @@ def _fits(wanted: Filters, stored: Stored) -> bool:
     )
 
 
-def _us(moment: Any) -> int:
+def _us(moment: datetime | str | None) -> int:
     if moment is None:
         return 0
     value = parse_utc(moment) if isinstance(moment, str) else moment

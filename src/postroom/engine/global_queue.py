@@ -9,9 +9,11 @@ Rule 1: this class knows messages and their handlers. `goals.engine` adds goals 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, Unpack
 
+from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks.task_input import checked_text
+from postroom.core.lifecycle.retry import Retry
 from postroom.core.lifecycle.versions import Migration
 from postroom.core.names import is_name
 from postroom.engine import inspection
@@ -35,14 +37,14 @@ from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
 from postroom.engine.token_status import Tokens
 from postroom.engine.work.default_handlers import default_handlers
-from postroom.engine.work.handlers import Handler, check_shape, checked_handler
+from postroom.engine.work.handlers import Handler, Pool, Shape, check_shape, checked_handler
 from postroom.engine.work.mcp_tools import McpServers
 from postroom.engine.work.worker import DRAIN_S, Worker
-from postroom.errors import InvalidMessage, InvalidSetting, clipped, shown
+from postroom.errors import InvalidMessage, InvalidSetting, shown
 from postroom.stores.store import Store
 from postroom.system.handles import Closing
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 on_work: Final[list[Callable[["GlobalQueue"], None]]] = []
 """Called with a queue without telemetry that begins to work. An exporter registers itself here."""
@@ -83,18 +85,37 @@ class GlobalQueue(Closing):
 
     # ---- types and handlers --------------------------------------------------------------------
 
-    def handler(self, type: str, **options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
+    def handler(
+        self,
+        type: str,  # noqa: A002
+        *,
+        timeout_s: float | None = None,
+        service: str = "",
+        payload: Shape = None,
+        retry: Retry | None = None,
+        batch: int = 1,
+        within_ms: float = 20.0,
+        pool: Pool = "thread",
+    ) -> Callable[[F], F]:
         """Register a function as the handler of a message type.
 
-        Options: `timeout_s`, `service`, `payload` (the shape of the payload), `retry`, `batch`, `within_ms`,
-        and `pool` ("thread" or "process") for functions that are not async.
+        `payload` is the shape of the payload. `batch` is how many messages one call gets, collected for
+        `within_ms`. `pool` is where a function runs that is not async.
         """
 
-        def register(run: Callable[..., T]) -> Callable[..., T]:
-            try:
-                handler = checked_handler(Handler(run=run, **options))
-            except TypeError as error:
-                raise InvalidSetting(f"an option of the handler does not fit: {clipped(error)}") from None
+        def register(run: F) -> F:
+            handler = checked_handler(
+                Handler(
+                    run=run,
+                    timeout_s=timeout_s,
+                    service=service,
+                    payload=payload,
+                    retry=retry,
+                    batch=batch,
+                    within_ms=within_ms,
+                    pool=pool,
+                )
+            )
             self.register_type(type, payload=handler.payload)
             if type in self._core.handlers:
                 name = getattr(self._core.handlers[type].run, "__name__", "a function")
@@ -105,7 +126,7 @@ class GlobalQueue(Closing):
 
         return register
 
-    def register_type(self, type: str, *, payload: Any = None) -> None:  # noqa: A002
+    def register_type(self, type: str, *, payload: Shape = None) -> None:  # noqa: A002
         """Accept messages of this type, with payloads of this shape. None accepts any JSON object.
 
         The keys of the default handler of the type no longer bind: another handler is meant to run.
@@ -148,23 +169,17 @@ class GlobalQueue(Closing):
 
     # ---- submitting ----------------------------------------------------------------------------
 
-    async def submit(self, **fields: Any) -> Handle:
-        """Store one message and return its handle. `type`, `org_id` and `payload` are required.
-
-        Also: priority (0 to 3), agent_id, user_id, goal_id, task_id, parent_message_id, created_by,
-        idempotency_key, ordering_key, on_dead, delay_s, expires_at, max_retries, service, context, metadata,
-        resource_limits, tokens, models, token_needs, model_preferences, traceparent, tracestate, version,
-        durability.
-        """
+    async def submit(self, **fields: Unpack[SubmitFields]) -> Handle:
+        """Store one message and return its handle. `type`, `org_id` and `payload` are required."""
         [handle] = await self.submit_many([fields])
         return handle
 
-    async def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[Handle]:
+    async def submit_many(self, messages: Iterable[SubmitFields]) -> list[Handle]:
         """As `submit`, for each of the keyword sets, in one commit: all or none."""
         submitted = await self._core.submit(messages)
         return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
 
-    async def request(self, /, *, timeout_s: float | None = None, **fields: Any) -> Any:
+    async def request(self, /, *, timeout_s: float | None = None, **fields: Unpack[SubmitFields]) -> Any:
         """Submit one message and wait for its answer; a streamed answer is joined.
 
         For programs without a coordinator. After `timeout_s` the message still runs.
@@ -323,17 +338,17 @@ class Blocking(BlockingPart[GlobalQueue]):
     pause = waits(GlobalQueue.pause)
     resume = waits(GlobalQueue.resume)
 
-    def submit(self, **fields: Any) -> BlockingHandle:
+    def submit(self, **fields: Unpack[SubmitFields]) -> BlockingHandle:
         """As `Engine.submit`."""
         return BlockingHandle(self.wait(self.of.submit(**fields)), self.wait)
 
-    def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[BlockingHandle]:
+    def submit_many(self, messages: Iterable[SubmitFields]) -> list[BlockingHandle]:
         """As `Engine.submit_many`."""
         return [BlockingHandle(handle, self.wait) for handle in self.wait(self.of.submit_many(messages))]
 
-    def run(self, **options: Any) -> None:
+    def run(self, *, concurrency: int | None = None, worker_id: str | None = None) -> None:
         """As `Engine.run`, in the calling thread."""
-        asyncio.run(self.of.run(**options))
+        asyncio.run(self.of.run(concurrency=concurrency, worker_id=worker_id))
 
     def close(self) -> None:
         """End the thread of the event loop."""

@@ -1,8 +1,8 @@
 """What `submit` returns: a handle to wait for the answer, to cancel, and to ask why nothing happens."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from postroom.engine.agents.parts import Position, read_on
 from postroom.engine.explanation import explain
@@ -12,7 +12,15 @@ from postroom.engine.rules.cells import Part
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
 
-Wait: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+T = TypeVar("T")
+
+
+class Wait(Protocol):
+    """Runs a coroutine to its end, from a thread without an event loop."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
+        """Return its result."""
+
 
 LOOK_S = 0.1  # how often a reader of parts looks for new ones
 
@@ -86,13 +94,13 @@ class BlockingHandle:
 
     def explain(self) -> str:
         """As `Handle.explain`."""
-        return str(self._wait(self._handle.explain()))
+        return self._wait(self._handle.explain())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Part]:
         """The parts of the answer as they come."""
         parts = aiter(self._handle)
 
-        async def following() -> Any:
+        async def following() -> Part | None:
             return await anext(parts, None)
 
         while (part := self._wait(following())) is not None:

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
 
+from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
 from postroom.engine.messages import Message
@@ -52,7 +52,7 @@ class InlineCore(EngineCore):
         """The workers that run handlers now: one, and one more for each wait inside a handler."""
         self.new_worker: Callable[[], Worker] = partial(InlineWorker, self, worker_id="inline", slots=1)
 
-    async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+    async def submit(self, messages: Iterable[SubmitFields]) -> list[Submitted]:
         submitted = await super().submit(messages)
         await self.drain()
         return submitted

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.health.health import NO_PARTS, HealthFacts, Verdict, judge
 from postroom.core.lifecycle import backpressure, breaker, lifecycle, poison
@@ -35,7 +36,7 @@ class MessageInfo(msgspec.Struct, frozen=True):
     retry_count: int
     crashes: int
     """How often a process died that ran only this message."""
-    errors: list[dict[str, Any]]
+    errors: list[AttemptError]
     history: list[Event]
     message: dict[str, Any]
     """Its fields as submitted; empty when its bytes cannot be decoded."""

@@ -5,7 +5,7 @@ Rule 1: everything is checked here. Each refusal is a typed error with one sente
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.calls.fields import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
+from postroom.calls.submit import CreatedBy, ResourceLimits, SubmitFields
 from postroom.contracts.tasks.task_input import check_durability, checked_text, encoded
 from postroom.core.goals import conflicts
 from postroom.core.goals.conflicts import Operation
@@ -25,8 +26,6 @@ from postroom.core.tokens.token_rules import TokenRules
 from postroom.engine.messages import (
     NO_PAYLOAD,
     Body,
-    CreatedBy,
-    ResourceLimits,
     digest_of,
     encode_body,
     new_id,
@@ -57,44 +56,8 @@ TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]
 CONTEXT_BYTES_MAX: Final = 64 * 1024
 
 
-class NewMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The keywords of `submit`, not checked yet."""
-
-    type: Any
-    org_id: Any
-    payload: Any
-    priority: Any = PRIORITY_DEFAULT
-    message_id: Any = None
-    goal_id: Any = None
-    task_id: Any = None
-    parent_message_id: Any = ""
-    created_by: Any = None
-    user_id: Any = ""
-    agent_id: Any = ""
-    expires_at: Any = None
-    delay_s: Any = 0.0
-    max_retries: Any = None
-    version: Any = None
-    context: Any = None
-    metadata: Any = None
-    resource_limits: Any = None
-    token_needs: Any = None
-    model_preferences: Any = None
-    tokens: Any = 0
-    models: Any = None
-    service: Any = ""
-    idempotency_key: Any = None
-    ordering_key: Any = None
-    on_dead: Any = "continue"
-    traceparent: Any = ""
-    tracestate: Any = ""
-    durability: Any = None
-    hop: Any = 0
-    operation: Any = None
-
-
-FIELDS: Final = frozenset(NewMessage.__struct_fields__)
-REQUIRED: Final = frozenset({"type", "org_id", "payload"})
+FIELDS: Final = frozenset(SubmitFields.__annotations__)
+REQUIRED: Final = SubmitFields.__required_keys__
 _IGNORED: Final = frozenset({"created_at", "retry_count", "accepted_priority", "state"})
 """Fields of a returned message that a submit of the same fields may repeat."""
 
@@ -137,19 +100,24 @@ class Registry:
                 f"a message is given by the keywords of submit, not by {type(fields).__name__}"
             )
         given = self._migrated(fields, policy)
-        extra: dict[str, Any] = {}
         if len(given) > len(FIELDS) + len(_IGNORED) + EXTRA_FIELDS_MAX:  # before a long list of names is made
             raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
+        extra: dict[str, Any] = {}
         if not given.keys() <= FIELDS:
             extra = {name: given.pop(name) for name in given.keys() - FIELDS}
             extra = {name: value for name, value in extra.items() if name not in _IGNORED}
         if extra:
-            _check_extra(extra, given.get("version", policy.version), policy.version)
+            version = given.get("version", policy.version)
+            if not versions.may_have_unknown_fields(version, policy.version):
+                names = shown(", ".join(sorted(extra)))
+                raise InvalidMessage(f"a message of version {version} has no field {names}")
+            if len(extra) > EXTRA_FIELDS_MAX:
+                raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
+            _object("the unknown fields", extra)
         if not given.keys() >= REQUIRED:
             missing = sorted(REQUIRED - given.keys())
             raise InvalidMessage(f"a message needs {' and '.join(missing)}")
-        new = NewMessage(**given)
-        return self._prepared(new, extra, policy, wall_us)
+        return self._prepared(given, extra, policy, wall_us)
 
     def _migrated(self, fields: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """The fields in the current version. A migration meets whatever callers send, so it may raise."""
@@ -162,25 +130,40 @@ class Registry:
             text = f"the migration of version {fields.get('version')} failed: {what}"
             raise ValidationError(text) from error
 
-    def _prepared(self, new: NewMessage, extra: dict[str, Any], policy: Policy, wall_us: int) -> Prepared:
-        type_name = new.type
+    def _prepared(
+        self, given: dict[str, Any], extra: dict[str, Any], policy: Policy, wall_us: int
+    ) -> Prepared:
+        get, type_name, org_id = given.get, given["type"], given["org_id"]
         if not isinstance(type_name, str) or type_name not in self.types:
             raise UnknownType(type_name, self.types)
-        org_id = _org(new.org_id)
-        payload = self._payload(type_name, new.payload)
-        message_id = _message_id(new.message_id, org_id)
-        parent = _text("parent_message_id", new.parent_message_id)
+        if not isinstance(org_id, str) or not is_name(org_id):
+            raise InvalidName("org_id", org_id)
+        payload = self._payload(type_name, given["payload"])
+        message_id = _message_id(get("message_id"), org_id)
+        parent = _text("parent_message_id", get("parent_message_id", ""))
         if parent and unscoped(org_id, parent) == unscoped(org_id, message_id):
             raise InvalidParent(f"message {message_id} names itself as its parent")
-        delay_ns = _delay_ns(new.delay_s)
-        expires_us = _expires_us(new.expires_at, wall_us, delay_ns)
-        context = _large_context(new.context)
-        body = _body(new, context, extra, expires_us, payload, new.version or policy.version)
-        check_durability(new.durability)
-        priority = _priority(new.priority)
+        delay_ns = _delay_ns(get("delay_s", 0))
+        expires_us = _expires_us(get("expires_at"), wall_us, delay_ns)
+        context = b"" if get("context") is None else _encoded_object("context", given["context"])
+        if len(context) <= CONTEXT_BYTES_MAX:
+            context = b""  # the body holds it
+        body = _body(
+            get, payload=payload, context=context, extra=extra, expires_us=expires_us,
+            version=get("version") or policy.version,
+        )  # fmt: skip
+        durability = get("durability")
+        check_durability(durability)
+        priority = get("priority", PRIORITY_DEFAULT)
+        if type(priority) is not int or not 0 <= priority <= PRIORITY_LAST:
+            raise InvalidPriority(
+                f"priority must be a whole number from 0 to {PRIORITY_LAST}, not {shown(priority)}"
+            )
         if policy.token_rules is not None and (body.tokens or body.models):
             _check_budget(policy.token_rules, body, priority)
-        durability: Durability = new.durability or (self._urgent if priority == 0 else "group")
+        max_retries = get("max_retries")
+        if max_retries is None:
+            max_retries = policy.retry_of(type_name).max_retries
         envelope = Envelope(
             queue=ENGINE_PREFIX + org_id,
             payload=b"",
@@ -188,10 +171,10 @@ class Registry:
             type=type_name,
             parent_message_id=parent,
             priority=priority,
-            max_retries=_retries(new.max_retries, type_name, policy),
+            max_retries=_whole("max_retries", max_retries, RETRIES_MAX),
             delay_ns=delay_ns,
             ttl_ns=(expires_us - wall_us) * 1000 if expires_us else 0,
-            durability=durability,
+            durability=durability or (self._urgent if priority == 0 else "group"),
             facts=_facts(body),
         )
         digest = digest_of(type_name, payload)
@@ -247,27 +230,10 @@ def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
 # ---- checks ----------------------------------------------------------------------------------------
 
 
-def _check_extra(extra: dict[str, Any], version: Any, current: str) -> None:
-    if not versions.may_have_unknown_fields(version, current):
-        names = shown(", ".join(sorted(extra)))
-        raise InvalidMessage(f"a message of version {version} has no field {names}")
-    if len(extra) > EXTRA_FIELDS_MAX:
-        raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
-    _object("the unknown fields", extra)
-
-
-def _org(org_id: object) -> str:
-    if not isinstance(org_id, str) or not is_name(org_id):
-        raise InvalidName("org_id", org_id)
-    return str(org_id)
-
-
-def _priority(priority: object) -> int:
-    if type(priority) is not int or not 0 <= priority <= PRIORITY_LAST:
-        raise InvalidPriority(
-            f"priority must be a whole number from 0 to {PRIORITY_LAST}, not {shown(priority)}"
-        )
-    return priority
+def _whole(name: str, value: object, largest: int) -> int:
+    if type(value) is not int or not 0 <= value <= largest:
+        raise InvalidMessage(f"{name} must be a whole number from 0 to {largest}, not {shown(value)}")
+    return value
 
 
 def _message_id(message_id: object, org_id: str) -> str:
@@ -294,10 +260,12 @@ def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
     if expires_at is None:
         return 0
     try:
-        moment = _moment(expires_at)
-        expires_us = epoch_ns_of(moment) // 1000
+        moment = parse_utc(expires_at) if isinstance(expires_at, str) else expires_at
+        expires_us = epoch_ns_of(moment) // 1000 if isinstance(moment, datetime) else 0
     except InvalidMessage as error:
         raise InvalidExpiry(f"expires_at must be a time with a time zone: {clipped(error)}") from None
+    if not isinstance(moment, datetime):
+        raise InvalidExpiry(f"expires_at must be a time with a time zone: it is {type(moment).__name__}")
     if expires_us <= wall_us:
         raise InvalidExpiry(f"expires_at {moment.isoformat()} is in the past")
     if expires_us - wall_us > EXPIRES_S_MAX * 1_000_000:
@@ -309,77 +277,60 @@ def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
     return expires_us
 
 
-def _moment(value: object) -> datetime:
-    if isinstance(value, str):
-        return parse_utc(value)
-    if isinstance(value, datetime):
-        return value
-    raise InvalidMessage(f"it is {type(value).__name__}")
-
-
-def _retries(max_retries: object, type_name: str, policy: Policy) -> int:
-    if max_retries is None:
-        return policy.retry_of(type_name).max_retries
-    if type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX:
-        raise InvalidMessage(
-            f"max_retries must be a whole number from 0 to {RETRIES_MAX}, not {shown(max_retries)}"
-        )
-    return max_retries
-
-
 def _body(
-    new: NewMessage, context: bytes, extra: dict[str, Any], expires_us: int, payload: bytes, version: str
+    get: Callable[..., Any],
+    *,
+    payload: bytes,
+    context: bytes,
+    extra: dict[str, Any],
+    expires_us: int,
+    version: str,
 ) -> Body:
-    user_id, agent_id = _text("user_id", new.user_id), _text("agent_id", new.agent_id)
-    if new.on_dead not in ("continue", "stop"):
-        raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(new.on_dead)}')
-    if new.on_dead == "stop" and new.ordering_key is None:
+    user_id, agent_id = _text("user_id", get("user_id", "")), _text("agent_id", get("agent_id", ""))
+    on_dead, goal_id, task_id = get("on_dead", "continue"), get("goal_id"), get("task_id")
+    if on_dead not in ("continue", "stop"):
+        raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(on_dead)}')
+    if on_dead == "stop" and get("ordering_key") is None:
         raise InvalidMessage(
             'on_dead="stop" needs an ordering_key: a dead letter stops the messages of its key'
         )
+    operation = get("operation")
+    if operation is not None and not isinstance(operation, Operation):
+        try:
+            operation = conflicts.checked(operation)
+        except ValueError as error:
+            raise InvalidMessage(str(error)) from None
+    traceparent = _text("traceparent", get("traceparent", ""))
+    if traceparent and TRACEPARENT.fullmatch(traceparent) is None:
+        raise InvalidMessage(f"traceparent is not of the form of W3C Trace Context: {shown(traceparent)}")
     return Body(
         payload=msgspec.Raw(payload),
         version=version,
-        goal_id=_named("goal_id", new.goal_id),
-        task_id=_named("task_id", new.task_id),
-        created_by=_creator(new.created_by, user_id, agent_id),
+        goal_id=new_id() if goal_id is None else checked_text("goal_id", goal_id),
+        task_id=new_id() if task_id is None else checked_text("task_id", task_id),
+        created_by=_creator(get("created_by"), user_id, agent_id),
         user_id=user_id,
         agent_id=agent_id,
         expires_us=expires_us,
-        context={} if context else new.context or {},
+        context={} if context else get("context") or {},
         context_ref=digest_of("context", context) if context else "",
-        metadata=_object("metadata", new.metadata),
-        resource_limits=_resource_limits(new.resource_limits),
-        token_needs=_object("token_needs", new.token_needs),
-        model_preferences=_texts("model_preferences", new.model_preferences),
-        tokens=_tokens(new.tokens),
-        models=_texts("models", new.models),
-        service=_text("service", new.service),
-        idempotency_key=_key("idempotency_key", new.idempotency_key),
-        ordering_key=_key("ordering_key", new.ordering_key),
-        on_dead=new.on_dead,
-        traceparent=_traceparent(new.traceparent),
-        tracestate=_text("tracestate", new.tracestate, KEY_CHARS_MAX),
-        hop=_hop(new.hop),
-        in_goal=new.goal_id is not None,
-        operation=_operation(new.operation),
+        metadata=_object("metadata", get("metadata")),
+        resource_limits=_resource_limits(get("resource_limits")),
+        token_needs=_object("token_needs", get("token_needs")),
+        model_preferences=_texts("model_preferences", get("model_preferences")),
+        tokens=_whole("tokens", get("tokens", 0), TOKENS_MAX),
+        models=_texts("models", get("models")),
+        service=_text("service", get("service", "")),
+        idempotency_key=_key("idempotency_key", get("idempotency_key")),
+        ordering_key=_key("ordering_key", get("ordering_key")),
+        on_dead=on_dead,
+        traceparent=traceparent,
+        tracestate=_text("tracestate", get("tracestate", ""), KEY_CHARS_MAX),
+        hop=_whole("hop", get("hop", 0), HOPS_MAX),
+        in_goal=goal_id is not None,
+        operation=operation,
         extra=extra,
     )
-
-
-def _operation(value: object) -> Operation | None:
-    if value is None or isinstance(value, Operation):
-        return value
-    try:
-        return conflicts.checked(value)
-    except ValueError as error:
-        raise InvalidMessage(str(error)) from None
-
-
-def _tokens(tokens: object) -> int:
-    if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
-        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {shown(tokens)}")
-    return tokens
 
 
 def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
@@ -394,16 +345,6 @@ def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
             f"a message of P{priority} that asks for {body.tokens} tokens would never run: "
             f"its models give at most {most}"
         )
-
-
-def _hop(hop: object) -> int:
-    if type(hop) is not int or not 0 <= hop <= HOPS_MAX:
-        raise InvalidMessage(f"hop must be a whole number from 0 to {HOPS_MAX}, not {shown(hop)}")
-    return hop
-
-
-def _named(name: str, value: object) -> str:
-    return new_id() if value is None else checked_text(name, value)
 
 
 def _text(name: str, value: object, limit: int = TEXT_CHARS_MAX) -> str:
@@ -432,12 +373,6 @@ def _object(name: str, value: dict[str, Any] | None) -> dict[str, Any]:
     if size > CONTEXT_BYTES_MAX:
         raise InvalidMessage(f"{name} has {size} bytes, and at most {CONTEXT_BYTES_MAX} are kept")
     return value
-
-
-def _large_context(value: object) -> bytes:
-    """A context that is stored apart, as JSON; empty for one that the body holds."""
-    data = b"" if value is None else _encoded_object("context", value)
-    return data if len(data) > CONTEXT_BYTES_MAX else b""
 
 
 def _encoded_object(name: str, value: object) -> bytes:
@@ -480,13 +415,6 @@ def _key(name: str, value: object) -> str:
     text = checked_text(name, value, limit=KEY_CHARS_MAX)
     if not text or not text.isprintable():
         raise InvalidMessage(f"{name} must be printable text that is not empty, not {shown(text)}")
-    return text
-
-
-def _traceparent(value: object) -> str:
-    text = _text("traceparent", value)
-    if text and TRACEPARENT.fullmatch(text) is None:
-        raise InvalidMessage(f"traceparent is not of the form of W3C Trace Context: {shown(text)}")
     return text
 
 

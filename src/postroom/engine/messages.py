@@ -8,40 +8,20 @@ import os
 from collections import deque
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
+from postroom.calls.submit import CreatedBy, ResourceLimits
 from postroom.core.goals.conflicts import Operation
 from postroom.core.lifecycle import versions
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.errors import (
-    UnknownTask,
-    shown,
-)
+from postroom.errors import UnknownTask, shown
 from postroom.message import ENGINE_PREFIX, Record
 
 NO_PAYLOAD: Final = msgspec.Raw(b"null")
 ID_BYTES: Final = 16
 IDS_A_READ: Final = 64  # ids whose random bytes are read at a time
-
-CreatorType: TypeAlias = Literal["user", "agent", "system"]
-
-
-class CreatedBy(msgspec.Struct, frozen=True):
-    """Who created a message."""
-
-    type: CreatorType
-    id: str
-
-
-class ResourceLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one attempt may use."""
-
-    time: float | None = None
-    """Seconds."""
-    memory: str | None = None
-    """Bytes with a unit, such as 1GB."""
 
 
 class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from postroom.calls.submit import AttemptError
 from postroom.core.times import utc_text
 from postroom.errors import failure_of
 from postroom.message import Stored
@@ -16,7 +17,7 @@ def result_of(stored: Stored) -> Any:
     raise failure_of(stored.record.message_id, stored.record.state, error_history(stored))
 
 
-def error_history(stored: Stored) -> list[dict[str, Any]]:
+def error_history(stored: Stored) -> list[AttemptError]:
     """What went wrong, attempt by attempt."""
     return [
         {

@@ -8,7 +8,7 @@ from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Submitted
 from postroom.engine.rules.outcomes import Outcome
 
-Submit: TypeAlias = Callable[[list[Mapping[str, Any]]], Awaitable[list[Submitted]]]
+Submit: TypeAlias = Callable[[list[Any]], Awaitable[list[Submitted]]]
 NoteOutcome: TypeAlias = Callable[[Outcome | None], None]
 
 

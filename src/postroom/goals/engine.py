@@ -32,7 +32,6 @@ from postroom.system.clock import Clock
 if TYPE_CHECKING:
     from postroom.goals.inline import InlineEngine
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -148,13 +147,13 @@ class Engine(GlobalQueue):
         self.hooks.functions = other.hooks.functions
         self.recovery.registered = other.recovery.registered
 
-    def hook(self, type: str) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
+    def hook(self, type: str) -> Callable[[F], F]:  # noqa: A002
         """Register a function that runs after each completed message of a type, as a message of its own.
 
         It is called with what `get` returns and with the result, at least once.
         """
 
-        def register(run: Callable[..., T]) -> Callable[..., T]:
+        def register(run: F) -> F:
             self.hooks.add(type, run)
             return run
 

@@ -1,7 +1,7 @@
 """The view of dead letters: lists, patterns, and a replay with a preview of what would happen."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -162,7 +162,7 @@ def _pattern_of(letter: DeadLetter) -> tuple[str, str, str]:
     return str(message.get("org_id", "")), str(message.get("type", "")), _last_error(letter)["error_type"]
 
 
-def _last_error(letter: DeadLetter) -> dict[str, Any]:
+def _last_error(letter: DeadLetter) -> Mapping[str, Any]:
     return letter.error_history[-1] if letter.error_history else {"error_type": "", "error": ""}
 
 

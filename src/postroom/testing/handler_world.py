@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
@@ -99,15 +100,15 @@ class HandlerWorld:
         """Effects that were called and did not raise: message id and key."""
         self._broken: list[Broken] = []
 
-    def run(self, messages: Iterable[Mapping[str, Any]]) -> HandlerReport:
+    def run(self, messages: Iterable[SubmitFields]) -> HandlerReport:
         """Submit messages, given as the keywords of `submit`, and run their handlers to the end."""
         with _expected_warnings_dropped(), self._engine.testing() as testing:
             core: EngineCore = testing._core  # noqa: SLF001 - the world is a part of the engine's tests
             assert isinstance(core, InlineCore)
             core.handlers = {name: self._faulty(handler) for name, handler in core.handlers.items()}
-            return asyncio.run(self._run(core, [dict(fields) for fields in messages]))
+            return asyncio.run(self._run(core, list(messages)))
 
-    async def _run(self, core: InlineCore, messages: list[dict[str, Any]]) -> HandlerReport:
+    async def _run(self, core: InlineCore, messages: list[SubmitFields]) -> HandlerReport:
         self._core = core
         worker = _WorldWorker(core)
         core.workers.append(worker)  # so that a submit runs no handlers: `_drain` does
@@ -117,7 +118,7 @@ class HandlerWorld:
         await self._drain(core, worker)
         return await self._report(core)
 
-    async def _submit(self, core: InlineCore, fields: dict[str, Any]) -> None:
+    async def _submit(self, core: InlineCore, fields: SubmitFields) -> None:
         times = 2 if fields.get("idempotency_key") and self._random.random() < self._share else 1
         for _ in range(times):
             await core.submit([fields])

@@ -30,7 +30,8 @@ class Folder:
 
     def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
         queues = self._queues({task["agent"] for task in tasks})
-        return self._tasks.enqueue_many([{**task, "agent": queues[task["agent"]]} for task in tasks])
+        new: list[Any] = [{**task, "agent": queues[task["agent"]]} for task in tasks]
+        return self._tasks.enqueue_many(new)
 
     def _queues(self, agents: set[str]) -> dict[str, str]:
         """The queues of agents. Warns of those without a token; a folder that has no registry needs none."""

@@ -6,7 +6,7 @@ Rule 1: an operation raises before it writes, so several operations can share a 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import msgspec
 from msgspec.structs import replace
@@ -51,6 +51,21 @@ class LeasedTask(msgspec.Struct, frozen=True):
     type: str = ""
     parent: str = ""
     lease_s: float = LEASE_S
+
+
+class TaskFields(TypedDict, total=False):
+    """The keywords of `Tasks.enqueue`."""
+
+    agent: Required[str]
+    payload: Required[Any]
+    task_id: str | None
+    delay_s: float
+    idempotency_key: str | None
+    type: str
+    parent: str
+    max_retries: int | None
+    durability: Durability | None
+    sender: str
 
 
 class NewTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

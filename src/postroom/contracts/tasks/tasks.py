@@ -30,6 +30,7 @@ from postroom.contracts.tasks.task_operations import (
     NewTask,
     Rules,
     TaskCall,
+    TaskFields,
     TaskOperations,
     holds_decisions,
 )
@@ -154,7 +155,7 @@ class Tasks(Closing):
         )  # fmt: skip
         return self._enqueue([new])[0]
 
-    def enqueue_many(self, tasks: Iterable[dict[str, Any]]) -> list[str]:
+    def enqueue_many(self, tasks: Iterable[TaskFields]) -> list[str]:
         """Store several tasks, each given by the keywords of `enqueue`, in one commit: all or none."""
         try:
             new = msgspec.convert(list(tasks), list[NewTask])

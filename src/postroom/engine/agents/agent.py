@@ -9,8 +9,9 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
+from postroom.calls.submit import MessageOptions, Payload, SubmitFields
 from postroom.core.agents import FINAL_PARTS, Restart, joined_chunks
 from postroom.core.times import checked_seconds
 from postroom.engine.agents.agent_operations import AgentOperations
@@ -95,7 +96,14 @@ class Agent:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    async def request(self, *, type: str, payload: Any, timeout_s: float | None = None, **fields: Any) -> Any:  # noqa: A002
+    async def request(
+        self,
+        *,
+        type: str,  # noqa: A002
+        payload: Payload,
+        timeout_s: float | None = None,
+        **fields: Unpack[MessageOptions],
+    ) -> Any:
         """Submit a message and wait for its answer. A streamed answer is joined.
 
         `fields` are those of `Engine.submit`. Raises `MessageFailed`, and `TimeoutError` after `timeout_s`:
@@ -108,10 +116,10 @@ class Agent:
         self,
         *,
         type: str,  # noqa: A002
-        payload: Any,
+        payload: Payload,
         timeout_s: float | None = None,
         restart: Restart = "raise",
-        **fields: Any,
+        **fields: Unpack[MessageOptions],
     ) -> "AnswerStream":
         """Submit a message and iterate over the parts of its answer, the last one included.
 
@@ -123,7 +131,7 @@ class Agent:
         for name in ("org_id", "agent_id"):
             if name in fields:
                 raise InvalidMessage(f"{name} follows from the agent, and cannot be set")
-        message = {
+        message: SubmitFields = {
             **fields,
             "type": type,
             "payload": payload,
@@ -132,7 +140,7 @@ class Agent:
         }
         return AnswerStream(self, message, timeout_s=timeout_s, restart=restart)
 
-    async def submit(self, message: dict[str, Any], timeout_s: float | None = None) -> tuple[str, bool]:
+    async def submit(self, message: SubmitFields, timeout_s: float | None = None) -> tuple[str, bool]:
         """Store a request without waiting for its answer; its id, and whether it was known before."""
         core = self.coordinator.core
         prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
@@ -152,7 +160,7 @@ class Agent:
         These are late answers, and the requests of an agent that was restarted.
         """
         streams = [
-            AnswerStream(self, {}, message_id=message_id, restart="replace")
+            AnswerStream(self, None, message_id=message_id, restart="replace")
             for message_id in await self._unread()
         ]
         pending = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
@@ -185,12 +193,12 @@ class Agent:
 
     # ---- messages between agents ---------------------------------------------------------------
 
-    async def send(self, *, to: str, payload: Any, **fields: Any) -> SentMessage:
+    async def send(self, *, to: str, payload: Any, **fields: Unpack[MessageOptions]) -> SentMessage:
         """Send a message to another agent of the organization. Raises `Bounced` when it cannot get it."""
         core = self.coordinator.core
         if not isinstance(to, str):
             raise InvalidMessage(f"to must be the name of an agent, not {shown(to)}")
-        message = {
+        message: SubmitFields = {
             **fields,
             "type": "agent_message",
             "payload": {"to": to, "body": payload},
@@ -239,7 +247,7 @@ class AnswerStream:
     def __init__(
         self,
         agent: Agent,
-        message: dict[str, Any],
+        message: SubmitFields | None,
         *,
         message_id: str = "",
         timeout_s: float | None = None,
@@ -305,7 +313,7 @@ class AnswerStream:
         if self._reader is None:
             coordinator = self._agent.coordinator
             wakeups: int | None = None
-            if not self.message_id:
+            if self._message is not None:
                 wakeups = coordinator.wakeups
                 self.message_id, is_known = await self._agent.submit(self._message, self._timeout_s)
                 wakeups = None if is_known else wakeups  # a known message may have ended long ago

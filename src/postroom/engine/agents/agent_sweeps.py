@@ -10,13 +10,14 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.submit import CreatedBy
 from postroom.core.agents import is_over, joined_chunks
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.engine.agents.agent_operations import AgentOperations, agent_of
 from postroom.engine.agents.parts import UNDECODABLE, damaged_answer, last_part
-from postroom.engine.messages import CreatedBy, body_of
+from postroom.engine.messages import body_of
 from postroom.engine.rules.cells import (
     AGENT_COUNTS,
     AGENTS,

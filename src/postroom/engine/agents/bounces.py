@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from postroom.calls.fields import BOUNCES_A_READ_MAX
+from postroom.calls.submit import CreatedBy
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.engine.messages import CreatedBy
 from postroom.engine.rules.cells import BOUNCES, SCAN_MAX, SEPARATOR, Bounce, joined
 from postroom.errors import InvalidMessage, shown
 from postroom.stores.transaction import Transaction

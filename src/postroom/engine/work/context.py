@@ -4,8 +4,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
+from postroom.calls.submit import ChildFields, Payload, SubmitFields
 from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.goals.advice import REVERSAL_CLASSES, ReversalClass, checked_reversal
 from postroom.core.tokens.provider_headers import observed
@@ -30,6 +31,15 @@ _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
 
 
+class EffectOptions(TypedDict, total=False):
+    """The options of an effect. `Context.effect` says what they mean."""
+
+    reversal: Mapping[str, Any] | None
+    reversal_class: ReversalClass | None
+    probe: Callable[[], Any] | None
+    on_unknown: Literal["raise", "run"]
+
+
 class Calls:
     """What a handler writes under the lease of its message, committed by this process."""
 
@@ -47,7 +57,7 @@ class Calls:
         """Send a part of the answer."""
         await self.parts.add("stream_chunk", chunk=chunk, chunk_index=self.parts.chunks)
 
-    async def submit(self, fields: dict[str, Any]) -> Handle:
+    async def submit(self, fields: SubmitFields) -> Handle:
         """Submit a child."""
         [submitted] = await self.core.submit([fields])
         return Handle(self.core, submitted.message_id, duplicate=submitted.duplicate)
@@ -193,13 +203,12 @@ class Context:
 
         await self._core.write_at(work)
 
-    async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
+    async def submit(self, *, type: str, payload: Payload, **fields: Unpack[ChildFields]) -> Handle:  # noqa: A002
         """Submit a child: it inherits organization, goal, trace and the limits of the goal."""
-        return await self.calls.submit({"type": type, "payload": payload, **self._inherited(fields)})
-
-    def _inherited(self, fields: dict[str, Any]) -> dict[str, Any]:
         message = self.message
-        inherited: dict[str, Any] = {
+        inherited: SubmitFields = {
+            "type": type,
+            "payload": payload,
             "org_id": message.org_id,
             "agent_id": message.agent_id,
             "user_id": message.user_id,
@@ -212,14 +221,14 @@ class Context:
         }
         if message.expires_at is not None:
             inherited["expires_at"] = message.expires_at
-        return inherited | fields
+        return await self.calls.submit({**inherited, **fields})
 
     async def effect(
         self,
         key: str,
         run: Callable[[], Any],
         *,
-        reversal: Any = None,
+        reversal: Mapping[str, Any] | None = None,
         reversal_class: ReversalClass | None = None,
         probe: Callable[[], Any] | None = None,
         on_unknown: Literal["raise", "run"] = "raise",
@@ -324,9 +333,11 @@ class ThreadContext:
         """As `Context.flush`."""
         self._wait(self._context.flush())
 
-    def usage(self, **facts: Any) -> None:
+    def usage(
+        self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
+    ) -> None:
         """As `Context.usage`."""
-        self._context.usage(**facts)
+        self._context.usage(model=model, tokens_in=tokens_in, tokens_out=tokens_out, cost_usd=cost_usd)
 
     @property
     def model(self) -> str:
@@ -351,11 +362,11 @@ class ThreadContext:
         """As `Context.provider_headers`."""
         self._wait(self._context.provider_headers(headers))
 
-    def submit(self, *, type: str, payload: Any, **fields: Any) -> Any:  # noqa: A002
+    def submit(self, *, type: str, payload: Payload, **fields: Unpack[ChildFields]) -> BlockingHandle:  # noqa: A002
         """As `Context.submit`; returns a handle that blocks."""
         handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
         return BlockingHandle(handle, self._wait)
 
-    def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
+    def effect(self, key: str, run: Callable[[], Any], **options: Unpack[EffectOptions]) -> Any:
         """As `Context.effect`."""
         return self._wait(self._context.effect(key, run, **options))

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -38,7 +38,9 @@ TIMEOUT_S_MAX: Final = 86_400.0
 _FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced, ToolFailed)
 """Errors that another attempt would meet again."""
 
-Pool = Literal["thread", "process"]
+Pool: TypeAlias = Literal["thread", "process"]
+Shape: TypeAlias = Any
+"""A type that msgspec can decode, such as a Struct or `dict[str, int]`; None for any JSON object."""
 
 
 class Handler(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,7 @@ class Handler(msgspec.Struct, frozen=True, kw_only=True):
     run: Callable[..., Any]
     timeout_s: float | None = None
     service: str = ""
-    payload: Any = None
+    payload: Shape = None
     """The shape of the payload; None leaves it a plain object."""
     retry: Retry | None = None
     batch: int = 1

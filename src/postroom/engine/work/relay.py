@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from postroom import errors
+from postroom.calls.submit import SubmitFields
 from postroom.core.goals.advice import ReversalClass
 from postroom.engine.handle import Handle
 from postroom.engine.rules.cells import Effect
@@ -95,7 +96,7 @@ class RelayedCalls(Calls):
         self._line.ask("stream", chunk)
         self.parts.chunks += 1
 
-    async def submit(self, fields: dict[str, Any]) -> Handle:
+    async def submit(self, fields: SubmitFields) -> Handle:
         """As `Calls.submit`."""
         message_id, duplicate = self._line.ask("submit", fields)
         return RelayHandle(self.core, self._line, message_id, duplicate=duplicate)

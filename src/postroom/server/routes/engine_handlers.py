@@ -31,6 +31,7 @@ from postroom.calls.messages import (
     Submit,
     SubmitMany,
 )
+from postroom.calls.submit import CreatedBy
 from postroom.calls.verb import Verb
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
@@ -42,7 +43,7 @@ from postroom.engine.agents.parts import Position, parse_position, read_on
 from postroom.engine.explanation import explain as explanation_of
 from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, status_of
 from postroom.engine.message_input import Prepared
-from postroom.engine.messages import CreatedBy, body_of, checked_message_id, unknown_message
+from postroom.engine.messages import body_of, checked_message_id, unknown_message
 from postroom.engine.rules.cells import Part
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.policy import CONTROL_TYPES

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from postroom.calls.submit import SubmitFields
 from postroom.engine import Handle
 from postroom.errors import InvalidSetting, MessageFailed, Overloaded
 from postroom.goals.engine import Engine
@@ -76,7 +77,7 @@ def register_probe(engine: Engine, work_s: float = WORK_S) -> None:
         return waited_ms
 
 
-def probe_message(org_id: str, priority: int) -> dict[str, Any]:
+def probe_message(org_id: str, priority: int) -> SubmitFields:
     """The fields of a message whose latency counts from now."""
     payload = {"submitted_ns": time.monotonic_ns()}
     return {"type": PROBE_TYPE, "org_id": org_id, "priority": priority, "payload": payload}
