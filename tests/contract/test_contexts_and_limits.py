@@ -177,7 +177,7 @@ def test_the_tools_of_a_spawned_agent_say_whether_it_gets_warm_sandboxes(
         for type_name in ("agent_spawn", "agent_terminate"):
             engine.handler(type_name)(lambda message, _: message.payload["agent_id"])
     else:
-        engine.core.policy = replace(engine.policy, agents=AgentRules(program=("true",)))
+        engine.core.commits.policy = replace(engine.policy, agents=AgentRules(program=("true",)))
 
     def agent(type_name: str, agent_id: str, tools: Any = ()) -> str:
         payload = {"agent_id": agent_id} | ({"tools": [*tools]} if type_name == "agent_spawn" else {})

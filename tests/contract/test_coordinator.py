@@ -679,7 +679,7 @@ def test_a_purge_removes_chunks(url: str) -> None:
             await agent.request(type="model_call", payload={"words": ["a"] * 300}, timeout_s=HANG_GUARD_S)
             assert engine.store.read(PARTS.all)
             records = engine.store.find(Listing(limit=1_000))
-            await engine.core.write(lambda operations: operations.forget(records))
+            await engine.core.commits.write(lambda operations: operations.forget(records))
             assert not engine.store.read(PARTS.all)
 
     soon(scenario())

@@ -259,7 +259,7 @@ def test_ended_goals_and_decisions_are_kept_for_30_days(opened: Opened) -> None:
     world.run_all()
     world.wait(world.engine.goals.complete("old"))
     world.clock.advance(31 * 86_400)
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
     assert [one.goal_id for one in world.wait(world.engine.goals.list())] == ["open"]
     assert world.wait(world.engine.decisions.list(decided=True)) == []
     with pytest.raises(UnknownGoal):

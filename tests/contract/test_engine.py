@@ -243,7 +243,7 @@ def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -
     assert sizes == [5_000, 5_000]
     assert world.wait(world.engine.get(handles[0].message_id)).message["payload"] == {"text": "x" * 5_000}
     world.clock.advance(8 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     assert not world.engine.store.read(lambda transaction: transaction.cells.page("engine.body"))
 
 
@@ -344,11 +344,11 @@ def test_key_whose_result_is_gone_is_refused_and_free_after_30_days(world: Engin
     world.submit(idempotency_key="k")
     world.run_all()
     world.clock.advance(8 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     with pytest.raises(ResultGone):
         world.submit(idempotency_key="k")
     world.clock.advance(23 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     assert not world.submit(idempotency_key="k").duplicate
 
 
@@ -509,12 +509,12 @@ def test_dead_letters_are_kept_longer_than_results(world: EngineUnderTest) -> No
     dead, done = world.submit(), world.submit(type="model_call")
     world.run_all()
     world.clock.advance(8 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     assert world.state(dead) == "DEAD_LETTER"
     with pytest.raises(UnknownTask):
         world.state(done)
     world.clock.advance(83 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     with pytest.raises(UnknownTask):
         world.state(dead)
 
@@ -528,7 +528,7 @@ def test_retention_follows_the_tier_of_the_organization(opened: Opened) -> None:
     small, big = world.submit(org_id="small"), world.submit(org_id="big")
     world.run_all()
     world.clock.advance(80 * DAY_S)
-    world.wait(world.engine._core.purge())
+    world.wait(world.engine.core.purge.run())
     assert world.state(big) == "COMPLETED"
     with pytest.raises(UnknownTask):
         world.state(small)

@@ -50,7 +50,7 @@ def finished(world: EngineUnderTest, count: int, **fields: Any) -> list[str]:
 
 
 def purge(world: EngineUnderTest) -> None:
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
 
 
 def completed(world: EngineUnderTest) -> int:
@@ -163,7 +163,7 @@ def test_message_that_was_replayed_meanwhile_stays(world: EngineUnderTest) -> No
 
 
 def test_one_process_purges_at_a_time(world: EngineUnderTest) -> None:
-    write = world.engine.core.write
+    write = world.engine.core.commits.write
     assert world.wait(write(lambda operations: take_turn(operations, "a")))
     assert not world.wait(write(lambda operations: take_turn(operations, "b")))
     finished(world, 1)

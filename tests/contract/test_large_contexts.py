@@ -47,7 +47,7 @@ def test_a_large_context_is_stored_once_and_given_to_every_handler(opened: Opene
     world.wait(world.engine.dlq.purge([ids[1]]))
     assert bodies(world) == 1
     world.clock.advance(8 * DAY_S)
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
     assert bodies(world) == 0
 
 
@@ -90,5 +90,5 @@ def test_a_restarted_goal_has_its_large_contexts_and_changed_payloads(opened: Op
     assert bodies(world) == 3
     world.wait(world.engine.goals.fail("g"))
     world.clock.advance(30 * DAY_S)
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
     assert bodies(world) == 0

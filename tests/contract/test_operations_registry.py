@@ -8,6 +8,7 @@ import pytest
 
 from postroom import Advice, Adviser
 from postroom.engine.rules.cells import PAGE
+from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage
 from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
 from postroom.stores.memory import MemoryCells
@@ -88,11 +89,13 @@ def test_a_renewed_lease_keeps_the_waiting_message_waiting(world: EngineUnderTes
     second = submit(world)
     [held] = world.claim(1)
     world.claim(1)
+
+    def beat(operations: Operations) -> list[str]:
+        return operations.heartbeat({held.record.message_id: held.record.lease})
+
     for _ in range(4):
         world.clock.advance(10)
-        world.wait(
-            world.engine.core.write(lambda one: one.heartbeat({held.record.message_id: held.record.lease}))
-        )
+        world.wait(world.engine.core.commits.write(beat))
         assert world.claim(10) == []
     world.complete([held])
     assert ids(world.claim(1)) == [second.message_id]

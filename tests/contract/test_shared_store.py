@@ -45,7 +45,7 @@ def test_the_commits_of_one_store_wake_both_contracts(both: Both) -> None:
     woken: list[str] = []
     with (
         both.tasks.notifier.subscribed("triage", lambda: woken.append("agent")),
-        both.engine._core.listening_for_work(lambda: woken.append("engine")),
+        both.engine.core.wakeups.listening_for_work(lambda: woken.append("engine")),
     ):
         both.submit()
         assert set(woken) == {"engine"}

@@ -127,7 +127,7 @@ def roller(report: Report, *, folder: str, sabotage: str = "") -> None:
     with open_engine(folder) as engine:
         register(engine, folder, sabotage)
         for name in ("write_raw", "write_cycle"):
-            setattr(engine.core, name, _reported(report, getattr(engine.core, name)))
+            setattr(engine.core.commits, name, _reported(report, getattr(engine.core.commits, name)))
         asyncio.run(_rolled_back(engine))
     report(DONE)
 

@@ -411,7 +411,7 @@ def test_second_handler_of_a_type_is_refused() -> None:
         engine.handler("tool_call")(print)
         with pytest.raises(InvalidSetting, match="type tool_call has a handler already: print"):
             engine.handler("tool_call")(lambda _message, _ctx: None)
-        assert engine.core.handlers["tool_call"].run is print
+        assert engine.core.handlers.registered["tool_call"].run is print
 
 
 def test_stop_of_a_key_needs_a_key() -> None:
@@ -505,10 +505,10 @@ def test_breakers_that_messages_named_are_forgotten() -> None:
             )  # fmt: skip
     names = [name for name, _ in world.engine.store.read(CIRCUITS.all)]
     assert names == ["acme\x1fservice-1", "acme\x1fservice-2"]
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
     assert [name for name, _ in world.engine.store.read(CIRCUITS.all)] == names
     world.clock.advance(7_200)
-    world.wait(world.engine.core.purge())
+    world.wait(world.engine.core.purge.run())
     assert world.engine.store.read(CIRCUITS.all) == []
     world.close()
 

@@ -145,4 +145,4 @@ def test_weight_that_would_never_earn_a_turn_is_refused(weight: float) -> None:
 
 def replay(world: EngineUnderTest, message_id: str) -> None:
     """Replay a message in any state that allows it; `dlq.replay` takes dead letters only."""
-    world.wait(world.engine._core.write(lambda operations: operations.replay(message_id, None)))
+    world.wait(world.engine.core.commits.write(lambda operations: operations.replay(message_id, None)))

@@ -238,11 +238,11 @@ def test_conflicting_operations_of_many_processes_never_overlap(tmp_path: Path, 
         )
         pids = [children.start(work) for _ in range(PROCESSES)]
         for handle in handles[:10]:
-            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, HANG_GUARD_S))
+            engine.blocking.wait(engine.core.wakeups.wait_for_end(handle.message_id, HANG_GUARD_S))
         for pid in pids[:2]:
             os.kill(pid, signal.SIGKILL)
         for handle in handles:
-            engine.blocking.wait(engine.core.wait_for_end(handle.message_id, HANG_GUARD_S))
+            engine.blocking.wait(engine.core.wakeups.wait_for_end(handle.message_id, HANG_GUARD_S))
         states = {engine.blocking.get(handle.message_id).state for handle in handles}
     assert states == {"COMPLETED"}
     assert not (tmp_path / "overlap").exists(), (tmp_path / "overlap").read_text()

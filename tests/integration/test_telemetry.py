@@ -225,7 +225,7 @@ async def run(engine, payload):
 
     worker = asyncio.create_task(engine.run())
     handle = await engine.submit(type="tool_call", org_id="acme", payload=payload, max_retries=0)
-    await engine.core.wait_for_end(handle.message_id, 300)
+    await engine.core.wakeups.wait_for_end(handle.message_id, 300)
     await engine.submit(type="tool_call", org_id="acme", payload=payload, delay_s=600)
     if "waits" in payload:
         await asyncio.to_thread(sys.stdin.readline)

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from postroom.engine.work.commits import Commits
-from postroom.engine.work.end_waiters import EndWaiters
+from postroom.engine.wakeups import EndWaiters
 from postroom.errors import HandleDead
+from postroom.stores.commit_thread import CommitThread
 from postroom.stores.memory import MemoryStore
 from postroom.stores.transaction import Transaction
 
@@ -28,7 +28,7 @@ class DyingStore(MemoryStore):
 
 
 def test_writes_go_on_after_a_store_that_could_not_be_opened_again() -> None:
-    commits = Commits(DyingStore())
+    commits = CommitThread(DyingStore())
 
     async def write() -> Any:
         async with asyncio.timeout(30):
@@ -42,7 +42,7 @@ def test_writes_go_on_after_a_store_that_could_not_be_opened_again() -> None:
 
 
 def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
-    commits, opened = Commits(MemoryStore()), threading.Event()
+    commits, opened = CommitThread(MemoryStore()), threading.Event()
 
     async def read() -> int:
         calls = [asyncio.create_task(asyncio.to_thread(opened.wait, 60)) for _ in range(100)]

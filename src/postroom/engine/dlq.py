@@ -21,7 +21,7 @@ from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, sh
 from postroom.message import Record, Stored
 
 if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
+    from postroom.engine.commits import Commits
 
 Ids: TypeAlias = list[str]
 Letters: TypeAlias = "list[DeadLetter]"
@@ -73,17 +73,17 @@ class LetterFilters(TypedDict, total=False):
 class DeadLetters:
     """`engine.dlq`."""
 
-    def __init__(self, core: "EngineCore") -> None:
-        self._core = core
+    def __init__(self, commits: "Commits") -> None:
+        self._commits = commits
 
     async def list(self, /, **filters: Unpack[LetterFilters]) -> Letters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
         wanted = checked_filters(filters)
-        return await self._core.read(lambda operations: letters(operations, wanted))
+        return await self._commits.read(lambda operations: letters(operations, wanted))
 
     async def show(self, message_id: str) -> DeadLetter:
         """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
-        return await self._core.read(lambda operations: letter_by_id(operations, message_id))
+        return await self._commits.read(lambda operations: letter_by_id(operations, message_id))
 
     async def replay(
         self,
@@ -106,7 +106,7 @@ class DeadLetters:
         if dry_run:
             return chosen
         for message_id in chosen:
-            await self._core.write(partial(_replay, message_id=message_id, priority=priority))
+            await self._commits.write(partial(_replay, message_id=message_id, priority=priority))
             if rate_per_s is not None:
                 await asyncio.sleep(1 / rate_per_s)
         return chosen
@@ -122,7 +122,7 @@ class DeadLetters:
         chosen = await self._chosen(message_ids, filters, replayed=False)
         if not dry_run:
             for message_id in chosen:
-                await self._core.control(partial(_forget, message_id=message_id))
+                await self._commits.control(partial(_forget, message_id=message_id))
         return chosen
 
     async def _chosen(
@@ -134,9 +134,9 @@ class DeadLetters:
             if not isinstance(message_ids, Iterable):
                 raise InvalidMessage(f"message_ids must be a list of ids, not {shown(message_ids)}")
             given = dict.fromkeys(map(checked_message_id, message_ids))  # a repeated id counts once
-            return [await self._core.read(partial(_checked_id, message_id=one)) for one in given]
+            return [await self._commits.read(partial(_checked_id, message_id=one)) for one in given]
         wanted = checked_filters(filters)
-        found = await self._core.read(lambda operations: letters(operations, wanted, None))
+        found = await self._commits.read(lambda operations: letters(operations, wanted, None))
         return [
             letter.message_id
             for letter in found

@@ -55,11 +55,12 @@ class GlobalQueue(Closing):
 
     def __init__(self, store: Store, policy: Policy | None = None) -> None:
         self._core = self._new_core(store, Policy() if policy is None else policy)
-        self._core.built_in |= default_handlers(self._core)
+        self._core.handlers.built_in |= default_handlers(self._core)
+        self._commits = self._core.commits
         self.mcp_servers = McpServers()
-        self.dlq = DeadLetters(self._core)
-        self.tokens = Tokens(self._core)
-        self.bounces = Bounces(self._core)
+        self.dlq = DeadLetters(self._commits)
+        self.tokens = Tokens(self._commits)
+        self.bounces = Bounces(self._commits)
         self.blocking = Blocking(self)
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
@@ -117,11 +118,11 @@ class GlobalQueue(Closing):
                 )
             )
             self.register_type(type, payload=handler.payload)
-            if type in self._core.handlers:
-                name = getattr(self._core.handlers[type].run, "__name__", "a function")
+            if type in self._core.handlers.registered:
+                name = getattr(self._core.handlers.registered[type].run, "__name__", "a function")
                 raise InvalidSetting(f"type {type} has a handler already: {name}")
-            self._core.handlers[type] = handler
-            self._core.services[type] = handler.service
+            self._core.handlers.registered[type] = handler
+            self._core.handlers.services[type] = handler.service
             return run
 
         return register
@@ -154,9 +155,9 @@ class GlobalQueue(Closing):
         """
         run = self.mcp_servers.handle
         self.mcp_servers.add(name, command, url, headers, env)
-        if run not in self._core.own_runs:
+        if run not in self._core.handlers.own_runs:
             self.handler("tool_call")(run)
-            self._core.own_runs.append(run)
+            self._core.handlers.own_runs.append(run)
 
     def migration(self, from_major: int) -> Callable[[Migration], Migration]:
         """Register a function that turns the fields of one major version into those of the next."""
@@ -176,7 +177,7 @@ class GlobalQueue(Closing):
 
     async def submit_many(self, messages: Iterable[SubmitFields]) -> list[Handle]:
         """As `submit`, for each of the keyword sets, in one commit: all or none."""
-        submitted = await self._core.submit(messages)
+        submitted = await self._core.submits.submit(messages)
         return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
 
     async def request(self, /, *, timeout_s: float | None = None, **fields: Unpack[SubmitFields]) -> Any:
@@ -186,8 +187,8 @@ class GlobalQueue(Closing):
         Raises `MessageFailed` and `TimeoutError`.
         """
         handle = await self.submit(**fields)
-        await self._core.wait_for_end(handle.message_id, timeout_s)
-        return joined_answer([part async for part in handle], await self._core.load(handle.message_id))
+        await self._core.wakeups.wait_for_end(handle.message_id, timeout_s)
+        return joined_answer([part async for part in handle], await self._commits.load(handle.message_id))
 
     # ---- working -------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class GlobalQueue(Closing):
             raise InvalidSetting(f"concurrency must be a whole number from 1 on, not {shown(concurrency)}")
         worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
         self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
-        if self._core.telemetry is None:
+        if self._core.additions.telemetry is None:
             for export in on_work:
                 export(self)
         return self._run(worker)
@@ -232,21 +233,21 @@ class GlobalQueue(Closing):
 
     async def get(self, message_id: str) -> MessageInfo:
         """Everything about a message. Raises `UnknownTask`."""
-        return await self._core.read(lambda operations: inspection.info_of(operations, message_id))
+        return await self._commits.read(lambda operations: inspection.info_of(operations, message_id))
 
     async def explain(self, message_id: str) -> str:
         """Which rule holds a message, and what would release it, in one paragraph."""
-        return await self._core.read(
-            lambda operations: explain(operations, self.policy, message_id, self._core.services)
+        return await self._commits.read(
+            lambda operations: explain(operations, self.policy, message_id, self._core.handlers.services)
         )
 
     async def status(self) -> EngineStatus:
         """Depths, stages, workers, breakers and pauses."""
-        return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
+        return await self._commits.read(lambda operations: inspection.status_of(operations, self.policy))
 
     async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
         """The registered agents of an organization, or of all: health, open requests, unhandled messages."""
-        return await self._core.read(
+        return await self._commits.read(
             lambda operations: AgentOperations(operations.transaction, self.policy).list(org_id)
         )
 
@@ -255,7 +256,7 @@ class GlobalQueue(Closing):
 
         Raises `WrongState` when the message has ended.
         """
-        await self._core.write(lambda operations: operations.cancel(message_id), makes_room=True)
+        await self._commits.write(lambda operations: operations.cancel(message_id), makes_room=True)
         for worker in self._workers:
             worker.look()
 
@@ -270,17 +271,17 @@ class GlobalQueue(Closing):
             raise InvalidMessage(
                 "the kill switch is True or False, for an organization or for all, not for a type"
             )
-        await self._core.control(lambda operations: operations.pause(org_id, type, kill=kill))
+        await self._commits.control(lambda operations: operations.pause(org_id, type, kill=kill))
 
     async def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
         """End a pause of the same scope."""
         self._check_scope(org_id, type)
-        await self._core.control(lambda operations: operations.resume(org_id, type))
+        await self._commits.control(lambda operations: operations.resume(org_id, type))
         if type:
             after: str | None = ""
             while after is not None:
-                after = await self._core.control(partial(_unpark, type, org_id, after))
-        self._core.wake_workers()
+                after = await self._commits.control(partial(_unpark, type, org_id, after))
+        self._core.wakeups.wake_workers()
 
     def _check_scope(self, org_id: str, type_name: str) -> None:
         for name, value in (("org_id", org_id), ("type", type_name)):
@@ -294,11 +295,13 @@ class GlobalQueue(Closing):
     async def put_back(self, worker_id: str) -> int:
         """A worker's process has died: end its leases now. Returns how many."""
         checked_text("worker_id", worker_id)
-        return await self._core.write(lambda operations: operations.crash_worker(worker_id), makes_room=True)
+        return await self._commits.write(
+            lambda operations: operations.crash_worker(worker_id), makes_room=True
+        )
 
     async def sweep(self) -> int:
         """Put back, wake and expire overdue messages; returns how many. Workers do this by themselves."""
-        return await self._core.write(lambda operations: operations.sweep(), makes_room=True)
+        return await self._commits.write(lambda operations: operations.sweep(), makes_room=True)
 
     def close(self) -> None:
         """Close files and threads. The next call opens them again."""

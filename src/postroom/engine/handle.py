@@ -42,17 +42,18 @@ class Handle:
 
         Raises `MessageFailed` when the message ended without a result, and `TimeoutError` after `timeout_s`.
         """
-        await self._core.wait_for_end(self.message_id, timeout_s)
-        return result_of(await self._core.load(self.message_id))
+        await self._core.wakeups.wait_for_end(self.message_id, timeout_s)
+        return result_of(await self._core.commits.load(self.message_id))
 
     async def cancel(self) -> None:
         """As `Engine.cancel`."""
-        await self._core.write(lambda operations: operations.cancel(self.message_id), makes_room=True)
+        await self._core.commits.write(lambda operations: operations.cancel(self.message_id), makes_room=True)
 
     async def explain(self) -> str:
         """As `Engine.explain`."""
-        return await self._core.read(
-            lambda operations: explain(operations, self._core.policy, self.message_id, self._core.services)
+        core = self._core
+        return await core.commits.read(
+            lambda operations: explain(operations, core.policy, self.message_id, core.handlers.services)
         )
 
     async def __aiter__(self) -> AsyncIterator[Part]:
@@ -65,14 +66,16 @@ async def follow(core: "EngineCore", message_id: str) -> AsyncIterator[Part]:
     """The parts of an answer from the beginning, as they come."""
     position = Position()
     while True:
-        parts, is_complete = await core.read(partial(read_on, message_id=message_id, position=position))
+        parts, is_complete = await core.commits.read(
+            partial(read_on, message_id=message_id, position=position)
+        )
         for at, part in parts:
             position = at
             yield part
         if is_complete:
             return
         if not parts:
-            await core.wait_for_news(message_id, LOOK_S)
+            await core.wakeups.wait_for_news(message_id, LOOK_S)
 
 
 class BlockingHandle:

@@ -2,17 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
-from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
 from postroom.engine.messages import Message
 from postroom.engine.rules.claims import Claimed
-from postroom.engine.rules.operations import Submitted
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.rules.policy import Policy
+from postroom.engine.wakeups import Wakeups
 from postroom.engine.work.context import Context
 from postroom.engine.work.handlers import Handler, completed, limited, timeout_of
 from postroom.engine.work.worker import Worker
@@ -38,6 +37,17 @@ class InlineWorker(Worker):
         return completed(claimed, handler, result, context.used)
 
 
+class InlineWakeups(Wakeups):
+    """A wait for the end of a message runs handlers, and moves the clock from deadline to deadline."""
+
+    def __init__(self, core: "InlineCore") -> None:
+        super().__init__(core.store, core.commits)
+        self._core = core
+
+    async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
+        await self._core.run_to_end(message_id, timeout_s, self.has_ended)
+
+
 class InlineCore(EngineCore):
     """A submit runs handlers inline. Waiting for a result moves the clock from deadline to deadline.
 
@@ -48,17 +58,11 @@ class InlineCore(EngineCore):
 
     def __init__(self, store: Store, policy: Policy) -> None:
         super().__init__(store, policy)
+        self.wakeups = InlineWakeups(self)
+        self.submits.after = self.drain
         self.workers: list[Worker] = []
         """The workers that run handlers now: one, and one more for each wait inside a handler."""
         self.new_worker: Callable[[], Worker] = partial(InlineWorker, self, worker_id="inline", slots=1)
-
-    async def submit(self, messages: Iterable[SubmitFields]) -> list[Submitted]:
-        submitted = await super().submit(messages)
-        await self.drain()
-        return submitted
-
-    async def after_submit(self) -> None:
-        await self.drain()
 
     async def drain(self) -> None:
         """Run handlers until nothing can run without moving the clock."""
@@ -75,10 +79,13 @@ class InlineCore(EngineCore):
         finally:
             self.workers.remove(worker)
 
-    async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
+    async def run_to_end(
+        self, message_id: str, timeout_s: float | None, has_ended: Callable[[str], Awaitable[bool]]
+    ) -> None:
+        """Run handlers until a message has ended. Raises `TimeoutError` of the test clock."""
         left_s = WAIT_S_MAX if timeout_s is None else timeout_s
         await self._run_ready()
-        while not await self.has_ended(message_id):
+        while not await has_ended(message_id):
             if any(worker.has(message_id) for worker in self.workers):
                 await asyncio.sleep(LOOK_S)  # another wait runs the message
                 continue

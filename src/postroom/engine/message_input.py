@@ -93,6 +93,10 @@ class Registry:
         """Type -> the shape of its payload; None for any object."""
         self.migrations: dict[int, Migration] = {}
 
+    def share(self, other: "Registry") -> None:
+        """Use the types and migrations of another engine, also later ones."""
+        self.types, self.payload_keys, self.migrations = other.types, other.payload_keys, other.migrations
+
     def prepare(self, fields: Mapping[str, Any], policy: Policy, wall_us: int) -> Prepared:
         """Check the keywords of a submit."""
         if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):

@@ -15,7 +15,7 @@ from postroom.engine.rules.token_budgets import all_holds
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
+    from postroom.engine.commits import Commits
 
 
 class WindowTokens(msgspec.Struct, frozen=True):
@@ -99,13 +99,13 @@ def _only(found: Mapping[str, OrganizationTokens], org_id: str) -> dict[str, Org
 class Tokens:
     """`engine.tokens`."""
 
-    def __init__(self, core: "EngineCore") -> None:
-        self._core = core
+    def __init__(self, commits: "Commits") -> None:
+        self._commits = commits
 
     async def status(self) -> TokenStatus:
         """The tokens of each model, and what each organization used, reserved, borrowed and was refused."""
-        rules = self._core.policy.token_rules
-        return await self._core.read(lambda operations: status_of(operations.transaction, rules))
+        rules = self._commits.policy.token_rules
+        return await self._commits.read(lambda operations: status_of(operations.transaction, rules))
 
 
 def status_of(transaction: Transaction, rules: TokenRules | None) -> TokenStatus:

@@ -30,7 +30,8 @@ class BuiltIn:
     def __init__(
         self, core: EngineCore, goals: Goals, graphs: Graphs, recovery: Recovery, hooks: Hooks
     ) -> None:
-        self._core = core
+        self._commits = core.commits
+        self._handlers = core.handlers
         self._hooks = hooks
         self._goals = goals
         self._graphs = graphs
@@ -45,7 +46,7 @@ class BuiltIn:
             WORK: self.work,
         }
         for type_name, run in runs.items():
-            self._core.built_in[type_name] = Handler(run=run)
+            self._handlers.built_in[type_name] = Handler(run=run)
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class BuiltIn:
 
     async def _view(self, message: Message) -> View:
         """The branch of a goal that was started; else main, as the organization sees it."""
-        goal = await self._core.read(lambda operations: STATES.get(operations.transaction, message.goal_id))
+        goal = await self._commits.read(lambda one: STATES.get(one.transaction, message.goal_id))
         if goal is None or goal.org_id != message.org_id or goal.ended_us:
             return self._graphs.main(message.org_id)
         return self._graphs.branch(message.goal_id, message.org_id)
@@ -110,8 +111,8 @@ class BuiltIn:
             case "advise":
                 return await self._advise(payload["decision_id"])
             case "time_out":
-                policy = self._core.policy
-                await self._core.write_raw(
+                policy = self._commits.policy
+                await self._commits.write_raw(
                     lambda transaction: decisions.time_out(transaction, policy, payload["decision_id"])
                 )
             case "failed_step":
@@ -128,18 +129,18 @@ class BuiltIn:
 
     async def _advise(self, decision_id: str) -> str:
         try:
-            decision = await self._core.read(
+            decision = await self._commits.read(
                 lambda operations: decisions.found(operations.transaction, decision_id)
             )
         except UnknownDecision:
             return ""
         if decision.state != "asked":
             return decision.choice
-        return (await decisions.ask(self._core, decision)).choice
+        return (await decisions.ask(self._commits, decision)).choice
 
     async def _hook(self, type_name: str, name: str, message_id: str) -> None:
         run = self._hooks.named(type_name, name)
-        info = await self._core.read(lambda operations: info_of(operations, message_id))
+        info = await self._commits.read(lambda operations: info_of(operations, message_id))
         result = run(info, info.result)
         if hasattr(result, "__await__"):
             await result

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import Message
 from postroom.errors import InvalidMessage
 from postroom.goals.goal_cells import CONTEXTS, PROMPTS, STATES
@@ -46,13 +46,13 @@ class ContextProvider(ABC):
 class GoalContextProvider(ContextProvider):
     """What failed before, additions to the prompt, the context of the goal and the message, and the graph."""
 
-    def __init__(self, core: EngineCore, graphs: Graphs) -> None:
-        self._core = core
+    def __init__(self, commits: Commits, graphs: Graphs) -> None:
+        self._commits = commits
         self._graphs = graphs
 
     async def build(self, message: Message, token_budget: int) -> BuiltContext:
         checked_budget(token_budget)
-        parts = await self._core.read(lambda operations: _of_goal(operations.transaction, message))
+        parts = await self._commits.read(lambda operations: _of_goal(operations.transaction, message))
         parts |= {f"message.{name}": value for name, value in message.context.items()}
         payload = message.payload if isinstance(message.payload, dict) else {}
         node_id = payload.get("node_id")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import LEARNED_AFTER, Advice, Question
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import new_id
 from postroom.engine.rules.policy import Policy
 from postroom.errors import InvalidMessage, UnknownDecision, WrongState
@@ -216,17 +216,17 @@ def waiting(transaction: Transaction) -> list[Decision]:
 # ---- outside ---------------------------------------------------------------------------------------
 
 
-async def ask(core: EngineCore, decision: Decision) -> Decision:
+async def ask(commits: Commits, decision: Decision) -> Decision:
     """Ask the adviser about a recorded question, and commit the decision."""
-    said, by = await asked(core.policy.adviser, decision.question)
+    said, by = await asked(commits.policy.adviser, decision.question)
 
     def work(transaction: Transaction) -> Decision:
         current = found(transaction, decision.decision_id)
         if current.state != "asked":
             return current
-        return conclude(transaction, core.policy, current, said, "adviser" if by == "adviser" else "rule")
+        return conclude(transaction, commits.policy, current, said, "adviser" if by == "adviser" else "rule")
 
-    return await core.write_raw(work, makes_room=True)
+    return await commits.write_raw(work, makes_room=True)
 
 
 Taken: TypeAlias = list[Decision]
@@ -236,8 +236,8 @@ Rules: TypeAlias = list[LearnedRule]
 class Decisions:
     """`engine.decisions`: questions that wait for a person, decisions that were taken, and learned rules."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
 
     async def list(self, *, decided: bool = False) -> Taken:
         """Decisions that nobody has taken yet; with `decided`, those that were taken."""
@@ -248,28 +248,28 @@ class Decisions:
             taken = [one for _, one in DECISIONS.all(transaction) if one.state == "decided"]
             return sorted(taken, key=lambda one: one.decided_us)[-DECISIONS_LISTED_MAX:]
 
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def show(self, decision_id: str) -> Decision:
         """One decision. Raises `UnknownDecision`."""
-        return await self._core.read(lambda operations: found(operations.transaction, decision_id))
+        return await self._commits.read(lambda operations: found(operations.transaction, decision_id))
 
     async def answer(self, decision_id: str, choice: str) -> Decision:
         """Decide as a person. Raises `UnknownDecision`, `WrongState`, `InvalidMessage`."""
-        policy = self._core.policy
-        return await self._core.write_raw(
+        policy = self._commits.policy
+        return await self._commits.write_raw(
             lambda transaction: answer(transaction, policy, decision_id, choice), makes_room=True
         )
 
     async def replay(self, decision_id: str) -> Advice:
         """Ask the present adviser the recorded question again. Nothing is changed."""
         decision = await self.show(decision_id)
-        said, _ = await asked(self._core.policy.adviser, decision.question)
+        said, _ = await asked(self._commits.policy.adviser, decision.question)
         return said
 
     async def rules(self) -> Rules:
         """The learned rules."""
-        return await self._core.read(
+        return await self._commits.read(
             lambda operations: [rule for _, rule in RULES.all(operations.transaction)]
         )
 
@@ -284,4 +284,4 @@ class Decisions:
                     return
             raise UnknownDecision(rule_id, "learned rule")
 
-        await self._core.write_raw(work, makes_room=True)
+        await self._commits.write_raw(work, makes_room=True)

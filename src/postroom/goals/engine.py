@@ -89,17 +89,18 @@ class Engine(GlobalQueue):
     ) -> None:
         rules = Policy() if policy is None else policy
         super().__init__(store, rules if adviser is None else replace(rules, adviser=adviser))
+        commits = self.core.commits
         place = Graph.open(graph) if isinstance(graph, str) else graph
-        self._place = LedgerGraph(self.core) if place is None else place
-        self.dlq = AdvisedDeadLetters(self.core)
-        self.goals = Goals(self.core, self._place)
+        self._place = LedgerGraph(commits) if place is None else place
+        self.dlq = AdvisedDeadLetters(commits)
+        self.goals = Goals(commits, self.core.wakeups, self._place)
         self.graph = Graphs(self._place, self.goals)
-        self.decisions = Decisions(self.core)
-        self.conflicts = Conflicts(self.core)
-        self.recovery = Recovery(self.core, self.goals)
-        self.sandboxes = Sandboxes(self.core)
+        self.decisions = Decisions(commits)
+        self.conflicts = Conflicts(commits)
+        self.recovery = Recovery(commits, self.goals)
+        self.sandboxes = Sandboxes(commits)
         """Warm sandboxes of the agents in this process."""
-        self.context_provider: ContextProvider = GoalContextProvider(self.core, self.graph)
+        self.context_provider: ContextProvider = GoalContextProvider(commits, self.graph)
         """Builds the context of a message. An application may set its own."""
         self.hooks = Hooks()
         self.blocking: BlockingEngine = BlockingEngine(self)
@@ -109,7 +110,7 @@ class Engine(GlobalQueue):
     def _extend_work(self) -> None:
         additions = self.core.additions
         additions.new_context = partial(HandlerContext, self)
-        additions.keeps_priority = partial(keeps_priority, self.core)
+        additions.keeps_priority = partial(keeps_priority, self.core.commits)
         additions.on_finish.append(self.hooks.note_completed)
         additions.before = dict.fromkeys(CONTROL_TYPES, self.sandboxes.follow)
         additions.loops.append(self.sandboxes.keep_warm)

@@ -11,11 +11,12 @@ from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.goals import advice
 from postroom.core.lifecycle import lifecycle
 from postroom.core.names import is_name
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.message_input import CONTEXT_BYTES_MAX
 from postroom.engine.messages import new_id
 from postroom.engine.rules.cells import SEPARATOR, HasCells
 from postroom.engine.rules.policy import Policy
+from postroom.engine.wakeups import Wakeups
 from postroom.errors import (
     ContextChanged,
     GoalEnded,
@@ -84,8 +85,9 @@ Questions: TypeAlias = list[Decision]
 class Goals:
     """`engine.goals`."""
 
-    def __init__(self, core: EngineCore, graph: Graph) -> None:
-        self._core = core
+    def __init__(self, commits: Commits, wakeups: Wakeups, graph: Graph) -> None:
+        self._commits = commits
+        self._wakeups = wakeups
         self._graph = graph
 
     async def start(
@@ -100,7 +102,7 @@ class Goals:
         chosen = new_id() if goal_id is None else checked_goal_id(goal_id)
         value = checked_context(context or {})
         if not self._graph.is_embedded:
-            known = await self._core.read(lambda operations: STATES.get(operations.transaction, chosen))
+            known = await self._commits.read(lambda operations: STATES.get(operations.transaction, chosen))
             if known is None:
                 await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
         await self._write(
@@ -118,14 +120,14 @@ class Goals:
         for _ in range(MERGE_ROUNDS_MAX):
             asked = await self._complete_once(goal_id)
             for decision in asked:
-                await decisions.ask(self._core, decision)
+                await decisions.ask(self._commits, decision)
             if not asked:
                 break
         return await self.status(goal_id)
 
     async def _complete_once(self, goal_id: str) -> Questions:
         """Merge if nothing is left to decide. Returns the questions that the adviser has to be asked."""
-        policy = self._core.policy
+        policy = self._commits.policy
         if self._graph.is_embedded:
             return await self._write(partial(complete, policy=policy, goal_id=goal_id))
         if not await self._write(partial(_merging, goal_id=goal_id)):
@@ -143,7 +145,7 @@ class Goals:
 
     async def _merged_outside(self, goal_id: str) -> list[NodeConflict]:
         """Merge a branch outside the ledger, unless conflicts are left: those are returned."""
-        choices = await self._core.read(lambda operations: choices_of(operations.transaction, goal_id))
+        choices = await self._commits.read(lambda operations: choices_of(operations.transaction, goal_id))
         return await self._graph.write(partial(_merge_branch, goal_id=goal_id, choices=choices))
 
     async def fail(self, goal_id: str, reason: str = "") -> GoalStatus:
@@ -156,7 +158,7 @@ class Goals:
                 return
             if goal.ended_us or goal.state == "ROLLING_BACK":
                 raise GoalEnded(goal_id, goal.state, "fail")
-            cancel_open(transaction, self._core.policy, goal_id)
+            cancel_open(transaction, self._commits.policy, goal_id)
             if branches.BRANCHES.get(transaction, goal_id) is not None:
                 branches.drop_branch(transaction, goal_id)
             end(transaction, goal_id, "FAILED", reason)
@@ -169,7 +171,7 @@ class Goals:
 
     async def status(self, goal_id: str) -> GoalStatus:
         """The status of a goal. Raises `UnknownGoal`."""
-        return await self._core.read(lambda operations: status_of(operations.transaction, goal_id))
+        return await self._commits.read(lambda operations: status_of(operations.transaction, goal_id))
 
     async def list(self, org_id: str | None = None) -> Statuses:
         """Goals, of one organization or of all."""
@@ -178,7 +180,7 @@ class Goals:
             found = [key for key, goal in STATES.all(transaction) if org_id in (None, goal.org_id)]
             return [status_of(transaction, key) for key in found[:LISTED_MAX]]
 
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def checkpoints(self, goal_id: str) -> Checkpoints:
         """The checkpoints of a goal, the oldest first."""
@@ -187,7 +189,7 @@ class Goals:
             goal_of(transaction, goal_id)
             return [one for _, one in CHECKPOINTS.under(transaction, goal_id, limit=progress.CHECKPOINTS_MAX)]
 
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def checkpoint(self, goal_id: str, reason: str = "manual") -> Checkpoint:
         """Take a checkpoint now."""
@@ -203,7 +205,7 @@ class Goals:
 
     async def context(self, goal_id: str) -> tuple[dict[str, Any], int]:
         """The context of a goal, and its version."""
-        return await context_of(self._core, goal_id)
+        return await context_of(self._commits, goal_id)
 
     async def set_context(self, goal_id: str, value: dict[str, Any], expect_version: int) -> int:
         """Replace the context, if it has the expected version. Returns the new version."""
@@ -234,7 +236,7 @@ class Goals:
         names the effect of a failed compensation gives that compensation up.
         """
         accepted = checked_keys(accept_irreversible)
-        policy = self._core.policy
+        policy = self._commits.policy
         checkpoint = await self._write(
             lambda transaction: rollback.begin(
                 transaction,
@@ -256,7 +258,7 @@ class Goals:
         await self._write(
             lambda transaction: rollback.resume(transaction, policy, checkpoint.goal_id, accepted)
         )
-        self._core.wake_readers()
+        self._wakeups.wake_readers()
         await self._note(checkpoint.goal_id)
         return await self.status(checkpoint.goal_id)
 
@@ -273,7 +275,7 @@ class Goals:
 
     async def org_of(self, goal_id: str) -> str | None:
         """The organization of a goal; None when it was not started."""
-        goal = await self._core.read(lambda operations: STATES.get(operations.transaction, goal_id))
+        goal = await self._commits.read(lambda operations: STATES.get(operations.transaction, goal_id))
         return None if goal is None else goal.org_id
 
     async def _note(self, goal_id: str) -> None:
@@ -291,7 +293,7 @@ class Goals:
         await self._graph.write(work)
 
     async def _write(self, work: Callable[[Transaction], T]) -> T:
-        return await self._core.write_raw(work, makes_room=True)
+        return await self._commits.write_raw(work, makes_room=True)
 
 
 # ---- checks ----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class HandlerContext(Context):
 
     async def goal_context(self) -> tuple[Any, int]:
         """The context of the goal, and its version: see `engine.goals.context`."""
-        return await context_of(self._core, self.message.goal_id, self.message.org_id)
+        return await context_of(self._core.commits, self.message.goal_id, self.message.org_id)
 
     async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
         """What fits into a budget of tokens: see `ContextProvider`."""
@@ -52,10 +52,10 @@ class HandlerContext(Context):
 
     async def prompt_additions(self) -> list[str]:
         """What recovery has added to the prompt of the message's agent."""
-        return await prompt_additions(self._core, self.message)
+        return await prompt_additions(self._core.commits, self.message)
 
     async def _reversal_class(self, key: str, reversal: Any) -> ReversalClass | None:
-        return await reversal_class_of(self._core, self.message, key, reversal)
+        return await reversal_class_of(self._core.commits, self.message, key, reversal)
 
     def in_thread(self, wait: Wait) -> "ThreadHandlerContext":
         return ThreadHandlerContext(self, wait)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import PERSON, RESTART, ROLLBACK
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import body_of
 from postroom.engine.results import error_history
 from postroom.engine.rules.cells import SEPARATOR
@@ -49,8 +49,8 @@ ROOTS_MAX: Final = 1_000
 class Recovery:
     """The recovery tools of an engine."""
 
-    def __init__(self, core: EngineCore, goals: Goals) -> None:
-        self._core = core
+    def __init__(self, commits: Commits, goals: Goals) -> None:
+        self._commits = commits
         self._goals = goals
         self.registered: dict[str, Callable[..., Any]] = {}
         self._built_in: dict[str, Callable[..., Any]] = {
@@ -82,9 +82,9 @@ class Recovery:
         def work(transaction: Transaction) -> Decision | None:
             return self._ask(transaction, goal_id, message_id, tools)
 
-        decision = await self._core.write_raw(work, makes_room=True)
+        decision = await self._commits.write_raw(work, makes_room=True)
         if decision is not None and decision.state == "asked":
-            await decisions.ask(self._core, decision)
+            await decisions.ask(self._commits, decision)
 
     def _ask(
         self, transaction: Transaction, goal_id: str, message_id: str, tools: tuple[str, ...]
@@ -94,7 +94,7 @@ class Recovery:
         is_dead = record is not None and record.state in ("DEAD_LETTER", "QUARANTINED")
         if goal is None or goal.state != "ACTIVE" or not is_dead:
             return None
-        if len(goal.tried) >= self._core.policy.guard.recoveries:
+        if len(goal.tried) >= self._commits.policy.guard.recoveries:
             transaction.alert(
                 "RecoveryExhausted",
                 f"goal {goal_id} has used {len(goal.tried)} recovery tools, and message {message_id} failed",
@@ -119,12 +119,12 @@ class Recovery:
             "rollbacks": goal.rollbacks,
         }
         return decisions.settle(
-            transaction, self._core.policy, question, goal.org_id, subject, asks_later=False
+            transaction, self._commits.policy, question, goal.org_id, subject, asks_later=False
         )
 
     async def recover(self, decision_id: str) -> Any:
         """Use the tool that was decided on."""
-        decision = await self._core.read(
+        decision = await self._commits.read(
             lambda operations: decisions.found(operations.transaction, decision_id)
         )
         if decision.choice == PERSON:
@@ -133,7 +133,7 @@ class Recovery:
         run = self.tools.get(decision.choice)
         if run is None:
             raise InvalidMessage(f"there is no recovery tool {decision.choice!r} in this process")
-        await self._core.write_raw(lambda transaction: _used(transaction, decision), makes_room=True)
+        await self._commits.write_raw(lambda transaction: _used(transaction, decision), makes_room=True)
         result = run(**self._arguments(run, decision))
         return await result if inspect.isawaitable(result) else result
 
@@ -168,7 +168,7 @@ class Recovery:
     async def _alert_person(self, decision: Decision) -> None:
         goal_id, message_id = decision.subject["goal_id"], decision.subject["message_id"]
         said = f"goal {goal_id} needs a person: message {message_id} failed ({decision.reasoning})"
-        await self._core.write_raw(
+        await self._commits.write_raw(
             lambda transaction: transaction.alert("GoalNeedsPerson", said), makes_room=True
         )
 
@@ -184,7 +184,7 @@ class Recovery:
         """Roll back, then run the failed step again with what was learned."""
         accepted: list[str] = []
         if message_id:
-            accepted = await self._core.read(
+            accepted = await self._commits.read(
                 lambda operations: _own_irreversible(operations.transaction, checkpoint_id, message_id)
             )
         plan = Rollback(checkpoint_id, preserve_learning, resumes=[message_id] if message_id else [])
@@ -207,7 +207,7 @@ class Recovery:
                 raise GoalEnded(goal_id, "without a checkpoint", "restart")
             return first[0][1].checkpoint_id, _roots(transaction, goal_id)
 
-        checkpoint_id, roots = await self._core.read(lambda operations: work(operations.transaction))
+        checkpoint_id, roots = await self._commits.read(lambda operations: work(operations.transaction))
         plan = Rollback(
             checkpoint_id, preserve_learning=True, resubmits=roots, modifications=dict(modifications or {})
         )
@@ -226,7 +226,7 @@ class Recovery:
                 goal_of(transaction, goal_id).rollbacks > decision.subject["rollbacks"] and not is_under_way
             )
 
-        if await self._core.read(lambda operations: is_done(operations.transaction)):
+        if await self._commits.read(lambda operations: is_done(operations.transaction)):
             return None
         return await run()
 
@@ -244,13 +244,13 @@ class Recovery:
             _replay(transaction, message_id)
             return added
 
-        return await self._core.write_raw(work, makes_room=True)
+        return await self._commits.write_raw(work, makes_room=True)
 
     async def create_alternative_agent(
         self, task: str, specialized_for: str, goal_id: str = "", message_id: str = ""
     ) -> str:
         """Spawn an agent that is specialized for a failure, and replay the step."""
-        policy = self._core.policy
+        policy = self._commits.policy
 
         def work(transaction: Transaction) -> str:
             goal = goal_of(transaction, goal_id)
@@ -273,7 +273,7 @@ class Recovery:
             _replay(transaction, message_id)
             return agent_id
 
-        return await self._core.write_raw(work, makes_room=True)
+        return await self._commits.write_raw(work, makes_room=True)
 
 
 # ---- in a transaction ------------------------------------------------------------------------------

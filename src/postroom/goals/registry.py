@@ -16,7 +16,7 @@ from postroom.core.goals.advice import Advice
 from postroom.core.goals.conflicts import Conflict, Operation
 from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import Body, body_of, digest_of
 from postroom.engine.rules import ends, ordering
 from postroom.engine.rules.cells import SEPARATOR
@@ -308,8 +308,8 @@ def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
 class Conflicts:
     """`engine.conflicts`."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
 
     async def active(self, org_id: str | None = None) -> list[Active]:
         """The operations that are under way, of one organization or of all."""
@@ -321,7 +321,7 @@ class Conflicts:
                 if (org_id is None or entry.org_id == org_id) and _holds(transaction, key, entry)
             ]
 
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def waiting(self, org_id: str | None = None) -> list[Waiting]:
         """The messages whose operation waits for another one, of one organization or of all."""
@@ -330,7 +330,7 @@ class Conflicts:
             found = [one for _, one in WAITING.all(transaction)]
             return [one for one in found if org_id is None or _org_of(transaction, one.message_id) == org_id]
 
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
 
 def _org_of(transaction: Transaction, message_id: str) -> str:

@@ -187,7 +187,7 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
         chosen, is_part = _chosen(operations, request, body)
         pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(operations.transaction)]
         status = status_of(operations, core.policy)
-        seen = preview(chosen, status, pauses, core.services, is_named=body.message_ids is not None)
+        seen = preview(chosen, status, pauses, core.handlers.services, is_named=body.message_ids is not None)
         return msgspec.structs.replace(seen, notes=[*seen.notes, PART_NOTE]) if is_part else seen
 
     seen = await read(server, request, look)

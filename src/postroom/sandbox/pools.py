@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom.core.goals.sandbox_rules import needs_sandbox
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import Message
 from postroom.engine.rules.cells import SEPARATOR, Kind
 from postroom.errors import InvalidMessage, SandboxUnavailable, TooMany, Unavailable, shown
@@ -45,8 +45,8 @@ NEEDS: Final = Kind("sandbox.need", SandboxNeed)
 class Sandboxes:
     """`engine.sandboxes`: warm sandboxes of this process, one pool for each agent that needs it."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
         self.kind: SandboxKind = "auto"
         """The kind of the sandboxes: see `Sandbox.open`."""
         self.size = SIZE
@@ -125,7 +125,7 @@ class Sandboxes:
             if NEEDS.get(transaction, message.org_id, agent_id) != need:
                 NEEDS.put(transaction, need, message.org_id, agent_id)
 
-        await self._core.write_raw(note, makes_room=True)
+        await self._commits.write_raw(note, makes_room=True)
         await self._follow(message.org_id, agent_id, is_needed=is_needed)
 
     async def keep_warm(self) -> None:
@@ -139,7 +139,7 @@ class Sandboxes:
 
     async def tend(self) -> None:
         """Follow the stored needs, and tend every pool."""
-        needs = await self._core.read(lambda operations: NEEDS.all(operations.transaction))
+        needs = await self._commits.read(lambda operations: NEEDS.all(operations.transaction))
         needed = {(org_id, agent_id) for org_id, agent_id in (key.split(SEPARATOR) for key, _ in needs)}
         for org_id, agent_id in needed ^ self._followed:
             await self._follow(org_id, agent_id, is_needed=(org_id, agent_id) in needed)

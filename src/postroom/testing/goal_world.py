@@ -218,7 +218,8 @@ class GoalWorld:
         checkpoint_id = await self._checkpoint()
         if checkpoint_id is None:
             return
-        core, write, left = self._engine.core, self._engine.core.write_raw, [self._random.randrange(8)]
+        commits, left = self._engine.core.commits, [self._random.randrange(8)]
+        write = commits.write_raw
 
         async def dying(work: Any, **options: Any) -> Any:
             left[0] -= 1
@@ -230,13 +231,13 @@ class GoalWorld:
                 raise _Killed
             return result
 
-        core.write_raw = dying  # type: ignore[method-assign]
+        commits.write_raw = dying  # type: ignore[method-assign]
         try:
             await self._engine.goals.rollback(checkpoint_id)
         except _Killed:
             self._trace.append(f"the rollback to {checkpoint_id} dies and is resumed")
         finally:
-            core.write_raw = write  # type: ignore[method-assign]
+            commits.write_raw = write  # type: ignore[method-assign]
         await self._engine.goals.rollback(checkpoint_id)
 
     async def _wait(self) -> None:

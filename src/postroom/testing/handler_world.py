@@ -105,7 +105,9 @@ class HandlerWorld:
         with _expected_warnings_dropped(), self._engine.testing() as testing:
             core: EngineCore = testing._core  # noqa: SLF001 - the world is a part of the engine's tests
             assert isinstance(core, InlineCore)
-            core.handlers = {name: self._faulty(handler) for name, handler in core.handlers.items()}
+            core.handlers.registered = {
+                name: self._faulty(handler) for name, handler in core.handlers.registered.items()
+            }
             return asyncio.run(self._run(core, list(messages)))
 
     async def _run(self, core: InlineCore, messages: list[SubmitFields]) -> HandlerReport:
@@ -121,7 +123,7 @@ class HandlerWorld:
     async def _submit(self, core: InlineCore, fields: SubmitFields) -> None:
         times = 2 if fields.get("idempotency_key") and self._random.random() < self._share else 1
         for _ in range(times):
-            await core.submit([fields])
+            await core.submits.submit([fields])
 
     async def _drain(self, core: InlineCore, worker: Worker) -> None:
         """Run handlers, and move the clock from deadline to deadline until nothing is left to do."""
@@ -145,7 +147,7 @@ class HandlerWorld:
         return HandlerReport(seed=self.seed, messages=messages, broken=self._broken)
 
     async def _look(self, core: InlineCore, message_id: str, type_name: str) -> None:
-        stored = await core.load(message_id)
+        stored = await core.commits.load(message_id)
         report = self._report_of(message_id, type_name)
         report.state = stored.record.state
         report.result = None if stored.result is None else msgspec.json.decode(stored.result)

@@ -17,15 +17,15 @@ from postroom.core.times import checked_seconds
 from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.inbox import Inbox, SentMessage
 from postroom.engine.agents.parts import Position
+from postroom.engine.message_input import Prepared
 from postroom.engine.results import result_of
 from postroom.engine.rules.cells import Part
+from postroom.engine.rules.operations import Operations
 from postroom.errors import (
     Bounced,
     CoordinatorStopped,
-    GuardTripped,
     InvalidMessage,
     MessageFailed,
-    Overloaded,
     PostroomError,
     StreamRestarted,
     shown,
@@ -143,16 +143,12 @@ class Agent:
     async def submit(self, message: SubmitFields, timeout_s: float | None = None) -> tuple[str, bool]:
         """Store a request without waiting for its answer; its id, and whether it was known before."""
         core = self.coordinator.core
-        prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
-        try:
-            submitted = await self.coordinator.write_new(
-                lambda agents: agents.request(self.agent_id, self.session, prepared, timeout_s)
-            )
-        except (Overloaded, GuardTripped) as error:
-            await core.note_refusal(prepared, error)
-            raise
-        await core.after_submit()
-        return submitted
+
+        def store(operations: Operations, prepared: list[Prepared]) -> tuple[str, bool]:
+            agents = AgentOperations(operations.transaction, core.policy)
+            return agents.request(self.agent_id, self.session, prepared[0], timeout_s)
+
+        return await core.submits.accept([message], store)
 
     async def resume(self) -> AsyncIterator[Part]:
         """The parts of every open request that nobody in this process reads, until all of them have ended.
@@ -205,11 +201,13 @@ class Agent:
             "org_id": self.org_id,
             "agent_id": self.agent_id,
         }
-        prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
+
+        def store(operations: Operations, prepared: list[Prepared]) -> str:
+            agents = AgentOperations(operations.transaction, core.policy)
+            return agents.send(self.agent_id, self.session, prepared[0], to, payload)
+
         try:
-            message_id = await self.coordinator.write_new(
-                lambda agents: agents.send(self.agent_id, self.session, prepared, to, payload)
-            )
+            message_id = await core.submits.accept([message], store)
         except Bounced as bounced:
             reason = bounced
             with suppress(PostroomError):
@@ -217,7 +215,7 @@ class Agent:
                     lambda agents: agents.note_bounce(self.org_id, self.agent_id, reason)
                 )
             raise
-        core.wake_readers()
+        core.wakeups.wake_readers()
         return SentMessage(self.coordinator, message_id)
 
     def inbox(self) -> Inbox:
@@ -358,7 +356,7 @@ async def _failure(stream: AnswerStream, part: Part) -> MessageFailed:
     stream.close()
     error = part.error or {}
     try:
-        result_of(await stream._agent.coordinator.core.load(part.request_id))  # noqa: SLF001 - the same module
+        result_of(await stream._agent.coordinator.core.commits.load(part.request_id))  # noqa: SLF001 - the same module
     except MessageFailed as failed:
         return failed
     except PostroomError:

@@ -20,7 +20,7 @@ from postroom.errors import InvalidMessage, shown
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
-    from postroom.engine.core import EngineCore
+    from postroom.engine.commits import Commits
 
 _KEY: Final = re.compile(r"([^/]+)/(\d{1,18})", re.ASCII)
 
@@ -47,8 +47,8 @@ Keys: TypeAlias = list[str]
 class Bounces:
     """`engine.bounces`."""
 
-    def __init__(self, core: "EngineCore") -> None:
-        self._core = core
+    def __init__(self, commits: "Commits") -> None:
+        self._commits = commits
 
     async def list(
         self,
@@ -59,7 +59,7 @@ class Bounces:
         limit: int = BOUNCES_A_READ_MAX,
     ) -> "list[BouncedAnswer]":
         """Bounces of an organization, or of all, the oldest first. `created_by` is such as user:ada."""
-        return await self._core.read(
+        return await self._commits.read(
             lambda operations: listed(
                 operations.transaction, org_id, created_by=created_by, after=after, limit=limit
             )
@@ -67,7 +67,7 @@ class Bounces:
 
     async def done(self, *keys: str) -> Keys:
         """The creator has these bounces: they are removed. Returns the keys that were there."""
-        return await self._core.write(
+        return await self._commits.write(
             lambda operations: removed(operations.transaction, keys), makes_room=True
         )
 

@@ -75,7 +75,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         info = await self.write(lambda agents: agents.start_coordinator(self.id, self.name))
         self.epoch = info.epoch
-        self._stack.enter_context(self.core.listening_for_answers(self._count_wakeup))
+        self._stack.enter_context(self.core.wakeups.listening_for_answers(self._count_wakeup))
         loops = (self._distribute, self._acknowledge, self._beat)
         self._tasks = [asyncio.create_task(self._kept_running(each)) for each in loops]
 
@@ -114,19 +114,16 @@ class Coordinator:
     async def write(self, work: Callable[[AgentOperations], T]) -> T:
         """Run operations on agents in a commit."""
         policy = self.core.policy
-        return await self.core.write_raw(
+        return await self.core.commits.write_raw(
             lambda transaction: work(AgentOperations(transaction, policy)), makes_room=True
         )
 
-    async def write_new(self, work: Callable[[AgentOperations], T]) -> T:
-        """As `write`, for work that stores new messages."""
-        policy = self.core.policy
-        return await self.core.write_raw(lambda transaction: work(AgentOperations(transaction, policy)))
-
     async def read(self, work: Callable[[AgentOperations], T]) -> T:
         """Run operations on agents on one committed state."""
-        policy = self.core.policy
-        return await self.core.read(lambda operations: work(AgentOperations(operations.transaction, policy)))
+        commits = self.core.commits
+        return await commits.read(
+            lambda operations: work(AgentOperations(operations.transaction, commits.policy))
+        )
 
     # ---- agents --------------------------------------------------------------------------------
 
@@ -238,7 +235,7 @@ class Coordinator:
     async def _distribute(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.core.look_again_s):
+                async with asyncio.timeout(self.core.wakeups.look_again_s):
                     await self._woken.wait()
             self._woken.clear()
             self._wake_inboxes()

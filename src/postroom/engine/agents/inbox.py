@@ -84,7 +84,7 @@ class Inbox:
                 await self._show([message])
                 yield message
             if not await self._has_more():
-                await coordinator.wait_for_news(coordinator.core.look_again_s)
+                await coordinator.wait_for_news(coordinator.core.wakeups.look_again_s)
 
     async def _has_more(self) -> bool:
         agent, after = self._agent, self._after

@@ -60,15 +60,15 @@ class Commits(Protocol):
 class Purge:
     """Forgets what has passed its retention in one store."""
 
-    def __init__(self, core: Commits) -> None:
-        self._core = core
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
         self._name = os.urandom(8).hex()
         self._purged_to: dict[str, str] = {}
         """Where the functions of `on_purge` continue, by kind of cell."""
 
     async def run(self) -> None:
         """Forget everything that has passed its retention, unless another process is doing that."""
-        if not await self._core.write(partial(take_turn, name=self._name), makes_room=True):
+        if not await self._commits.write(partial(take_turn, name=self._name), makes_room=True):
             return
         await self._records()
         await self._keys()
@@ -77,33 +77,33 @@ class Purge:
             await self._cells(kind)
         for forget in on_purge:
             self._purged_to |= await self._commit(partial(_forget_more, forget=forget, after=self._purged_to))
-        await self._core.write(partial(end_turn, name=self._name), makes_room=True)
+        await self._commits.write(partial(end_turn, name=self._name), makes_room=True)
 
     async def _records(self) -> None:
-        policy = self._core.policy
+        policy = self._commits.policy
         after: int | None = 0
         while after is not None:
-            found, after = await self._core.read(partial(find_over, policy=policy, after=after))
+            found, after = await self._commits.read(partial(find_over, policy=policy, after=after))
             for chunk in chunks([record.message_id for record in found], FORGOTTEN_A_COMMIT_MAX):
                 left = chunk
                 while left:
                     left = await self._commit(partial(forget_over, policy=policy, message_ids=left))
 
     async def _keys(self) -> None:
-        keep_s = self._core.policy.keep_keys_s
-        while await self._core.read(partial(find_old_keys, keep_s=keep_s)):
+        keep_s = self._commits.policy.keep_keys_s
+        while await self._commits.read(partial(find_old_keys, keep_s=keep_s)):
             await self._commit(partial(forget_old_keys, keep_s=keep_s))
 
     async def _events(self) -> None:
-        keep_s, before = self._core.policy.keep_events_s, 0
-        while (first := await self._core.read(partial(find_old_event, keep_s=keep_s))) > before:
+        keep_s, before = self._commits.policy.keep_events_s, 0
+        while (first := await self._commits.read(partial(find_old_event, keep_s=keep_s))) > before:
             before = first  # the newest event stays in every store, so it may be found twice
             await self._commit(partial(forget_old_events, keep_s=keep_s))
 
     async def _cells(self, kind: Kind[Any]) -> None:
         after = ""
         while True:
-            page = await self._core.read(partial(scan_cells, kind=kind, after=after))
+            page = await self._commits.read(partial(scan_cells, kind=kind, after=after))
             quiet = [key for key, is_quiet in page if is_quiet]
             for chunk in chunks(quiet, CELLS_A_COMMIT_MAX):
                 await self._commit(partial(forget_quiet, kind=kind, keys=chunk))
@@ -120,7 +120,7 @@ class Purge:
 
         loop = asyncio.get_running_loop()
         started = loop.time()
-        result = await self._core.write(both, makes_room=True)
+        result = await self._commits.write(both, makes_room=True)
         await asyncio.sleep(REST * (loop.time() - started))
         return result
 

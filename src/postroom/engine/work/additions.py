@@ -6,6 +6,7 @@ from typing import Any
 from postroom.engine.messages import Message
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.rules.policy import Policy
+from postroom.engine.telemetry import EngineTelemetry
 from postroom.stores.transaction import Transaction
 
 
@@ -13,6 +14,8 @@ class Additions:
     """Set by the class that opens the engine, before its workers run."""
 
     def __init__(self) -> None:
+        self.telemetry: EngineTelemetry | None = None
+        """None while nothing is exported."""
         self.new_context: Callable[..., Any] | None = None
         """Makes the context of an attempt from the arguments of `Context`; None means a `Context`."""
         self.before: dict[str, Callable[[Message], Awaitable[None]]] = {}

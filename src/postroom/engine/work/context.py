@@ -59,7 +59,7 @@ class Calls:
 
     async def submit(self, fields: SubmitFields) -> Handle:
         """Submit a child."""
-        [submitted] = await self.core.submit([fields])
+        [submitted] = await self.core.submits.submit([fields])
         return Handle(self.core, submitted.message_id, duplicate=submitted.duplicate)
 
     async def begin_effect(
@@ -86,7 +86,7 @@ class Calls:
         await self._write(lambda operations: operations.drop_effect(self.message_id, self.lease, key))
 
     async def _write(self, work: Callable[[Operations], T]) -> T:
-        return await self.core.write(work, makes_room=True)
+        return await self.core.commits.write(work, makes_room=True)
 
 
 class Context:
@@ -198,10 +198,10 @@ class Context:
         if not isinstance(headers, Mapping):
             raise InvalidMessage(f"headers must be names with values, not {type(headers).__name__}")
 
-        def work(operations: Operations, wall_us: int) -> None:
-            operations.observe(grant.provider, grant.model, observed(headers, wall_us))
+        def work(operations: Operations) -> None:
+            operations.observe(grant.provider, grant.model, observed(headers, operations.transaction.wall_us))
 
-        await self._core.write_at(work)
+        await self._core.commits.write(work, makes_room=True)
 
     async def submit(self, *, type: str, payload: Payload, **fields: Unpack[ChildFields]) -> Handle:  # noqa: A002
         """Submit a child: it inherits organization, goal, trace and the limits of the goal."""

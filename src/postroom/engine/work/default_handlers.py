@@ -26,15 +26,15 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
                 agents(operations).check_recipient(message.org_id, to)
                 agents(operations).deliver(message.org_id, to, message.agent_id, message.message_id, body)
 
-        await core.write(work, makes_room=True)
-        core.wake_readers()
+        await core.commits.write(work, makes_room=True)
+        core.wakeups.wake_readers()
 
     async def spawn(message: Message, _context: Any) -> dict[str, Any]:
         """Store that a supervisor has to run the configured program as this agent."""
         agent_id = _field(message, "agent_id")
         tools = _tool_names(message.payload.get("tools", []))
         check_names(message.org_id, agent_id)
-        await core.write(
+        await core.commits.write(
             lambda operations: agents(operations).want_program(
                 message.org_id, agent_id, message.message_id, tools
             )
@@ -44,7 +44,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
     async def terminate(message: Message, _context: Any) -> dict[str, Any]:
         """Store that the program of this agent has to end."""
         agent_id = _field(message, "agent_id")
-        ended = await core.write(
+        ended = await core.commits.write(
             lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True
         )
         return {"agent_id": agent_id, "ended": ended}

@@ -65,6 +65,31 @@ class Handler(msgspec.Struct, frozen=True, kw_only=True):
         return inspect.iscoroutinefunction(self.run)
 
 
+class Handlers:
+    """The handlers of one engine."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, Handler] = {}
+        self.services: dict[str, str] = {}
+        """The service that the handler of each type calls."""
+        self.built_in: dict[str, Handler] = {}
+        """Handlers of postroom itself. A handler of the application takes precedence."""
+        self.own_runs: list[Callable[..., Any]] = []
+        """Functions of postroom among the handlers of the application."""
+
+    def share(self, other: "Handlers") -> None:
+        """Use the registered handlers of another engine, also later ones."""
+        self.registered, self.services, self.own_runs = other.registered, other.services, other.own_runs
+
+    def of_type(self, type_name: str) -> Handler | None:
+        """The handler of a message type: the registered one, or the default one of the type."""
+        return self.registered.get(type_name) or self.built_in.get(type_name)
+
+    def is_own(self, type_name: str, handler: Handler) -> bool:
+        """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
+        return self.registered.get(type_name) is not handler or handler.run in self.own_runs
+
+
 def _takes_two(run: Callable[..., Any]) -> bool:
     try:
         inspect.signature(run).bind(None, None)
@@ -85,8 +110,9 @@ def checked_handler(handler: Handler) -> Handler:
         raise InvalidSetting(
             f"retry must be a Retry, such as Retry(max_retries=3), not {shown(handler.retry)}"
         )
-    if handler.timeout_s is not None and not 0 < handler.timeout_s <= TIMEOUT_S_MAX:
-        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {shown(handler.timeout_s)}")
+    timeout_s = handler.timeout_s
+    if timeout_s is not None and not (type(timeout_s) in (int, float) and 0 < timeout_s <= TIMEOUT_S_MAX):
+        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {shown(timeout_s)}")
     if handler.pool not in ("thread", "process"):
         raise InvalidSetting(f'pool must be "thread" or "process", not {shown(handler.pool)}')
     _check_types(handler)

@@ -6,12 +6,13 @@ Rule 3: a handler that is faster than the store waits once `PARTS_A_COMMIT_MAX` 
 """
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from postroom.contracts.tasks.task_input import encoded
 from postroom.core.times import utc_text
 from postroom.engine.rules.cells import Part
-from postroom.engine.rules.operations import PARTS_MAX, STREAM_BYTES_MAX
+from postroom.engine.rules.operations import PARTS_MAX, STREAM_BYTES_MAX, Operations
 from postroom.errors import InvalidMessage
 
 if TYPE_CHECKING:
@@ -73,10 +74,18 @@ class PartWriter:
         try:
             while self._pending:
                 parts, self._pending = self._pending[:PARTS_A_COMMIT_MAX], self._pending[PARTS_A_COMMIT_MAX:]
-                await self._core.add_parts(self._message_id, self._lease, parts, self._stored)
+                await self._core.commits.write(
+                    partial(_add, self._message_id, self._lease, parts, self._stored), makes_room=True
+                )
+                self._core.wakeups.wake_waiting([self._message_id])
+                self._core.wakeups.wake_readers()
                 self._stored += len(parts)
         except Exception as error:  # noqa: BLE001 - the handler gets it
             self._error = error
             self._pending.clear()
         finally:
             self._task = None
+
+
+def _add(message_id: str, lease: int, parts: list[Part], first: int, operations: Operations) -> None:
+    operations.add_parts(message_id, lease, parts, first)

@@ -124,6 +124,8 @@ class Worker:
         drain_s: float = DRAIN_S,
     ) -> None:
         self._core = core
+        self._commits = core.commits
+        self._handlers = core.handlers
         self._drain_s = drain_s
         self.worker_id = new_worker_id() if worker_id is None else worker_id
         self.slots = slots_from_environment() if slots is None else slots
@@ -151,7 +153,7 @@ class Worker:
         )  # fmt: skip
         helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
-            with self._core.listening_for_work(partial(set_soon, loop, self._wake)):
+            with self._core.wakeups.listening_for_work(partial(set_soon, loop, self._wake)):
                 await self._work()
         except asyncio.CancelledError:
             await self._give_back()
@@ -189,7 +191,7 @@ class Worker:
 
     async def _rest(self, deadline: float | None) -> None:
         """Wait for an outcome, a new message, or a deadline."""
-        pause_s = await self._core.pause_s()
+        pause_s = await self._core.wakeups.pause_s()
         if deadline is not None:
             pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
         await wait_for_event(self._wake, pause_s)
@@ -206,7 +208,7 @@ class Worker:
 
     async def _leave(self) -> None:
         with suppress(PostroomError):
-            await self._core.write(
+            await self._commits.write(
                 lambda operations: operations.report_worker(self.worker_id, None), makes_room=True
             )
 
@@ -256,7 +258,7 @@ class Worker:
         free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
-        services, on_finish = self._core.services, self._core.additions.on_finish
+        services, on_finish = self._handlers.services, self._core.additions.on_finish
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
@@ -267,7 +269,7 @@ class Worker:
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
             return stale, found, [bodies.apart(transaction, one.body) for one in found]
 
-        telemetry = self._core.telemetry
+        telemetry = self._core.additions.telemetry
         started_ns = 0 if telemetry is None else time.time_ns()
         try:
             stale, claimed, apart = await self._committed(work, makes_room=bool(outcomes))
@@ -277,7 +279,7 @@ class Worker:
         self._failures = 0
         for message_id in stale:
             _log.warning("message %s: its lease was over, so its outcome is dropped", message_id)
-        self._core.wake_waiting([one.message_id for one in outcomes])
+        self._core.wakeups.wake_waiting([one.message_id for one in outcomes])
         self._note(claimed)
         if telemetry is not None:
             telemetry.settled(outcomes, stale, started_ns)
@@ -289,7 +291,7 @@ class Worker:
 
     async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
         """Commit a cycle. When the worker is cancelled meanwhile, what the cycle claimed is released."""
-        commit = asyncio.ensure_future(self._core.write_cycle(work, makes_room=makes_room))
+        commit = asyncio.ensure_future(self._commits.write_cycle(work, makes_room=makes_room))
         try:
             return await asyncio.shield(commit)
         except asyncio.CancelledError:
@@ -323,8 +325,8 @@ class Worker:
         running = _Running(claimed, time.monotonic())
         self._running[claimed.record.message_id] = running
         attempt = self._attempt(running, apart)
-        if self._core.telemetry is not None:
-            attempt = noted(self._core.telemetry, claimed, self.worker_id, attempt)
+        if self._core.additions.telemetry is not None:
+            attempt = noted(self._core.additions.telemetry, claimed, self.worker_id, attempt)
         running.task = asyncio.create_task(attempt)
 
     async def _attempt(self, running: _Running, apart: Apart) -> Outcome | None:
@@ -348,7 +350,7 @@ class Worker:
     async def _outcome(self, running: _Running, apart: Apart) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
         claimed = running.claimed
-        handler = self._core.handler_of(claimed.type)
+        handler = self._handlers.of_type(claimed.type)
         if handler is None:
             return failed(
                 claimed, None, LookupError(f"no handler for type {claimed.type}"), error_type="NoHandler"
@@ -371,7 +373,9 @@ class Worker:
             )
             if claimed.type in additions.before:
                 await additions.before[claimed.type](message)
-            if needs_process(record, message, handler.pool) and not self._core.is_own(claimed.type, handler):
+            if needs_process(record, message, handler.pool) and not self._handlers.is_own(
+                claimed.type, handler
+            ):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)
@@ -428,7 +432,7 @@ class Worker:
         else:
             plain = context.in_thread(wait)
         run: Callable[[], Any] = partial(called, handler.run, message, plain)
-        if self._core.telemetry is not None:  # a thread does not see the current span otherwise
+        if self._core.additions.telemetry is not None:  # a thread does not see the current span otherwise
             run = partial(copy_context().run, run)
         running = self._pool().submit(run)
         try:
@@ -457,7 +461,7 @@ class Worker:
         ours, theirs = socket.socketpair() if self._core.is_in_memory else (None, None)
         serving = None if ours is None else asyncio.create_task(serve(ours, context.calls))
 
-        telemetry = self._core.telemetry
+        telemetry = self._core.additions.telemetry
 
         def call() -> bytes:
             limit_memory(message)
@@ -533,7 +537,7 @@ class Worker:
     async def _renew(self, leases: dict[str, int]) -> None:
         """Renew leases, and drop the attempts whose lease was over."""
         try:
-            lost = await self._core.write(lambda operations: operations.heartbeat(leases), makes_room=True)
+            lost = await self._commits.write(lambda operations: operations.heartbeat(leases), makes_room=True)
         except Unavailable:
             return  # the next beat tries again; the leases last three of them
         for message_id in lost:
@@ -553,7 +557,7 @@ class Worker:
                 await self._check(held)
 
     async def _check(self, leases: dict[str, int]) -> None:
-        lost, killed = await self._core.read(lambda operations: operations.lost(leases))
+        lost, killed = await self._commits.read(lambda operations: operations.lost(leases))
         for message_id in lost | killed:
             running = self._running.get(message_id)
             if running is None:
@@ -579,14 +583,14 @@ class Worker:
                 operations.sweep()
 
             with suppress(Unavailable):
-                await self._core.write_raw(work, makes_room=True)
+                await self._commits.write_raw(work, makes_room=True)
             await asyncio.sleep(REPORT_S if self._core.policy.lease_s >= REPORT_S else SWEEP_S)
 
     async def _purge(self) -> None:
         """Forget what has passed its retention. It rests between its commits, so it may take long."""
         while True:
             with suppress(Unavailable):
-                await self._core.purge()
+                await self._core.purge.run()
             await asyncio.sleep(PURGE_S)
 
 

@@ -48,7 +48,7 @@ class AdvisedDeadLetters(DeadLetters):
                 is_poison=any(letter.state == "QUARANTINED" for letter in alike),
             )
             question = advice.question("dead_letter", {**pattern}, pattern=f"{kind} {error_type}")
-            said, _ = await said_at_once(self._core, question)
+            said, _ = await said_at_once(self._commits, question)
             examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
             found.append(
                 AdvisedPattern(**pattern, advice=said.choice, reasoning=said.reasoning, message_ids=examples)

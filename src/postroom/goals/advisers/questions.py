@@ -4,7 +4,7 @@ from typing import Any
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question, ReversalClass
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.messages import Message
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.goals import decisions, rollback
@@ -17,23 +17,23 @@ _log = library_log("postroom.engine")
 
 
 async def reversal_class_of(
-    core: EngineCore, message: Message, key: str, reversal: Any
+    commits: Commits, message: Message, key: str, reversal: Any
 ) -> ReversalClass | None:
     """The class of an effect of a goal by the adviser; None leaves it to the rules."""
-    adviser = core.policy.adviser
+    adviser = commits.policy.adviser
     if adviser is None or adviser.is_pure:
         return None
-    line = await core.read(lambda operations: GOAL_OF.get(operations.transaction, message.message_id))
+    line = await commits.read(lambda operations: GOAL_OF.get(operations.transaction, message.message_id))
     if line is None:
         return None
     facts = {"key": key, "type": message.type, "has_reversal": reversal is not None, "reversal": reversal}
     question = advice.question("reversal_class", facts, pattern=f"{message.type} {key}")
-    return await _decided(core, question, message)  # type: ignore[return-value]
+    return await _decided(commits, question, message)  # type: ignore[return-value]
 
 
-async def keeps_priority(core: EngineCore, message: Message, error: BaseException) -> bool:
+async def keeps_priority(commits: Commits, message: Message, error: BaseException) -> bool:
     """Whether the retry of a message keeps its priority."""
-    if not message.metadata.get("critical") and core.policy.adviser is None:
+    if not message.metadata.get("critical") and commits.policy.adviser is None:
         return False  # the rules demote every other message
     facts = {
         "type": message.type,
@@ -44,21 +44,21 @@ async def keeps_priority(core: EngineCore, message: Message, error: BaseExceptio
         "error": str(error),
     }
     question = advice.question("demotion", facts, pattern=f"{message.type} {type(error).__name__}")
-    return await _decided(core, question, message) == "keep"
+    return await _decided(commits, question, message) == "keep"
 
 
-async def _decided(core: EngineCore, question: Question, message: Message) -> str:
+async def _decided(commits: Commits, question: Question, message: Message) -> str:
     """Decide a question about a message at once. The decision is recorded, unless the rules alone decide."""
-    policy, org_id = core.policy, message.org_id
+    policy, org_id = commits.policy, message.org_id
     if policy.adviser is None or policy.adviser.is_pure:
         return advice.advise(question).choice
-    said = await core.read(lambda operations: decisions.learned(operations.transaction, org_id, question))
+    said = await commits.read(lambda operations: decisions.learned(operations.transaction, org_id, question))
     by: DecidedBy = "learned"
     if said is None:
-        said, by = await said_at_once(core, question)
+        said, by = await said_at_once(commits, question)
     subject, taken = {"message_id": message.message_id}, said
     try:
-        await core.write_raw(
+        await commits.write_raw(
             lambda transaction: decisions.record(transaction, policy, question, org_id, subject, taken, by),
             makes_room=True,
         )
@@ -67,19 +67,19 @@ async def _decided(core: EngineCore, question: Question, message: Message) -> st
     return said.choice
 
 
-async def said_at_once(core: EngineCore, question: Question) -> tuple[Advice, DecidedBy]:
+async def said_at_once(commits: Commits, question: Question) -> tuple[Advice, DecidedBy]:
     """An advice and its source, when there is no time for a person to decide.
 
     The safe default replaces an advice below `Policy.adviser_confidence_min`.
     """
-    said, by = await asked(core.policy.adviser, question)
-    if said.confidence < core.policy.adviser_confidence_min:
+    said, by = await asked(commits.policy.adviser, question)
+    if said.confidence < commits.policy.adviser_confidence_min:
         unsure = "the adviser is not sure, and there is no time to ask a person"
         return Advice(question.default, 1.0, unsure), "rule"
     return said, "adviser" if by == "adviser" else "rule"
 
 
-async def context_of(core: EngineCore, goal_id: str, org_id: str | None = None) -> tuple[dict[str, Any], int]:
+async def context_of(commits: Commits, goal_id: str, org_id: str | None = None) -> tuple[dict[str, Any], int]:
     """The context of a goal, and its version. A goal of another organization is unknown."""
 
     def work(transaction: Transaction) -> tuple[dict[str, Any], int]:
@@ -89,11 +89,11 @@ async def context_of(core: EngineCore, goal_id: str, org_id: str | None = None) 
         found = CONTEXTS.get(transaction, goal_id, goal.context_version)
         return ({} if found is None else found.value), goal.context_version
 
-    return await core.read(lambda operations: work(operations.transaction))
+    return await commits.read(lambda operations: work(operations.transaction))
 
 
-async def prompt_additions(core: EngineCore, message: Message) -> list[str]:
+async def prompt_additions(commits: Commits, message: Message) -> list[str]:
     """What recovery added to the prompt of the agent of a message."""
-    return await core.read(
+    return await commits.read(
         lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
     )

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from postroom.core.goals.merge import Edge
 from postroom.core.names import checked_name
-from postroom.engine.core import EngineCore
+from postroom.engine.commits import Commits
 from postroom.engine.rules.cells import HasCells
 from postroom.errors import InvalidSetting, UnknownGoal
 from postroom.goals.graph import branches
@@ -55,14 +55,14 @@ class LedgerGraph(Graph):
 
     is_embedded = True
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
 
     async def read(self, work: Callable[[HasCells], T]) -> T:
-        return await self._core.read(lambda operations: work(operations.transaction))
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def write(self, work: Callable[[HasCells], T]) -> T:
-        return await self._core.write_raw(work)
+        return await self._commits.write_raw(work)
 
 
 class View(ABC):

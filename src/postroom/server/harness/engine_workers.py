@@ -190,7 +190,7 @@ class WorkerProcesses:
 
     def _say_drain(self) -> None:
         worker_ids = {child.worker_id for child in self._children}
-        read = self._engine.core.read(lambda operations: operations.in_flight(worker_ids))
+        read = self._engine.core.commits.read(lambda operations: operations.in_flight(worker_ids))
         with suppress(PostroomError):
             self._on_drain(self._engine.blocking.wait(read))
 

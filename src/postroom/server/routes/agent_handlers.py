@@ -181,7 +181,7 @@ async def _submit(
         size = TASK_BYTES + request.size
         message_id: str = await server.writer.submit(work, request.identity, size)
     except (Overloaded, GuardTripped) as error:
-        await core.note_refusal(prepared[0], error)
+        await core.submits.note_refusal(prepared[0], error)
         raise
     return message_id
 

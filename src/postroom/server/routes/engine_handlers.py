@@ -95,7 +95,7 @@ async def submit(server: TaskServer, request: HttpRequest) -> MessageAnswer | Me
     del given
     orgs, org = [message["org_id"] for message in messages], request.identity.org
     server.tasks.check_backlog()
-    telemetry = server.engine.core.telemetry
+    telemetry = server.engine.core.additions.telemetry
     if telemetry is None:
         submitted = await _submit(server, request, messages)
     else:
@@ -158,7 +158,7 @@ async def _submit(
     try:
         submitted: list[Submitted] = await server.writer.submit(work, request.identity, size)
     except (Overloaded, GuardTripped) as error:
-        await core.note_refusal(prepared[0], error)
+        await core.submits.note_refusal(prepared[0], error)
         raise
     return submitted
 
@@ -332,7 +332,7 @@ async def explain(server: TaskServer, request: HttpRequest) -> ExplainAnswer:
     core = server.engine.core
 
     def read(operations: Operations, message_id: str) -> str:
-        return explanation_of(operations, core.policy, message_id, core.services)
+        return explanation_of(operations, core.policy, message_id, core.handlers.services)
 
     text = await _read_visible(server, request, read)
     shown = unscoped_text(request.identity.org, text)

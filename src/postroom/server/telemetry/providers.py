@@ -103,7 +103,7 @@ class Telemetry:
         """Trace and measure an engine. `while_working` reads its store only while it works."""
         tracer = (self._traces or trace.NoOpTracerProvider()).get_tracer(SCOPE)
         meter = (self._metrics or metrics.NoOpMeterProvider()).get_meter(SCOPE)
-        engine.core.telemetry = EngineSpans(tracer, meter, self._child_spans)
+        engine.core.additions.telemetry = EngineSpans(tracer, meter, self._child_spans)
         if self._gauges is None:
             self._gauges = EngineGauges(meter)
         self._gauges.engines[engine] = while_working

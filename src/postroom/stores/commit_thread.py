@@ -30,7 +30,7 @@ class _Waiting(NamedTuple):
     future: "asyncio.Future[Any]"
 
 
-class Commits:
+class CommitThread:
     """Runs the work of coroutines in a thread. Any number of event loops may use it."""
 
     def __init__(self, store: Store) -> None:
