@@ -4,13 +4,11 @@ Each check raises before anything is stored.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from postroom.core.lifecycle import backpressure, poison
-from postroom.core.lifecycle.backpressure import Throttle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.message_input import Prepared
 from postroom.engine.rules.cells import GOALS, PAUSES, PRESSURES, RATES, SCAN_MAX, Bucket, GoalUse, Pressure
@@ -33,78 +31,75 @@ class Admission:
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self._transaction = transaction
         self._policy = policy
+        self._active = 0
 
     def check(self, messages: Sequence[Prepared]) -> None:
         """Admit messages, all or none."""
-        counts: dict[str, Counter[int]] = {}
+        counts: dict[str, dict[int, int]] = {}
         for message in messages:
-            counts.setdefault(message.org_id, Counter())[message.envelope.priority] += 1
+            priorities, priority = counts.setdefault(message.org_id, {}), message.envelope.priority
+            priorities[priority] = priorities.get(priority, 0) + 1
         self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
-        self._check_kill_switch(counts.keys())
-        active = cache(partial(self._active_organizations, counts))
-        for org_id, priorities in counts.items():
-            self._check_pressure(org_id, priorities, len(messages), active)
-            self._check_rate(org_id, [one for one in messages if one.org_id == org_id])
+        self._check_kill_switch(counts)
+        for org_id in counts:
+            self._check_pressure(org_id, counts, len(messages))
+            self._check_rate(org_id, messages)
         if self._policy.guard.is_set:
             self._check_guards(messages)
 
     # ---- kill switch ---------------------------------------------------------------------------
 
-    def _check_kill_switch(self, org_ids: Iterable[str]) -> None:
+    def _check_kill_switch(self, org_ids: Collection[str]) -> None:
         for key, pause in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition("\x1f")
-            if pause.kill and not type_name and (org_id == ALL or org_id in {*org_ids}):
+            if pause.kill and not type_name and (org_id == ALL or org_id in org_ids):
                 whose = f"of organization {org_id}" if org_id else "of all organizations"
                 raise Overloaded(f"the kill switch {whose} is on", backpressure.EMERGENCY_RETRY_S)
 
     # ---- backpressure --------------------------------------------------------------------------
 
-    def _check_pressure(
-        self, org_id: str, priorities: Counter[int], batch: int, active: Callable[[], int]
-    ) -> None:
+    def _check_pressure(self, org_id: str, counts: Mapping[str, Mapping[int, int]], batch: int) -> None:
         """Check whether an organization may submit, at the depths that the last message of the batch meets.
 
-        `priorities` is how many new messages of the organization there are of each priority, `batch` how many
-        new messages there are of all organizations. `active` counts the organizations that share the queue.
+        `counts` is how many new messages of each organization and priority there are, `batch` their sum.
         """
-        transaction, rule = self._transaction, self._policy.backpressure
+        transaction, rule, priorities = self._transaction, self._policy.backpressure, counts[org_id]
         queue, quiet = ENGINE_PREFIX + org_id, int(backpressure.LEAVE_AT * rule.scale)
         if transaction.lanes.is_quiet(queue, quiet - batch + 1):
             return
-        counts, new = transaction.lanes.depth(queue), priorities.total()
-        depth, total = ready(counts) + new - 1, ready(transaction.lanes.total()) + batch - 1
+        states, new = transaction.lanes.depth(queue), sum(priorities.values())
+        depth, total = ready(states) + new - 1, ready(transaction.lanes.total()) + batch - 1
         pressure = self._pressure(org_id, depth)
         stage, whose = pressure.stage, ""
         if total > quiet:
             of_all = self._pressure(ALL, total)
-            if of_all.stage > stage and depth > total / active():
+            if of_all.stage > stage and depth > total / self._active_organizations(counts):
                 stage, whose = of_all.stage, " of all organizations"
-        completed = counts.get("COMPLETED", 0)
+        completed = states.get("COMPLETED", 0)
         throttle = backpressure.sampled(pressure.throttle, transaction.steady_ns, completed)
-        held = f"has {depth} messages waiting" if new == 1 else f"would have {depth + 1} messages waiting"
-        said = (
-            f"organization {org_id} {held} (stage {stage}, above {rule.thresholds[max(0, stage - 1)]}{whose})"
-        )
         for priority, count in priorities.items():
-            throttle = self._throttled(throttle, priority, count, stage, completed, said)
+            share, retry_after = backpressure.share_of(stage, priority), backpressure.EMERGENCY_RETRY_S
+            if share == 1:
+                continue
+            if share:
+                rate = share * backpressure.completion_rate(throttle, transaction.steady_ns, completed)
+                throttle, retry_after = backpressure.admit(
+                    throttle, priority, rate, transaction.steady_ns, count
+                )
+            if retry_after:
+                held = (
+                    f"has {depth} messages waiting"
+                    if new == 1
+                    else f"would have {depth + 1} messages waiting"
+                )
+                raise Overloaded(
+                    f"organization {org_id} {held} (stage {stage}, above "
+                    f"{rule.thresholds[max(0, stage - 1)]}{whose}), which "
+                    f"{'throttles' if share else 'refuses'} P{priority}",
+                    retry_after,
+                )
         if throttle != pressure.throttle:
             PRESSURES.put(transaction, replace(pressure, throttle=throttle), org_id)
-
-    def _throttled(
-        self, throttle: Throttle, priority: int, count: int, stage: int, completed: int, said: str
-    ) -> Throttle:
-        """Hold the messages of one class to a stage. `said` is where the organization stands."""
-        share = backpressure.share_of(stage, priority)
-        if share == 0:
-            raise Overloaded(f"{said}, which refuses P{priority}", backpressure.EMERGENCY_RETRY_S)
-        if share == 1:
-            return throttle
-        now = self._transaction.steady_ns
-        rate = share * backpressure.completion_rate(throttle, now, completed)
-        throttle, retry_after = backpressure.admit(throttle, priority, rate, now, count)
-        if retry_after:
-            raise Overloaded(f"{said}, which throttles P{priority}", retry_after)
-        return throttle
 
     def _pressure(self, org_id: str, depth: int) -> Pressure:
         """The pressure of an organization at a depth. A critical new stage raises an alert."""
@@ -132,18 +127,22 @@ class Admission:
 
     def _active_organizations(self, submitted: Iterable[str]) -> int:
         """How many organizations share the queue, those of the batch included."""
-        transaction = self._transaction
-        new = sum(not ready(transaction.lanes.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
-        return max(1, transaction.lanes.count_active() + new)
+        if self._active == 0:
+            transaction = self._transaction
+            new = sum(not ready(transaction.lanes.depth(ENGINE_PREFIX + org_id)) for org_id in submitted)
+            self._active = max(1, transaction.lanes.count_active() + new)
+        return self._active
 
     # ---- rates ---------------------------------------------------------------------------------
 
     def _check_rate(self, org_id: str, messages: Sequence[Prepared]) -> None:
         rules = self._policy.organization_of(org_id)
         if rules.rate_per_s is not None:
-            self._take(rules.rate_per_s, len(messages), "organization", org_id)
+            count = sum(one.org_id == org_id for one in messages)
+            self._take(rules.rate_per_s, count, "organization", org_id)
         if rules.user_rate_per_s is not None:
-            for user_id, count in Counter(one.body.user_id for one in messages if one.body.user_id).items():
+            own = [one.body.user_id for one in messages if one.org_id == org_id and one.body.user_id]
+            for user_id, count in Counter(own).items():
                 self._take(rules.user_rate_per_s, count, "user", org_id, user_id)
 
     def _take(self, rate: float, count: int, whose: str, *names: str) -> None:
